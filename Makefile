@@ -1,0 +1,44 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as far as it needs it; a stamp file in it
+# remembers, until pyproject.toml or constraints.txt change. Override the interpreter with `make PYTHON=python3.12 test`.
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+    $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/kvredis demo ttft
+
+test: $(VENV)/test.stamp
+	scripts/system-packages
+	scripts/check
+
+check: $(VENV)/test.stamp
+	scripts/check
+
+bench: $(VENV)/bench.stamp
+	scripts/system-packages
+	$(BIN)/kvredis bench server
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .demo .mypy_cache .ruff_cache .pytest_cache
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "kvredis needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@# Debian's python3 without python3-venv cannot put pip into a venv, but its own pip can.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+# torch first and alone: pip then keeps the build that is found for this machine instead of pulling another's libraries.
+$(VENV)/torch.stamp: constraints.txt | $(BIN)/python
+	@echo "installing torch into $(VENV)"
+	$(PIP) torch
+	@touch $@
+
+$(VENV)/%.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+	@echo "installing kvredis[$*] into $(VENV)"
+	$(PIP) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The shell: one module per `kvredis` subcommand, plus main that gathers them."""
