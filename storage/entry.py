@@ -1,0 +1,176 @@
+"""Where a block lives now, and the two holds on it: a writer's Reservation and a reader's Lease.
+
+An Entry's state is not stored but read off what it holds: bytes of its own (`value`) or an extent of the arena, a
+number of leases, and whether the index still maps its key to it. An entry that left the index while leased keeps
+its extent until the last lease ends; that is what makes "delete", "overwrite" and "evict" safe under a slow reader.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from .allocator import GRAIN_BYTES, Extent
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .store import Store
+
+INLINE_BYTES_MAX: Final = 16 * 1024
+"""A value shorter than this is one Python bytes object: it would waste a page of the arena and gain nothing there."""
+
+PAYLOAD_OFFSET_BYTES: Final = 512
+"""Payloads begin this far past a page boundary. A reply's header is some 10 bytes long; source and destination of the
+kernel's copy would then differ by 1..31 bytes modulo 4096, which `rep movsb` runs at less than half speed on Zen.
+512 also keeps O_DIRECT possible."""
+
+SLACK_BYTES: Final = 2
+"""Room behind each payload, so that a protocol's terminator can be received by the same system call."""
+
+ENTRY_OVERHEAD_BYTES: Final = 256
+"""What an entry costs beside its key and value (the object, two dict slots, the policy's link), for the accounts."""
+
+
+def extent_length(length: int) -> int:
+    """Bytes of arena for a payload of `length` bytes."""
+    return -(-(PAYLOAD_OFFSET_BYTES + length + SLACK_BYTES) // GRAIN_BYTES) * GRAIN_BYTES
+
+
+NOWHERE: Final = Extent(0, 0)
+"""The extent of an inline value."""
+
+
+class Entry:
+    """One block: `key` in database `space`, `length` bytes in `value` or, when that is None, in `extent`."""
+
+    __slots__ = (
+        "accessed_s",
+        "created_s",
+        "expire_at_ms",
+        "extent",
+        "hits",
+        "key",
+        "leases",
+        "length",
+        "space",
+        "value",
+    )
+
+    def __init__(self, key: bytes, space: int, length: int, extent: Extent, value: bytes | None) -> None:
+        self.key = key
+        self.space = space
+        self.length = length
+        self.extent = extent
+        self.value = value
+        self.expire_at_ms = 0
+        """Unix time in ms at which the block is gone; 0 = never."""
+        self.hits = 0
+        self.leases = 0
+        self.created_s = 0.0
+        self.accessed_s = 0.0
+
+    @property
+    def tier(self) -> str:
+        """The tier that holds the bytes."""
+        return "memory"
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this block costs in memory, all told: the figure of MEMORY USAGE."""
+        held = self.extent.length if self.value is None else self.length
+        return held + len(self.key) + ENTRY_OVERHEAD_BYTES
+
+
+class Reservation:
+    """A writer's hold on room for one value: fill `view`, then `commit` or `abort`; a with-block aborts by default.
+
+    Until `commit` nobody can see the bytes. The store owns the memory; the views die with the reservation.
+    """
+
+    __slots__ = ("_store", "extent", "key", "length", "space", "view_with_slack")
+
+    def __init__(self, store: "Store", key: bytes, space: int, memory: memoryview, extent: Extent) -> None:
+        self._store: Store | None = store
+        self.key = key
+        self.space = space
+        self.extent = extent
+        self.length = len(memory) - SLACK_BYTES
+        self.view_with_slack = memory
+        """The value's bytes and SLACK_BYTES more, which a protocol may let its terminator fall into."""
+
+    @property
+    def view(self) -> memoryview:
+        """Exactly the value's bytes, to be written."""
+        return self.view_with_slack[: self.length]
+
+    def commit(self, expire_at_ms: int = 0) -> None:
+        """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.commit(self, expire_at_ms)
+
+    def abort(self) -> None:
+        """Give the room back. Ends the hold; after a commit it does nothing."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.abort(self)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+    ) -> None:
+        self.abort()
+
+
+class Lease:
+    """A reader's hold: `view` is read-only and stays what it was, whatever happens to the key, until `release`.
+
+    A lease taken with a time limit may be revoked by the store after that: its view then raises ValueError on use,
+    and `released` is True. A reader that has to know asks `released` after it has used the bytes.
+    """
+
+    __slots__ = ("_store", "entry", "view")
+
+    def __init__(self, store: "Store", entry: Entry, view: memoryview) -> None:
+        self._store: Store | None = store
+        self.entry = entry
+        self.view = view
+
+    @property
+    def key(self) -> bytes:
+        """The key under which the block was found."""
+        return self.entry.key
+
+    @property
+    def length(self) -> int:
+        """Bytes of payload."""
+        return self.entry.length
+
+    @property
+    def released(self) -> bool:
+        """Whether the hold has ended, by `release` or by its time limit."""
+        return self._store is None
+
+    def release(self) -> None:
+        """End the hold; a second call does nothing."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.release(self.entry)
+
+    def revoke(self) -> bool:
+        """For the store alone, under its lock: end the hold without its holder. False when it has ended already."""
+        if self._store is None:
+            return False
+        self._store = None
+        with contextlib.suppress(BufferError):  # the reader has made a tensor of it: it finds `released` set
+            self.view.release()
+        return True
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+    ) -> None:
+        self.release()

@@ -1,0 +1,97 @@
+"""Which key is which entry, in each of the databases, and the order in which SCAN walks them.
+
+SCAN must return every key that was there all the while, though others come and go between its calls. A dict cannot
+be resumed after it has changed, so each key also sits in one of BUCKETS sets by the hash of its bytes, which never
+changes while the process lives; the cursor is the number of the next bucket.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Final
+
+from .entry import Entry
+
+SPACES: Final = 16
+"""Databases, as Redis' default."""
+
+BUCKETS: Final = 1024
+"""A power of two; a SCAN call returns at least one bucket, so its replies grow beyond COUNT above about 10,000 keys."""
+
+
+class Index:
+    """The keys of SPACES databases. No locks, no policy, no memory: the store keeps those in step."""
+
+    __slots__ = ("_buckets", "spaces")
+
+    def __init__(self) -> None:
+        self.spaces: list[dict[bytes, Entry]] = [{} for _ in range(SPACES)]
+        self._buckets: list[list[set[bytes]] | None] = [None] * SPACES
+
+    def get(self, key: bytes, space: int) -> Entry | None:
+        """The visible entry under `key`, expired or not."""
+        return self.spaces[space].get(key)
+
+    def put(self, entry: Entry) -> Entry | None:
+        """Make `entry` visible under its key; returns the one that it replaces."""
+        keys = self.spaces[entry.space]
+        old = keys.get(entry.key)
+        keys[entry.key] = entry
+        if old is None:
+            buckets = self._buckets[entry.space]
+            if buckets is None:
+                buckets = self._buckets[entry.space] = [set() for _ in range(BUCKETS)]
+            buckets[hash(entry.key) & (BUCKETS - 1)].add(entry.key)
+        return old
+
+    def remove(self, entry: Entry) -> None:
+        """Take away a visible entry."""
+        del self.spaces[entry.space][entry.key]
+        buckets = self._buckets[entry.space]
+        assert buckets is not None, "a visible key is in a bucket"
+        buckets[hash(entry.key) & (BUCKETS - 1)].discard(entry.key)
+
+    def expires(self, at_ms: float, name: tuple[bytes, int]) -> bool:
+        """Whether `name`, a key and its database, is there and is to be gone at just `at_ms`."""
+        entry = self.spaces[name[1]].get(name[0])
+        return entry is not None and entry.expire_at_ms == at_ms
+
+    def scan(self, cursor: int, count: int, space: int) -> tuple[int, list[bytes]]:
+        """At least `count` keys from bucket `cursor` on, and the next cursor; 0 when the walk is complete."""
+        buckets = self._buckets[space]
+        found: list[bytes] = []
+        if buckets is None or cursor < 0 or cursor >= BUCKETS:
+            return 0, found
+        while cursor < BUCKETS and len(found) < count:
+            found += buckets[cursor]
+            cursor += 1
+        return (0 if cursor == BUCKETS else cursor), found
+
+    def random_key(self, space: int) -> bytes | None:
+        """A key from a bucket drawn at random, or None when the database is empty."""
+        buckets = self._buckets[space]
+        if buckets is None or not self.spaces[space]:
+            return None
+        start = random.randrange(BUCKETS)
+        for step in range(BUCKETS):
+            bucket = buckets[(start + step) & (BUCKETS - 1)]
+            if bucket:
+                return random.choice(tuple(bucket))
+        raise AssertionError("keys and buckets disagree")
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every visible entry."""
+        for entries in self.spaces:
+            yield from entries.values()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.spaces))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless keys, entries and buckets agree."""
+        for space, entries in enumerate(self.spaces):
+            buckets = self._buckets[space] or []
+            assert sum(map(len, buckets)) == len(entries)
+            for key, entry in entries.items():
+                assert entry.key == key
+                assert entry.space == space
+                assert key in buckets[hash(key) & (BUCKETS - 1)]

@@ -1,0 +1,174 @@
+"""The state behind the store's door, and the steps that keep it true: index, allocator, policies and byte accounts.
+
+Every method here expects the store's lock to be held and leaves everything in agreement; none copies a payload, waits
+or calls out. Store adds the lock and the verbs.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from .allocator import Allocator, Extent
+from .arena import Arena
+from .deadlines import Deadlines
+from .entry import Entry, Lease
+from .index import Index
+from .policy import LRU, Policy
+from .stats import StoreStats
+
+INLINE_SHARE = 16
+"""Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
+INLINE_BYTES_LOW = 4 * 1024 * 1024
+
+
+def unix_ms() -> int:
+    """Wall-clock time as Redis counts expiry: milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+class Ledger:
+    """What is where, who holds it and what it costs. `now_ms` is wall-clock time, `now_s` monotonic."""
+
+    def __init__(
+        self, arena: Arena, policy: Policy | None, clock_ms: Callable[[], int], clock_s: Callable[[], float]
+    ) -> None:
+        self.arena = arena
+        self.stats = StoreStats()
+        self.index = Index()
+        self.policy: Policy = LRU() if policy is None else policy
+        self.inline_policy: Policy = type(self.policy)()
+        self.inline_bytes_high = max(arena.nbytes // INLINE_SHARE, INLINE_BYTES_LOW)
+        self.allocator = Allocator(arena.nbytes)
+        self.live_bytes = 0
+        """Extents of visible entries."""
+        self.retired_bytes = 0
+        """Extents whose entry has left the index while a lease still holds it."""
+        self.reserved_bytes = 0
+        """Extents being written."""
+        self.inline_bytes = 0
+        """Cost of values outside the arena, overhead included."""
+        self.leases = 0
+        self.now_ms = clock_ms
+        self.now_s = clock_s
+        # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
+        self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
+        self._limits: Deadlines[Lease] = Deadlines(lambda _, lease: not lease.released)
+
+    def _visible(self, key: bytes, space: int) -> Entry | None:
+        entry = self.index.spaces[space].get(key)
+        if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
+            self._remove(entry)
+            self.stats.expired += 1
+            return None
+        return entry
+
+    def _hit(self, key: bytes, space: int) -> Entry | None:
+        entry = self.index.spaces[space].get(key)
+        if entry is None or (entry.expire_at_ms and self._visible(key, space) is None):
+            self.stats.misses += 1
+            return None
+        self.stats.hits += 1
+        entry.hits += 1
+        entry.accessed_s = self.now_s()
+        (self.policy if entry.value is None else self.inline_policy).touch(entry)
+        return entry
+
+    def _release(self, entry: Entry) -> None:
+        entry.leases -= 1
+        self.leases -= 1
+        if not entry.leases and entry.value is None and self.index.get(entry.key, entry.space) is not entry:
+            self.retired_bytes -= entry.extent.length
+            self.allocator.free(entry.extent)
+
+    def _touch_run(self, run: list[Entry]) -> None:
+        now_s = self.now_s()
+        for entry in run:
+            entry.accessed_s = now_s
+        self.policy.touch_run(entry for entry in run if entry.value is None)
+        self.inline_policy.touch_run(entry for entry in run if entry.value is not None)
+
+    def _publish(self, entry: Entry, expire_at_ms: int) -> None:
+        """Make an entry visible whose bytes are already counted; what it replaces is retired."""
+        entry.expire_at_ms = expire_at_ms
+        entry.created_s = entry.accessed_s = self.now_s()
+        old = self.index.put(entry)
+        if old is None:
+            self.stats.created += 1
+        else:
+            self._retire(old)
+            self.stats.overwritten += 1
+        (self.policy if entry.value is None else self.inline_policy).admit(entry)
+        if expire_at_ms:
+            self._remember_expiry(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        self.index.remove(entry)
+        self._retire(entry)
+
+    def _retire(self, entry: Entry) -> None:
+        """Let go of an entry that has just left the index."""
+        if entry.value is not None:
+            self.inline_policy.forget(entry)
+            self.inline_bytes -= entry.memory_bytes
+            return
+        self.policy.forget(entry)
+        self.live_bytes -= entry.extent.length
+        if entry.leases:
+            self.retired_bytes += entry.extent.length
+        else:
+            self.allocator.free(entry.extent)
+
+    def _remember_expiry(self, entry: Entry) -> None:
+        if entry.expire_at_ms:
+            self._expiries.add(entry.expire_at_ms, (entry.key, entry.space), len(self.index))
+
+    def _place(self, length: int) -> Extent | None:
+        """An extent of `length` bytes, by eviction if need be."""
+        extent = self.allocator.allocate(length)
+        if extent is not None or length > self.arena.nbytes:
+            return extent
+        found = self.allocator.window(length, self.policy.victims())
+        if found is None and self._revoke_overdue():
+            extent = self.allocator.allocate(length)  # what was revoked may have been deleted before: then it is free
+            if extent is not None:
+                return extent
+            found = self.allocator.window(length, self.policy.victims())
+        if found is None:
+            return None
+        extent, leaving = found
+        for entry in leaving:
+            self._evict(entry)
+        self.allocator.allocate_at(extent)
+        return extent
+
+    def _evict(self, entry: Entry) -> None:
+        self._remove(entry)
+        self.stats.evicted += 1
+        self.stats.evicted_bytes += entry.length
+
+    def _evict_inline(self, newest: Entry) -> None:
+        victims: Iterator[Entry] = self.inline_policy.victims()
+        leaving: list[Entry] = []
+        excess = self.inline_bytes - self.inline_bytes_high
+        for entry in victims:
+            if excess <= 0:
+                break
+            if entry is not newest:
+                leaving.append(entry)
+                excess -= entry.memory_bytes
+        for entry in leaving:
+            self._evict(entry)
+
+    def _revoke_overdue(self) -> int:
+        now_s = self.now_s()
+        revoked = 0
+        for lease in self._limits.due(now_s):
+            if lease.revoke():
+                self._release(lease.entry)
+                self.stats.leases_revoked += 1
+                revoked += 1
+        return revoked
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of memory that values hold, retired and half-written ones included."""
+        return self.live_bytes + self.retired_bytes + self.reserved_bytes + self.inline_bytes

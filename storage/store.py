@@ -1,0 +1,301 @@
+"""The one door to the blocks: reserve, lease, match, touch, delete, and the accounts that must always add up.
+
+The store is synchronous and knows no sockets. One short lock covers index, allocator and policy; it is never held
+across a copy or I/O, because callers fill and read the arena through the views of the Reservations and Leases that
+they hold. Ordinary outcomes (a miss, no room) are None or a count.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from . import survey
+from .arena import Arena
+from .entry import (
+    INLINE_BYTES_MAX,
+    NOWHERE,
+    PAYLOAD_OFFSET_BYTES,
+    SLACK_BYTES,
+    Entry,
+    Lease,
+    Reservation,
+    extent_length,
+)
+from .ledger import Ledger, unix_ms
+from .options import StoreOptions
+from .policy import Policy, make_policy
+
+
+class Store(Ledger):
+    """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves.
+
+    `arena` is owned by the store from here on. `clock_ms` is wall-clock time for expiry, `clock_s` a monotonic clock
+    for idle times and lease limits; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        policy: Policy | None = None,
+        clock_ms: Callable[[], int] = unix_ms,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(arena, policy, clock_ms, clock_s)
+        self._lock = threading.Lock()
+        self._memory = arena.view.toreadonly()
+
+    @classmethod
+    def open(cls, options: StoreOptions) -> "Store":
+        """A store over a new arena, as `options` describe it. Raises what Arena.create and make_policy raise."""
+        policy = make_policy(options.cache_policy)
+        arena = Arena.create(options.capacity_bytes, options.hugepages)
+        if options.prefault_threads:
+            arena.prefault(options.prefault_threads)
+        if options.page_lock:
+            arena.lock()
+        return cls(arena, policy=policy)
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def reserve(self, key: bytes, length: int, space: int = 0) -> Reservation | None:
+        """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller.
+
+        Whoever must leave for it leaves now. An older value under `key` stays visible until `commit`.
+        """
+        if length < INLINE_BYTES_MAX:
+            return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
+        with self._lock:
+            extent = self._place(extent_length(length))
+            if extent is None:
+                self.stats.refused += 1
+                return None
+            self.reserved_bytes += extent.length
+        start = extent.offset + PAYLOAD_OFFSET_BYTES
+        return Reservation(self, key, space, self.arena.view[start : start + length + SLACK_BYTES], extent)
+
+    def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> None:
+        """Publish what a reservation holds; called by Reservation.commit, which sees to it that it happens once."""
+        if reservation.extent is NOWHERE:
+            self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
+            return
+        entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)
+        with self._lock:
+            self.reserved_bytes -= entry.extent.length
+            self.live_bytes += entry.extent.length
+            self._publish(entry, expire_at_ms)
+
+    def abort(self, reservation: Reservation) -> None:
+        """Free what a reservation holds; called by Reservation.abort."""
+        with self._lock:
+            self.stats.aborted += 1
+            if reservation.extent is not NOWHERE:
+                self.reserved_bytes -= reservation.extent.length
+                self.allocator.free(reservation.extent)
+
+    def put(self, key: bytes, value: bytes, space: int = 0, expire_at_ms: int = 0) -> bool:
+        """Store a value that is at hand as bytes: reserve, copy and commit in one. False when there is no room."""
+        if len(value) >= INLINE_BYTES_MAX:
+            reservation = self.reserve(key, len(value), space)
+            if reservation is None:
+                return False
+            reservation.view[:] = value  # the bytes arrived in somebody's object, so this copy cannot be spared
+            reservation.commit(expire_at_ms)
+            return True
+        with self._lock:
+            entry = self.index.spaces[space].get(key)
+            if (
+                entry is not None
+                and entry.value is not None
+                and not (expire_at_ms or entry.expire_at_ms or entry.leases)
+            ):
+                # The commonest small write, onto an entry that nobody holds: it may change.
+                self.inline_bytes += len(value) - entry.length
+                entry.value, entry.length, entry.hits = value, len(value), 0
+                entry.created_s = entry.accessed_s = self.now_s()
+                self.inline_policy.touch(entry)
+                self.stats.overwritten += 1
+            else:
+                entry = Entry(key, space, len(value), NOWHERE, value)
+                self.inline_bytes += entry.memory_bytes
+                self._publish(entry, expire_at_ms)
+            if self.inline_bytes > self.inline_bytes_high:
+                self._evict_inline(entry)
+        return True
+
+    def expire(self, key: bytes, at_ms: int, space: int = 0) -> bool:
+        """Set when `key` shall be gone (Unix ms; 0 = never; the past = at once). False when there is no such key."""
+        with self._lock:
+            entry = self._visible(key, space)
+            if entry is None:
+                return False
+            entry.expire_at_ms = at_ms
+            if at_ms and at_ms <= self.now_ms():
+                self._remove(entry)
+                self.stats.deleted += 1
+            else:
+                self._remember_expiry(entry)
+            return True
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def fetch(self, key: bytes, space: int = 0) -> bytes | Lease | None:
+        """The value as the server sends it: small ones as bytes, which need no hold, the others under a Lease."""
+        with self._lock:
+            entry = self.index.spaces[space].get(key)
+            if entry is None or entry.expire_at_ms or entry.value is None:
+                entry = self._hit(key, space)
+                if entry is None:
+                    return None
+                return self._lease(entry) if entry.value is None else entry.value
+            self.stats.hits += 1  # _hit for the commonest case, spelled out: half of a small GET's time is here
+            entry.hits += 1
+            entry.accessed_s = self.now_s()
+            self.inline_policy.touch(entry)
+            return entry.value
+
+    def fetch_untouched(self, key: bytes, space: int = 0) -> bytes | Lease | None:
+        """`fetch` for a reader who must not keep a block alive by looking at it: CLIENT NO-TOUCH."""
+        with self._lock:
+            entry = self._visible(key, space)
+            if entry is None:
+                self.stats.misses += 1
+                return None
+            self.stats.hits += 1
+            return self._lease(entry) if entry.value is None else entry.value
+
+    def lease(self, key: bytes, space: int = 0, limit_s: float = 0.0) -> Lease | None:
+        """Hold the value under `key`, or None. With `limit_s` the hold may be revoked that many seconds from now."""
+        with self._lock:
+            entry = self._hit(key, space)
+            if entry is None:
+                return None
+            lease = self._lease(entry)
+            if limit_s:
+                self._limits.add(self.now_s() + limit_s, lease, self.leases)
+            return lease
+
+    def release(self, entry: Entry) -> None:
+        """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""
+        with self._lock:
+            self._release(entry)
+
+    def find(self, key: bytes, space: int = 0) -> Entry | None:
+        """The entry under `key` for looking only: it counts no hit and touches no policy."""
+        entry = self.index.spaces[space].get(key)  # one read of a dict needs no lock
+        if entry is None or not entry.expire_at_ms:
+            return entry
+        with self._lock:
+            return self._visible(key, space)
+
+    def peek(self, entry: Entry) -> Lease:
+        """Hold an entry that `find` has just returned, without counting a hit: for those who only look."""
+        with self._lock:
+            return self._lease(entry)
+
+    def match(self, keys: Sequence[bytes], space: int = 0) -> int:
+        """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest."""
+        with self._lock:
+            run: list[Entry] = []
+            for key in keys:
+                entry = self._visible(key, space)
+                if entry is None:
+                    break
+                run.append(entry)
+            self._touch_run(run)
+            return len(run)
+
+    def touch(self, keys: Sequence[bytes], space: int = 0) -> int:
+        """Note that `keys` were used at one instant, the first being the head; returns how many exist."""
+        with self._lock:
+            present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
+            self._touch_run(present)
+            return len(present)
+
+    def _lease(self, entry: Entry) -> Lease:
+        """A hold on `entry`; the lock is held."""
+        entry.leases += 1
+        self.leases += 1
+        if entry.value is not None:
+            return Lease(self, entry, memoryview(entry.value))
+        start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
+        return Lease(self, entry, self._memory[start : start + entry.length])
+
+    # ---- leaving -------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: Iterable[bytes], space: int = 0) -> int:
+        """Take keys away; returns how many there were. Leased bytes stay with their readers until released."""
+        deleted = 0
+        with self._lock:
+            for key in keys:
+                entry = self._visible(key, space)
+                if entry is not None:
+                    self._remove(entry)
+                    deleted += 1
+            self.stats.deleted += deleted
+        return deleted
+
+    def flush(self, space: int | None = None) -> int:
+        """Delete everything, or everything of one database; returns how many keys that were."""
+        with self._lock:
+            leaving = [entry for entry in self.index if space is None or entry.space == space]
+            for entry in leaving:
+                self._remove(entry)
+            return len(leaving)
+
+    def collect_expired(self, entries_max: int = 200) -> int:
+        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often."""
+        collected = 0
+        with self._lock:
+            for key, space in self._expiries.due(self.now_ms()):
+                self._remove(self.index.spaces[space][key])
+                self.stats.expired += 1
+                collected += 1
+                if collected == entries_max:
+                    break
+        return collected
+
+    def revoke_overdue(self) -> int:
+        """End the leases whose time limit has passed; returns how many. Done by itself when room is short."""
+        with self._lock:
+            return self._revoke_overdue()
+
+    def close(self) -> None:
+        """Give the arena back. No Reservation or Lease may be used afterwards."""
+        self._memory.release()
+        self.arena.close()
+
+    # ---- looking around ------------------------------------------------------------------------------------------
+
+    def keys_in(self, space: int = 0) -> list[bytes]:
+        """Every key of a database."""
+        with self._lock:
+            return [key for key in list(self.index.spaces[space]) if self._visible(key, space) is not None]
+
+    def count(self, space: int = 0) -> int:
+        """Keys of a database; expired ones count until they are collected, as in Redis."""
+        return len(self.index.spaces[space])
+
+    def random_key(self, space: int = 0) -> bytes | None:
+        """Any key of a database, None when it is empty."""
+        with self._lock:
+            while (key := self.index.random_key(space)) is not None:
+                if self._visible(key, space) is not None:
+                    return key
+            return None
+
+    def scan(self, cursor: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
+        """One step of SCAN: the next cursor (0 = done) and at least `count` keys unless the walk ends first."""
+        with self._lock:
+            following, keys = self.index.scan(cursor, count, space)
+            return following, [key for key in keys if self._visible(key, space) is not None]
+
+    def tiers(self) -> dict[str, dict[str, int | str]]:
+        """Figures of each tier, sizes in bytes: room, entries, holds and what the memory is made of."""
+        with self._lock:
+            return survey.tiers(self)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless index, policies, allocator and byte accounts agree with one another."""
+        with self._lock:
+            survey.check_integrity(self)

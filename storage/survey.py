@@ -1,0 +1,51 @@
+"""What a Store says of itself: the figures of each tier, and whether all that must agree does.
+
+Both read the store from outside its hot path, so they live beside it; `Store.tiers` and `Store.check_integrity` are
+the doors.
+"""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .store import Store
+
+
+def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
+    """Figures of each tier, sizes in bytes: room, entries, holds and what the memory is made of."""
+    arena = store.arena
+    return {
+        "memory": {
+            "capacity": arena.nbytes,
+            "used": store.used_bytes,
+            "free": store.allocator.free_bytes,
+            "largest_free": max((hole.length for hole in store.allocator.holes()), default=0),
+            "reserved": store.reserved_bytes,
+            "inline": store.inline_bytes,
+            "entries": len(store.index),
+            "leases": store.leases,
+            "pages": arena.nbytes // arena.page_bytes,
+            "page_size": arena.page_bytes,
+            "page_kind": arena.pages,
+            "page_locked": arena.page_locked,
+            "policy": store.policy.name,
+        }
+    }
+
+
+def check_integrity(store: "Store") -> None:
+    """Raise AssertionError unless index, policies, allocator and byte accounts agree; the store's lock is held."""
+    store.index.check_integrity()
+    store.allocator.check_integrity()
+    in_arena = [entry for entry in store.index if entry.value is None]
+    inline = [entry for entry in store.index if entry.value is not None]
+    assert sum(entry.extent.length for entry in in_arena) == store.live_bytes
+    assert sum(entry.memory_bytes for entry in inline) == store.inline_bytes
+    assert len(store.policy) == len(in_arena)
+    assert len(store.inline_policy) == len(inline)
+    assert all(entry in store.policy for entry in in_arena)
+    assert all(entry in store.inline_policy for entry in inline)
+    held = store.live_bytes + store.retired_bytes + store.reserved_bytes
+    assert held + store.allocator.free_bytes == store.arena.nbytes
+    for extent, following in pairwise(sorted([*(entry.extent for entry in in_arena), *store.allocator.holes()])):
+        assert extent.offset + extent.length <= following.offset, "extents overlap"
