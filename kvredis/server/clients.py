@@ -1,0 +1,273 @@
+"""CLIENT: who is connected, under which name, and sending somebody away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .arguments import parse_integer
+from .commands import container, subcommand
+from .connection import BAD_CLIENT_NAME, DEFAULT_USER, is_plain_word
+from .help import help_reply
+from .replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+
+if TYPE_CHECKING:
+    from .session import Session
+
+CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
+"""The types that Redis knows; every client here is a normal one."""
+
+BAD_CLIENT_ID = error("ERR client-id should be greater than 0")
+NO_SUCH_CLIENT = error("ERR No such client")
+
+_OWN = {"flags": "noscript loading stale", "acl": "slow connection"}
+_ADMIN = {"flags": "admin noscript loading stale", "acl": "admin slow dangerous connection"}
+
+container(
+    "client",
+    group="connection",
+    since="2.4.0",
+    complexity="Depends on subcommand.",
+    summary="This connection and the others.",
+)
+
+
+@subcommand("client|id", arity=2, since="5.0.0", summary="This connection's number.", **_OWN)
+def client_id(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT ID."""
+    return integer(session.id)
+
+
+@subcommand("client|getname", arity=2, since="2.6.9", summary="This connection's name.", **_OWN)
+def client_getname(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT GETNAME; nil without one."""
+    return bulk(session.name) if session.name else session.nil
+
+
+@subcommand("client|setname", arity=3, since="2.6.9", syntax="connection-name", summary="Name this connection.", **_OWN)
+def client_setname(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT SETNAME name; an empty one takes it away."""
+    if not is_plain_word(args[2]):
+        return BAD_CLIENT_NAME
+    session.name = args[2]
+    return OK
+
+
+@subcommand(
+    "client|setinfo",
+    arity=4,
+    since="7.2.0",
+    syntax="LIB-NAME libname | LIB-VER libver",
+    summary="Say which library this client uses.",
+    **_OWN,
+)
+def client_setinfo(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT SETINFO LIB-NAME|LIB-VER value."""
+    attribute = args[2].upper()
+    if attribute not in (b"LIB-NAME", b"LIB-VER"):
+        return error(b"ERR Unrecognized option '%b'" % args[2].split(b"\0")[0])
+    if not is_plain_word(args[3]):
+        return error(b"ERR %b cannot contain spaces, newlines or special characters." % args[2])
+    if attribute == b"LIB-NAME":
+        session.lib_name = args[3]
+    else:
+        session.lib_ver = args[3]
+    return OK
+
+
+@subcommand(
+    "client|info", arity=2, since="6.2.0", tips="nondeterministic_output", summary="This connection's line.", **_OWN
+)
+def client_info(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT INFO."""
+    return verbatim(session, describe(session))
+
+
+@subcommand(
+    "client|list",
+    arity=-2,
+    since="2.4.0",
+    tips="nondeterministic_output",
+    complexity="O(N) in the number of connections",
+    syntax="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
+    summary="A line for each connection.",
+    **_ADMIN,
+)
+def client_list(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT LIST [TYPE type | ID id ...]."""
+    everyone = session.server.sessions
+    option = args[2].upper() if len(args) > 3 else b""
+    if option == b"TYPE" and len(args) == 4:
+        if args[3].upper() not in CLIENT_TYPES:
+            return _unknown_type(args[3])
+        listed = list(everyone.values()) if args[3].upper() == b"NORMAL" else []
+    elif option == b"ID":
+        numbers = [parse_integer(arg) for arg in args[3:]]
+        if None in numbers:
+            return error("ERR Invalid client ID")
+        listed = [everyone[number] for number in numbers if number in everyone]
+    elif len(args) == 2:
+        listed = list(everyone.values())
+    else:
+        return SYNTAX_ERROR
+    return verbatim(session, b"".join(map(describe, listed)))
+
+
+@subcommand(
+    "client|kill",
+    arity=-3,
+    since="2.4.0",
+    complexity="O(N) in the number of connections",
+    syntax="ip:port | [ID client-id] [TYPE type] [USER username] [ADDR ip:port] [LADDR ip:port] [SKIPME <YES | NO>]",
+    summary="Close connections.",
+    **_ADMIN,
+)
+def client_kill(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT KILL addr: OK or an error. CLIENT KILL option value ...: how many were closed."""
+    if len(args) == 3:
+        found = [each for each in session.server.sessions.values() if each.addr.encode() == args[2]]
+        for each in found[:1]:
+            _close(session, each)
+        return OK if found else NO_SUCH_CLIENT
+    filters = _kill_filters(args)
+    if isinstance(filters, bytes):
+        return filters
+    skip_me = filters.pop(b"SKIPME", b"YES").upper() == b"YES"
+    doomed = [
+        each for each in session.server.sessions.values() if all(_FITS[name](each, filters[name]) for name in filters)
+    ]
+    doomed = [each for each in doomed if not (skip_me and each is session)]
+    for each in doomed:
+        _close(session, each)
+    return integer(len(doomed))
+
+
+@subcommand(
+    "client|no-evict",
+    arity=3,
+    since="7.0.0",
+    syntax="ON | OFF",
+    summary="Exempt this connection from being closed for its buffers; none is closed for that yet.",
+    **_ADMIN,
+)
+def client_no_evict(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT NO-EVICT ON|OFF."""
+    switch = _SWITCH.get(args[2].upper())
+    if switch is None:
+        return SYNTAX_ERROR
+    session.no_evict = switch
+    return OK
+
+
+@subcommand(
+    "client|no-touch",
+    arity=3,
+    since="7.2.0",
+    syntax="ON | OFF",
+    summary="Ask that this connection's reads leave the eviction order alone.",
+    **_OWN,
+)
+def client_no_touch(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT NO-TOUCH ON|OFF."""
+    switch = _SWITCH.get(args[2].upper())
+    if switch is None:
+        return SYNTAX_ERROR
+    session.no_touch = switch
+    session.fetch = session.store.fetch_untouched if switch else session.store.fetch
+    return OK
+
+
+@subcommand(
+    "client|help", arity=2, flags="loading stale", acl="slow connection", since="5.0.0", summary="Print this help."
+)
+def client_help(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT HELP."""
+    return help_reply("client")
+
+
+def describe(session: Session) -> bytes:
+    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, with a line break.
+
+    What no client can have here (subscriptions, transactions, tracking) says so in Redis' way; `fd` is the event loop's
+    own affair, so it is -1 as for Redis' clients without a socket.
+    """
+    now_s = time.monotonic()
+    unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
+    letters = ("U" if unix_socket else "") + ("e" if session.no_evict else "") + ("T" if session.no_touch else "")
+    fields: list[tuple[str, object]] = [
+        ("id", session.id),
+        ("addr", session.addr),
+        ("laddr", session.laddr),
+        ("fd", -1),
+        ("name", session.name.decode("latin-1")),
+        ("age", int(now_s - session.created_s)),
+        ("idle", int(now_s - session.last_command_s)),
+        ("flags", letters or "N"),
+        ("db", session.space),
+        ("sub", 0),
+        ("psub", 0),
+        ("ssub", 0),
+        ("multi", -1),
+        ("qbuf", session.pending_bytes),
+        ("qbuf-free", 0),
+        ("argv-mem", 0),
+        ("multi-mem", 0),
+        ("rbs", 0),
+        ("rbp", 0),
+        ("obl", 0),
+        ("oll", 0),
+        ("omem", session.unsent_bytes),
+        ("tot-mem", session.pending_bytes + session.unsent_bytes),
+        ("events", "r"),
+        ("cmd", session.last_command),
+        ("user", session.user.decode("latin-1")),
+        ("redir", -1),
+        ("resp", session.resp),
+        ("lib-name", session.lib_name.decode("latin-1")),
+        ("lib-ver", session.lib_ver.decode("latin-1")),
+    ]
+    return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"
+
+
+_SWITCH = {b"ON": True, b"OFF": False}
+
+_FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
+    b"ID": lambda each, value: each.id == int(value),
+    b"ADDR": lambda each, value: each.addr.encode() == value,
+    b"LADDR": lambda each, value: each.laddr.encode() == value,
+    b"USER": lambda each, value: each.user == value,
+    b"TYPE": lambda each, value: value.upper() == b"NORMAL",
+}
+
+
+def _kill_filters(args: list[bytes]) -> dict[bytes, bytes] | bytes:
+    """The options of CLIENT KILL's new form, checked, or the error for them."""
+    filters: dict[bytes, bytes] = {}
+    for at in range(2, len(args), 2):
+        option = args[at].upper()
+        if at + 1 == len(args) or (option != b"SKIPME" and option not in _FITS):
+            return SYNTAX_ERROR
+        value = args[at + 1]
+        if option == b"ID" and (parse_integer(value) or 0) < 1:
+            return BAD_CLIENT_ID
+        if option == b"TYPE" and value.upper() not in CLIENT_TYPES:
+            return _unknown_type(value)
+        if option == b"USER" and value != DEFAULT_USER:
+            return error(b"ERR No such user '%b'" % value.split(b"\0")[0])
+        if option == b"SKIPME" and value.upper() not in (b"YES", b"NO"):
+            return SYNTAX_ERROR
+        filters[option] = value
+    return filters
+
+
+def _unknown_type(name: bytes) -> bytes:
+    return error(b"ERR Unknown client type '%b'" % name.split(b"\0")[0])
+
+
+def _close(session: Session, other: Session) -> None:
+    """Close `other` at once, or oneself once the reply is out."""
+    if other is session:
+        session.close_after_reply = True
+    else:
+        other.close()

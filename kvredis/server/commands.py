@@ -1,0 +1,164 @@
+"""The command table: every command is one record, and whatever is said about commands is read from it.
+
+Dispatch, arity errors, `COMMAND`, `CLIENT HELP`'s neighbours, `INFO commandstats` and the parser's question "may this
+argument be received straight into the arena?" all use the same `Command`. A command family registers its functions with
+the decorators here when it is imported, and families.py imports them all; this file alone leaves the table empty, so a
+test can build a server out of the families that it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from .replies import Reply, error
+
+if TYPE_CHECKING:
+    from .session import Session
+
+Handler: TypeAlias = "Callable[[Session, list[bytes]], Reply]"
+
+ECHO_BYTES_MAX = 128
+"""How much of a client's own words an "unknown command" error repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What one command is. `name` is lower case, `client|id` for a subcommand.
+
+    arity: the number of arguments with the name itself; negative means at least that many.
+    keys: first and last argument that is a key and the step between them, (0, 0, 0) for none; last -1 is the end.
+    payload_args: (first, step) of the arguments that may be received straight into the arena (SET is (2, 0): just the
+        one; MSET is (2, 2): every second one from there), () for none.
+    access: what the command does with its keys, in the words of Redis' key specifications.
+    syntax: the arguments in the notation of Redis' help; COMMAND DOCS is made from it.
+    """
+
+    name: str
+    arity: int
+    handler: Handler
+    flags: tuple[str, ...] = ()
+    keys: tuple[int, int, int] = (0, 0, 0)
+    categories: tuple[str, ...] = ()
+    payload_args: tuple[int, int] | tuple[()] = ()
+    group: str = "generic"
+    since: str = "1.0.0"
+    summary: str = ""
+    complexity: str = "O(1)"
+    syntax: str = ""
+    access: tuple[str, ...] = ()
+    tips: tuple[str, ...] = ()
+    subcommands: dict[str, Command] = field(default_factory=dict)
+
+
+COMMANDS: dict[bytes, Command] = {}
+"""Every command once, by its name in upper case."""
+
+SPELLINGS: dict[bytes, Command] = {}
+"""The same by upper-case and by lower-case name: what the session's hot path asks before `lookup`."""
+
+
+def command(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Handler]:
+    """Register the decorated function as `name`. `facts` are Command's fields; `flags`, `acl` (its categories),
+    `access` and `tips` are given as words in one string, `payload` as payload_args."""
+
+    def register(handler: Handler) -> Handler:
+        _add(_describe(name, arity, handler, facts))
+        return handler
+
+    return register
+
+
+def subcommand(full_name: str, *, arity: int, **facts: object) -> Callable[[Handler], Handler]:
+    """The same for `container|name`; the container must have been registered before."""
+
+    def register(handler: Handler) -> Handler:
+        container, _, name = full_name.partition("|")
+        parent = COMMANDS[container.upper().encode()]
+        parent.subcommands[name] = _describe(full_name, arity, handler, {"group": parent.group, **facts})
+        return handler
+
+    return register
+
+
+def container(name: str, **facts: object) -> None:
+    """Register a command that consists of its subcommands only."""
+    _add(_describe(name, -2, _never, {"acl": "slow", **facts}))
+
+
+def lookup(args: list[bytes]) -> Command | bytes:
+    """The command (or subcommand) that `args` call for, or the error that Redis would answer.
+
+    The session may take `SPELLINGS.get(args[0])` itself and come here only for None, for a command with subcommands and
+    for one whose arity does not fit.
+    """
+    found = SPELLINGS.get(args[0]) or COMMANDS.get(args[0].upper())
+    if found is None:
+        return unknown_command(args)
+    argc = len(args)
+    if found.subcommands and argc > 1:
+        part = found.subcommands.get(args[1].lower().decode("latin-1"))
+        if part is None:
+            name = found.name.upper()
+            return error(b"ERR unknown subcommand '%b'. Try %b HELP." % (_c_string(args[1]), name.encode()))
+        found = part
+    if argc != found.arity and (found.arity > 0 or argc < -found.arity):
+        return wrong_arity(found.name)
+    return found
+
+
+def wrong_arity(name: str) -> bytes:
+    """The error for a wrong number of arguments; `name` in full, as in `client|setinfo`."""
+    return error(f"ERR wrong number of arguments for '{name}' command")
+
+
+def unknown_command(args: list[bytes]) -> bytes:
+    """The error for a command that is not in the table: it repeats the client's words, 128 bytes of them, each only up
+    to its first NUL, as C would print them."""
+    echo = b""
+    for arg in args[1:]:
+        if len(echo) >= ECHO_BYTES_MAX:
+            break
+        echo += b"'%b' " % _c_string(arg, ECHO_BYTES_MAX - len(echo))
+    return error(b"ERR unknown command '%b', with args beginning with: %b" % (_c_string(args[0]), echo))
+
+
+def parameter_error(args: list[bytes]) -> bytes:
+    """What a subcommand answers when its arity fits and its words do not (Redis' addReplySubcommandSyntaxError)."""
+    return error(
+        b"ERR unknown subcommand or wrong number of arguments for '%b'. Try %b HELP."
+        % (_c_string(args[1]), args[0].upper())
+    )
+
+
+def every_command() -> list[Command]:
+    """Commands and subcommands, each container followed by its parts."""
+    return [each for found in COMMANDS.values() for each in (found, *found.subcommands.values())]
+
+
+def _add(found: Command) -> None:
+    """Put a command into both dictionaries; one name twice is a mistake in the program."""
+    upper = found.name.upper().encode()
+    if upper in COMMANDS:
+        raise ValueError(f"command {found.name} is registered twice")
+    COMMANDS[upper] = SPELLINGS[upper] = SPELLINGS[upper.lower()] = found
+
+
+def _describe(name: str, arity: int, handler: Handler, facts: dict[str, object]) -> Command:
+    """A Command from the decorators' shorthand."""
+    fields = dict(facts)
+    for ours, words in (("flags", "flags"), ("categories", "acl"), ("access", "access"), ("tips", "tips")):
+        fields[ours] = tuple(str(fields.pop(words, "")).split())
+    fields["payload_args"] = fields.pop("payload", ())
+    return Command(name=name, arity=arity, handler=handler, **fields)  # type: ignore[arg-type]
+
+
+def _c_string(value: bytes, length_max: int = ECHO_BYTES_MAX) -> bytes:
+    """What C's `%.*s` prints of `value`."""
+    return value.split(b"\0", 1)[0][:length_max]
+
+
+def _never(session: Session, args: list[bytes]) -> Reply:
+    """A container without a subcommand: `lookup` has refused it by its arity already."""
+    return wrong_arity(args[0].lower().decode("latin-1"))

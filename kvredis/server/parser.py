@@ -1,0 +1,403 @@
+"""RESP requests from bytes, without I/O: it says where the next bytes shall be received and which commands they made.
+
+A payload is the reason for its shape. As soon as a `$n` header announces a large value in a place where a command takes
+one, the parser asks `open_payload` for a Reservation and from then on offers the arena itself as the receive buffer,
+so the kernel writes the value where it will live. Everything else passes through a small scratch buffer.
+
+Two readers share the work. Whole buffers of small commands, which is what clients mostly send, go through
+hiredis.Reader, which is C; a buffer that it cannot finish, or whose length shows that it was not plain RESP, is read
+again from the first unexecuted command by the parser below, which is the one that knows every rule and error text of
+Redis 7.2 (networking.c, processMultibulkBuffer and processInlineBuffer).
+"""
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, Final, TypeAlias
+
+import hiredis
+
+from kvredis.storage.entry import SLACK_BYTES, Reservation
+
+SCRATCH_BYTES: Final = 16 * 1024
+"""Size of the receive buffer for commands: what it holds of a payload must be copied out, so it is kept small."""
+
+HEAD_BYTES: Final = 512
+"""What is offered instead to a client whose last command brought a payload: room for the next one's header and little
+of its bytes. More is offered again as soon as something else comes."""
+
+LINE_BYTES_MAX: Final = 64 * 1024
+"""Redis' PROTO_INLINE_MAX_SIZE: the longest line without a newline."""
+
+PAYLOAD_BYTES_MIN: Final = SCRATCH_BYTES
+"""Values from this length on may be received into the arena."""
+
+MULTIBULK_MAX: Final = 2**31 - 1
+UNAUTHENTICATED_ARGS_MAX: Final = 10
+UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16384
+
+STAR, NEWLINE = ord("*"), ord("\n")
+
+TAIL_BYTES: Final = 256
+"""Where a pipeline of small commands that was cut shows the start of one of them."""
+
+_BULK_BYTES = tuple(n + 5 + len(str(n)) for n in range(LINE_BYTES_MAX))
+"""Bytes of a bulk of n bytes, `$n CRLF ... CRLF`."""
+
+_BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
+_PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
+
+_ARRAY_BYTES = (-1, *(3 + len(str(n)) for n in range(1, LINE_BYTES_MAX // 4)))
+"""Bytes of the header of an array of n; an empty one is no command, and -1 keeps it out of the quick reader."""
+
+
+NOTHING: Final[list[list["Argument"]]] = []
+"""What `take` gives when more bytes are needed; nobody changes it."""
+
+
+class ProtocolError(Exception):
+    """The client broke the protocol. The text goes into `-ERR Protocol error: ...`; empty = hang up without a word."""
+
+
+class Refused:
+    """Stands in a command's arguments for a payload that there was no room for; its bytes were thrown away."""
+
+
+REFUSED: Final = Refused()
+
+Argument: TypeAlias = bytes | Reservation | Refused
+OpenPayload: TypeAlias = "Callable[[list[Argument], int], Reservation | Refused | None]"
+
+
+class Parser:
+    """One client's requests: receive into `buffer`, tell `take` how much, and `take` on until it gives nothing.
+
+    `open_payload(args so far, length)` is asked for each bulk of PAYLOAD_BYTES_MIN or more: a Reservation takes the
+    bytes, REFUSED drops them, None means that this argument is no payload and becomes bytes like any other.
+    """
+
+    __slots__ = (
+        "_after_payload",
+        "_args",
+        "_body",
+        "_body_hold",
+        "_end",
+        "_filled",
+        "_head_view",
+        "_length",
+        "_open_payload",
+        "_reader",
+        "_remaining",
+        "_scratch",
+        "_start",
+        "_view",
+        "authenticated",
+        "bulk_bytes_max",
+    )
+
+    def __init__(self, open_payload: OpenPayload, *, bulk_bytes_max: int = 512 * 1024 * 1024) -> None:
+        self._open_payload = open_payload
+        self.bulk_bytes_max = bulk_bytes_max
+        self.authenticated = True
+        """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._view = memoryview(self._scratch)
+        self._head_view = self._view[:HEAD_BYTES]
+        self._after_payload = False  # the last command brought a payload, so the next one probably will
+        self._start = 0  # unread bytes of the scratch: [_start, _end)
+        self._end = 0
+        self._reader = hiredis.Reader()
+        self._args: list[Argument] = []
+        self._remaining = 0  # arguments still missing from the command being read
+        self._length = -1  # of the bulk being read, -1 = its header comes next
+        self._body: memoryview | None = None  # where that bulk is being received, when not in the scratch
+        self._body_hold: Reservation | Refused | None = None
+        self._filled = 0
+
+    def buffer(self, sizehint: int = -1) -> memoryview:
+        """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
+        if self._body is not None:
+            if self._body_hold is REFUSED:
+                return self._view[: min(SCRATCH_BYTES, self._length + SLACK_BYTES - self._filled)]
+            return self._body[self._filled :]
+        if self._start == self._end:
+            self._start = self._end = 0
+            return self._head_view if self._after_payload else self._view
+        if self._end == len(self._scratch):
+            unread = self._end - self._start
+            if unread == len(self._scratch):
+                self._grow()
+            else:
+                self._scratch[:unread] = self._scratch[self._start : self._end]
+                self._start, self._end = 0, unread
+        return self._view[self._end :]
+
+    def take(self, received: int = 0) -> list[list[Argument]]:
+        """The complete commands that are at hand, now that `received` bytes have been put into the last `buffer`, each
+        with its name first: all of a buffer that the quick reader understands, else one; none when more bytes are
+        needed. Raises ProtocolError."""
+        if self._body is not None:
+            self._filled += received
+            if not self._finish_body():
+                return NOTHING
+        else:
+            self._end += received
+            if self._start == self._end:
+                return NOTHING
+            if not self._remaining:
+                commands = self._take_quickly()
+                if commands:
+                    self._after_payload = False
+                    return commands
+                self._read_payload_head()
+        command = self._next()
+        return NOTHING if command is None else [command]
+
+    def abandon(self) -> None:
+        """The client is gone: give back what a half-received command holds."""
+        for arg in [*self._args, self._body_hold]:
+            if isinstance(arg, Reservation):
+                arg.abort()
+        self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes received and not yet part of an executed command: `qbuf` of CLIENT LIST."""
+        return self._end - self._start + self._filled
+
+    # ---- the quick reader ----------------------------------------------------------------------------------------
+
+    def _take_quickly(self) -> list[list[Argument]]:
+        """The commands that hiredis reads from the scratch, or none if it is not plain RESP from there on.
+
+        hiredis reads replies, so it would also take `+PING` or a nested array for a command. Its commands count only
+        if writing them out as arrays of bulks gives exactly as many bytes as were read; then nothing else was there.
+        """
+        start, end = self._start, self._end
+        scratch = self._scratch
+        if start == end or scratch[start] != STAR:
+            return []
+        if scratch[end - 1] != NEWLINE and scratch.find(b"\r\n*", max(start, end - TAIL_BYTES), end) < 0:
+            return []  # the beginning of one large command, most likely with a payload: not worth a try
+        reader = self._reader
+        reader.feed(bytes(self._view[start:end]))
+        commands: list[list[Any]] = []
+        try:
+            while (command := reader.gets()) is not False:
+                commands.append(command)
+            if len(commands) == 1:
+                length = _ARRAY_BYTES[len(commands[0])] + sum(map(_BULK_BYTES.__getitem__, map(len, commands[0])))
+            else:
+                parts = map(len, chain.from_iterable(commands))
+                length = sum(map(_BULK_BYTES.__getitem__, parts))
+                length += sum(map(_ARRAY_BYTES.__getitem__, map(len, commands)))
+        except (hiredis.HiredisError, TypeError, IndexError):
+            commands, length = [], 0
+        past = start + length
+        if past != end:
+            self._reader = hiredis.Reader()  # it holds the beginning of a command, or nothing that can be used
+            if past > end or scratch[past] != STAR:
+                return []
+        self._start = past
+        return commands
+
+    def _read_payload_head(self) -> None:
+        """Read the first two arguments and the third one's length in one step, if they are there and look as in SET.
+
+        What does not is left to the careful reader, which would have come to the same result four lines later.
+        """
+        parts = bytes(self._view[self._start : min(self._end, self._start + HEAD_BYTES)]).split(b"\r\n", 6)
+        if len(parts) < 7:
+            return
+        array, name_length, name, key_length, key, length, _ = parts
+        if (
+            array in _PAYLOAD_ARRAYS
+            and name_length == _BULK_HEADS[len(name)]
+            and key_length == _BULK_HEADS[len(key)]
+            and length[:1] == b"$"
+            and PAYLOAD_BYTES_MIN <= (_strict_int(length[1:]) or 0) <= self.bulk_bytes_max
+            and self.authenticated
+        ):
+            self._start += sum(map(len, parts[:6])) + 12
+            self._args = [name, key]
+            self._remaining = int(array[1:]) - 2
+            self._length = int(length[1:])
+
+    # ---- the one that knows the rules ----------------------------------------------------------------------------
+
+    def _next(self) -> list[Argument] | None:
+        while True:
+            if not self._remaining:
+                if self._args:
+                    args, self._args = self._args, []
+                    return args
+                if self._start == self._end:
+                    return None
+                if self._scratch[self._start] != STAR:
+                    return self._inline()
+                if not self._read_count():
+                    return None
+                continue
+            if self._length < 0 and not self._read_length():
+                return None
+            if not self._read_bulk():
+                return None
+
+    def _line(self, what: str) -> bytes | None:
+        """The line at _start without its CR LF, which is then behind us; None when it is not complete."""
+        at = self._scratch.find(b"\r", self._start, self._end)
+        if at < 0 or at + 1 >= self._end:
+            if self._end - self._start > LINE_BYTES_MAX:
+                raise ProtocolError(f"too big {what} string")
+            return None
+        line = bytes(self._view[self._start : at])
+        self._start = at + 2
+        return line
+
+    def _read_count(self) -> bool:
+        line = self._line("mbulk count")
+        if line is None:
+            return False
+        count = _strict_int(line[1:])
+        if count is None or count > MULTIBULK_MAX:
+            raise ProtocolError("invalid multibulk length")
+        if count > UNAUTHENTICATED_ARGS_MAX and not self.authenticated:
+            raise ProtocolError("unauthenticated multibulk length")
+        self._remaining = max(0, count)
+        return True
+
+    def _read_length(self) -> bool:
+        line = self._line("bulk count")
+        if line is None:
+            return False
+        if line[:1] != b"$":
+            got = line[:1].decode("latin-1") if line else " "
+            raise ProtocolError(f"expected '$', got '{got}'")
+        length = _strict_int(line[1:])
+        if length is None or not 0 <= length <= self.bulk_bytes_max:
+            raise ProtocolError("invalid bulk length")
+        if length > UNAUTHENTICATED_BULK_BYTES_MAX and not self.authenticated:
+            raise ProtocolError("unauthenticated bulk length")
+        self._length = length
+        return True
+
+    def _read_bulk(self) -> bool:
+        """Take the bulk of _length bytes from the scratch, or give it a place of its own. False = more bytes needed."""
+        length = self._length
+        if length < PAYLOAD_BYTES_MIN - SLACK_BYTES:
+            past = self._start + length + 2
+            if past > self._end:
+                return False
+            self._args.append(bytes(self._view[self._start : past - 2]))
+            self._start = past
+            self._remaining -= 1
+            self._length = -1
+            return True
+        hold = self._open_payload(self._args, length) if length >= PAYLOAD_BYTES_MIN else None
+        self._body_hold = hold
+        if isinstance(hold, Reservation):
+            self._body = hold.view_with_slack
+        else:
+            self._body = memoryview(bytearray(0 if hold is REFUSED else length + SLACK_BYTES))
+        # What the scratch has already received of it: the one copy of payload bytes, at most SCRATCH_BYTES.
+        here = min(self._end - self._start, length + SLACK_BYTES)
+        if hold is not REFUSED:
+            self._body[:here] = self._view[self._start : self._start + here]
+        self._start += here
+        self._filled = here
+        return self._finish_body()
+
+    def _finish_body(self) -> bool:
+        """The bulk that has its own place becomes an argument once it is complete."""
+        if self._filled < self._length + SLACK_BYTES:
+            return False
+        assert self._body is not None
+        self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
+        self._after_payload = self._body_hold is not None
+        self._body, self._body_hold = None, None
+        self._filled = 0
+        self._remaining -= 1
+        self._length = -1
+        return True
+
+    def _inline(self) -> list[Argument] | None:
+        """A request typed by hand: one line, words split as sdssplitargs does."""
+        at = self._scratch.find(b"\n", self._start, self._end)
+        if at < 0:
+            if self._end - self._start > LINE_BYTES_MAX:
+                raise ProtocolError("too big inline request")
+            return None
+        line = bytes(self._view[self._start : at])
+        self._start = at + 1
+        words = split_words(line.removesuffix(b"\r"))
+        if words is None:
+            raise ProtocolError("unbalanced quotes in request")
+        if words:
+            if words[0].lower() in (b"post", b"host:"):
+                raise ProtocolError("")  # a browser that was talked into posting here gets no answer
+            return list(words)
+        return self._next()
+
+    def _grow(self) -> None:
+        """A line longer than the scratch: Redis allows 64 KiB of it."""
+        unread = bytes(self._view[self._start : self._end])
+        self._scratch = bytearray(len(self._scratch) * 2)
+        self._scratch[: len(unread)] = unread
+        self._view = memoryview(self._scratch)
+        self._start, self._end = 0, len(unread)
+
+
+def _strict_int(text: bytes) -> int | None:
+    """A decimal as Redis' string2ll reads it: no plus, no leading zero, no spaces, 64 bits; None otherwise."""
+    digits = text[1:] if text[:1] == b"-" else text
+    if not digits.isdigit() or len(digits) > 19 or (digits[:1] == b"0" and text != b"0"):
+        return None
+    value = int(text)
+    return value if -(2**63) <= value < 2**63 else None
+
+
+_ESCAPES = {ord("n"): 10, ord("r"): 13, ord("t"): 9, ord("b"): 8, ord("a"): 7}
+_HEX = b"0123456789abcdefABCDEF"
+_SPACE = b" \t\n\v\f\r\0"
+
+
+def split_words(line: bytes) -> list[bytes] | None:
+    """Words of an inline request, "double" and 'single' quoted as in redis-cli; None when quotes do not balance."""
+    words: list[bytes] = []
+    at, end = 0, len(line)
+    while True:
+        while at < end and line[at] in _SPACE:
+            at += 1
+        if at == end:
+            return words
+        word = bytearray()
+        quote = 0
+        while at < end or quote:
+            if at >= end:
+                return None
+            byte = line[at]
+            if quote and byte == quote:
+                if at + 1 < end and line[at + 1] not in _SPACE:
+                    return None
+                at += 1
+                break
+            if quote == 34 and byte == 92 and at + 1 < end:
+                code = line[at + 2 : at + 4]
+                if line[at + 1] == 120 and len(code) == 2 and code[0] in _HEX and code[1] in _HEX:
+                    word.append(int(code, 16))
+                    at += 4
+                else:
+                    word.append(_ESCAPES.get(line[at + 1], line[at + 1]))
+                    at += 2
+                continue
+            if quote == 39 and line[at : at + 2] == b"\\'":
+                word.append(39)
+                at += 2
+                continue
+            if not quote and byte in _SPACE:
+                break
+            if not quote and byte in (34, 39):
+                quote = byte
+            else:
+                word.append(byte)
+            at += 1
+        words.append(bytes(word))
