@@ -1,0 +1,89 @@
+"""What an engine may hold: one contract of batched verbs, whether the blocks are in this process or behind a socket.
+
+It is the Store's contract seen from an engine. A backend that is remote adds one rule: its trouble never escapes. A
+server that is absent, lost, slow or hostile makes every verb answer as an empty cache would, says so once in the log,
+and is tried again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+
+class Reservation(Protocol):
+    """A writer's hold on room for one value: fill `view`, then `commit` or `abort`; leaving a with-block aborts.
+
+    The view dies with the hold.
+    """
+
+    @property
+    def view(self) -> memoryview:
+        """Writable, of bytes, exactly as long as was asked for."""
+
+    def commit(self) -> None:
+        """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush()."""
+
+    def abort(self) -> None:
+        """Give the room back; after a commit it does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Lease(Protocol):
+    """A reader's hold on one value: `view` stays what it is until `release`, which leaving a with-block does."""
+
+    @property
+    def view(self) -> memoryview:
+        """Read-only, of bytes, exactly as long as the value."""
+
+    def release(self) -> None:
+        """End the hold; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Backend(Protocol):
+    """Blocks under keys, in batches. Every method may be called from any thread."""
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """Count how many of `keys`, from the first on, are present without a gap; the run is touched."""
+
+    def reserve(self, key: bytes, length: int) -> Reservation | None:
+        """Get room for a value of `length` bytes, or None: there is none, or nobody would take it."""
+
+    def load(self, keys: Sequence[bytes]) -> Generator[Lease | None, None, None]:
+        """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive.
+
+        The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
+        makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.
+        """
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """Note that `keys`, head of the prefix first, were used together, so that the tail goes first; count those
+        that exist.
+        """
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Take keys away and count how many there were."""
+
+    def prefetch(self, keys: Sequence[bytes]) -> int:
+        """Ask for blocks to be brought near and answer at once with the number of transfers queued."""
+
+    def flush(self) -> int:
+        """Wait until every commit so far is answered; count those refused since the last flush."""
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Give counters since the start, by name; for reading only."""
+
+    def close(self) -> None:
+        """Flush and let go of memory and connections; no hold may be used afterwards. A second call does nothing."""

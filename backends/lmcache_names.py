@@ -1,0 +1,39 @@
+"""Names that LMCache reads and kvredis has no use for, so that a file or environment made for LMCache loads as it is.
+
+Each gives one line of warning when it is met, in place of the guess that it might be a typing error. In LMCache's own
+spelling, old names included; a key that gains a meaning here moves to config.py.
+"""
+
+from typing import Final
+
+_KEYS: Final = """
+app_id audit_actual_remote_url blend_check_layers blend_min_tokens blend_recompute_ratios blend_special_str
+blend_thresholds chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_auto_exit_timeout_hours
+chunk_statistics_auto_start_statistics chunk_statistics_strategy controller_pull_url controller_reply_url controller_url
+cost_aware_ewma_alpha cost_aware_half_life_seconds enable_async_loading enable_blending enable_chunk_statistics
+enable_controller enable_hidden_state_cache enable_kv_events enable_lazy_memory_allocator enable_p2p enable_pd
+enable_scheduler_bypass_lookup enable_xpyd external_backends external_lookup_client gds_backend gds_buffer_size gds_path
+gds_path_sharding hidden_state_layers hidden_states_retrieve_mode hit_miss_ratio internal_api_server_enabled
+internal_api_server_host internal_api_server_include_index_list internal_api_server_port_start
+internal_api_server_socket_path_prefix lazy_memory_expand_trigger_ratio lazy_memory_initial_ratio lazy_memory_safe_size
+lazy_memory_step_ratio lmcache_instance_id lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time
+lmcache_worker_ids lmcache_worker_port lmcache_worker_ports local_disk_path_sharding lookup_server_worker_ids
+lookup_timeout_ms maru_path maru_pool_size max_hidden_state_cpu_size mp_host mp_port nixl_backends nixl_buffer_device
+nixl_buffer_size nixl_peer_alloc_port nixl_peer_host nixl_peer_init_port nixl_peer_port nixl_proxy_host nixl_proxy_port
+nixl_role numa_mode p2p_host p2p_init_ports p2p_lookup_ports pd_allocation_timeout_sec pd_backend_mode pd_bidirectional
+pd_buffer_device pd_buffer_size pd_condition_poll_interval_sec pd_max_prefill_len pd_peer_alloc_port pd_peer_host
+pd_peer_init_port pd_peer_query_port pd_proxy_host pd_proxy_port pd_role pd_shutdown_timeout_sec
+pd_skip_proxy_notification pin_check_interval_sec pin_timeout_sec plugin_locations priority_limit py_enable_gc
+remote_config_url remote_storage_plugins reserve_local_cpu_size retrieve_locations runtime_plugin_locations
+script_allowed_imports shm_name storage_plugins store_location transfer_channel use_gds use_gpu_connector_v3
+"""
+
+# Read straight from the environment, outside of LMCache's configuration.
+_VARIABLES: Final = """
+LMCACHE_DISABLE_BANNER LMCACHE_FORCE_SKIP_SAVE LMCACHE_LOCAL_DEVICE LMCACHE_LOG_LEVEL LMCACHE_MQ_TIMEOUT
+LMCACHE_PIPELINED_BACKEND LMCACHE_RESP_HOST LMCACHE_RESP_PASSWORD LMCACHE_RESP_PORT LMCACHE_RESP_USERNAME
+LMCACHE_TRACK_USAGE LMCACHE_USE_EXPERIMENTAL
+"""
+
+FOREIGN_KEYS: Final = frozenset(_KEYS.split())
+FOREIGN_ENV: Final = frozenset(_VARIABLES.split()) | {"LMCACHE_" + name.upper() for name in FOREIGN_KEYS}
