@@ -1,0 +1,168 @@
+"""`kvredis bench`: measurements through public doors only, so that anybody can repeat every figure in the README."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvredis.bench.gate import gate
+from kvredis.bench.report import default_path, gate_lines, save, table_lines
+from kvredis.bench.server import (
+    PARTS,
+    QUICK_HEAD_OF_LINE,
+    QUICK_SMALL,
+    QUICK_TRANSFERS,
+    ServerPlan,
+    available,
+    run,
+)
+from kvredis.bench.servers import RECIPES
+from kvredis.storage.errors import ConfigError, KVRedisError
+from kvredis.storage.options import parse_size
+
+
+def _words(allowed: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
+    """Make a click callback that reads `a,b` and refuses what is not in `allowed`."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+        for word in words:
+            if word not in allowed:
+                raise click.BadParameter(f"{word!r} is not one of {', '.join(allowed)}")
+        if not words:
+            raise click.BadParameter("names nothing")
+        return words
+
+    return read
+
+
+def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(parse_size(word, key="--sizes", source="command line") for word in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _counts(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    words = value.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= 64 for word in words):
+        raise click.BadParameter("want numbers from 1 to 64, as in 1,4")
+    return tuple(int(word) for word in words)
+
+
+@click.group()
+def bench() -> None:
+    """Measure kvredis against what else there is, on this machine."""
+
+
+@bench.command(epilog="Example: kvredis bench server --quick --arms kvredis,redis --json quick.json")
+@click.option("--quick", is_flag=True, help="About a minute: three sizes, two repeats, one connection.")
+@click.option("--arms", callback=_words(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
+@click.option("--parts", callback=_words(PARTS), metavar="LIST", help="Any of transfers,small,head-of-line.")
+@click.option("--sizes", callback=_sizes, metavar="LIST", help="Value sizes, as 64KiB,2MiB (powers of 1024).")
+@click.option("--connections", callback=_counts, metavar="LIST", help="Client connections (threads); default 1,4.")
+@click.option("--transport", callback=_words(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
+@click.option(
+    "--pin/--no-pin", default=None, help="Only with client and server on one CPU, or only without; else both."
+)
+@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
+def server(
+    quick: bool,
+    arms: tuple[str, ...] | None,
+    parts: tuple[str, ...] | None,
+    pin: bool | None,
+    json_path: str | None,
+    judge: bool,
+    **shape: Any,
+) -> None:
+    """Compare kvredis with redis-server and memcached: GB/s, latency and server CPU per GB, every byte verified.
+
+    Starts each server itself on the loopback, lets them take turns within each repeat, and prints medians and paired
+    ratios to redis. The JSON file holds every sample.
+    """
+    recipes, skipped = available(arms or tuple(RECIPES))
+    if arms and skipped:
+        raise click.ClickException("; ".join(skipped.values()))
+    plan = _plan(ServerPlan(recipes, parts=parts or PARTS), quick, pin, shape)
+    try:
+        with _terminated_as_exit(), _progress(plan.steps()) as progress:
+            result = run(plan, progress, skipped)
+    except KVRedisError as error:
+        raise click.ClickException(str(error)) from error
+    if json_path == "-":
+        click.echo(json.dumps(result, indent=1))
+    else:
+        path = Path(json_path) if json_path else default_path(Path.cwd(), "server")
+        save(result, path)
+        rows = gate(result)
+        for line in [*table_lines(result), *gate_lines(rows), "", f"Result: {path}"]:
+            click.echo(line)
+    if judge and not all(row["passed"] for row in result["gate"]):
+        sys.exit(1)
+
+
+def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]) -> ServerPlan:
+    """Narrow `plan` by --quick and then by each of sizes, connections, transport and repeats that was given."""
+    if quick:
+        plan = replace(
+            plan, transfers=QUICK_TRANSFERS, small=QUICK_SMALL, head_of_line=QUICK_HEAD_OF_LINE, connections=(1,)
+        )
+    if pin is not None:
+        plan = replace(plan, pinned=(pin,))
+    if shape["connections"]:
+        plan = replace(plan, connections=shape["connections"])
+    if shape["transport"]:
+        plan = replace(plan, transports=shape["transport"])
+    if shape["sizes"]:
+        plan = replace(plan, transfers=replace(plan.transfers, sizes=shape["sizes"]))
+    if shape["repeats"]:
+        every: Any = {"repeats": shape["repeats"]}
+        plan = replace(
+            plan,
+            transfers=replace(plan.transfers, **every),
+            small=replace(plan.small, **every),
+            head_of_line=replace(plan.head_of_line, **every),
+        )
+    return plan
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on a terminal (standard error, so that a pipe gets the report alone); quiet otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda _step: None
+        return
+    with click.progressbar(
+        length=steps, file=sys.stderr, width=24, item_show_func=lambda step: step or "starting servers"
+    ) as bar:
+        yield lambda step: bar.update(1, step)
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,53 @@
+"""Configuration as the subcommands read it: the same sources for all, and flags made from the keys' declarations."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvredis.backends.config import KEYS, Config, Key
+
+EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"
+"""Names the event loop for tests; not a configuration key, so Config must not see it."""
+
+# Keys of the engine's part that shape the server's store as well.
+_STORE_KEYS = ("max_local_cpu_size", "local_cpu_use_hugepages", "local_disk", "max_local_disk_size", "cache_policy")
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+def load_config(file: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read defaults, file, environment and flags. Raises ConfigError; warnings go to the log."""
+    env = {name: value for name, value in os.environ.items() if name != EVENT_LOOP_VARIABLE}
+    return Config.load(file, env=env, overrides=overrides)
+
+
+def config_file_option(command: Decorated) -> Decorated:
+    """Add --config-file, which wins over LMCACHE_CONFIG_FILE."""
+    return click.option(
+        "--config-file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="YAML file instead of LMCACHE_CONFIG_FILE.",
+    )(command)
+
+
+def server_options(command: Decorated) -> Decorated:
+    """Add a flag for each configuration key that the server reads; one that is not given is None."""
+    for key in reversed([key for key in KEYS.values() if key.server or key.name in _STORE_KEYS]):
+        command = _option(key)(command)
+    return command
+
+
+def _option(key: Key) -> Callable[[Decorated], Decorated]:
+    """Make one flag; the value is checked by Config, which knows what the flag's key allows."""
+    text = key.help[0].upper() + key.help[1:]
+    if key.name == "prefault":  # a number of threads everywhere else; here the machine's processors decide it
+        text = "Touch the arena's pages before the server is ready, or never; by default while it serves"
+    if key.is_flag or key.name == "prefault":
+        return click.option(f"{key.flag}/--no-{key.flag[2:]}", key.name, default=None, help=f"{text}.")
+    if isinstance(key.default, tuple):
+        return click.option(key.flag, key.name, multiple=True, metavar=key.metavar, help=f"{text} (repeatable).")
+    shown = "" if key.default in (None, "", 0) else f"  [default: {key.default}]"
+    return click.option(key.flag, key.name, metavar=key.metavar, help=f"{text}.{shown}")

@@ -1,0 +1,78 @@
+"""The `kvredis` command: a table of subcommands, each loaded when it is called.
+
+Loading late keeps `kvredis serve` free of torch and quick to start; that is why the table holds each one's help line
+too. The exit status is told here once: 0 done, 1 failed, 2 bad usage or configuration.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from kvredis import __version__
+from kvredis.storage.errors import ConfigError, KVRedisError
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """Where a subcommand lives, what it does in a line, and the extra that installs what it imports."""
+
+    module: str
+    help: str
+    extra: str = ""
+
+
+SUBCOMMANDS = {
+    "serve": Subcommand("kvredis.cli.serve", "Run the server."),
+    "config": Subcommand("kvredis.cli.config", "Show the configuration and where each value is from, or check a file."),
+    "doctor": Subcommand(
+        "kvredis.cli.doctor", "Say what this machine has, what is needed, and the line that mends it."
+    ),
+    "demo": Subcommand("kvredis.cli.demo", "See time to first token with and without stored KV.", "demo"),
+    "bench": Subcommand("kvredis.cli.bench", "Measure against Redis, memcached and plain copies.", "bench"),
+}
+
+
+class LateGroup(click.Group):
+    """A click group over SUBCOMMANDS that imports only the one that is called, and turns our errors into exits."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the subcommands that this installation has."""
+        return [name for name, command in SUBCOMMANDS.items() if find_spec(command.module) is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one subcommand's module; its command has the module's own last name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        place = SUBCOMMANDS[cmd_name]
+        try:
+            command = getattr(import_module(place.module), cmd_name)
+        except ModuleNotFoundError as error:
+            if not place.extra or (error.name or "").startswith("kvredis"):
+                raise
+            raise click.ClickException(
+                f"{cmd_name} needs {error.name}, which is not installed: pip install 'kvredis[{place.extra}]'"
+            ) from error
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a subcommand; an error that kvredis raises on purpose becomes its text and exit status."""
+        try:
+            return super().invoke(ctx)
+        except KVRedisError as error:
+            click.echo(f"kvredis: {error}", err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+@click.group(cls=LateGroup, epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB")
+@click.version_option(__version__, prog_name="kvredis")
+def main() -> None:
+    """Store KV blocks in hugepages behind the Redis protocol."""

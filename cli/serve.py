@@ -1,0 +1,226 @@
+"""`kvredis serve`: the composition root. Configuration, arena, store, server and event loop meet here and nowhere else.
+
+Order at the start: everything that can be refused (configuration, memory, addresses) before the line "Ready to accept
+connections". Faulting in and page-locking a large arena takes seconds and can be done while it serves, so by default it
+comes after that line, on a thread; --prefault puts it before.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvredis.backends.config import Config
+from kvredis.server.server import Server, ServerOptions
+from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
+from kvredis.storage.limits import gib
+from kvredis.storage.store import Store
+
+from .configuring import EVENT_LOOP_VARIABLE, config_file_option, load_config, server_options
+from .doctor import FILES_BESIDE_CLIENTS
+
+log = logging.getLogger(__name__)
+
+_WARMING_NICENESS = 10
+_LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
+
+
+@click.command(epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB --hugepages require")
+@server_options
+@config_file_option
+def serve(config_file: Path | None, **flags: Any) -> None:
+    """Run the server until SIGTERM or Ctrl-C.
+
+    A flag wins over the environment, the environment over the file. `--hugepages require` fails unless the 2 MiB pool
+    has the pages (see `kvredis doctor hugepages`).
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    if flags["prefault"] is not None:
+        flags["prefault"] = min(os.cpu_count() or 1, PREFAULT_THREADS_MAX) if flags["prefault"] else 0
+    config = load_config(config_file, {name: value for name, value in flags.items() if value not in (None, ())})
+    logging.getLogger().setLevel(_LEVELS[config.loglevel])
+    loop_factory = event_loop_factory(os.environ.get(EVENT_LOOP_VARIABLE, ""))
+    options = replace(server_options_of(config), maxclients=raise_open_files(config.maxclients))
+    started_s = time.monotonic()
+    # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for.
+    store = Store.open(replace(config.store_options(), prefault_threads=0, page_lock=False))
+    try:
+        warming = Warming(store.arena, config)
+        warming.before_ready()
+        click.echo(arena_line(store.arena, time.monotonic() - started_s))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(serve_until_signal(Server(store, options), warming, config.unixsocket))
+    finally:
+        store.close()
+
+
+def event_loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Choose the event loop: "asyncio" or "uvloop" as named, uvloop where it is installed if nothing is named."""
+    if name not in ("", "asyncio", "uvloop"):
+        raise ConfigError("event_loop", name, f"env {EVENT_LOOP_VARIABLE}", "want asyncio or uvloop")
+    installed = importlib.util.find_spec("uvloop") is not None
+    if name == "uvloop" and not installed:
+        raise KVRedisError("uvloop is asked for but not installed: pip install uvloop")
+    if name == "asyncio" or not installed:
+        return asyncio.new_event_loop
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def server_options_of(config: Config) -> ServerOptions:
+    """Pick the server's part of the configuration."""
+    return ServerOptions(
+        bind=config.bind,
+        port=config.port,
+        unixsocket=config.unixsocket,
+        requirepass=config.requirepass,
+        maxclients=config.maxclients,
+        loglevel=config.loglevel,
+    )
+
+
+def raise_open_files(maxclients: int) -> int:
+    """Raise this process's open-files limit for `maxclients` connections; give how many it allows, as Redis does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = maxclients + FILES_BESIDE_CLIENTS
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return maxclients
+    reachable = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
+    allowed = max(1, reachable - FILES_BESIDE_CLIENTS)
+    if allowed < maxclients:
+        log.warning("maxclients is %d instead of %d: the open-files limit is %d", allowed, maxclients, hard)
+    return allowed
+
+
+def arena_line(arena: Arena, seconds: float) -> str:
+    """Say what the arena got, and what it did not get and why."""
+    unit = f"{arena.page_bytes // 1024} KiB" if arena.page_bytes < 1024**2 else f"{arena.page_bytes // 1024**2} MiB"
+    why = f"\nArena without hugepages: {arena.fallback}" if arena.fallback else ""
+    return (
+        f"Arena: {gib(arena.nbytes)}, {arena.nbytes // arena.page_bytes} pages of {unit} ({arena.pages}), "
+        f"page-locked: {arena.page_locked}, {seconds:.3f} s{why}"
+    )
+
+
+class Warming:
+    """Prefault and page-lock: before the server is ready where the configuration says so, else on a thread after it."""
+
+    def __init__(self, arena: Arena, config: Config) -> None:
+        self._arena = arena
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        asked = {name: config.origin.get(name, "default") != "default" for name in ("prefault", "page_lock")}
+        self._prefault_first = asked["prefault"] and bool(config.prefault)
+        self._prefault = self._prefault_first or not asked["prefault"]
+        self._lock = config.page_lock if asked["page_lock"] else self._prefault
+        self._threads = config.prefault if self._prefault_first else max(1, (os.cpu_count() or 1) // 2)
+
+    def before_ready(self) -> None:
+        """Do now what was asked for by name; mark the rest as pending."""
+        if self._prefault_first:
+            self._run()
+        elif self._lock:
+            self._arena.page_locked = "pending"
+
+    def after_ready(self) -> None:
+        """Start on the rest."""
+        if not self._prefault_first and (self._prefault or self._lock):
+            self._thread = threading.Thread(target=self._run_logged, name="kvredis-warming", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End it early and wait; the arena may be closed afterwards."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> float:
+        started_s = time.monotonic()
+        if self._prefault:
+            self._arena.prefault(min(self._threads, PREFAULT_THREADS_MAX), self._stop)
+        if self._lock and not self._stop.is_set():
+            self._arena.lock()
+        return time.monotonic() - started_s
+
+    def _run_logged(self) -> None:
+        # Clients first: on Linux this is the calling thread's own niceness, and the threads that it starts inherit it.
+        os.setpriority(os.PRIO_PROCESS, 0, _WARMING_NICENESS)
+        try:
+            seconds = self._run()
+        except ArenaError as error:
+            self._arena.page_locked = "no"
+            log.warning("%s; serving goes on", error)
+            return
+        if not self._stop.is_set():
+            log.info("arena: warm after %.1f s, page-locked: %s", seconds, self._arena.page_locked)
+
+
+async def serve_until_signal(server: Server, warming: Warming, unixsocket: str | None) -> None:
+    """Listen, say so, and serve until SIGTERM or SIGINT; then drain. A second signal ends the process at once."""
+    try:
+        await server.start()
+    except OSError as error:
+        raise KVRedisError(f"cannot listen: {error}") from error
+    try:
+        calm_collector()
+        signalled = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, signalled.set)
+        click.echo("Ready to accept connections on " + ", ".join(server.addresses))
+        sys.stdout.flush()
+        notify("READY=1")
+        warming.after_ready()
+        await signalled.wait()
+        notify("STOPPING=1")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, lambda *_: _exit_at_once(unixsocket))
+        await server.stop()
+    finally:
+        warming.stop()
+
+
+def calm_collector() -> None:
+    """Keep Python's cycle collector from walking every stored block each time some thousands were added.
+
+    Blocks and replies form no cycles and are freed by their counts; only closed sessions do, and they are few.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
+def notify(state: str) -> None:
+    """Tell the service manager that started us, if it asked to be told (sd_notify(3)); nothing it does can stop us."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notice:
+        notice.connect("\0" + address[1:] if address.startswith("@") else address)
+        notice.sendall(state.encode())
+
+
+def _exit_at_once(unixsocket: str | None) -> None:
+    """End the process from within a signal handler, with nothing left on disk: what `Server.stop` had no time for."""
+    with contextlib.suppress(OSError):
+        if unixsocket is not None:
+            os.unlink(unixsocket)
+    os._exit(1)

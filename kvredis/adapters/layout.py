@@ -1,0 +1,75 @@
+"""One small value says what a chunk of KV looks like, so that keys, block headers and tensors cannot disagree.
+
+It knows no tensor library: a server, a planner or a command line can size a chunk without torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+FORMAT = "kvredis-kv-1"
+"""Version of the block's layout and of the key's canonical bytes; part of every fingerprint."""
+
+AXES = "layers,2,tokens,kv_heads,head_dim"
+"""Order of a block's axes, slowest first: one layer is one contiguous range, K before V."""
+
+
+class Dtype(NamedTuple):
+    """How one element is stored: its size and its name in a safetensors header."""
+
+    nbytes: int
+    safetensors: str
+
+
+DTYPES: Mapping[str, Dtype] = MappingProxyType(
+    {
+        "fp16": Dtype(2, "F16"),
+        "bf16": Dtype(2, "BF16"),
+        "fp32": Dtype(4, "F32"),
+        "fp8_e4m3": Dtype(1, "F8_E4M3"),
+        "fp8_e5m2": Dtype(1, "F8_E5M2"),
+    }
+)
+"""The element types that a block may hold, by kvredis' name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Shape and identity of one rank's KV chunks.
+
+    `kv_heads` are this rank's heads. An engine replaces `chunk_tokens` by its configuration's chunk_size.
+    `model` must tell apart any two models whose KV must not be mixed (weights, not only shapes).
+    Raises ValueError for sizes below one, an unknown dtype or a rank outside the world.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    chunk_tokens: int = 256
+    model: str = ""
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "chunk_tokens", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"a chunk layout needs {name} >= 1, not {getattr(self, name)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown KV dtype {self.dtype!r}; known: {', '.join(DTYPES)}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside a world of {self.world_size}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Payload bytes of one token: K and V of every layer and head of this rank."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPES[self.dtype].nbytes
+
+    def chunk_bytes(self, tokens: int | None = None) -> int:
+        """Payload bytes of a chunk of `tokens` tokens (a full chunk by default), without the block's header."""
+        return self.bytes_per_token * (self.chunk_tokens if tokens is None else tokens)
+
+    def shape(self, tokens: int | None = None) -> tuple[int, int, int, int, int]:
+        """(layers, 2, tokens, kv_heads, head_dim), row-major, of a chunk of `tokens` tokens."""
+        return (self.layers, 2, self.chunk_tokens if tokens is None else tokens, self.kv_heads, self.head_dim)
