@@ -1,0 +1,11 @@
+"""What stops a measurement: a figure is only worth printing when every byte behind it was right."""
+
+from kvredis.storage.errors import KVRedisError
+
+
+class BenchError(KVRedisError):
+    """A measurement that could not be made: a server did not start, a connection broke, a tool is missing."""
+
+
+class VerificationError(BenchError):
+    """A server returned other bytes than were stored. No figure of that run counts."""
