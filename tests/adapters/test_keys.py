@@ -1,0 +1,127 @@
+"""Keys: the same in every process, different for everything that makes KV different."""
+
+import os
+import subprocess
+import sys
+from array import array
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+
+from kvredis.adapters.keys import chunk_keys, fingerprint
+from kvredis.adapters.layout import ChunkLayout
+
+LAYOUT = ChunkLayout(4, 2, 64, "bf16", 256, model="meta-llama/Llama-3.1-8B")
+
+
+def test_a_changed_token_changes_its_chunk_and_all_after_it_only() -> None:
+    tokens = list(range(1024))
+    before = chunk_keys(tokens, LAYOUT)
+    tokens[300] += 1
+    after = chunk_keys(tokens, LAYOUT)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, False, False]
+
+
+def test_the_key_is_the_documented_bytes() -> None:
+    tokens = [5, 70000, 2**40]
+    layout = replace(LAYOUT, chunk_tokens=2)
+    canonical = (
+        b'{"chunk_tokens":2,"dtype":"bf16","format":"kvredis-kv-1","head_dim":64,"kv_heads":2,"layers":4,'
+        b'"model":"meta-llama/Llama-3.1-8B","world_size":1}'
+    )
+    root = sha256(canonical).digest()
+    first = sha256(root + (5).to_bytes(8, "little") + (70000).to_bytes(8, "little")).digest()
+    second = sha256(first + (2**40).to_bytes(8, "little")).hexdigest()
+    keys = chunk_keys(tokens, layout, unfull=True)
+    assert keys[1].key.decode() == f"kvredis:meta-llama/Llama-3.1-8B@{root[:8].hex()}@0:{second}"
+    assert [(key.start, key.stop) for key in keys] == [(0, 2), (2, 3)]
+
+
+def test_keys_are_equal_in_processes_with_other_hash_seeds() -> None:
+    script = (
+        "from kvredis.adapters.keys import chunk_keys; from kvredis.adapters.layout import ChunkLayout; import sys;"
+        "l = ChunkLayout(4, 2, 64, 'bf16', 256, model='meta-llama/Llama-3.1-8B');"
+        "print(*(k.key.decode() for k in chunk_keys(range(1000), l, unfull=True)));"
+        "assert 'torch' not in sys.modules"
+    )
+    seen = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()[-1]
+        for seed in ("0", "1234")
+    }
+    assert seen == {chunk_keys(range(1000), LAYOUT, unfull=True)[-1].key.decode()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 5},
+        {"kv_heads": 3},
+        {"head_dim": 32},
+        {"dtype": "fp16"},
+        {"chunk_tokens": 128},
+        {"model": "meta-llama/Llama-3.1-8B-Instruct"},
+        {"world_size": 2},
+        {"world_size": 2, "rank": 1},
+    ],
+)
+def test_everything_in_the_layout_is_in_the_key(change: dict[str, int]) -> None:
+    other = replace(LAYOUT, **change)  # type: ignore[arg-type]
+    assert chunk_keys(range(256), LAYOUT)[0].key != chunk_keys(range(256), other)[0].key
+
+
+def test_ranks_share_one_chain_and_differ_in_the_readable_part() -> None:
+    one, two = (replace(LAYOUT, rank=rank, world_size=2) for rank in (0, 1))
+    a, b = chunk_keys(range(256), one)[0].key, chunk_keys(range(256), two)[0].key
+    assert a != b
+    assert fingerprint(one) == fingerprint(two)
+    assert a.rpartition(b":")[2] == b.rpartition(b":")[2]
+
+
+def test_models_that_read_alike_still_differ() -> None:
+    keys = [
+        chunk_keys([1], replace(LAYOUT, model=model), unfull=True)[0].key
+        for model in ("a b", "a*b", "a" * 97, "a" * 98)
+    ]
+    assert len(set(keys)) == 4
+    assert all(key.isascii() and key.decode().isprintable() and b" " not in key for key in keys)
+
+
+def test_a_partial_chunk_has_a_key_only_when_asked() -> None:
+    assert chunk_keys([], LAYOUT, unfull=True) == []
+    assert len(chunk_keys(range(1074), LAYOUT)) == 4
+    keys = chunk_keys(range(1074), LAYOUT, unfull=True)
+    assert (keys[4].start, keys[4].stop) == (1024, 1074)
+    assert len(chunk_keys(range(1024), LAYOUT, unfull=True)) == 4
+
+
+def test_lists_arrays_and_tensors_of_any_width_agree() -> None:
+    expected = chunk_keys(list(range(512)), LAYOUT)
+    for tokens in (
+        range(512),
+        array("i", range(512)),
+        np.arange(512, dtype=np.int32),
+        torch.arange(512),
+        torch.arange(512, dtype=torch.int32),
+    ):
+        assert chunk_keys(tokens, LAYOUT) == expected
+
+
+def test_anything_but_one_row_of_integers_is_refused() -> None:
+    for tokens in (torch.zeros(1, 4, dtype=torch.long), torch.zeros(4), [1.5]):
+        with pytest.raises(TypeError):
+            chunk_keys(tokens, LAYOUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"layers": 0}, {"dtype": "int3"}, {"rank": 1}, {"chunk_tokens": 0}])
+def test_a_layout_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"needs|unknown|outside"):
+        replace(LAYOUT, **wrong)  # type: ignore[arg-type]

@@ -1,0 +1,131 @@
+"""CacheEngine over what it is used with: the store in this process, and a real server that outlives its engines."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from kvredis import CacheEngine, ChunkLayout, Config
+from kvredis.adapters.keys import chunk_keys
+from kvredis.backends.local import LocalBackend
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = ChunkLayout(8, 4, 64, "bf16", model="tiny/llama")
+CHUNK = 64  # 512 KiB a block
+TOKENS = list(range(64 * 8 + 20))
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """URL and process of a `kvredis serve` on a free port."""
+    command = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB"]
+    env = {"PATH": os.environ["PATH"]}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            ready = next(line for line in process.stdout if line.startswith(b"Ready"))
+            yield f"redis://{ready.decode().split(' on ')[1].split(',')[0].strip()}", process
+        finally:
+            process.kill()
+
+
+Open = Callable[..., CacheEngine]
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Open]:
+    """Opens engines by configuration alone and closes them."""
+    opened: list[CacheEngine] = []
+
+    def make(url: str | None, size: str = "16MB") -> CacheEngine:
+        overrides = {"chunk_size": CHUNK, "max_local_cpu_size": size, "remote_url": url, "save_unfull_chunk": True}
+        overrides |= {"blocking_timeout_secs": 5, "hugepages": "off"}
+        opened.append(CacheEngine(Config.load(env={}, overrides=overrides), LAYOUT))
+        return opened[-1]
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def kv_of(tokens: int) -> torch.Tensor:
+    shape = (8, 2, tokens, 4, 64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+
+
+def test_the_store_in_this_process_gives_back_every_bit(open_engine: Open) -> None:
+    engine, kv = open_engine(None), kv_of(len(TOKENS))
+    assert engine.store(TOKENS, kv) == len(TOKENS)
+    assert engine.lookup(TOKENS) == len(TOKENS)
+    out = torch.zeros_like(kv)
+    assert engine.retrieve(TOKENS, out) == len(TOKENS)
+    assert torch.equal(out, kv)
+    assert isinstance(engine.backend, LocalBackend)
+    engine.backend.store.check_integrity()
+
+
+def test_an_arena_smaller_than_the_prompt_keeps_a_prefix_of_it(open_engine: Open) -> None:
+    engine, tokens, kv = open_engine(None, "3MB"), TOKENS[: 8 * CHUNK], kv_of(8 * CHUNK)
+    engine.store(tokens[: 2 * CHUNK], kv)
+    engine.store(tokens, kv)
+    kept = engine.lookup(tokens)
+    assert isinstance(engine.backend, LocalBackend)
+    assert kept == CHUNK * engine.backend.store.count() >= 4 * CHUNK
+    assert engine.retrieve(tokens, torch.zeros_like(kv)) == kept
+
+
+def test_a_server_serves_the_next_engine_what_the_last_one_stored(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"]
+) -> None:
+    url, _ = server
+    kv = kv_of(len(TOKENS))
+    first = open_engine(url)
+    assert first.lookup(TOKENS) == 0
+    assert first.store(TOKENS, kv) == len(TOKENS)
+    assert first.store(TOKENS, kv) == 0
+    first.close()
+    second = open_engine(url)
+    assert second.plan(TOKENS).need_to_load == len(TOKENS) - 1
+    out = torch.zeros_like(kv)
+    assert second.retrieve(TOKENS, out) == len(TOKENS)
+    assert torch.equal(out, kv)
+    for _ in range(5):  # transfers give their room back: more bytes than the staging memory has
+        assert second.retrieve(TOKENS, out, start=3) == len(TOKENS)
+
+
+def test_a_block_on_the_server_is_a_safetensors_file_under_a_key_that_can_be_searched(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"]
+) -> None:
+    import redis
+
+    url, _ = server
+    kv = kv_of(len(TOKENS))
+    engine = open_engine(url)
+    engine.store(TOKENS, kv)
+    with redis.Redis.from_url(url) as client:
+        keys = client.keys("*llama*")
+        assert isinstance(keys, list)
+        assert set(keys) == {chunk.key for chunk in chunk_keys(TOKENS, engine.layout, unfull=True)}
+        value = client.get(chunk_keys(TOKENS, engine.layout)[1].key)
+    assert isinstance(value, bytes)
+    assert torch.equal(safetensors.torch.load(value)["kv"], kv[:, :, CHUNK : 2 * CHUNK])
+
+
+def test_a_server_that_dies_is_a_miss_and_nothing_else(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"]
+) -> None:
+    url, process = server
+    kv = kv_of(len(TOKENS))
+    engine = open_engine(url)
+    engine.store(TOKENS, kv)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert engine.retrieve(TOKENS, torch.zeros_like(kv)) == 0
+    assert engine.lookup(TOKENS) == engine.store(TOKENS, kv) == 0
+    assert engine.stats.errors == 0, "a backend keeps its trouble to itself"

@@ -1,0 +1,279 @@
+"""generate() with and without the store: equal tokens whatever the hit is, and a clear no to what would be wrong."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
+from transformers.cache_utils import DynamicLayer
+
+from kvredis.adapters.engine import CacheEngine
+from kvredis.adapters.transformers import CachedModel, RoomyLayer, full_layers, keys_and_values, layout_of, token_major
+from kvredis.backends.config import Config
+from tests.adapters.fake_backend import FakeBackend
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # large enough that greedy tokens vary with the prompt
+}
+CHUNK = 16
+
+
+def made(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_sliding_window=False))
+    model.train(False)
+    return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by threads, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return made("llama")
+
+
+def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 512, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def cached_over(model: PreTrainedModel, backend: FakeBackend, *, unfull: bool = False) -> CachedModel:
+    config = Config(chunk_size=CHUNK, save_unfull_chunk=unfull)
+    return CachedModel(model, CacheEngine(config, layout_of(model, "tiny"), backend))
+
+
+def greedy(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
+    result = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None, **options)
+    assert isinstance(result, torch.Tensor)
+    return [int(token) for token in result[0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unfull", "loaded"),
+    [(100, False, 96), (100, True, 99), (96, False, 95), (96, True, 95), (15, False, 0), (15, True, 14), (1, True, 0)],
+)
+def test_a_second_process_generates_the_same_tokens_from_the_store(
+    model: PreTrainedModel, tokens: int, unfull: bool, loaded: int
+) -> None:
+    backend, ids = FakeBackend(), prompt(tokens)
+    expected = greedy(model, ids)
+    cold, warm = (cached_over(model, backend, unfull=unfull) for _ in range(2))
+    assert greedy(cold, ids) == expected
+    assert cold.last_loaded == 0
+    written = len(backend.written)
+    assert greedy(warm, ids) == expected
+    assert warm.last_loaded == loaded
+    assert len(backend.written) == written, "the second run stores nothing"
+
+
+def test_a_prefix_shared_with_another_prompt_is_loaded_up_to_the_difference(model: PreTrainedModel) -> None:
+    backend = FakeBackend()
+    greedy(cached_over(model, backend), prompt(100))
+    longer = torch.cat([prompt(70), prompt(50, seed=1)], dim=1)
+    warm = cached_over(model, backend)
+    assert greedy(warm, longer) == greedy(model, longer)
+    assert warm.last_loaded == 64
+
+
+def test_the_last_tokens_logits_are_those_without_the_store(model: PreTrainedModel) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    runs = [cached_over(model, backend, unfull=True).generate(ids, **options).logits[0] for _ in range(2)]
+    assert (runs[0] - runs[1]).abs().max() < 1e-4, "float32, other kernels for one token than for a hundred"
+
+
+def test_bfloat16_logits_stay_within_their_rounding(llama: PreTrainedModel) -> None:
+    model: Any = made("llama")
+    model.to(torch.bfloat16)
+    backend, ids = FakeBackend(), prompt(100)
+    options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    cold, warm = (cached_over(model, backend).generate(ids, **options).logits[0] for _ in range(2))
+    assert cached_over(model, backend).engine.layout.dtype == "bf16"
+    assert (cold - warm).abs().max() <= 0.02 * cold.abs().max()
+
+
+@pytest.mark.parametrize("own", [5, 16, 40, 96, 99])
+def test_what_the_engine_has_is_kept_and_only_the_rest_is_loaded(llama: PreTrainedModel, own: int) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    expected = greedy(cached_over(llama, backend), ids)
+    past = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(ids[:, :own], past_key_values=past)
+    before = [keys.clone() for keys, _ in token_major(past)]
+    warm = cached_over(llama, backend)
+    assert greedy(warm, ids, past_key_values=past) == expected
+    assert warm.last_loaded == warm.last_plan.need_to_load == max(96 - own, 0)
+    for (after, _), keys in zip(token_major(past), before, strict=True):
+        assert torch.equal(after[:own], keys)
+
+
+def test_a_chunk_lost_between_lookup_and_load_is_recomputed(llama: PreTrainedModel) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    expected = greedy(cached_over(llama, backend), ids)
+    third = backend.written[3]  # six chunks, tail first
+    warm = cached_over(llama, backend)
+    backend.values[third] = b"damaged"
+    assert greedy(warm, ids) == expected
+    assert (warm.last_plan.need_to_load, warm.last_loaded) == (96, 32)
+    first = backend.written[5]
+    backend.values[first] = b"damaged"
+    assert greedy(warm, ids) == expected
+    assert warm.last_loaded == 0
+
+
+def test_a_roomy_layer_grows_in_place_and_falls_back_to_its_parents_ways() -> None:
+    kv = torch.randn(2, 1, 2, 9, 4)
+    new = torch.randn(2, 1, 2, 1, 4)
+
+    def same_as_plain(layer: RoomyLayer, plain: DynamicLayer, update: torch.Tensor) -> bool:
+        pairs = zip(layer.update(*update), plain.update(*update), strict=True)
+        return (
+            all(torch.equal(left, right) for left, right in pairs) and layer.get_seq_length() == plain.get_seq_length()
+        )
+
+    room = kv.clone()
+    layer, plain = RoomyLayer(room[0], room[1], 6), DynamicLayer()  # type: ignore[no-untyped-call]
+    plain.update(*kv[:, :, :, :6])
+    for _ in range(2):
+        assert same_as_plain(layer, plain, new)
+    assert keys_and_values(layer)[0].data_ptr() == room.data_ptr(), "in place"
+    for cache in (layer, plain):
+        cache.crop(-3)
+    assert same_as_plain(layer, plain, new[..., :])
+    for _ in range(4):
+        assert same_as_plain(layer, plain, new)  # past the end of the room
+    assert layer.get_seq_length() == 10
+    for cache in (layer, plain):
+        cache.crop(-8)
+        cache.reorder_cache(torch.LongTensor([0]))
+    assert same_as_plain(layer, plain, new)
+    for cache in (layer, plain):
+        cache.reset()
+    assert layer.get_seq_length() == 0
+    assert same_as_plain(layer, plain, kv[:, :, :, :3])
+
+
+def test_a_conversation_goes_on_with_the_cache_that_generate_returned(llama: PreTrainedModel) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    cached = cached_over(llama, backend)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    first = cached.generate(ids, return_dict_in_generate=True, **options)
+    longer = torch.cat([first.sequences, prompt(60, seed=2)], dim=1)
+    expected = greedy(llama, longer)
+    assert greedy(cached, longer, past_key_values=first.past_key_values) == expected
+    assert cached.last_plan.cached == 107
+    assert cached.last_loaded == 0
+    again = cached_over(llama, backend)
+    assert greedy(again, longer) == expected
+    assert again.last_loaded == 160
+
+
+def test_generation_goes_on_without_the_store(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    backend.broken = True
+    assert greedy(cached_over(llama, backend), ids) == greedy(llama, ids)
+    assert [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_tokens_stream_as_they_come(llama: PreTrainedModel) -> None:
+    class Collector:
+        def __init__(self) -> None:
+            self.puts: list[list[int]] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.puts.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.ended = True
+
+    backend, ids = FakeBackend(), prompt(100)
+    cached = cached_over(llama, backend)
+    for _ in range(2):
+        streamer = Collector()
+        full = greedy(cached, ids, streamer=streamer)
+        assert streamer.puts == [full[:100], *([token] for token in full[100:])]
+        assert streamer.ended
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "text"),
+    [
+        (torch.zeros(2, 8, dtype=torch.long), {}, "one prompt at a time"),
+        (torch.zeros(8, dtype=torch.long), {}, "one prompt at a time"),
+        (prompt(8), {"num_beams": 2}, "num_beams is 2"),
+        (prompt(8), {"num_return_sequences": 3}, "num_return_sequences is 3"),
+        (prompt(8), {"attention_mask": torch.tensor([[0] + [1] * 7])}, "padded"),
+    ],
+)
+def test_more_than_one_sequence_is_refused(
+    llama: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        greedy(cached_over(llama, FakeBackend()), ids, **options)
+
+
+def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
+    static = StaticCache(config=llama.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="StaticLayer"):
+        greedy(cached_over(llama, FakeBackend()), prompt(8), past_key_values=static)
+
+
+def test_models_that_would_be_wrong_silently_are_refused_by_name() -> None:
+    sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=32))
+    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
+        layout_of(sliding, "tiny")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    stretched = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope))
+    with pytest.raises(ValueError, match="dynamic"):
+        layout_of(stretched, "tiny")
+    with pytest.raises(ValueError, match="needs a name"):
+        layout_of(made("llama"))
+
+
+def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
+    layout = layout_of(llama, "tiny", 32)
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (3, 2, 16, "fp32")
+    assert (layout.chunk_tokens, layout.model) == (32, "tiny")
+    cache = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(prompt(8), past_key_values=cache)
+    views = token_major(cache)
+    assert views[2][1].shape == (8, 2, 16)
+    assert views[2][1].data_ptr() == keys_and_values(full_layers(cache)[2])[1].data_ptr()

@@ -1,0 +1,287 @@
+"""Configuration: LMCache's files and variables load as they are, and whatever cannot be used says where it stands."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvredis.backends.config import KEYS, Config
+from kvredis.storage.arena import HugepageMode
+from kvredis.storage.errors import ConfigError
+
+GIB = 1024**3
+
+CPU_OFFLOAD = """\
+# 256 tokens per KV chunk
+chunk_size: 256
+local_cpu: true
+max_local_cpu_size: 5.0
+"""
+
+EVERYTHING = """\
+chunk_size: 16
+local_cpu: False
+max_local_cpu_size: "512MB"
+local_disk: "file:///var/kv/"
+max_local_disk_size: 20
+remote_url: "redis://cache.example:6380/2"
+remote_serde: null
+cache_policy: lru
+save_decode_cache: false
+save_unfull_chunk: yes
+use_layerwise: true
+min_retrieve_tokens: auto
+blocking_timeout_secs: 3
+pre_caching_hash_algorithm: sha256_cbor
+extra_config: {resp_num_threads: 8}
+enable_p2p: true
+kvredis:
+  bind: [127.0.0.1, "::1"]
+  port: 0
+  unixsocket: /run/kv.sock
+  requirepass: 1234
+  hugepages: off
+  prefault: 2
+  page_lock: on
+  loglevel: DEBUG
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Where a test may write its file; returned as a path that does not exist yet."""
+    return tmp_path / "lmcache.yaml"
+
+
+def load(text: str, path: Path, **env: str) -> Config:
+    path.write_text(text)
+    return Config.load(path, env)
+
+
+def test_defaults_are_lmcaches() -> None:
+    config = Config.load(env={})
+    assert (config.chunk_size, config.local_cpu, config.max_local_cpu_size) == (256, True, 5.0)
+    assert config.capacity_bytes == 5 * GIB
+    assert config.remote_url is None
+    assert not config.save_unfull_chunk
+    assert config.warnings == ()
+    assert set(config.origin.values()) == {"default"}
+    assert config == Config()
+
+
+def test_every_field_is_a_declared_key_whose_default_its_own_parser_accepts() -> None:
+    fields = {field.name for field in dataclasses.fields(Config)} - {"origin", "warnings"}
+    assert set(KEYS) == fields
+    for key in KEYS.values():
+        assert key.parse(key.default, key.name, "here") == key.default
+        assert key.help
+        assert key.flag == "--" + key.name.replace("_", "-")
+
+
+def test_the_page_of_lmcache_on_cpu_ram_loads_verbatim(written: Path) -> None:
+    written.write_text(CPU_OFFLOAD)
+    config = Config.load(env={"LMCACHE_CONFIG_FILE": str(written)})
+    assert config.capacity_bytes == 5 * GIB
+    assert config.origin["chunk_size"] == f"{written}:2"
+    assert config.origin["remote_url"] == "default"
+    assert config.warnings == ()
+
+
+def test_a_full_file_is_read_and_what_has_no_effect_yet_is_said(written: Path) -> None:
+    config = load(EVERYTHING, written)
+    assert config.capacity_bytes == 512 * 1024**2
+    assert config.local_disk == "/var/kv/"
+    assert config.max_local_disk_size == 20.0
+    assert config.remote_url == "redis://cache.example:6380/2"
+    assert config.remote_serde == "naive"
+    assert config.cache_policy == "LRU"
+    assert config.save_unfull_chunk
+    assert config.min_retrieve_tokens == "auto"
+    assert config.extra_config == {"resp_num_threads": 8}
+    assert config.bind == ("127.0.0.1", "::1")
+    assert (config.port, config.unixsocket, config.requirepass) == (0, "/run/kv.sock", "1234")
+    assert (config.prefault, config.page_lock, config.loglevel) == (2, True, "debug")
+    assert config.hugepage_mode is HugepageMode.OFF
+    assert config.origin["unixsocket"] == f"{written}:20"
+    said = {line.split(": ", 1)[1].split()[0].rstrip(":") for line in config.warnings}
+    assert said == {
+        "local_disk",
+        "max_local_disk_size",
+        "use_layerwise",
+        "min_retrieve_tokens",
+        "extra_config",
+        "enable_p2p",
+    }
+
+
+def test_a_key_without_effect_so_far_is_silent_when_it_asks_for_what_is_done_anyway(written: Path) -> None:
+    assert load("save_decode_cache: false\nuse_layerwise: 0\nmax_local_disk_size: 0\n", written).warnings == ()
+
+
+def test_later_sources_win_and_origin_says_which() -> None:
+    env = {"LMCACHE_CHUNK_SIZE": "512", "KVREDIS_PORT": "7000"}
+    config = Config.load(env=env, overrides={"chunk_size": "64", "port": None})
+    assert (config.chunk_size, config.port) == (64, 7000)
+    assert (config.origin["chunk_size"], config.origin["port"]) == ("--chunk-size", "env KVREDIS_PORT")
+
+
+def test_environment_wins_over_the_file(written: Path) -> None:
+    config = load("chunk_size: 64\nlocal_cpu: false\n", written, LMCACHE_CHUNK_SIZE="512")
+    assert (config.chunk_size, config.local_cpu) == (512, False)
+    assert config.origin["chunk_size"] == "env LMCACHE_CHUNK_SIZE"
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE ", "1", "yes", "On"])
+def test_words_for_true(word: str) -> None:
+    assert Config.load(env={"LMCACHE_SAVE_UNFULL_CHUNK": word}).save_unfull_chunk is True
+
+
+@pytest.mark.parametrize("word", ["false", "False", "0", "NO", "off"])
+def test_words_for_false(word: str) -> None:
+    assert Config.load(env={"LMCACHE_LOCAL_CPU": word}).local_cpu is False
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0.5", GIB // 2), ("5GB", 5 * GIB), ("512mib", 512 * 1024**2), ("'5.0'", 5 * GIB), ("64k", 65536)],
+)
+def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
+    assert Config.load(env={"LMCACHE_MAX_LOCAL_CPU_SIZE": text}).capacity_bytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("LMCACHE_CHUNK_SIZE", "abc"),
+        ("LMCACHE_CHUNK_SIZE", "0"),
+        ("LMCACHE_CHUNK_SIZE", "1.5"),
+        ("LMCACHE_CHUNK_SIZE", ""),
+        ("LMCACHE_CHUNK_SIZE", "nan"),
+        ("LMCACHE_CHUNK_SIZE", "1e999"),
+        ("LMCACHE_LOCAL_CPU", "maybe"),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "0"),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "-1"),
+        ("LMCACHE_MAX_LOCAL_CPU_SIZE", "5XB"),
+        ("LMCACHE_REMOTE_URL", "ftp://x"),
+        ("LMCACHE_REMOTE_URL", "rediss://x:1"),
+        ("LMCACHE_REMOTE_SERDE", "cachegen"),
+        ("LMCACHE_CACHE_POLICY", "newest"),
+        ("LMCACHE_BLOCKING_TIMEOUT_SECS", "0"),
+        ("LMCACHE_BLOCKING_TIMEOUT_SECS", "inf"),
+        ("LMCACHE_MIN_RETRIEVE_TOKENS", "-1"),
+        ("LMCACHE_EXTRA_CONFIG", "{bad"),
+        ("KVREDIS_PORT", "65536"),
+        ("KVREDIS_HUGEPAGES", "always"),
+        ("KVREDIS_BIND", ""),
+    ],
+)
+def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(env={name: text})
+    assert caught.value.source == f"env {name}"
+    assert caught.value.key == name.split("_", 1)[1].lower()
+    assert repr(caught.value.value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key"),
+    [
+        ("local_cpu: true\nchunk_size: abc\n", 2, "chunk_size"),
+        ("\n\nchunk_size: [1]\n", 3, "chunk_size"),
+        ("chunk_size: 64.9\n", 1, "chunk_size"),
+        ("chunk_size: null\n", 1, "chunk_size"),
+        ("max_local_cpu_size: true\n", 1, "max_local_cpu_size"),
+        ("max_local_cpu_size: 0\nlocal_cpu: false\n", 1, "max_local_cpu_size"),
+        ("kvredis:\n  port: 6379\n  hugepages: never\n", 3, "hugepages"),
+        ("kvredis:\n  bind: [1]\n", 2, "bind"),
+        ("kvredis: [1, 2]\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("- chunk_size\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("chunk_size: 1\n  local_cpu: true\n", 2, "LMCACHE_CONFIG_FILE"),
+        ("chunk_size: !!python/name:os.system\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("a: 1\n---\nb: 2\n", 2, "LMCACHE_CONFIG_FILE"),
+    ],
+)
+def test_a_bad_file_names_its_line(written: Path, text: str, line: int, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text, written)
+    assert caught.value.source == f"{written}:{line}"
+    assert caught.value.key == key
+
+
+def test_a_file_that_is_missing_or_not_text_is_an_error(written: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lmcache\.yaml.*cannot be read"):
+        Config.load(env={"LMCACHE_CONFIG_FILE": str(written)})
+    written.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.load(written, {})
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n", "kvredis:\n", "---\n"])
+def test_an_empty_file_means_the_defaults(written: Path, text: str) -> None:
+    assert load(text, written) == Config()
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(
+    written: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load("local_cpu: true\nchunk_sise: 1\n", written)
+    assert config.warnings == (f"{written}:2: chunk_sise: unknown key; did you mean chunk_size?",)
+    assert [record.getMessage() for record in caplog.records] == list(config.warnings)
+
+
+def test_an_unknown_variable_is_named_with_the_nearest_known_one() -> None:
+    config = Config.load(env={"LMCACHE_CHUNKSIZE": "1", "KVREDIS_PROT": "1", "LMCACHE_TRACK_USAGE": "false", "X": "1"})
+    assert config.warnings == (
+        "env KVREDIS_PROT: unknown; did you mean KVREDIS_PORT?",
+        "env LMCACHE_CHUNKSIZE: unknown; did you mean LMCACHE_CHUNK_SIZE?",
+        "env LMCACHE_TRACK_USAGE: a setting of LMCache without a meaning in kvredis",
+    )
+
+
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs(written: Path) -> None:
+    config = load("port: 1\nkvredis:\n  chunk_size: 2\n", written)
+    assert config == Config()
+    assert "port belongs under `kvredis:`" in config.warnings[0]
+    assert "chunk_size belongs at the top of the file" in config.warnings[1]
+
+
+def test_a_key_given_twice_is_said_and_the_later_line_wins(written: Path) -> None:
+    config = load("chunk_size: 1\nchunk_size: 2\n", written)
+    assert config.chunk_size == 2
+    assert config.warnings == (f"{written}:2: chunk_size is given twice; this line wins over line 1",)
+
+
+def test_an_unknown_override_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="did you mean chunk_size"):
+        Config.load(env={}, overrides={"chunksize": 1})
+
+
+def test_no_password_is_shown_or_put_into_an_error(written: Path) -> None:
+    config = Config.load(env={"KVREDIS_REQUIREPASS": "hush", "LMCACHE_REMOTE_URL": "redis://me:hush@h:1"})
+    assert config.requirepass == "hush"
+    assert "hush" not in str(config.shown())
+    assert config.shown()["requirepass"] == "***"
+    with pytest.raises(ConfigError) as caught:
+        Config.load(env={"LMCACHE_REMOTE_URL": "redis://me:hush@h:port"})
+    assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load("kvredis:\n  requirepass: [hush]\n", written)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("env", "mode"),
+    [
+        ({}, "auto"),
+        ({"LMCACHE_LOCAL_CPU_USE_HUGEPAGES": "true"}, "require"),
+        ({"LMCACHE_LOCAL_CPU_USE_HUGEPAGES": "false"}, "off"),
+        ({"LMCACHE_LOCAL_CPU_USE_HUGEPAGES": "true", "KVREDIS_HUGEPAGES": "auto"}, "auto"),
+        ({"KVREDIS_HUGEPAGES": "THP"}, "thp"),
+    ],
+)
+def test_hugepages_follow_the_server_key_and_else_lmcaches_switch(env: dict[str, str], mode: str) -> None:
+    options = Config.load(env=env).store_options()
+    assert options.hugepages == mode
+    assert options.capacity_bytes == 5 * GIB

@@ -1,0 +1,334 @@
+"""The client on a socketpair: whatever the peer sends, in whatever pieces, is read right or ends the connection."""
+
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvredis.backends.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, encode
+from kvredis.backends.wire import DISCARD_BYTES, SCRATCH_BYTES
+from kvredis.storage.errors import BackendError
+
+Pair = tuple[Connection, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """A connection, and the peer's end of its socket."""
+    ours, peer = socket.socketpair()
+    connection = Connection(ours, timeout_s=5.0)
+    peer.settimeout(5.0)
+    yield connection, peer
+    connection.close()
+    peer.close()
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def read_all(peer: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        received += peer.recv(1 << 20)
+    return bytes(received)
+
+
+def read_for_ever(connection: Connection) -> None:
+    while True:
+        connection.read()
+
+
+def pattern(length: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def plain(reply: Reply) -> object:
+    """An error as a value that compares."""
+    if isinstance(reply, list):
+        return [plain(item) for item in reply]
+    return ("error", str(reply)) if isinstance(reply, BackendError) else reply
+
+
+REPLIES: list[tuple[bytes, object]] = [
+    (b"+OK\r\n", "OK"),
+    (b"+\r\n", ""),
+    (b":0\r\n", 0),
+    (b":-9223372036854775808\r\n", -(2**63)),
+    (b"-OOM command not allowed\r\n", ("error", "OOM command not allowed")),
+    (b"$-1\r\n", None),
+    (b"*-1\r\n", None),
+    (b"$0\r\n\r\n", b""),
+    (b"$4\r\n\r\n\r\n\r\n", b"\r\n\r\n"),
+    (b"*0\r\n", []),
+    (b"*3\r\n:1\r\n*2\r\n$1\r\nx\r\n$-1\r\n-ERR no\r\n", [1, [b"x", None], ("error", "ERR no")]),
+]
+
+
+@pytest.mark.parametrize(("sent", "meant"), REPLIES)
+def test_a_reply_may_be_cut_anywhere(pair: Pair, sent: bytes, meant: object) -> None:
+    connection, peer = pair
+    for cut in range(len(sent)):
+        peer.sendall(sent[:cut])
+        later = in_background(lambda rest=sent[cut:]: peer.sendall(rest))  # type: ignore[misc]
+        assert plain(connection.read()) == meant
+        later.join()
+    assert not connection.stale()
+
+
+def test_replies_in_one_piece_come_in_order(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"".join(sent for sent, _ in REPLIES))
+    assert [plain(connection.read()) for _ in REPLIES] == [meant for _, meant in REPLIES]
+
+
+LENGTHS = [
+    0,
+    1,
+    100,
+    SCRATCH_BYTES - 10,
+    SCRATCH_BYTES - 8,
+    SCRATCH_BYTES - 7,
+    SCRATCH_BYTES - 6,
+    SCRATCH_BYTES,
+    300_000,
+]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_body_lands_in_the_lent_memory_and_nowhere_else(pair: Pair, length: int) -> None:
+    connection, peer = pair
+    body = pattern(length)
+    sender = in_background(lambda: peer.sendall(b"$%d\r\n%b\r\n:7\r\n" % (length, body)))
+    memory = bytearray(b"\xaa" * (length + 16))
+    assert connection.read_bulk_into(lambda n: memoryview(memory)[8 : 8 + n]) == length
+    assert connection.read() == 7
+    sender.join()
+    assert memory == b"\xaa" * 8 + body + b"\xaa" * 8
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
+def test_bodies_arrive_right_in_pieces_of_any_size(pair: Pair, piece: int) -> None:
+    connection, peer = pair
+    body = pattern(20_001)
+    stream = (b"$%d\r\n%b\r\n" % (len(body), body)) * 2 + b"$-1\r\n"
+
+    def dribble() -> None:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        for start in range(0, len(stream), piece):
+            peer.sendall(stream[start : start + piece])
+
+    sender = in_background(dribble)
+    for _ in range(2):
+        memory = bytearray(len(body))
+        assert connection.read_bulk_into(lambda n, memory=memory: memoryview(memory)) == len(body)  # type: ignore[misc]
+        assert memory == body
+    assert connection.read_bulk_into(lambda n: None) is None
+    sender.join()
+
+
+@pytest.mark.parametrize("length", [0, 5, SCRATCH_BYTES, DISCARD_BYTES, DISCARD_BYTES + 1, 3 * DISCARD_BYTES + 11])
+def test_a_body_without_room_is_dropped_and_the_stream_stays_in_step(pair: Pair, length: int) -> None:
+    connection, peer = pair
+    sender = in_background(lambda: peer.sendall(b"$%d\r\n%b\r\n+next\r\n" % (length, pattern(length))))
+    assert connection.read_bulk_into(lambda n: None) == length
+    assert connection.read() == "next"
+    sender.join()
+
+
+def test_an_array_is_read_body_by_body(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"*3\r\n$3\r\nabc\r\n$-1\r\n$2\r\nde\r\n")
+    assert connection.read_array_header() == 3
+    memory = bytearray(8)
+    assert connection.read_bulk_into(lambda n: memoryview(memory)[:n]) == 3
+    assert connection.read_bulk_into(lambda n: memoryview(memory)[:n]) is None
+    assert connection.read_bulk_into(lambda n: memoryview(memory)[3 : 3 + n]) == 2
+    assert memory[:5] == b"abcde"
+
+
+def test_an_error_in_place_of_a_body_or_an_array_is_a_value(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"-WRONGTYPE no\r\n-ERR no\r\n+OK\r\n")
+    assert plain(connection.read_bulk_into(lambda n: None)) == ("error", "WRONGTYPE no")
+    assert plain(connection.read_array_header()) == ("error", "ERR no")
+    assert connection.read() == "OK"
+
+
+GARBAGE = [
+    b"HTTP/1.1 400 Bad Request\r\n",
+    b"\r\n",
+    b"$\r\n",
+    b"$abc\r\n",
+    b"$-2\r\n",
+    b"$+4\r\nabcd\r\n",
+    b"$ 4\r\nabcd\r\n",
+    b"$1_0\r\n",
+    b"$%d\r\n" % (BULK_BYTES_MAX + 1),
+    b"$99999999999999999999\r\n",
+    b"*%d\r\n" % (ARRAY_ITEMS_MAX + 1),
+    b"*-2\r\n",
+    b":\r\n",
+    b":1.5\r\n",
+    b":--1\r\n",
+    b":" + b"9" * 30 + b"\r\n",
+    b"$3\r\nabcd\r\n",
+    b"$3\r\nabc\n\r",
+    b"*1\r\n" * 40 + b":1\r\n",
+    b"+" + b"x" * 2 * SCRATCH_BYTES,
+    b"_\r\n",
+    b"%1\r\n",
+    b"",
+    b"$10\r\nabc",
+    b"+OK",
+    b"*2\r\n:1\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", GARBAGE)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_garbage_and_a_peer_that_leaves_end_the_connection(pair: Pair, sent: bytes, streamed: bool) -> None:
+    connection, peer = pair
+    peer.sendall(sent)
+    peer.shutdown(socket.SHUT_WR)
+    with pytest.raises(BackendError):
+        connection.read_bulk_into(lambda n: memoryview(bytearray(n))) if streamed else connection.read()
+    assert not connection.usable
+    with pytest.raises(BackendError, match="closed"):
+        connection.call(b"PING")
+
+
+def test_random_bytes_never_do_more_than_end_the_connection() -> None:
+    rng = random.Random(7)
+    alphabet = b"$*:+-0123456789\r\n\r\nabc"
+    for _ in range(300):
+        ours, peer = socket.socketpair()
+        with peer, Connection(ours, timeout_s=5.0) as connection:
+            peer.sendall(bytes(rng.choices(alphabet, k=rng.randrange(1, 60))))
+            peer.shutdown(socket.SHUT_WR)
+            with pytest.raises(BackendError):
+                read_for_ever(connection)
+            assert not connection.usable
+
+
+def test_a_silent_peer_is_given_up_after_the_timeout() -> None:
+    ours, peer = socket.socketpair()
+    with peer, Connection(ours, timeout_s=0.01) as connection:
+        with pytest.raises(BackendError, match="timed out"):
+            connection.read()
+        assert not connection.usable
+
+
+def test_a_peer_that_stops_within_a_body_is_given_up_after_the_timeout() -> None:
+    ours, peer = socket.socketpair()
+    with peer, Connection(ours, timeout_s=0.01) as connection:
+        peer.sendall(b"$100000\r\nabc")
+        with pytest.raises(BackendError, match="timed out"):
+            connection.read()
+
+
+def test_a_peer_that_dribbles_is_given_up_although_something_comes_each_time() -> None:
+    ours, peer = socket.socketpair()
+    done = threading.Event()
+
+    def dribble() -> None:
+        peer.sendall(b"$100000\r\n" + b"x" * SCRATCH_BYTES)
+        while not done.wait(0.002):
+            peer.sendall(b"x")
+
+    with peer, Connection(ours, timeout_s=0.02) as connection:
+        dribbler = in_background(dribble)
+        with pytest.raises(BackendError, match="timed out within a reply"):
+            connection.read()
+        done.set()
+        dribbler.join()
+
+
+def test_a_peer_that_does_not_read_is_given_up_after_the_timeout() -> None:
+    ours, peer = socket.socketpair()
+    with peer, Connection(ours, timeout_s=0.01) as connection:
+        with pytest.raises(BackendError, match="timed out"):
+            connection.send_set(b"k", bytes(8 << 20))
+        assert not connection.usable
+
+
+def test_lent_memory_of_the_wrong_size_is_the_callers_mistake_and_ends_the_connection(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"$3\r\nabc\r\n")
+    with pytest.raises(ValueError, match="lent 2 bytes for a body of 3"):
+        connection.read_bulk_into(lambda n: memoryview(bytearray(2)))
+    assert not connection.usable
+
+
+def test_stale_sees_a_close_and_bytes_that_nobody_asked_for(pair: Pair) -> None:
+    connection, peer = pair
+    assert not connection.stale()
+    peer.sendall(b"+hello\r\n")
+    assert connection.stale()
+    assert connection.read() == "hello"
+    assert not connection.stale()
+    peer.close()
+    assert connection.stale()
+
+
+def test_a_value_in_several_buffers_is_sent_as_one(pair: Pair) -> None:
+    connection, peer = pair
+    words = memoryview(bytearray(pattern(64))).cast("Q")
+    connection.send_set(b"key", b"head", words, memoryview(b"tail"))
+    wanted = b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$72\r\nhead" + words.tobytes() + b"tail\r\n"
+    assert read_all(peer, len(wanted)) == wanted
+    assert connection.bytes_out == len(wanted)
+
+
+def test_a_value_larger_than_any_socket_buffer_is_sent_whole(pair: Pair) -> None:
+    connection, peer = pair
+    body = pattern(5_000_000)
+    sender = in_background(lambda: connection.send_set(b"k", body))
+    wanted = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$5000000\r\n" + body + b"\r\n"
+    assert read_all(peer, len(wanted)) == wanted
+    sender.join()
+
+
+def test_more_buffers_than_the_kernel_takes_at_once_are_sent_whole(pair: Pair) -> None:
+    connection, peer = pair
+    pieces = [pattern(n % 5, n) for n in range(5000)]
+    body = b"".join(pieces)
+    sender = in_background(lambda: connection.send_set(b"k", *pieces))
+    wanted = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n%b\r\n" % (len(body), body)
+    assert read_all(peer, len(wanted)) == wanted
+    sender.join()
+
+
+def test_many_commands_are_sent_in_order_long_arguments_lent() -> None:
+    long = pattern(100_000)
+    assert b"".join(encode([b"SET", b"k", long])) == b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\n" + long + b"\r\n"
+    assert any(buffer is long for buffer in encode([b"SET", b"k", long]))
+    assert encode([b"PING", bytearray(b"x")]) == [b"*2\r\n$4\r\nPING\r\n$1\r\nx\r\n"]
+
+
+def test_a_pipeline_of_short_and_long_commands_keeps_its_order(pair: Pair) -> None:
+    connection, peer = pair
+    long = pattern(10_000)
+    commands: list[list[bytes]] = [
+        [b"PING"],
+        [b"SET", b"a", long],
+        [b"GET", b"a"],
+        [b"GET", b"b"],
+        [b"SET", b"b", long],
+    ]
+    connection.send_many(commands)
+    wanted = b"".join(b"".join(encode(command)) for command in commands)
+    assert read_all(peer, len(wanted)) == wanted
+    connection.send_many([])
+    assert connection.bytes_out == len(wanted)
+
+
+def test_closing_twice_is_fine(pair: Pair) -> None:
+    connection, _ = pair
+    connection.close()
+    connection.close()
+    assert not connection.usable

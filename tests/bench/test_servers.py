@@ -1,0 +1,100 @@
+"""Servers under test start, tell their CPU time and are gone afterwards, whatever happened in between."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvredis.backends.address import Address
+from kvredis.bench.errors import BenchError
+from kvredis.bench.servers import RECIPES, Recipe, ServerProcess, Transport, child_environment, process_cpu_s
+from kvredis.bench.wire import Resp
+
+
+def recipe(*arguments: str, program: str = sys.executable) -> Recipe:
+    return Recipe("fake", Resp(), program, "nothing", lambda _at, _folder: list(arguments), lambda: "1")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["redis", "memcached"])
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_a_server_answers_and_is_gone_after_the_block(name: str, transport: Transport) -> None:
+    if RECIPES[name].missing():
+        pytest.skip(RECIPES[name].missing() or "")
+    with ServerProcess(RECIPES[name], transport) as server:
+        pid, path = server.pid, server.address.path
+        assert bool(path) == (transport == "unix")
+        with server.connect() as wire:
+            wire.put(b"key", memoryview(b"value"))
+            out = memoryview(bytearray(5))
+            wire.get(b"key", out)
+            assert bytes(out) == b"value"
+        assert server.cpu_s() > 0
+        assert RECIPES[name].version()
+        server.pin({max(os.sched_getaffinity(0))})
+        assert os.sched_getaffinity(pid) == {max(os.sched_getaffinity(0))}
+    assert not is_running(pid)
+    assert not path or not Path(path).parent.exists()
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_a_server_is_gone_when_the_block_fails() -> None:
+    pids = []
+
+    def fail() -> None:
+        with ServerProcess(RECIPES["redis"], "tcp") as server:
+            pids.append(server.pid)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not is_running(pids[0])
+
+
+def test_a_server_that_does_not_start_is_an_error_with_what_it_said() -> None:
+    with pytest.raises(BenchError, match=r"fake ended with 3.*\n.*no memory today"):
+        ServerProcess(recipe("-c", "print('no memory today'); raise SystemExit(3)"), "unix").__enter__()
+
+
+def test_a_server_that_is_not_installed_is_named_with_its_package() -> None:
+    absent = recipe(program="no-such-server-anywhere")
+    assert absent.missing() == "no-such-server-anywhere is not installed (Debian package nothing)"
+    with pytest.raises(BenchError, match="Debian package"):
+        ServerProcess(absent, "tcp").__enter__()
+
+
+def test_a_servers_command_line_says_where_it_listens() -> None:
+    folder = Path("/folder")
+    for name, made in RECIPES.items():
+        assert "4321" in made.arguments(Address(port=4321), folder), name
+        assert "/a/socket" in made.arguments(Address(host="", path="/a/socket"), folder), name
+
+
+def test_the_cpu_clock_of_a_process_is_its_user_and_system_time() -> None:
+    before_s, own_s = process_cpu_s(os.getpid()), time.process_time()
+    sum(range(200_000))
+    spent_s, own_spent_s = process_cpu_s(os.getpid()) - before_s, time.process_time() - own_s
+    assert spent_s == pytest.approx(own_spent_s, abs=0.005)
+    assert spent_s > 0
+
+
+def test_a_child_gets_no_configuration_and_finds_this_kvredis() -> None:
+    environment = child_environment(
+        {"LMCACHE_CHUNK_SIZE": "1", "KVREDIS_PORT": "1", "HOME": "/root", "PYTHONPATH": "/x"}
+    )
+    assert set(environment) == {"HOME", "PYTHONPATH"}
+    first, second = environment["PYTHONPATH"].split(os.pathsep)
+    assert (Path(first) / "kvredis" / "__init__.py").exists()
+    assert second == "/x"

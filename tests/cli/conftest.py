@@ -1,0 +1,81 @@
+"""Real `kvredis serve` processes on free ports, ended with the test whatever happens in it."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXIT_S = 30
+"""A bound on what must end by itself; none of it takes a second."""
+
+
+class ServeProcess:
+    """A `kvredis serve` process and the lines it has printed so far."""
+
+    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvredis", "serve", *args],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.stderr = ""
+
+    def wait_ready(self) -> list[str]:
+        """Read up to the line that says so and give the addresses in it; fails when the process ends instead."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith("Ready to accept connections"):
+                return [word.strip(",") for word in line.split(" on ")[1].split()]
+        raise AssertionError(f"ended with {self.finish()} before it was ready: {self.stderr}")
+
+    def wait_log(self, text: str) -> str:
+        """Read the log up to the first line that holds `text`, and give that line."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+            if text in line:
+                return line
+        raise AssertionError(f"the log ended without {text!r}: {self.stderr}")
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        self.process.send_signal(number)
+
+    def finish(self) -> int:
+        """Wait for the process to end; keeps what it still printed, gives its exit status."""
+        out, err = self.process.communicate(timeout=EXIT_S)
+        self.lines += out.splitlines()
+        self.stderr += err
+        return self.process.returncode
+
+
+Serve = Callable[..., ServeProcess]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Give a function that starts `kvredis serve ARGS` with only the environment that it is given."""
+    started: list[ServeProcess] = []
+
+    def start(*args: str, **env: str) -> ServeProcess:
+        base = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
+        started.append(ServeProcess(list(args), base | env))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        if one.process.stdout is not None and not one.process.stdout.closed:
+            one.finish()

@@ -1,0 +1,143 @@
+"""`kvredis demo ttft` from end to end with a model small enough for a test: its figures, its verdict and its end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.layout import ChunkLayout
+from kvredis.cli import demo as demo_module
+from kvredis.cli import demo_text
+from kvredis.cli.demo import demo
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    *("--layers=2", "--hidden=64", "--intermediate=128", "--heads=4", "--kv-heads=2", "--head-dim=16"),
+    *("--prompt-tokens=300", "--max-new-tokens=4", "--chunk-size=64"),
+]
+COMMAND = [sys.executable, "-m", "kvredis", "demo", "ttft", *SMALL]
+ENV = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "LMCACHE_CHUNK_SIZE": "not read by the demo"}
+
+
+def run(*args: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*COMMAND, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+
+
+def test_the_second_process_is_served_by_the_store() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    patterns = [
+        r"Cold TTFT: \d+\.\d{3} s",
+        r"Warm TTFT: \d+\.\d{3} s",
+        r"TTFT Improvement: -?\d+\.\d{3} s \(\d+\.\dx faster\)",
+        r"Hit tokens: 299 of 300, need to load: 299",
+        r"Load: \d+ MB in \d+ ms, \d+\.\d\d GB/s",
+        r"Tokens: 4 generated, equal in both runs",
+    ]
+    assert len(lines) == len(patterns), done.stdout
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line)
+
+
+def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
+    serve = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB"]
+    with subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            assert server.stdout is not None
+            ready = next(line for line in server.stdout if line.startswith(b"Ready"))
+            url = "redis://" + ready.decode().split(" on ")[1].split(",")[0].strip()
+            prompt = tmp_path / "prompt.txt"  # a text that nobody edits between the two runs
+            prompt.write_text(Path(__file__).read_text())
+            first, again = (run("--json", "--url", url, "--prompt-file", str(prompt)) for _ in range(2))
+        finally:
+            server.terminate()
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout)["warm"]["loaded_tokens"] == 299
+    assert again.returncode == 1
+    assert "not cold: 299 tokens were stored already; another --salt" in again.stderr
+
+
+def test_the_local_tier_needs_no_server() -> None:
+    done = run("--tier", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["warm"]["loaded_bytes"] == 299 * 2 * 2 * 2 * 16 * 4
+    assert report["cold"]["stored_tokens"] == 300
+    assert report["failures"] == []
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_process_is_left_behind_when_it_is_stopped(number: signal.Signals) -> None:
+    with subprocess.Popen([*COMMAND, "--prompt-tokens", "3000"], cwd=ROOT, env=ENV, stderr=subprocess.PIPE) as process:
+        while not (children := children_of(process.pid)):
+            assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(30) != 0
+        assert process.stderr is not None
+        process.stderr.read()
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    base = {"prompt_tokens": 100, "hit_tokens": 0, "loaded_tokens": 0, "tokens": [1, 2]}
+    return base | changes
+
+
+@pytest.mark.parametrize(
+    ("cold", "warm", "failures"),
+    [
+        (result(), result(loaded_tokens=90), []),
+        (result(), result(loaded_tokens=89), ["the store served 89% of the prompt, less than 90%"]),
+        (result(), result(loaded_tokens=99, tokens=[1, 3]), ["the tokens of the cold and the warm run differ"]),
+    ],
+)
+def test_a_figure_that_is_not_the_stores_is_a_failure(
+    cold: dict[str, Any], warm: dict[str, Any], failures: list[str]
+) -> None:
+    said = demo_module._failures(cold, warm)
+    assert len(said) == len(failures)
+    assert all(text.startswith(start) for text, start in zip(said, failures, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [["--kv-heads", "3"], ["--tier", "disk"], ["--tier", "cpu", "--url", "redis://h:1"]])
+def test_what_cannot_be_run_is_bad_usage(wrong: list[str]) -> None:
+    assert CliRunner().invoke(demo, ["ttft", *wrong]).exit_code == 2
+
+
+def test_the_tokenizer_gives_any_text_back() -> None:
+    tokenizer = demo_text.train([("a", "the licence of the licence holder\n" * 50)])
+    text = "the licence: ünïcödé, \t tabs and 数字\n"
+    ids = demo_text.prompt_ids(tokenizer, [("a", text)], tokens_max=1000, salt="")
+    assert tokenizer.decode(ids) == f"==> a <==\n{text}"
+    assert demo_text.prompt_ids(tokenizer, [("a", text)], tokens_max=5, salt="") == ids[:5]
+
+
+def test_another_salt_shares_no_chunk_with_the_prompt_before() -> None:
+    layout = ChunkLayout(1, 1, 1, "fp32", 16)
+    texts = [("a", "the licence of the licence holder\n" * 50)]
+    tokenizer = demo_text.train(texts)
+    prompts = [demo_text.prompt_ids(tokenizer, texts, tokens_max=200, salt=salt) for salt in ("", "monday", "tuesday")]
+    keys = [chunk.key for ids in prompts for chunk in chunk_keys(ids, layout)]
+    assert len(keys) == len(set(keys)) == 36
+
+
+def test_the_text_is_this_repositorys_own() -> None:
+    names = [name for name, _ in demo_text.own_texts()]
+    assert "kvredis/adapters/engine.py" in names
+    assert "kvredis/storage/store.py" in names
+    assert sum(len(text) for _, text in demo_text.own_texts()) > 100_000

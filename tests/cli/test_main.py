@@ -1,0 +1,107 @@
+"""The command's table: help without imports, exit statuses, and what is missing said by name."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import kvredis
+from kvredis.cli import main as main_module
+from kvredis.cli.main import SUBCOMMANDS, Subcommand, main
+
+from .conftest import ROOT
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh interpreter in the repository and give what it printed."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+def test_help_lists_the_subcommands_and_gives_an_example() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    for name in ("serve", "config", "doctor"):
+        assert SUBCOMMANDS[name].help.split()[0] in result.output
+    assert "Example: kvredis serve" in result.output
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output == f"kvredis, version {kvredis.__version__}\n"
+    try:
+        installed = version("kvredis")
+    except PackageNotFoundError:
+        pytest.skip("metadata: kvredis is not installed in this environment")
+    assert installed == kvredis.__version__
+
+
+def test_help_and_serve_import_neither_torch_nor_numpy() -> None:
+    code = """
+import sys
+from click.testing import CliRunner
+from kvredis.cli.main import main
+assert CliRunner().invoke(main, ["--help"]).exit_code == 0
+print(sorted(name for name in sys.modules if name.startswith("kvredis.backends")))
+assert CliRunner().invoke(main, ["serve", "--help"]).exit_code == 0
+print(sorted({"torch", "numpy", "transformers", "redis"} & set(sys.modules)))
+"""
+    assert run_python(code) == "[]\n[]\n"
+
+
+def test_an_unknown_subcommand_is_bad_usage() -> None:
+    result = CliRunner().invoke(main, ["serv"])
+    assert result.exit_code == 2
+    assert "No such command 'serv'" in result.output
+
+
+@pytest.mark.parametrize("name", list(SUBCOMMANDS))
+def test_every_subcommand_there_is_shows_help_with_an_example(name: str) -> None:
+    if name not in CliRunner().invoke(main, ["--help"]).output:
+        pytest.fail(f"{name} is in the table but has no module")
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Example: " in result.output
+
+
+def test_a_missing_extra_is_said_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setitem(SUBCOMMANDS, "serve", Subcommand("kvredis.cli.serve", "Run.", extra="engine"))
+    monkeypatch.setattr(main_module, "import_module", import_module)
+    result = CliRunner().invoke(main, ["serve"])
+    assert result.exit_code == 1
+    assert "serve needs torch, which is not installed: pip install 'kvredis[engine]'" in result.output
+
+
+def test_our_errors_become_text_and_exit_status_but_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvredis.storage.errors import ArenaError, ConfigError
+
+    def failing(error: Exception) -> int | BaseException | None:
+        def run() -> None:
+            raise error
+
+        monkeypatch.setattr(main_module.LateGroup, "get_command", lambda *_: click.Command("serve", callback=run))
+        result = CliRunner().invoke(main, ["serve"])
+        return result.exit_code if isinstance(result.exception, SystemExit) else result.exception
+
+    bug = ValueError("a bug")
+    assert failing(ArenaError("no memory")) == 1
+    assert failing(ConfigError("port", "x", "--port", "no")) == 2
+    assert failing(bug) is bug
+
+
+def test_the_package_names_its_parts_without_importing_them() -> None:
+    code = """
+import sys, kvredis
+print([name for name in kvredis.__all__ if name[0] != "_"], "torch" in sys.modules, "yaml" in sys.modules)
+kvredis.Config
+print("torch" in sys.modules)
+"""
+    assert run_python(code) == "['CacheEngine', 'ChunkLayout', 'Config'] False False\nFalse\n"
+    with pytest.raises(AttributeError, match="no attribute 'Cache'"):
+        kvredis.Cache  # noqa: B018  the access is the test

@@ -1,0 +1,69 @@
+"""A session without a connection, over a real store and a real server that listens nowhere."""
+
+from typing import cast
+
+from kvredis.server.commands import Command, lookup
+from kvredis.server.replies import NULL, NULL_BULK, Reply, joined
+from kvredis.server.server import Server, ServerOptions
+from kvredis.server.session import Session
+from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.entry import Lease
+from kvredis.storage.store import Store
+
+ARENA_BYTES = 4 * 1024 * 1024
+
+
+class FakeSession:
+    """What a command handler sees of a client."""
+
+    def __init__(self, server: Server, number: int = 1) -> None:
+        self.server = server
+        self.store = server.store
+        self.fetch = server.store.fetch
+        self.id = number
+        self.space = 0
+        self.resp = 2
+        self.nil = NULL_BULK
+        self.name = b""
+        self.user = b"default"
+        self.lib_name = self.lib_ver = b""
+        self.authenticated = not server.requirepass
+        self.no_evict = self.no_touch = False
+        self.close_after_reply = False
+        self.addr = f"127.0.0.1:{5000 + number}"
+        self.laddr = "127.0.0.1:6379"
+        self.created_s = self.last_command_s = 0.0
+        self.last_command = "NULL"
+        self.pending_bytes = self.unsent_bytes = 0
+        self.input_bytes = self.output_bytes = 0
+        self.closed = False
+        server.sessions[number] = cast(Session, self)
+
+    def speak(self, resp: int) -> None:
+        self.resp = resp
+        self.nil = NULL if resp == 3 else NULL_BULK
+
+    def authenticate(self, user: bytes) -> None:
+        self.user, self.authenticated = user, True
+
+    def forget_authentication(self) -> None:
+        self.user, self.authenticated = b"default", not self.server.requirepass
+
+    def hold(self, lease: Lease) -> None:
+        lease.release()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def ask(self, line: str | list[bytes]) -> bytes:
+        """The reply to one command line, in one piece."""
+        args = line.encode().split(b" ") if isinstance(line, str) else line
+        found = lookup(args)
+        reply: Reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
+        return joined(reply)
+
+
+def make_server(requirepass: str = "") -> Server:
+    """A server over a small arena."""
+    store = Store(Arena.create(ARENA_BYTES, HugepageMode.OFF))
+    return Server(store, ServerOptions(requirepass=requirepass))

@@ -1,0 +1,143 @@
+"""Generic key commands against a real store: existence, expiry, enumeration, and what does not count as use."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvredis.server.patterns import matcher
+from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+
+
+@pytest.fixture
+def session() -> Iterator[FakeSession]:
+    server = make_server()
+    yield FakeSession(server)
+    server.store.check_integrity()
+    server.store.close()
+
+
+def test_looking_at_a_block_does_not_save_it_from_eviction(session: FakeSession) -> None:
+    block = bytes(ARENA_BYTES // 4 - 8192)
+    for key in (b"a", b"b", b"c", b"d"):
+        session.ask([b"SET", key, block])
+    for line in ("EXISTS a", "TYPE a", "TTL a", "PTTL a", "OBJECT ENCODING a", "OBJECT IDLETIME a", "MEMORY USAGE a"):
+        session.ask(line)
+    session.ask([b"SET", b"e", block])
+    assert session.ask("EXISTS a b") == b":1\r\n"
+    assert session.ask("EXISTS a") == b":0\r\n"
+
+
+def test_touch_counts_as_use_and_its_first_key_is_kept_longest(session: FakeSession) -> None:
+    block = bytes(ARENA_BYTES // 4 - 8192)
+    for key in (b"a", b"b", b"c", b"d"):
+        session.ask([b"SET", key, block])
+    assert session.ask("TOUCH a b nope") == b":2\r\n"
+    left = []
+    for n in range(3):
+        session.ask([b"SET", b"new%d" % n, block])
+        left.append([key for key in "abcd" if session.ask(f"EXISTS {key}") == b":1\r\n"])
+    assert left == [["a", "b", "d"], ["a", "b"], ["a"]]
+
+
+def test_an_end_is_set_only_under_its_condition(session: FakeSession) -> None:
+    session.ask("SET k v")
+    assert session.ask("EXPIRE k 100 XX") == b":0\r\n"
+    assert session.ask("EXPIRE k 100 GT") == b":0\r\n"
+    assert session.ask("EXPIRE k 100 LT") == b":1\r\n"
+    assert session.ask("EXPIRE k 200 NX") == b":0\r\n"
+    assert session.ask("EXPIRE k 50 GT") == b":0\r\n"
+    assert session.ask("EXPIRE k 200 XX GT") == b":1\r\n"
+    assert session.ask("TTL k") == b":200\r\n"
+    assert session.ask("EXPIRE k 300 lt") == b":0\r\n"
+
+
+def test_an_end_in_the_past_deletes(session: FakeSession) -> None:
+    for amount in ("0", "-1", "-9223372036854775"):
+        session.ask("SET k v")
+        assert session.ask(f"EXPIRE k {amount}") == b":1\r\n"
+        assert session.ask("EXISTS k") == b":0\r\n"
+    assert session.ask("EXPIRE k -1") == b":0\r\n"
+
+
+def test_an_expired_block_is_gone_for_every_command(session: FakeSession) -> None:
+    session.ask("SET k v PX 1")
+    end = time.monotonic() + 5
+    while session.ask("EXISTS k") == b":1\r\n":
+        assert time.monotonic() < end
+    for line, reply in {
+        "TTL k": b":-2\r\n", "PERSIST k": b":0\r\n", "TYPE k": b"+none\r\n", "KEYS *": b"*0\r\n", "DEL k": b":0\r\n",
+        "RANDOMKEY": b"$-1\r\n",
+    }.items():  # fmt: skip
+        assert session.ask(line) == reply
+
+
+def test_flushing_one_database_leaves_the_others(session: FakeSession) -> None:
+    session.ask("SET a 1")
+    session.ask("SELECT 1")
+    session.ask("SET b 1")
+    assert session.ask("FLUSHDB") == b"+OK\r\n"
+    session.ask("SELECT 0")
+    assert session.ask("DBSIZE") == b":1\r\n"
+    assert session.ask("FLUSHALL async") == b"+OK\r\n"
+    assert session.ask("DBSIZE") == b":0\r\n"
+
+
+def test_memory_usage_is_at_least_what_the_value_takes(session: FakeSession) -> None:
+    session.ask([b"SET", b"big", bytes(100_000)])
+    session.ask("SET small v")
+    assert 100_000 < int(session.ask("MEMORY USAGE big SAMPLES 0")[1:]) < 110_000
+    assert 1 < int(session.ask("MEMORY USAGE small")[1:]) < 1000
+
+
+def test_idle_time_grows_from_the_last_use(session: FakeSession) -> None:
+    session.ask("SET k v")
+    entry = session.store.find(b"k")
+    assert entry is not None
+    entry.accessed_s -= 100
+    assert session.ask("OBJECT IDLETIME k") == b":100\r\n"
+    session.ask("GET k")
+    assert session.ask("OBJECT IDLETIME k") == b":0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "key", "fits"),
+    [
+        (b"h?llo", b"hello", True),
+        (b"h?llo", b"hllo", False),
+        (b"*Llama*", b"vllm@meta-llama/Llama-3@1", True),
+        (b"*Llama*", b"vllm@meta-llama/llama-3@1", False),
+        (b"[a-c]x", b"bx", True),
+        (b"[c-a]x", b"bx", True),
+        (b"[^a-c]x", b"bx", False),
+        (b"[abc", b"b", True),
+        (b"[a-", b"a", True),
+        (b"[]", b"x", False),
+        (b"[^]", b"x", True),
+        (b"[\\]]", b"]", True),
+        (b"\\*", b"*", True),
+        (b"\\*", b"a", False),
+        (b"a\\", b"a\\", True),
+        (b"*", b"", True),
+        (b"**", b"", False),
+        (b"", b"", True),
+        (b"a*b*c", b"a--b--c", True),
+        (b"a*b*c", b"a--c--b", False),
+        (b"*ab", b"abab", True),
+        (b"*a*", b"a", True),
+        (b"a*a", b"a", False),
+        (b"?*?", b"a", False),
+        (b"a\n*", b"a\nb", True),
+        (b"\xff*\x00", b"\xff\xfe\x00", True),
+        (b".+()|^$", b".+()|^$", True),
+    ],
+)
+def test_patterns_mean_what_they_mean_to_redis(pattern: bytes, key: bytes, fits: bool) -> None:
+    assert matcher(pattern)(key) is fits
+
+
+def test_a_pattern_made_to_backtrack_takes_no_time() -> None:
+    began_s = time.process_time()
+    assert not matcher(b"*a" * 60 + b"*b")(b"a" * 5000)
+    assert not matcher(b"*" * 10_000 + b"b")(b"a" * 5000)
+    assert time.process_time() - began_s < 1
