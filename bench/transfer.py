@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -189,18 +188,15 @@ def _get_all(wire: Wire, jobs: Sequence[Job], _in_flight: int) -> list[float]:
 
 
 def _get_pipelined(wire: Wire, jobs: Sequence[Job], in_flight: int) -> list[float]:
-    """Keep `in_flight` GETs on their way; half of them are asked for at once whenever half are answered."""
+    """Ask for `in_flight` values at once and take them in order, as an engine does with the blocks of a prefix."""
     took: list[float] = []
-    asked: deque[float] = deque()
-    sent = 0
-    for job in jobs:
-        if len(asked) <= in_flight // 2 and sent < len(jobs):
-            more = jobs[sent : sent + in_flight - len(asked)]
-            wire.ask([one.key for one in more])
-            asked.extend([time.perf_counter()] * len(more))
-            sent += len(more)
-        wire.take(job.key, job.view)
-        took.append(time.perf_counter() - asked.popleft())
+    for first in range(0, len(jobs), in_flight):
+        batch = jobs[first : first + in_flight]
+        asked = time.perf_counter()
+        wire.ask([job.key for job in batch])
+        for job in batch:
+            wire.take(job.key, job.view)
+            took.append(time.perf_counter() - asked)
     return took
 
 

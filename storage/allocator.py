@@ -27,8 +27,8 @@ CANDIDATES_MAX = 16
 
 BEYOND = 8
 """How far past the first window the search for a tighter one may go, in multiples of the length wanted. This is what
-mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/test_allocator.py: 93-98 %
-with 0, 96-99 % with 8; equal lengths fit at once and keep the order exactly."""
+mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/test_occupancy.py: 93-98 %
+with 0, 95-99 % with 8; equal lengths fit at once and keep the order exactly."""
 
 
 class Extent(NamedTuple):
@@ -195,4 +195,5 @@ class Allocator:
         for hole, following in pairwise(holes):
             assert hole.offset + hole.length < following.offset, "touching holes were not joined"
         if holes:
+            assert holes[0].offset >= 0
             assert holes[-1].offset + holes[-1].length <= self.capacity_bytes

@@ -188,10 +188,11 @@ class Store(Ledger):
         with self._lock:
             return self._visible(key, space)
 
-    def peek(self, entry: Entry) -> Lease:
-        """Hold an entry that `find` has just returned, without counting a hit: for those who only look."""
+    def peek(self, key: bytes, space: int = 0) -> Lease | None:
+        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
         with self._lock:
-            return self._lease(entry)
+            entry = self._visible(key, space)
+            return None if entry is None else self._lease(entry)
 
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest."""

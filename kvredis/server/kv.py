@@ -66,11 +66,11 @@ def prefetch(session: Session, args: list[bytes]) -> Reply:
 )
 def meta(session: Session, args: list[bytes]) -> Reply:
     """nil without the key; the tensor facts are nil for a value that is no safetensors file."""
-    entry = session.store.find(args[1], session.space)
-    if entry is None:
+    lease = session.store.peek(args[1], session.space)
+    if lease is None:
         return session.nil
-    with session.store.peek(entry) as lease:
-        facts = tensor_facts(lease.view)
+    with lease:
+        entry, facts = lease.entry, tensor_facts(lease.view)
     now_s = session.store.now_s()
 
     def known(name: str) -> Reply:

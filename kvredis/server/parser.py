@@ -4,19 +4,18 @@ A payload is the reason for its shape. As soon as a `$n` header announces a larg
 one, the parser asks `open_payload` for a Reservation and from then on offers the arena itself as the receive buffer,
 so the kernel writes the value where it will live. Everything else passes through a small scratch buffer.
 
-Two readers share the work. Whole buffers of small commands, which is what clients mostly send, go through
-hiredis.Reader, which is C; a buffer that it cannot finish, or whose length shows that it was not plain RESP, is read
-again from the first unexecuted command by the parser below, which is the one that knows every rule and error text of
-Redis 7.2 (networking.c, processMultibulkBuffer and processInlineBuffer).
+Two readers share the work. Small commands, which is what clients mostly send, go through plain.py, many at a time;
+whatever is not plain is read by the parser below, which is the one that knows every rule and error text of Redis 7.2
+(networking.c, processMultibulkBuffer and processInlineBuffer).
 """
 
 from collections.abc import Callable
-from itertools import chain
-from typing import Any, Final, TypeAlias
-
-import hiredis
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Final, TypeAlias, cast
 
 from kvredis.storage.entry import SLACK_BYTES, Reservation
+
+from .plain import plain_commands
 
 SCRATCH_BYTES: Final = 16 * 1024
 """Size of the receive buffer for commands: what it holds of a payload must be copied out, so it is kept small."""
@@ -40,15 +39,8 @@ STAR, NEWLINE = ord("*"), ord("\n")
 TAIL_BYTES: Final = 256
 """Where a pipeline of small commands that was cut shows the start of one of them."""
 
-_BULK_BYTES = tuple(n + 5 + len(str(n)) for n in range(LINE_BYTES_MAX))
-"""Bytes of a bulk of n bytes, `$n CRLF ... CRLF`."""
-
 _BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
 _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
-
-_ARRAY_BYTES = (-1, *(3 + len(str(n)) for n in range(1, LINE_BYTES_MAX // 4)))
-"""Bytes of the header of an array of n; an empty one is no command, and -1 keeps it out of the quick reader."""
-
 
 NOTHING: Final[list[list["Argument"]]] = []
 """What `take` gives when more bytes are needed; nobody changes it."""
@@ -85,7 +77,7 @@ class Parser:
         "_head_view",
         "_length",
         "_open_payload",
-        "_reader",
+        "_plain",
         "_remaining",
         "_scratch",
         "_start",
@@ -105,7 +97,7 @@ class Parser:
         self._after_payload = False  # the last command brought a payload, so the next one probably will
         self._start = 0  # unread bytes of the scratch: [_start, _end)
         self._end = 0
-        self._reader = hiredis.Reader()
+        self._plain = True  # what the scratch holds has been plain so far
         self._args: list[Argument] = []
         self._remaining = 0  # arguments still missing from the command being read
         self._length = -1  # of the bulk being read, -1 = its header comes next
@@ -121,6 +113,8 @@ class Parser:
             return self._body[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
+            if not self._plain:
+                self._renew()
             return self._head_view if self._after_payload else self._view
         if self._end == len(self._scratch):
             unread = self._end - self._start
@@ -167,38 +161,20 @@ class Parser:
     # ---- the quick reader ----------------------------------------------------------------------------------------
 
     def _take_quickly(self) -> list[list[Argument]]:
-        """The commands that hiredis reads from the scratch, or none if it is not plain RESP from there on.
+        """The plain commands at the front of the scratch, perhaps none.
 
-        hiredis reads replies, so it would also take `+PING` or a nested array for a command. Its commands count only
-        if writing them out as arrays of bulks gives exactly as many bytes as were read; then nothing else was there.
+        Once something else was met, the rest of the buffer is the careful reader's: or each command of a buffer could
+        be made to cost a look at all of it.
         """
         start, end = self._start, self._end
         scratch = self._scratch
-        if start == end or scratch[start] != STAR:
-            return []
+        if scratch[start] != STAR or not self._plain or not self.authenticated:
+            return NOTHING
         if scratch[end - 1] != NEWLINE and scratch.find(b"\r\n*", max(start, end - TAIL_BYTES), end) < 0:
-            return []  # the beginning of one large command, most likely with a payload: not worth a try
-        reader = self._reader
-        reader.feed(bytes(self._view[start:end]))
-        commands: list[list[Any]] = []
-        try:
-            while (command := reader.gets()) is not False:
-                commands.append(command)
-            if len(commands) == 1:
-                length = _ARRAY_BYTES[len(commands[0])] + sum(map(_BULK_BYTES.__getitem__, map(len, commands[0])))
-            else:
-                parts = map(len, chain.from_iterable(commands))
-                length = sum(map(_BULK_BYTES.__getitem__, parts))
-                length += sum(map(_ARRAY_BYTES.__getitem__, map(len, commands)))
-        except (hiredis.HiredisError, TypeError, IndexError):
-            commands, length = [], 0
-        past = start + length
-        if past != end:
-            self._reader = hiredis.Reader()  # it holds the beginning of a command, or nothing that can be used
-            if past > end or scratch[past] != STAR:
-                return []
-        self._start = past
-        return commands
+            return NOTHING  # the beginning of one large command, most likely with a payload: not worth a try
+        commands, left_bytes, self._plain = plain_commands(bytes(self._view[start:end]))
+        self._start = end - left_bytes
+        return cast(list[list[Argument]], commands)
 
     def _read_payload_head(self) -> None:
         """Read the first two arguments and the third one's length in one step, if they are there and look as in SET.
@@ -233,8 +209,10 @@ class Parser:
                 if self._start == self._end:
                     return None
                 if self._scratch[self._start] != STAR:
-                    return self._inline()
-                if not self._read_count():
+                    words = self._inline()
+                    if words is None or words:
+                        return words
+                elif not self._read_count():
                     return None
                 continue
             if self._length < 0 and not self._read_length():
@@ -297,7 +275,9 @@ class Parser:
         if isinstance(hold, Reservation):
             self._body = hold.view_with_slack
         else:
-            self._body = memoryview(bytearray(0 if hold is REFUSED else length + SLACK_BYTES))
+            # Mapped, since a bytearray would touch all that is only claimed so far, up to 512 MiB.
+            claimed = 1 if hold is REFUSED else length + SLACK_BYTES
+            self._body = memoryview(mmap(-1, claimed, MAP_PRIVATE | MAP_ANONYMOUS))
         # What the scratch has already received of it: the one copy of payload bytes, at most SCRATCH_BYTES.
         here = min(self._end - self._start, length + SLACK_BYTES)
         if hold is not REFUSED:
@@ -320,7 +300,7 @@ class Parser:
         return True
 
     def _inline(self) -> list[Argument] | None:
-        """A request typed by hand: one line, words split as sdssplitargs does."""
+        """A request typed by hand: one line, words split as sdssplitargs does, none in an empty one."""
         at = self._scratch.find(b"\n", self._start, self._end)
         if at < 0:
             if self._end - self._start > LINE_BYTES_MAX:
@@ -331,11 +311,9 @@ class Parser:
         words = split_words(line.removesuffix(b"\r"))
         if words is None:
             raise ProtocolError("unbalanced quotes in request")
-        if words:
-            if words[0].lower() in (b"post", b"host:"):
-                raise ProtocolError("")  # a browser that was talked into posting here gets no answer
-            return list(words)
-        return self._next()
+        if words and words[0].lower() in (b"post", b"host:"):
+            raise ProtocolError("")  # a browser that was talked into posting here gets no answer
+        return list(words)
 
     def _grow(self) -> None:
         """A line longer than the scratch: Redis allows 64 KiB of it."""
@@ -343,7 +321,16 @@ class Parser:
         self._scratch = bytearray(len(self._scratch) * 2)
         self._scratch[: len(unread)] = unread
         self._view = memoryview(self._scratch)
+        self._plain = False
         self._start, self._end = 0, len(unread)
+
+    def _renew(self) -> None:
+        """Everything is read: the next bytes may be plain again, and a scratch that had to grow is given up."""
+        self._plain = True
+        if len(self._scratch) > SCRATCH_BYTES:
+            self._scratch = bytearray(SCRATCH_BYTES)
+            self._view = memoryview(self._scratch)
+            self._head_view = self._view[:HEAD_BYTES]
 
 
 def _strict_int(text: bytes) -> int | None:

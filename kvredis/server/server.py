@@ -70,7 +70,7 @@ class Server:
         self._session_ids = 0
         self._listeners: list[asyncio.Server] = []
         self._tick: asyncio.TimerHandle | None = None
-        self._owns_socket_file = False
+        self._socket_inode = 0  # of the socket file that this server has made, 0 = none
         self._stopped = asyncio.Event()
         load_families()
 
@@ -92,7 +92,7 @@ class Server:
             if self.unixsocket is not None:
                 remove_stale_socket(self.unixsocket)
                 self._listeners.append(await loop.create_unix_server(self._accept, self.unixsocket, backlog=BACKLOG))
-                self._owns_socket_file = True
+                self._socket_inode = os.stat(self.unixsocket).st_ino
                 self.addresses.append(f"unix:{self.unixsocket}")
         except BaseException:
             await self.stop()
@@ -119,10 +119,11 @@ class Server:
         for session in list(self.sessions.values()):
             session.close()
         await asyncio.sleep(0)
-        if self._owns_socket_file and self.unixsocket is not None:
-            self._owns_socket_file = False
+        if self._socket_inode and self.unixsocket is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.unixsocket)
+                if os.stat(self.unixsocket).st_ino == self._socket_inode:  # else it is another server's by now
+                    os.unlink(self.unixsocket)
+            self._socket_inode = 0
         self._stopped.set()
 
     def _accept(self) -> Session:
@@ -183,4 +184,4 @@ def remove_stale_socket(path: str) -> None:
 
 def _is_local(addr: str) -> bool:
     """Whether a client speaks from this machine: loopback or a unix socket."""
-    return addr.startswith(("127.", "[::1]", "[::ffff:127.", "/")) or ":" not in addr[:-2]
+    return addr.startswith(("127.", "[::1]", "[::ffff:127.")) or addr.endswith(":0")  # no TCP client has port 0

@@ -164,7 +164,7 @@ class Session(asyncio.BufferedProtocol):
         plain = False
         calls = 0
         began_ns = perf_counter_ns()
-        while True:
+        while not self.close_after_reply:  # it is set when QUIT's own reply had to wait
             for args in self._commands:
                 command = SPELLINGS.get(args[0])  # type: ignore[arg-type]
                 if command is not current:
@@ -273,15 +273,16 @@ class Session(asyncio.BufferedProtocol):
 
     def _run_with_care(self, args: list[Argument]) -> Reply:
         """A command that is not plain: a subcommand, an odd spelling, one that may not run, or none at all."""
+        refused = self._refused and REFUSED in args
+        if refused:  # whatever the answer is, the next command starts afresh
+            self._refused, self._may_run = False, self.authenticated
         words = [arg if isinstance(arg, bytes) else b"" for arg in args]
         command = lookup(words)
         if not isinstance(command, Command):
             return self._reject(command, args)
         if not self.authenticated and "no_auth" not in command.flags:
             return self._reject(NO_AUTH, args, command)
-        if self._refused:
-            self._refused = False
-            self._may_run = self.authenticated
+        if refused:
             return self._reject(OUT_OF_MEMORY, args, command)
         began_ns = perf_counter_ns()
         self.last_command = command.name
@@ -335,8 +336,10 @@ class Session(asyncio.BufferedProtocol):
             self.server.stats.count_error(reply)
 
     def _hang_up(self) -> None:
+        """Close once everything written is out. Not at once: closed within resume_writing, asyncio's own transport
+        reports its end twice."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.close()
+            asyncio.get_running_loop().call_soon(self._transport.close)
 
     def _flush(self) -> None:
         """Hand the gathered replies to the transport; what it lent is released when it says that they are gone."""

@@ -4,7 +4,7 @@ import random
 from typing import Final
 
 from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Lease
 from kvredis.storage.store import Store
 
 BLOCK_BYTES: Final = 64 * 1024 - PAYLOAD_OFFSET_BYTES - SLACK_BYTES
@@ -54,3 +54,12 @@ def fill(store: Store, prefix: bytes = b"fill:", count: int = BLOCKS) -> list[by
 def present(store: Store, keys: list[bytes]) -> list[bytes]:
     """Those of `keys` that are there, without touching any."""
     return [key for key in keys if store.find(key) is not None]
+
+
+def read(store: Store, key: bytes, space: int = 0) -> bytes | None:
+    """A copy of what a GET would send."""
+    found = store.fetch(key, space)
+    if not isinstance(found, Lease):
+        return found
+    with found as lease:
+        return bytes(lease.view)

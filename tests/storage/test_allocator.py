@@ -30,6 +30,7 @@ def tiled(layout: str) -> tuple[Allocator, dict[str, Block]]:
     allocator = Allocator(len(layout) * GRAIN_BYTES)
     blocks: dict[str, Block] = {}
     for name in dict.fromkeys(layout.replace(".", "")):
+        assert name * layout.count(name) in layout, "a block is in one piece"
         extent = grains(layout.index(name), layout.count(name))
         allocator.allocate_at(extent)
         blocks[name] = Block(extent, name)
@@ -94,7 +95,7 @@ def test_an_extent_is_cut_out_of_the_middle_of_a_hole() -> None:
     allocator.check_integrity()
 
 
-@pytest.mark.parametrize("extent", [grains(0, 3), grains(2, 1), grains(1, 3), grains(3, 3), grains(6, 1)])
+@pytest.mark.parametrize("extent", [grains(0, 3), grains(2, 1), grains(1, 3), grains(4, 3), grains(6, 1)])
 def test_an_extent_that_is_not_wholly_free_is_not_taken(extent: Extent) -> None:
     allocator, _ = tiled("..a...")
     with pytest.raises(ValueError, match="not free"):
@@ -102,9 +103,7 @@ def test_an_extent_that_is_not_wholly_free_is_not_taken(extent: Extent) -> None:
     allocator.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "wrong", [grains(0, 2), grains(1, 3), grains(6, 2), grains(-1, 1), Extent(2 * GRAIN_BYTES, GRAIN_BYTES)]
-)
+@pytest.mark.parametrize("wrong", [grains(0, 2), grains(1, 3), grains(6, 2), grains(-1, 1), grains(8, 1), grains(2, 1)])
 def test_an_extent_given_back_that_was_free_or_never_there_is_noticed(wrong: Extent) -> None:
     allocator, _ = tiled("..aabb.c")
     if wrong == grains(2, 1):
@@ -156,6 +155,7 @@ def test_with_equal_lengths_the_coldest_leaves_and_nobody_else() -> None:
         ("xaybcz", 2, "abc", grains(3, 2), "bc"),  # x, y and z are leased: a is the coldest, and of no use
         ("aaaaxbb", 2, "ab", grains(5, 2), "b"),  # a tighter window a little further on
         ("aaaaxbb", 2, "a", grains(0, 2), "a"),
+        ("aaab.cc", 4, "cab", grains(3, 4), "bc"),  # of the runs that one victim completes, the one that loses least
     ],
 )
 def test_who_leaves_is_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
@@ -164,15 +164,15 @@ def test_who_leaves_is_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
     assert window(layout, wanted, victims) == (extent, leaving)
 
 
-@pytest.mark.parametrize(("layout", "wanted", "victims"), [("aabb", 5, "ab"), ("axbxc", 2, "abc"), ("xx.x", 2, "")])
+@pytest.mark.parametrize(("layout", "wanted", "victims"), [("aabb", 5, "ab"), ("axbyc", 2, "abc"), ("xx.y", 2, "")])
 def test_without_neighbours_enough_there_is_no_window(layout: str, wanted: int, victims: str) -> None:
     assert window(layout, wanted, victims) is None
 
 
-@pytest.mark.parametrize(("between", "leaving"), [(BEYOND * 2, "b"), (BEYOND * 2 + 2, "a")])
+@pytest.mark.parametrize(("between", "leaving"), [(BEYOND * 2, "b"), (BEYOND * 2 + 1, "a")])
 def test_a_tighter_window_is_looked_for_so_far_and_no_further(between: int, leaving: str) -> None:
     """The coldest block wastes 1 grain, a great one lies behind it in the order, then one that fits exactly."""
-    layout = "aaax" + "c" * (between - 2) + "xbb"
+    layout = "aaax" + "c" * between + "ybb"
     found = window(layout, 2, "acb")
     assert found is not None
     assert found[1] == leaving
@@ -244,7 +244,7 @@ def test_a_value_is_refused_only_when_no_run_of_free_and_evictable_bytes_would_h
             placed += 1
             order.append(Block(extent))
         for block in rng.sample(order, min(3, len(order))):
-            block.leased = rng.random() < 0.3
+            block.leased = rng.random() < 0.4
         tiles = sorted([*(block.extent for block in order), *allocator.holes()])
         assert sum(tile.length for tile in tiles) == capacity * GRAIN_BYTES
         assert all(a.offset + a.length == b.offset for a, b in pairwise(tiles)), "overlap or gap"

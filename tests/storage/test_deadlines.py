@@ -1,5 +1,7 @@
 """Deadlines: what falls due comes out in time order and once, and what has become void does not pile up."""
 
+import random
+
 from kvredis.storage.deadlines import STALE_MAX, Deadlines
 
 
@@ -57,6 +59,21 @@ def test_void_deadlines_do_not_pile_up_and_the_ones_that_hold_survive_the_sweep(
         deadlines.add(at, name, len(current))
         assert len(deadlines) <= 2 * len(current) + STALE_MAX
     assert sorted(deadlines.due(1e9)) == ["a", "b", "c"]
+
+
+def test_after_a_sweep_what_holds_still_comes_out_in_time_order() -> None:
+    rng = random.Random(1)
+    current: dict[int, float] = {}
+    deadlines: Deadlines[int] = Deadlines(lambda at, item: current.get(item) == at)
+    for _ in range(20 * STALE_MAX):
+        item, at = rng.randrange(STALE_MAX), rng.random()
+        current[item] = at
+        deadlines.add(at, item, len(current))
+    for now in (0.25, 0.5, 1.0):
+        expected = [item for at, item in sorted((at, item) for item, at in current.items()) if at <= now]
+        assert list(deadlines.due(now)) == expected
+        for item in expected:
+            del current[item]
 
 
 def test_the_same_deadline_again_and_again_does_not_pile_up() -> None:

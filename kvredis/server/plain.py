@@ -1,0 +1,99 @@
+"""The quick way through what clients mostly send: small commands as arrays of bulks, complete and without a trick.
+
+Split at its line breaks, which C code does, a plain command is its count, then a length and a text for each argument. A
+command is taken only if each length line is exactly the one that Redis' own clients would have written for its text;
+everything else is left for the parser that knows the rules, so nothing passes here that it would refuse.
+
+hiredis would be the obvious tool, but it reads replies: it takes `+PING`, maps and nested arrays, which afterwards look
+like bulks, and for `*2147483648` it makes a list of that length before it asks for the first argument.
+"""
+
+from typing import Final
+
+PLAIN_BYTES_MAX: Final = 16 * 1024
+"""The longest buffer that may be given: it bounds a text, and so the table of length lines."""
+
+_COUNTS = {b"*%d" % n: n for n in range(1, 1025)}
+"""Arguments by the line that a command begins with; longer commands are not plain."""
+
+_HEADS = tuple(b"$%d" % n for n in range(PLAIN_BYTES_MAX + 1))
+_LENGTHS = {head: n for n, head in enumerate(_HEADS)}
+
+
+def plain_commands(data: bytes) -> tuple[list[list[bytes]], int, bool]:
+    """The commands that `data` begins with, how many bytes are left behind them, and whether those may be plain too:
+    False if they cannot be, True if there are none or what is there has not ended."""
+    parts = data.split(b"\r\n")
+    last = len(parts) - 1  # what stands behind the last line break: mostly nothing
+    stride = 2 * _COUNTS.get(parts[0], 0) + 1
+    if last == stride:  # one command
+        words = parts[2:last:2]
+        if words and parts[1:last:2] == [_HEADS[len(word)] for word in words]:
+            return [words], len(parts[last]), True
+    elif stride > 1 and last > stride:  # commands of one length, as pipelines mostly are: argument by argument
+        past = last - last % stride
+        if parts[:past:stride].count(parts[0]) * stride == past:
+            columns = []
+            for at in range(2, stride, 2):
+                words = parts[at:past:stride]
+                if parts[at - 1 : past : stride] != [_HEADS[len(word)] for word in words]:
+                    break
+                columns.append(words)
+            else:
+                return [*map(list, zip(*columns, strict=True))], _length(parts, past), True
+    return _one_by_one(parts)
+
+
+def _one_by_one(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:
+    """`plain_commands` for what is not all alike."""
+    commands: list[list[bytes]] = []
+    last = len(parts) - 1
+    at = 0
+    plain = True
+    while at < last:
+        count = _COUNTS.get(parts[at])
+        if count is None:
+            plain = False
+            break
+        past = at + 1 + 2 * count
+        if past > last:
+            break
+        words = parts[at + 2 : past : 2]
+        if parts[at + 1 : past : 2] != [_HEADS[len(word)] for word in words]:
+            words, past = _with_line_breaks(parts, at + 1, count)
+            if past <= 0:
+                plain = past == 0
+                break
+        commands.append(words)
+        at = past
+    return commands, _length(parts, at), plain
+
+
+def _with_line_breaks(parts: list[bytes], at: int, count: int) -> tuple[list[bytes], int]:
+    """The `count` arguments from part `at` on when some hold line breaks, and the part behind them: 0 when the last of
+    them is not complete, -1 when they are not plain."""
+    words: list[bytes] = []
+    last = len(parts) - 1
+    for _ in range(count):
+        if at >= last:
+            return words, 0
+        length = _LENGTHS.get(parts[at], -1)
+        if length < 0:
+            return words, -1
+        at = first = at + 1
+        here = len(parts[at])
+        while here < length and at < last:
+            at += 1
+            here += 2 + len(parts[at])
+        if at == last:
+            return words, 0
+        if here != length:
+            return words, -1
+        at += 1
+        words.append(b"\r\n".join(parts[first:at]))
+    return words, at
+
+
+def _length(parts: list[bytes], at: int) -> int:
+    """Bytes of the parts from `at` on and the line breaks between them."""
+    return sum(map(len, parts[at:])) + 2 * (len(parts) - 1 - at)

@@ -1,0 +1,193 @@
+"""The parser against streams that nobody would send: whatever the quick reader takes, the careful one takes too.
+
+The reference is the same parser without its quick reader. Both get the same bytes, whole and cut at random points; the
+commands and the error must be equal. Streams are mutated pipelines (the seed is in the test's name), and a list of
+those that hiredis or a split at CR LF would take for commands.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvredis.server.parser import REFUSED, Argument, Parser, Refused
+from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.entry import Reservation
+from kvredis.storage.store import Store
+from tests.server.feed import CarefulParser, Seen, feed, no_payload, request
+
+STREAMS = 4000
+ARENA_BYTES = 128 * 1024
+BULK_BYTES_MAX = 64 * 1024
+PING = request("PING")
+SNIPPETS = [
+    b"*", b"$", b"+", b"-", b":", b"_\r\n", b"#t\r\n", b",1.5\r\n", b"(12\r\n", b"=5\r\ntxt:b\r\n", b"%1\r\n", b"~1\r\n",
+    b">1\r\n", b"|1\r\n", b"*0\r\n", b"*1\r\n", b"*-1\r\n", b"$-1\r\n", b"$0\r\n\r\n", b"$1\r\n*\r\n", b"+OK\r\n", b"\r\n",
+    b"\r", b"\n", b"\0", b"*2147483648\r\n", b"*123456\r\n", b"$999\r\n", b"$20000\r\n", b"'", b'"', b"PING\r\n", PING,
+    b"$04\r\n", b"*01\r\n", b"* 1\r\n", b"POST ", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$16384\r\n",
+]  # fmt: skip
+TRICKS = [
+    b"*1\r\n*1\r\n_\r\n",
+    PING + b">1\r\n$4\r\nPING\r\n",
+    PING + b"~1\r\n$4\r\nPING\r\n",
+    PING + b"%1\r\n$1\r\na\r\n$1\r\nb\r\n",
+    PING + b"|1\r\n$1\r\na\r\n$1\r\nb\r\n" + PING,
+    PING + b"$4\r\nPING\r\n",
+    PING + b"+PING\r\n",
+    PING + b":1\r\n",
+    PING + b"_\r\n" + PING,
+    b"*1\r\n+PING\r\n*1\r",
+    b"*1\r\n+PING\r\n" + PING,
+    b"*7\r\n" + b"+a\r\n" * 4 + b"=5\r\ntxt:b\r\n" * 3,
+    b"*1\r\n$1\r\n*\r\n*0\r\n*0\r\n*0\r\n",
+    b"*4\r\n*0\r\n*0\r\n*0\r\n$1\r\na\r\n",
+    b"*2\r\n*1\r\n$1\r\n*\r\n$1\r\na\r\n" + PING,
+    b"*2\r\n$1\r\nXab+hello\r\n" + PING,
+    b"*1\r\n$4\r\nPINGxx" + PING,
+    b"*1\r\n$4\r\nPI\r\n\r\n" + PING,
+    b"*1\r\n$2\r\nPING\r\n" + PING,
+    b"*1\r\n$6\r\nPING\r\n" + PING,
+    b"*1\r$4\r\nPING\r\n",
+    b"*1\r\r\n$4\r\nPING\r\n",
+    b"*1\n$4\nPING\n",
+    PING + b"*0\r\n" + PING,
+    PING + b"\r\n" + PING,
+    PING + b"PING\r\n" + PING,
+    PING + b"*1\r\n$-1\r\n",
+    PING + b"*1\r\n$04\r\nPING\r\n",
+    request("SET", "k", b"*1\r\n$4\r\nPING\r\n"),
+    b"*2\r\n$4\r\nPING\r\n",
+]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    store = Store(Arena.create(ARENA_BYTES, HugepageMode.OFF))
+    yield store
+    assert store.reserved_bytes == 0
+    store.check_integrity()
+    store.close()
+
+
+def both(store: Store, data: bytes, cuts: list[int], authenticated: bool = True) -> tuple[list[Seen], list[Seen]]:
+    """What the parser makes of the stream with its quick reader, and without."""
+
+    def open_payload(args: list[Argument], length: int) -> Reservation | Refused | None:
+        if len(args) != 2 or args[0] != b"SET" or not isinstance(args[1], bytes):
+            return None
+        return store.reserve(args[1], length) or REFUSED
+
+    found = []
+    for parser_class in (Parser, CarefulParser):
+        parser = parser_class(open_payload, bulk_bytes_max=BULK_BYTES_MAX)
+        parser.authenticated = authenticated
+        found.append(feed(parser, data, cuts))
+        parser.abandon()
+        assert store.reserved_bytes == 0
+    return found[0], found[1]
+
+
+def random_command(rng: random.Random) -> bytes:
+    """One command in one of the shapes that clients send."""
+    key = b"k%d" % rng.randrange(50)
+    pick = rng.randrange(9)
+    if pick == 0:
+        return request("SET", key, rng.randbytes(rng.choice([16_383, 16_384, 20_000, 50_000])), "EX", "10")
+    if pick == 1:
+        return b"SET %b 'some value'\r\n" % key
+    if pick == 2:
+        return request("MGET", *[b"m%d" % n for n in range(rng.randrange(1, 30))])
+    if pick == 3:
+        return request("SET", key, rng.choice(SNIPPETS) * rng.randrange(4))
+    if pick == 4:
+        return PING * rng.randrange(1, 40)
+    return request("SET", key, rng.randbytes(rng.randrange(60)))
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    """The stream with a few bytes changed, taken out, doubled, or replaced by something that means trouble."""
+    stream = bytearray(data)
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3, 8])):
+        at = rng.randrange(len(stream) + 1)
+        line = stream.find(b"\n", at) + 1
+        at = rng.choice([at, line])
+        kind = rng.randrange(5)
+        if kind == 0:
+            stream[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            del stream[at : at + rng.randrange(1, 12)]
+        elif kind == 2:
+            stream[at:at] = stream[at : at + rng.randrange(1, 40)]
+        elif kind == 3:
+            stream[at : at + rng.choice([0, 0, 4])] = rng.choice(SNIPPETS)
+        else:
+            stream[at:] = b""
+            stream += rng.choice(SNIPPETS)
+    return bytes(stream)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_quick_reader_takes_only_what_the_careful_one_takes(seed: int, store: Store) -> None:
+    rng = random.Random(seed)
+    for number in range(STREAMS):
+        plain = b"".join(random_command(rng) for _ in range(rng.randrange(1, 8)))
+        data = mutated(rng, plain)
+        cuts = [rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 0, 1, 3, 20]))]
+        quick, careful = both(store, data, cuts, authenticated=rng.random() < 0.9)
+        assert quick == careful, (number, cuts, data[:400])
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_a_trick_stream_is_read_alike(trick: bytes, store: Store) -> None:
+    for before in (b"", PING, PING * 30, b"PING\r\n"):
+        for after in (b"", PING, b"*1\r\n$4\r\nPI"):
+            data = before + trick + after
+            for cuts in ([], [len(before)], list(range(len(data)))):
+                quick, careful = both(store, data, cuts)
+                assert quick == careful, (data, cuts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_streams_end_in_commands_or_an_error_and_hold_nothing(seed: int, store: Store) -> None:
+    rng = random.Random(seed)
+    alphabet = [*SNIPPETS, b"3", b"SET", b"$1\r\n", b"k\r\n", b"\r\n*2\r\n$3\r\nGET\r\n$1\r\nk\r\n"]
+    for number in range(STREAMS):
+        data = b"".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 60)))
+        if rng.random() < 0.3:
+            data = rng.randbytes(rng.randrange(300))
+        cuts = [rng.randrange(len(data) + 1) for _ in range(rng.randrange(5))]
+        quick, careful = both(store, data, cuts)
+        assert quick == careful, (number, cuts, data)
+        for command in quick:
+            assert command, "an empty command"
+            assert all(isinstance(word, bytes | str) for word in command), command
+
+
+@pytest.mark.parametrize("head", [b"*1000000\r\n", b"*1000000000\r\n", b"*1\r\n*1000000000\r\n", b">1000000000\r\n"])
+def test_a_claimed_count_costs_nothing(head: bytes) -> None:
+    began_s = time.process_time()
+    for _ in range(100):
+        feed(Parser(no_payload), PING + head)
+    assert time.process_time() - began_s < 2, "a hundred of them would fill a list of a hundred million"
+
+
+@pytest.mark.parametrize("tail", [b"PING\r\n", b"*1\r\n+PING\r\n", b"*0\r\n", b"*1\r\n*1\r\n", b"*1\r\n$4\r\nPI\r\n\r\n"])
+def test_what_is_not_plain_does_not_make_the_buffer_be_read_over_and_over(
+    tail: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work for one buffer is bounded: the quick reader is asked a few times, not once for each command."""
+    tries = []
+    honest = Parser._take_quickly
+
+    def counted(parser: Parser) -> list[list[Argument]]:
+        found = honest(parser)
+        tries.append(len(found))
+        return found
+
+    monkeypatch.setattr(Parser, "_take_quickly", counted)
+    feed(Parser(no_payload), PING * 1000 + tail)
+    assert sum(not found for found in tries) < 10
+    tries.clear()
+    feed(Parser(no_payload), request("SET", "k", b"\r\n+\r\n") * 500)
+    assert sum(not found for found in tries) < 10
