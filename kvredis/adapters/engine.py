@@ -172,6 +172,8 @@ class CacheEngine:
                     break
                 with lease:
                     position = self._load_chunk(chunk, lease.view, out, position, end)
+            # Loading used the head first, which would make it the first to be evicted: say that it was all one use.
+            self.backend.touch([chunk.key for chunk in self._keys(tokens) if chunk.start < position])
         seconds = time.perf_counter() - started_s
         self.stats.loaded_tokens += position - start
         self.stats.loaded_bytes += (position - start) * self.layout.bytes_per_token

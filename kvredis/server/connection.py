@@ -113,6 +113,7 @@ def reset(session: Session, args: list[bytes]) -> Reply:
     session.space = 0
     session.name = b""
     session.no_evict = session.no_touch = False
+    session.fetch = session.store.fetch
     return simple("RESET")
 
 

@@ -77,7 +77,9 @@ def meta(session: Session, args: list[bytes]) -> Reply:
         value = facts.get(name)
         if isinstance(value, list):
             return array([integer(each) for each in value])
-        return session.nil if value is None else integer(value) if isinstance(value, int) else bulk(value)
+        if isinstance(value, str):
+            return bulk(value.encode(errors="replace"))  # JSON can spell half a character
+        return session.nil if value is None else integer(value)
 
     pairs = [(bulk(name), known(name)) for name in ("dtype", "shape", "layout", "model", "tokens")]
     pairs += [

@@ -129,3 +129,18 @@ def test_a_server_that_dies_is_a_miss_and_nothing_else(
     assert engine.retrieve(TOKENS, torch.zeros_like(kv)) == 0
     assert engine.lookup(TOKENS) == engine.store(TOKENS, kv) == 0
     assert engine.stats.errors == 0, "a backend keeps its trouble to itself"
+
+
+def test_a_prompt_that_was_only_loaded_still_loses_its_tail_first(open_engine: Open) -> None:
+    engine, tokens = open_engine(None, "8MB"), list(range(CHUNK * 10))
+    engine.store(tokens, kv_of(len(tokens)))
+    assert engine.retrieve(tokens, torch.empty_like(kv_of(len(tokens)))) == len(tokens)
+    assert isinstance(engine.backend, LocalBackend)
+    store = engine.backend.store
+    for other in range(9):  # as long as a block of the prompt
+        assert store.put(
+            b"other %d" % other, bytes(store.index.spaces[0][chunk_keys(tokens, engine.layout)[0].key].length)
+        )
+    present = [store.find(chunk.key) is not None for chunk in chunk_keys(tokens, engine.layout)]
+    assert present == sorted(present, reverse=True)
+    assert 0 < sum(present) < 10

@@ -80,3 +80,9 @@ def test_reset_logs_out_where_a_password_is_set(guarded: FakeSession) -> None:
     assert guarded.ask("RESET") == b"+RESET\r\n"
     assert (guarded.resp, guarded.space, guarded.name, guarded.authenticated) == (2, 0, b"", False)
     assert guarded.lib_name == b"lib"
+
+
+def test_reset_makes_reads_count_as_use_again(session: FakeSession) -> None:
+    session.ask("CLIENT NO-TOUCH ON")
+    session.ask("RESET")
+    assert session.fetch == session.store.fetch
