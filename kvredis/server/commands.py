@@ -51,6 +51,11 @@ class Command:
     tips: tuple[str, ...] = ()
     subcommands: dict[str, Command] = field(default_factory=dict)
 
+    def plain_handler(self, argc: int) -> Handler | None:
+        """The handler, if `argc` arguments fit and no subcommand has to be looked for; else `lookup` knows more."""
+        fits = argc == self.arity or 0 < -self.arity <= argc
+        return self.handler if fits and not self.subcommands else None
+
 
 COMMANDS: dict[bytes, Command] = {}
 """Every command once, by its name in upper case."""

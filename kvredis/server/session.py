@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvredis.storage.entry import Lease, Reservation
 
-from .commands import SPELLINGS, Command, lookup
+from .commands import SPELLINGS, Command, Handler, lookup
 from .parser import REFUSED, Argument, Parser, ProtocolError, Refused
 from .replies import NO_AUTH, NULL, NULL_BULK, OUT_OF_MEMORY, Buffer, Reply, error
 
@@ -161,22 +161,21 @@ class Session(asyncio.BufferedProtocol):
             return
         replies = self._replies
         current: Command | None = None
-        plain = False
-        calls = 0
+        handler: Handler | None = None  # of `current`, unless its calls need care
+        argc = calls = 0
         began_ns = perf_counter_ns()
         while not self.close_after_reply:  # it is set when QUIT's own reply had to wait
             for args in self._commands:
                 command = SPELLINGS.get(args[0])  # type: ignore[arg-type]
-                if command is not current:
+                if command is not current or len(args) != argc:
                     if calls:
                         began_ns = self._account(current, calls, began_ns)
-                    current, calls = command, 0
-                    plain = command is not None and not command.subcommands
-                count = len(args)
-                if plain and (count == current.arity or 0 < -current.arity <= count) and self._may_run:  # type: ignore[union-attr]
+                    current, argc, calls = command, len(args), 0
+                    handler = None if command is None else command.plain_handler(argc)
+                if handler is not None and self._may_run:
                     calls += 1
                     try:
-                        reply = current.handler(self, args)  # type: ignore[union-attr,arg-type]
+                        reply = handler(self, args)  # type: ignore[arg-type]
                     except Exception:
                         reply = self._apologize(args)
                 else:
@@ -187,11 +186,13 @@ class Session(asyncio.BufferedProtocol):
                         self._count_failure(current, reply)
                 else:
                     replies += reply  # type: ignore[arg-type]
-                    self._reply_bytes += sum(map(len, reply))
+                    self._reply_bytes += sum(map(len, cast(list[Buffer], reply)))
                     if self._reply_bytes >= REPLY_BYTES_HIGH:
                         self._flush()
                         replies = self._replies
-                if self._paused or self.close_after_reply:
+                        if self._paused:
+                            break
+                if self.close_after_reply:
                     break
             if self._paused or self.close_after_reply:
                 break

@@ -13,6 +13,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 from .arguments import INT64_MAX, parse_integer
 from .commands import command, wrong_arity
 from .replies import (
+    CRLF,
     EMPTY_BULK,
     NOT_AN_INTEGER,
     OK,
@@ -28,6 +29,9 @@ from .replies import (
 
 if TYPE_CHECKING:
     from .session import Session
+
+_HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
+"""Before every value that is bytes."""
 
 _EXPIRY_OPTIONS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
 
@@ -47,7 +51,7 @@ def get(session: Session, args: list[bytes]) -> Reply:
     """The value, lent if it lies in the arena."""
     value = session.fetch(args[1], session.space)
     if type(value) is bytes:
-        return b"$%d\r\n%b\r\n" % (len(value), value)
+        return _HEADS[len(value)] + value + CRLF
     return session.nil if value is None else _lent(session, value)  # type: ignore[arg-type]
 
 
@@ -257,7 +261,7 @@ def _value(session: Session, key: bytes) -> Reply:
     value = session.fetch(key, session.space)
     if value is None:
         return session.nil
-    return _lent(session, value) if isinstance(value, Lease) else b"$%d\r\n%b\r\n" % (len(value), value)
+    return _lent(session, value) if isinstance(value, Lease) else _HEADS[len(value)] + value + CRLF
 
 
 def _lent(session: Session, lease: Lease) -> Reply:

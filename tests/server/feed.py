@@ -1,13 +1,14 @@
 """Drives a Parser as an event loop would: bytes go into the buffer that it offers, in pieces that the test chooses."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from kvredis.server.parser import REFUSED, Argument, Parser, ProtocolError, Refused
 from kvredis.storage.entry import Reservation
 
 Word = bytes | str
 Seen = list[bytes | str]
-"""A command as tests compare it: bytes for arguments, "refused" for a payload without room, (`error`, text) at the end."""
+"""A command as tests compare it: bytes, "refused" for a payload without room; a protocol error is ["error", text]."""
 
 
 def request(*words: Word) -> bytes:
@@ -49,7 +50,7 @@ def feed(parser: Parser, data: bytes, cuts: Iterable[int] = ()) -> list[Seen]:
     """What becomes of `data` that arrives in pieces which end at `cuts`; a protocol error is the last element."""
     found: list[Seen] = []
     edges = [0, *sorted(set(cuts)), len(data)]
-    for at, end in zip(edges, edges[1:], strict=False):
+    for at, end in pairwise(edges):
         while at < end:
             buffer = parser.buffer()
             assert len(buffer) > 0

@@ -23,7 +23,7 @@ from tests.server.feed import Word, request
 
 T = TypeVar("T")
 LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-LIMIT_S: Final = 5
+LIMIT_S: Final = 30
 MIB: Final = 1024 * 1024
 OOM: Final = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 
@@ -140,7 +140,7 @@ class LiveServer:
         sock.setblocking(False)
         if receive_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        address = self.server.unixsocket if kind == "unix" else ("127.0.0.1", self.server.tcp_port)
+        address = str(self.server.unixsocket) if kind == "unix" else ("127.0.0.1", self.server.tcp_port)
         client = Client(sock)
         self._clients.append(client)
         await asyncio.get_running_loop().sock_connect(sock, address)

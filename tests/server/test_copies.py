@@ -1,9 +1,9 @@
 """How many times is a payload in memory? Once: a 32 MiB SET and GET raise the server's peak by less than 2 MiB.
 
 A server process is started with its arena faulted in, so that the arena's share of its memory is constant. After a
-warm-up of both commands with smaller values the kernel's high-water mark is set back (`5` into clear_refs, proc(5)), one
-command is run, and the mark is compared with what was resident before it. A server with a copy in it, made on purpose,
-shows that the measurement would see one.
+warm-up of both commands with smaller values the kernel's high-water mark is set back (`5` into clear_refs, proc(5)),
+one command is run, and the mark is compared with what was resident before it. A server with a copy in it, made on
+purpose, shows that the measurement would see one.
 """
 
 import os

@@ -345,7 +345,7 @@ def test_the_bulk_limit_can_be_lowered() -> None:
     receive(parser, b"*2\r\n$4\r\nECHO\r\n$1048576\r\n")
     assert len(parser.buffer()) == 1024 * 1024 + SLACK_BYTES
     parser = Parser(no_payload, bulk_bytes_max=1024 * 1024)
-    with pytest.raises(ProtocolError, match="^invalid bulk length$"):
+    with pytest.raises(ProtocolError, match=r"^invalid bulk length$"):
         receive(parser, b"*2\r\n$4\r\nECHO\r\n$1048577\r\n")
 
 

@@ -34,7 +34,9 @@ def admit(server: Server, addr: str) -> bytes | None:
 # ---- admission ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("addr", ["127.0.0.1:5", "127.9.9.9:65535", "[::1]:1", "[::ffff:127.0.0.1]:77", "/run/s:0", "s:0"])
+@pytest.mark.parametrize(
+    "addr", ["127.0.0.1:5", "127.9.9.9:65535", "[::1]:1", "[::ffff:127.0.0.1]:77", "/run/s:0", "s:0"]
+)
 def test_local_clients_need_no_password(addr: str) -> None:
     server = make_server()
     assert admit(server, addr) is None

@@ -1,0 +1,229 @@
+"""The string commands against a real store: options, their errors in Redis' words, and payloads that end well.
+
+tests/compat holds the same commands next to a real redis-server; here is what has to do with where values lie.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from kvredis.server.replies import joined
+from kvredis.server.server import Server
+from kvredis.server.session import Session
+from kvredis.server.strings import expiry_ms, get, mset, set_, setnx
+from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
+from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+
+LARGE = 100_000
+OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
+SYNTAX = b"-ERR syntax error\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = make_server()
+    yield server
+    assert server.store.reserved_bytes == 0
+    assert server.store.leases == 0
+    server.store.check_integrity()
+    server.store.close()
+
+
+@pytest.fixture
+def session(server: Server) -> FakeSession:
+    return FakeSession(server)
+
+
+def received(session: FakeSession, key: bytes, fill: bytes = b"v", length: int = LARGE) -> Reservation:
+    """A payload as the parser leaves it: complete and not yet published."""
+    reservation = session.store.reserve(key, length, session.space)
+    assert reservation is not None
+    reservation.view[:] = fill * length
+    return reservation
+
+
+def run(session: FakeSession, handler: object, *args: object) -> bytes:
+    """A handler's reply to arguments that may be Reservations."""
+    return joined(handler(cast(Session, session), list(args)))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("length", [0, 1, INLINE_BYTES_MAX - 1, INLINE_BYTES_MAX, LARGE])
+def test_a_value_is_read_as_it_was_written(session: FakeSession, length: int) -> None:
+    value = b"x" * length
+    assert session.ask([b"SET", b"k", value]) == b"+OK\r\n"
+    assert session.ask("GET k") == b"$%d\r\n%b\r\n" % (length, value)
+    assert session.ask("STRLEN k") == b":%d\r\n" % length
+    assert session.ask("MGET k none k") == b"*3\r\n%b$-1\r\n%b" % ((b"$%d\r\n%b\r\n" % (length, value),) * 2)
+
+
+def test_nil_is_spoken_in_the_clients_protocol(session: FakeSession) -> None:
+    assert session.ask("GET none") == b"$-1\r\n"
+    session.speak(3)
+    assert session.ask("GET none") == b"_\r\n"
+    assert session.ask("MGET none") == b"*1\r\n_\r\n"
+    assert session.ask("SET none x XX") == b"_\r\n"
+
+
+def test_large_values_are_lent_not_copied(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    reply = get(cast(Session, session), [b"GET", b"k"])
+    assert isinstance(reply, list)
+    view = reply[1]
+    assert isinstance(view, memoryview)
+    assert view.readonly
+    assert len(view) == LARGE
+    session.store.arena.view[:] = bytes(session.store.arena.nbytes)
+    assert bytes(view) == bytes(LARGE), "it shows the arena itself"
+
+
+def test_a_received_payload_is_published(session: FakeSession) -> None:
+    assert run(session, set_, b"SET", b"k", received(session, b"k")) == b"+OK\r\n"
+    assert session.ask("STRLEN k") == b":100000\r\n"
+    assert run(session, setnx, b"SETNX", b"n", received(session, b"n")) == b":1\r\n"
+    pair = received(session, b"a"), b"small"
+    assert run(session, mset, b"MSET", b"a", pair[0], b"b", pair[1]) == b"+OK\r\n"
+    assert session.ask("EXISTS k n a b") == b":4\r\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "reply"),
+    [
+        ([b"NX"], b"$-1\r\n"),
+        ([b"NX", b"GET"], b"$3\r\nold\r\n"),
+        ([b"FOO"], SYNTAX),
+        ([b"NX", b"XX"], SYNTAX),
+        ([b"EX"], SYNTAX),
+        ([b"EX", b"10", b"PX", b"10"], SYNTAX),
+        ([b"EX", b"10", b"KEEPTTL"], SYNTAX),
+        ([b"EX", b"x"], b"-ERR value is not an integer or out of range\r\n"),
+        ([b"EX", b"0"], b"-ERR invalid expire time in 'set' command\r\n"),
+        ([b"PX", b"-5"], b"-ERR invalid expire time in 'set' command\r\n"),
+        ([b"EXAT", b"9223372036854775807"], b"-ERR invalid expire time in 'set' command\r\n"),
+    ],
+)
+def test_a_payload_that_is_not_wanted_is_given_back(session: FakeSession, options: list[bytes], reply: bytes) -> None:
+    session.ask("SET k old")
+    assert run(session, set_, b"SET", b"k", received(session, b"k"), *options) == reply
+    assert session.ask("GET k") == b"$3\r\nold\r\n"
+    assert session.store.reserved_bytes == 0
+
+
+def test_an_option_that_is_a_payload_is_a_syntax_error(session: FakeSession) -> None:
+    odd = received(session, b"k")
+    assert run(session, set_, b"SET", b"k", b"v", odd) == SYNTAX
+    odd.abort()
+
+
+def test_setnx_gives_the_payload_back_when_the_key_exists(session: FakeSession) -> None:
+    session.ask("SET k old")
+    assert run(session, setnx, b"SETNX", b"k", received(session, b"k")) == b":0\r\n"
+    assert session.ask("GET k") == b"$3\r\nold\r\n"
+
+
+def test_set_get_answers_the_old_value_and_holds_it_until_sent(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"o" * LARGE])
+    assert session.ask("SET k new GET") == b"$%d\r\n%b\r\n" % (LARGE, b"o" * LARGE)
+    assert session.ask("SET k newer XX GET") == b"$3\r\nnew\r\n"
+    assert session.ask("SET other v XX GET") == b"$-1\r\n"
+    assert session.ask("SET other v NX GET") == b"$-1\r\n"
+    assert session.ask("MGET k other") == b"*2\r\n$5\r\nnewer\r\n$1\r\nv\r\n"
+
+
+def test_options_come_in_any_case_and_order(session: FakeSession) -> None:
+    assert session.ask("SET k v px 100000 nx NX") == b"+OK\r\n"
+    assert session.ask("SET k v keepttl XX get") == b"$1\r\nv\r\n"
+    assert 0 < int(session.ask("PTTL k")[1:]) <= 100_000
+    assert session.ask("SET k v") == b"+OK\r\n"
+    assert session.ask("TTL k") == b":-1\r\n"
+    assert session.ask("SET k v EXAT 1") == b"+OK\r\n", "a time in the past is taken"
+    assert session.ask("EXISTS k") == b":0\r\n"
+
+
+def test_mset_sets_all_or_nothing(session: FakeSession) -> None:
+    held = []
+    for n in range(8):
+        session.ask([b"SET", b"k%d" % n, b"x" * (ARENA_BYTES // 8 - 8192)])
+        held.append(session.store.lease(b"k%d" % n))
+    assert session.ask([b"MSET", b"a", b"1", b"b", b"y" * LARGE * 3, b"c", b"y" * LARGE * 3]) == OOM
+    assert session.ask("EXISTS a b c") == b":0\r\n"
+    assert session.ask([b"SET", b"b", b"y" * LARGE * 3]) == OOM
+    assert session.ask([b"SETNX", b"b", b"y" * LARGE * 3]) == OOM
+    for lease in held:
+        assert lease is not None
+        lease.release()
+    assert session.ask([b"MSET", b"a", b"1", b"b", b"y" * LARGE * 3, b"c", b"y" * LARGE * 3]) == b"+OK\r\n"
+    assert session.ask("EXISTS a b c") == b":3\r\n"
+
+
+def test_mset_with_a_value_missing_gives_its_payloads_back(session: FakeSession) -> None:
+    odd = b"-ERR wrong number of arguments for 'mset' command\r\n"
+    assert run(session, mset, b"MSET", b"a", received(session, b"a"), b"b") == odd
+    assert session.ask("DBSIZE") == b":0\r\n"
+
+
+def test_the_last_value_of_a_repeated_key_wins(session: FakeSession) -> None:
+    first, second = received(session, b"k", b"1"), received(session, b"k", b"2")
+    assert run(session, mset, b"MSET", b"k", first, b"k", second) == b"+OK\r\n"
+    assert session.ask("GETRANGE k 0 0") == b"$1\r\n2\r\n"
+
+
+@pytest.mark.parametrize("length", [10, LARGE])
+@pytest.mark.parametrize(
+    ("start", "end", "wanted"),
+    [
+        (0, 3, slice(0, 4)),
+        (0, -1, slice(0, None)),
+        (-3, -1, slice(-3, None)),
+        (5, 2, slice(0, 0)),
+        (-1, -3, slice(0, 0)),
+        (8, 10**9, slice(8, None)),
+        (10**9, 10**9 + 1, slice(0, 0)),
+        (-(10**9), 2, slice(0, 3)),
+        (0, -(10**9), slice(0, 1)),
+        (-(2**63), 2**63 - 1, slice(0, None)),
+    ],
+)
+def test_a_range_is_cut_as_redis_cuts_it(
+    session: FakeSession, length: int, start: int, end: int, wanted: slice
+) -> None:
+    value = bytes(range(250)) * (length // 250) if length > 250 else b"0123456789"
+    session.ask([b"SET", b"k", value])
+    cut = value[wanted]
+    assert session.ask(f"GETRANGE k {start} {end}") == b"$%d\r\n%b\r\n" % (len(cut), cut)
+
+
+def test_a_range_needs_integers_and_of_nothing_is_empty(session: FakeSession) -> None:
+    assert session.ask("GETRANGE k 0 x") == b"-ERR value is not an integer or out of range\r\n"
+    assert session.ask("GETRANGE none 0 -1") == b"$0\r\n\r\n"
+
+
+def test_mget_keeps_the_head_of_a_prefix_longest(session: FakeSession) -> None:
+    """Its keys count as used at one instant: when room is needed the tail goes first."""
+    size = ARENA_BYTES // 4 - 8192
+    for key in (b"tail", b"middle", b"head"):
+        session.ask([b"SET", key, b"x" * size])
+    session.ask("MGET head middle tail")
+    session.ask([b"SET", b"new1", b"x" * size])
+    session.ask([b"SET", b"new2", b"x" * size])
+    assert session.ask("EXISTS head") == session.ask("EXISTS middle") == b":1\r\n"
+    assert session.ask("EXISTS tail") == b":0\r\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "unit_ms", "now_ms", "wanted"),
+    [
+        (b"10", 1000, 5, 10_005),
+        (b"1", 1, 0, 1),
+        (b"9223372036854775807", 1, 0, 2**63 - 1),
+        (b"9223372036854775807", 1, 1, b"-ERR invalid expire time in 'x' command\r\n"),
+        (b"9223372036854775", 1000, 0, 9_223_372_036_854_775_000),
+        (b"9223372036854776", 1000, 0, b"-ERR invalid expire time in 'x' command\r\n"),
+        (b"0", 1, 0, b"-ERR invalid expire time in 'x' command\r\n"),
+        (b"-1", 1, 0, b"-ERR invalid expire time in 'x' command\r\n"),
+        (b"+1", 1, 0, b"-ERR value is not an integer or out of range\r\n"),
+        (b"9223372036854775808", 1, 0, b"-ERR value is not an integer or out of range\r\n"),
+    ],
+)
+def test_expiry_is_unix_ms_or_redis_error(text: bytes, unit_ms: int, now_ms: int, wanted: int | bytes) -> None:
+    assert expiry_ms(text, unit_ms, now_ms, "x") == wanted
