@@ -64,7 +64,7 @@ def _counts(_context: click.Context, _parameter: click.Parameter, value: str | N
     return tuple(int(word) for word in words)
 
 
-@click.group()
+@click.group(epilog="Example: kvredis bench server --quick")
 def bench() -> None:
     """Measure kvredis against what else there is, on this machine."""
 
