@@ -6,7 +6,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-_PACKAGES = ("uvloop", "hiredis", "redis")
+_PACKAGES = ("uvloop",)
 
 
 def machine_facts() -> dict[str, str | int]:

@@ -66,7 +66,7 @@ def _machine(result: BenchResult) -> Iterator[str]:
     machine = result["machine"]
     memory_gib = int(machine["memory_bytes"]) / 1024**3
     yield f"{machine['cpu']}, {machine['cores']} cores, {memory_gib:.0f} GiB, Linux {machine['kernel']}"
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "uvloop", "hiredis"))
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "uvloop"))
     yield f"{versions}; THP {machine['transparent_hugepages']}, {machine['hugepages_2mib_reserved']} hugepages reserved"
     for name, server in result["servers"].items():
         pages = [f"{key} {value}" for key, value in server["facts"].items() if "page" in key]

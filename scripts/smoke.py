@@ -1,4 +1,4 @@
-"""Start an installed `kvredis serve`, speak to it once with redis-py, and end it: what a first user does.
+"""Start an installed `kvredis serve`, speak to it once with the client that came with it, and end it: what a first user does.
 
 Usage: python scripts/smoke.py PATH-OF-KVREDIS     (run it with the interpreter that kvredis is installed for)
 """
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-import redis
+from kvredis.backends.connection import Connection
 
 VALUE = bytes(range(256)) * 4096
 
@@ -24,11 +24,11 @@ def main() -> int:
             assert server.stdout is not None
             ready = next(line for line in server.stdout if line.startswith("Ready to accept connections"))
             print(f"{ready.rstrip()} (after {time.monotonic() - started_s:.2f} s)")
-            port = int(ready.split(",")[0].rpartition(":")[2])
-            with redis.Redis(port=port) as client:
-                assert client.ping()
-                assert client.set("block", VALUE)
-                assert client.get("block") == VALUE
+            address = ready.split(" on ")[1].split(",")[0].strip()
+            with Connection.open(f"redis://{address}") as client:
+                assert client.call(b"PING") == "PONG"
+                assert client.set(b"block", VALUE) == "OK"
+                assert client.call(b"GET", b"block") == VALUE
             server.send_signal(signal.SIGTERM)
             status = server.wait(timeout=30)
         finally:

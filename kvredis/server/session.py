@@ -12,7 +12,6 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
 from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Final, cast
 
@@ -156,9 +155,6 @@ class Session(asyncio.BufferedProtocol):
         looked up once, and a run is entered into the statistics as one.
         """
         self.input_bytes += nbytes
-        if self._paused:  # these were on their way when reading was paused
-            self._commands = chain(self._commands, self._parser.take(nbytes))
-            return
         replies = self._replies
         current: Command | None = None
         handler: Handler | None = None  # of `current`, unless its calls need care
