@@ -1,4 +1,4 @@
-"""Start an installed `kvredis serve`, speak to it once with the client that came with it, and end it: what a first user does.
+"""Start an installed `kvredis serve`, speak to it once with its own client, and end it: what a first user does.
 
 Usage: python scripts/smoke.py PATH-OF-KVREDIS     (run it with the interpreter that kvredis is installed for)
 """
