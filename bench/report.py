@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from .errors import BenchError
 from .figures import counted, size_text
@@ -24,7 +24,20 @@ def default_path(folder: Path, name: str) -> Path:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    """Write a result: a line for each row of it, numbers to six significant digits, which is more than noise leaves."""
+    fields = []
+    for name, value in _rounded(result).items():
+        rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+        fields.append(f"{json.dumps(name)}: " + (f"[\n{rows}\n]" if rows else json.dumps(value)))
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def load(path: Path) -> BenchResult:
