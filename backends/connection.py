@@ -160,11 +160,6 @@ class Connection(Wire):
         self.send_set(key, *views)
         return self.read()
 
-    def get_into(self, key: bytes, allocate: Allocate) -> int | BackendError | None:
-        """GET; the reply is read as by read_bulk_into."""
-        self.send((b"GET", key))
-        return self.read_bulk_into(allocate)
-
     def __enter__(self) -> Self:
         return self
 

@@ -201,7 +201,7 @@ async def serve_until_signal(server: Server, warming: Warming, unixsocket: str |
 def calm_collector() -> None:
     """Keep Python's cycle collector from walking every stored block each time some thousands were added.
 
-    Blocks and replies form no cycles and are freed by their counts; only closed sessions do, and they are few.
+    Blocks, replies and ended sessions form no cycles and are freed by their counts.
     """
     gc.collect()
     gc.freeze()

@@ -83,7 +83,7 @@ class Entry:
 class Reservation:
     """A writer's hold on room for one value: fill `view`, then `commit` or `abort`; a with-block aborts by default.
 
-    Until `commit` nobody can see the bytes. The store owns the memory; the views die with the reservation.
+    Until `commit` nobody can see the bytes. The store owns the memory: no view may be used once the hold has ended.
     """
 
     __slots__ = ("_store", "extent", "key", "length", "space", "view_with_slack")

@@ -78,6 +78,7 @@ class Store(Ledger):
     def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> None:
         """Publish what a reservation holds; called by Reservation.commit, which sees to it that it happens once."""
         if reservation.extent is NOWHERE:
+            # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
             self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
             return
         entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)

@@ -129,14 +129,6 @@ def unknown_command(args: list[bytes]) -> bytes:
     return error(b"ERR unknown command '%b', with args beginning with: %b" % (_c_string(args[0]), echo))
 
 
-def parameter_error(args: list[bytes]) -> bytes:
-    """What a subcommand answers when its arity fits and its words do not (Redis' addReplySubcommandSyntaxError)."""
-    return error(
-        b"ERR unknown subcommand or wrong number of arguments for '%b'. Try %b HELP."
-        % (_c_string(args[1]), args[0].upper())
-    )
-
-
 def every_command() -> list[Command]:
     """Commands and subcommands, each container followed by its parts."""
     return [each for found in COMMANDS.values() for each in (found, *found.subcommands.values())]

@@ -147,11 +147,12 @@ class Parser:
         return NOTHING if command is None else [command]
 
     def abandon(self) -> None:
-        """The client is gone: give back what a half-received command holds."""
+        """The client is gone: give back what a half-received command holds, and let go of `open_payload`."""
         for arg in [*self._args, self._body_hold]:
             if isinstance(arg, Reservation):
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
+        self._open_payload = _no_payload
 
     @property
     def pending_bytes(self) -> int:
@@ -291,6 +292,7 @@ class Parser:
         if self._filled < self._length + SLACK_BYTES:
             return False
         assert self._body is not None
+        # No payload of the arena, so it becomes bytes like every other argument: a copy, of what is large but rare.
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
         self._after_payload = self._body_hold is not None
         self._body, self._body_hold = None, None
@@ -331,6 +333,10 @@ class Parser:
             self._scratch = bytearray(SCRATCH_BYTES)
             self._view = memoryview(self._scratch)
             self._head_view = self._view[:HEAD_BYTES]
+
+
+def _no_payload(args: list[Argument], length: int) -> None:
+    """Where a parser that has been abandoned would receive: nowhere."""
 
 
 def _strict_int(text: bytes) -> int | None:

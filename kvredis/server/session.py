@@ -113,11 +113,6 @@ class Session(asyncio.BufferedProtocol):
             self._transport.close()
 
     @property
-    def held_leases(self) -> int:
-        """Leases that this client's unread replies hold: shown by CLIENT LIST."""
-        return len(self._lent)
-
-    @property
     def pending_bytes(self) -> int:
         """Bytes received and not yet run: `qbuf` of CLIENT LIST."""
         return self._parser.pending_bytes
@@ -174,12 +169,12 @@ class Session(asyncio.BufferedProtocol):
                         reply = handler(self, args)  # type: ignore[arg-type]
                     except Exception:
                         reply = self._apologize(args)
+                    if reply[0] == ERROR:
+                        self._count_failure(current, reply)
                 else:
                     reply = self._run_with_care(args)
                 if type(reply) is bytes:
                     replies.append(reply)
-                    if reply[0] == ERROR:
-                        self._count_failure(current, reply)
                 else:
                     replies += reply  # type: ignore[arg-type]
                     self._reply_bytes += sum(map(len, cast(list[Buffer], reply)))
@@ -230,6 +225,7 @@ class Session(asyncio.BufferedProtocol):
         self._release()
         self._backlog.clear()
         self._paused = True
+        self._transport = None  # with the parser's callback, the cycle that would leave this to the collector
         self.server.dismiss(self)
 
     def pause_writing(self) -> None:
@@ -263,10 +259,12 @@ class Session(asyncio.BufferedProtocol):
         self.last_command_s = now_ns / 1e9  # on Linux perf_counter and monotonic are one clock
         return now_ns
 
-    def _count_failure(self, command: Command | None, reply: bytes) -> None:
+    def _count_failure(self, command: Command | None, reply: Reply) -> None:
+        """Note that a handler has answered with an error."""
+        assert command is not None
+        assert isinstance(reply, bytes)
         self.server.stats.count_error(reply)
-        if command is not None:
-            self.server.stats.command(command.name).failed_calls += 1
+        self.server.stats.command(command.name).failed_calls += 1
 
     def _run_with_care(self, args: list[Argument]) -> Reply:
         """A command that is not plain: a subcommand, an odd spelling, one that may not run, or none at all."""
@@ -276,7 +274,8 @@ class Session(asyncio.BufferedProtocol):
         words = [arg if isinstance(arg, bytes) else b"" for arg in args]
         command = lookup(words)
         if not isinstance(command, Command):
-            return self._reject(command, args)
+            known = SPELLINGS.get(words[0]) or SPELLINGS.get(words[0].upper())
+            return self._reject(command, args, None if known is None or known.subcommands else known)
         if not self.authenticated and "no_auth" not in command.flags:
             return self._reject(NO_AUTH, args, command)
         if refused:
@@ -288,21 +287,29 @@ class Session(asyncio.BufferedProtocol):
         except Exception:
             reply = self._apologize(args)
         self._account(command, 1, began_ns)
+        if reply[0] == ERROR:
+            self._count_failure(command, reply)
         return reply
 
     def _reject(self, reply: bytes, args: list[Argument], command: Command | None = None) -> bytes:
         """Answer with an error instead of running the command; payloads it brought are given back."""
-        for arg in args:
-            if isinstance(arg, Reservation):
-                arg.abort()
+        self._give_back(args)
+        self.server.stats.count_error(reply)
         if command is not None:
             self.server.stats.command(command.name).rejected_calls += 1
         return reply
 
+    @staticmethod
+    def _give_back(args: list[Argument]) -> None:
+        for arg in args:
+            if isinstance(arg, Reservation):
+                arg.abort()
+
     def _apologize(self, args: list[Argument]) -> bytes:
         """A handler has raised, which is a mistake of ours: nothing it brought may stay reserved."""
         log.exception("command %r failed", args[0])
-        return self._reject(error("ERR internal error"), args)
+        self._give_back(args)
+        return error("ERR internal error")
 
     def _open_payload(self, args: list[Argument], length: int) -> Reservation | Refused | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where."""

@@ -1,8 +1,10 @@
 """The server around its sessions: addresses and their files, whom it admits, what happens by the clock, the end."""
 
 import asyncio
+import gc
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import cast
 
@@ -236,5 +238,39 @@ def test_stopping_does_not_wait_for_a_client_that_reads_nothing(loop: str, tmp_p
             await asyncio.wait_for(live.server.serve_forever(), 1)
             assert live.server.sessions == {}
             assert (live.store.leases, live.store.reserved_bytes) == (0, 0)
+
+    run_on(loop, story())
+
+
+@every_loop
+def test_a_session_that_has_ended_is_freed_without_the_collector(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            assert await client.ask("SET", "k", bytes(MIB)) == b"+OK\r\n"
+            ended = weakref.ref(live.sessions()[0])
+            client.close()
+            await until(lambda: ended() is None)
+
+    gc.disable()
+    try:
+        run_on(loop, story())
+    finally:
+        gc.enable()
+
+
+@every_loop
+def test_refused_calls_and_failed_ones_are_counted_apart(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            for words in (("GET",), ("GET", "k"), ("EXPIRE", "k", "x"), ("NOSUCH",), ("CLIENT", "NO-TOUCH", "x")):
+                await client.ask(*words)
+            counted = {
+                name: (each.calls, each.rejected_calls, each.failed_calls)
+                for name, each in live.server.stats.commands.items()
+            }
+            assert counted == {"get": (1, 1, 0), "expire": (1, 0, 1), "client|no-touch": (1, 0, 1)}
+            assert live.server.stats.error_replies == 4
 
     run_on(loop, story())
