@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench fuzz clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -18,6 +18,10 @@ test: $(VENV)/test.stamp
 
 check: $(VENV)/test.stamp
 	scripts/check
+
+# 200,000 mutated sessions; FUZZ="--seed 7 --cases 1000" asks for others.
+fuzz: $(VENV)/test.stamp
+	scripts/fuzz $(FUZZ)
 
 bench: $(VENV)/bench.stamp
 	scripts/system-packages

@@ -11,61 +11,26 @@ environment, overrides (command-line flags). Where LMCache differs: it drops the
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from kvredis.storage.arena import HugepageMode
-from kvredis.storage.errors import ConfigError
 from kvredis.storage.options import GIB, StoreOptions
 
 from . import values
 from .address import redact
-from .lmcache_names import FOREIGN_ENV, FOREIGN_KEYS
+from .sources import FILE_VARIABLE, Found, Key
+from .sources import SECTION as SECTION
 from .values import Parser
 
 logger = logging.getLogger(__name__)
 
-FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
-OTHER_VARIABLES = frozenset({FILE_VARIABLE, "KVREDIS_EVENT_LOOP"})
-"""Read elsewhere and no keys."""
-SECTION = "kvredis"
 DEFAULT_ORIGIN = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One configuration key as declared in Config: what reads it, and all the names that it goes by."""
-
-    name: str
-    default: Any
-    parse: Parser
-    help: str
-    metavar: str
-    server: bool  # lives under `kvredis:` in the file and as KVREDIS_* in the environment
-    secret: bool  # never shown
-    later: bool  # read and checked, without effect so far: a value other than the default gives a warning
-
-    @property
-    def env(self) -> str:
-        """Return the name of its environment variable."""
-        return ("KVREDIS_" if self.server else "LMCACHE_") + self.name.upper()
-
-    @property
-    def flag(self) -> str:
-        """Return the name of its command-line option."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def is_flag(self) -> bool:
-        """Say whether it is a switch: true or false."""
-        return isinstance(self.default, bool)
+MIB = 1024 * 1024
 
 
 def _key(
@@ -93,7 +58,8 @@ class Config:
     """All settings, checked. Make one with `Config.load()`; the bare constructor gives the defaults, unchecked.
 
     `origin` says for each key where its value is from: "default", "FILE:LINE", "env NAME" or "--flag".
-    `warnings` holds the lines that were logged while loading.
+    `entry_origin` says it of "key.entry" for keys that are mappings. `warnings` holds the lines that were logged while
+    loading, `file` is the one that was read.
     """
 
     chunk_size: int = _key(256, values.whole(1), "N", "tokens per chunk")
@@ -128,11 +94,70 @@ class Config:
     )
     extra_config: Mapping[str, Any] = _key({}, values.mapping, "JSON", "LMCache's bag of further settings", later=True)
 
-    bind: tuple[str, ...] = _server(("127.0.0.1",), values.words, "HOST", "addresses that the server listens on")
-    port: int = _server(6379, values.whole(0, 65535), "N", "TCP port, 0 takes a free one")
+    # -- the server: whom it listens to
+    bind: tuple[str, ...] = _server(
+        ("127.0.0.1",), values.words, "HOST", "addresses to listen on; * and ::* = all, -HOST = if there is such a one"
+    )
+    port: int = _server(6379, values.port("none"), "N", "TCP port; 0 takes a free one, none opens none")
     unixsocket: str | None = _server(None, values.optional(values.text), "PATH", "unix socket to listen on as well")
+    unixsocketperm: str | None = _server(
+        None, values.optional(values.file_mode), "MODE", "the socket file's mode, three octal digits"
+    )
+    protected_mode: bool = _server(
+        True, values.flag, "BOOL", "without a password take clients of this machine alone, whatever bind says"
+    )
     requirepass: str = _server("", values.text, "PASSWORD", "password that clients must give", secret=True)
+    aclfile: str | None = _server(None, values.optional(values.text), "PATH", "users and their rights")
+    tls_port: int = _server(0, values.port("free"), "N", "port for TLS; 0 opens none, free takes a free one")
+    tls_cert_file: str | None = _server(None, values.optional(values.text), "PATH", "the server's certificate, PEM")
+    tls_key_file: str | None = _server(
+        None, values.optional(values.text), "PATH", "its key, PEM, unless that is in the same file"
+    )
+    tls_key_file_pass: str = _server("", values.text, "PASSWORD", "password of the key", secret=True)
+    tls_ca_cert_file: str | None = _server(
+        None, values.optional(values.text), "PATH", "authorities whose certificates clients may show, PEM"
+    )
+    tls_auth_clients: str = _server(
+        "yes", values.choice("yes", "no", "optional"), "yes|no|optional", "whether TLS clients must show a certificate"
+    )
+    tls_protocols: tuple[str, ...] = _server(
+        ("TLSv1.2", "TLSv1.3"), values.some_of("TLSv1.2", "TLSv1.3"), "VERSION", "versions of TLS"
+    )
+    tls_ciphers: str | None = _server(
+        None, values.optional(values.text), "LIST", "ciphers of TLS 1.2, in OpenSSL's notation"
+    )
+    # -- the server: bounds
     maxclients: int = _server(10_000, values.whole(1), "N", "connections at the same time")
+    timeout: int = _server(0, values.whole(0), "SECONDS", "hang up on a client that is idle for so long, 0 = never")
+    tcp_keepalive: int = _server(
+        300, values.whole(0), "SECONDS", "have the kernel ask a silent client whether it is there, 0 = never"
+    )
+    proto_max_bulk_len: int = _server(512 * MIB, values.memory(MIB), "BYTES", "the longest value (512mb)")
+    client_query_buffer_limit: int = _server(
+        1024 * MIB, values.memory(MIB), "BYTES", "the most that one client's unfinished commands may take (1gb)"
+    )
+    client_output_buffer_limit: str = _server(
+        "normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60",
+        values.buffer_limits,
+        "LIMITS",
+        "CLASS HARD SOFT SECONDS ... for clients that do not read",
+    )
+    body_timeout: float = _server(
+        30.0, values.seconds, "SECONDS", "give up a value whose bytes have stopped coming for so long"
+    )
+    # -- the server: what it does
+    maxmemory_policy: str = _server(
+        "allkeys-lru", values.choice("allkeys-lru", "noeviction"), "NAME", "make room in a full arena, or refuse"
+    )
+    notify_keyspace_events: str = _server(
+        "", values.event_classes, "LETTERS", "which changes are published to channels, in Redis' letters"
+    )
+    enable_debug_command: str = _server(
+        "no", values.choice("no", "local", "yes"), "no|local|yes", "who may use DEBUG; local = clients of this machine"
+    )
+    settings: Mapping[str, str] = _server(
+        {}, values.scalars, "JSON", "further settings by the names that CONFIG SET knows"
+    )
     hugepages: str = _server(
         "auto", values.choice(*(mode.value for mode in HugepageMode)), "MODE", "2 MiB pages: auto, off, thp or require"
     )
@@ -143,15 +168,12 @@ class Config:
     page_lock: bool = _server(
         False, values.flag, "BOOL", "lock the arena's pages in memory, for a GPU where there is one"
     )
-    aclfile: str | None = _server(None, values.optional(values.text), "PATH", "users and their rights", later=True)
-    tls_port: int = _server(0, values.whole(0, 65535), "N", "port for TLS, 0 = none", later=True)
-    tls_cert_file: str | None = _server(None, values.optional(values.text), "PATH", "certificate", later=True)
-    tls_key_file: str | None = _server(None, values.optional(values.text), "PATH", "its key", later=True)
-    tls_ca_cert_file: str | None = _server(None, values.optional(values.text), "PATH", "whom to trust", later=True)
     metrics_port: int = _server(0, values.whole(0, 65535), "N", "port for /metrics and /health, 0 = none", later=True)
 
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    entry_origin: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     warnings: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    file: Path | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def load(
@@ -166,24 +188,26 @@ class Config:
         Raises ConfigError for a value that cannot be used, for a file that cannot be read and for an unknown override.
         """
         env = os.environ if env is None else env
-        found, warnings = _Found({}, {}), list[str]()
+        found = Found(KEYS)
         named = env.get(FILE_VARIABLE, "").strip()
-        if file is not None or named:
-            _read_file(Path(file or values.unquote(named)), found, warnings)
-        _read_env(env, found, warnings)
-        for name, raw in (overrides or {}).items():
-            if raw is None:
-                continue
-            if name not in KEYS:
-                raise ConfigError(name, raw, "flag", "unknown key" + _nearest(name, KEYS))
-            found.take(KEYS[name], raw, KEYS[name].flag)
+        if file is None and named:
+            file = Path(values.unquote(named))
+        if file is not None:
+            found.read_file(file)
+        found.read_env(env)
+        found.read_overrides(overrides or {})
         for key in KEYS.values():
             if key.later and found.values.get(key.name, key.default) != key.default:
-                warnings.append(f"{found.origin[key.name]}: {key.name} has no effect yet in this version")
-        for line in warnings:
+                found.warnings.append(f"{found.origin[key.name]}: {key.name} has no effect yet in this version")
+        for line in found.warnings:
             logger.warning("%s", line)
-        origin = {name: found.origin.get(name, DEFAULT_ORIGIN) for name in KEYS}
-        return cls(**found.values, origin=origin, warnings=tuple(warnings))
+        return cls(
+            **found.values,
+            origin={name: found.origin.get(name, DEFAULT_ORIGIN) for name in KEYS},
+            entry_origin=found.entry_origin,
+            warnings=tuple(found.warnings),
+            file=file,
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -232,97 +256,3 @@ KEYS: dict[str, Key] = {
     for field in dataclasses.fields(Config)
     if "key" in field.metadata
 }
-
-
-@dataclass(slots=True)
-class _Found:
-    values: dict[str, Any]
-    origin: dict[str, str]
-
-    def take(self, key: Key, raw: Any, source: str) -> None:
-        try:
-            self.values[key.name] = key.parse(raw, key.name, source)
-        except ConfigError as error:
-            if key.secret:
-                raise ConfigError(key.name, "***", source, error.reason) from None
-            raise
-        self.origin[key.name] = source
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _read_env(env: Mapping[str, str], found: _Found, warnings: list[str]) -> None:
-    by_env = {key.env: key for key in KEYS.values()}
-    for name in sorted(env):
-        if not name.startswith(("LMCACHE_", "KVREDIS_")) or name in OTHER_VARIABLES:
-            continue
-        if key := by_env.get(name):
-            found.take(key, values.unquote(env[name]), f"env {name}")
-        elif name in FOREIGN_ENV:
-            warnings.append(f"env {name}: a setting of LMCache without a meaning in kvredis")
-        else:
-            near = difflib.get_close_matches(name, by_env, n=1)
-            warnings.append(f"env {name}: unknown" + (f"; did you mean {near[0]}?" if near else ""))
-
-
-def _read_file(path: Path, found: _Found, warnings: list[str]) -> None:
-    try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {error}") from None
-    try:
-        root = loader.get_single_node()
-        for name, node, line in _entries(loader, root, path, warnings):
-            source = f"{path}:{line}"
-            if name == SECTION:
-                for inner, inner_node, inner_line in _entries(loader, node, path, warnings):
-                    inner_source = f"{path}:{inner_line}"
-                    _take_from_file(
-                        inner, loader.construct_object(inner_node, deep=True), inner_source, found, warnings, True
-                    )
-            else:
-                _take_from_file(name, loader.construct_object(node, deep=True), source, found, warnings, False)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(FILE_VARIABLE, str(path), f"{path}:{line}", f"not YAML: {error.problem}") from None
-    finally:
-        loader.dispose()
-
-
-def _entries(
-    loader: yaml.SafeLoader, node: yaml.Node | None, path: Path, warnings: list[str]
-) -> Iterator[tuple[str, yaml.Node, int]]:
-    """Yield (name, value node, line) of a mapping; an empty document or section has none."""
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"):
-        return
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(
-            FILE_VARIABLE, str(path), f"{path}:{node.start_mark.line + 1}", "want a mapping of keys to values"
-        )
-    loader.flatten_mapping(node)
-    seen: dict[str, int] = {}
-    for key_node, value_node in node.value:
-        name, line = str(loader.construct_object(key_node)), key_node.start_mark.line + 1
-        if name in seen:
-            warnings.append(f"{path}:{line}: {name} is given twice; this line wins over line {seen[name]}")
-        seen[name] = line
-        yield name, value_node, line
-
-
-def _take_from_file(name: str, raw: Any, source: str, found: _Found, warnings: list[str], in_section: bool) -> None:
-    key = KEYS.get(name)
-    if key is not None and key.server == in_section:
-        found.take(key, raw, source)
-    elif key is not None:
-        where = (
-            f"belongs under `{SECTION}:`" if key.server else f"belongs at the top of the file, not under `{SECTION}:`"
-        )
-        warnings.append(f"{source}: {name} {where}; ignored here")
-    elif name in FOREIGN_KEYS and not in_section:
-        warnings.append(f"{source}: {name}: a setting of LMCache without a meaning in kvredis")
-    else:
-        here = {known.name: known for known in KEYS.values() if known.server == in_section}
-        warnings.append(f"{source}: {name}: unknown key" + (_nearest(name, here) or _nearest(name, KEYS)))

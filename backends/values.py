@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +124,9 @@ def choice(*names: str, absent: str | None = None) -> Parser:
     by_lower = {name.lower(): name for name in names}
 
     def parse(raw: Any, key: str, source: str) -> str:
-        # YAML 1.1 reads a bare off or no as false; "off" is one of our names.
-        word = "off" if raw is False else absent if raw is None else raw
+        # YAML 1.1 reads a bare off, no, on or yes as a truth value; all four are among our names.
+        meant = {False: ("off", "no"), True: ("on", "yes")}[raw] if isinstance(raw, bool) else ()
+        word = next((word for word in meant if word in by_lower), absent if raw is None else raw)
         name = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
         if name is None:
             raise ConfigError(key, raw, source, "want one of " + ", ".join(names))
@@ -153,6 +155,90 @@ def words(raw: Any, key: str, source: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+def port(word: str) -> Parser:
+    """Make a parser of port numbers that takes one `word` as well, which it gives as -1."""
+    number = whole(-1, 65535)
+
+    def parse(raw: Any, key: str, source: str) -> int:
+        if isinstance(raw, str) and raw.strip().lower() == word:
+            return -1
+        try:
+            return int(number(raw, key, source))
+        except ConfigError:
+            raise ConfigError(key, raw, source, f"want a port from 0 to 65535, or {word}") from None
+
+    return parse
+
+
+def some_of(*names: str) -> Parser:
+    """Make a parser of one or more of `names`, in any case and order; gives each once, spelled and ordered as here."""
+
+    def parse(raw: Any, key: str, source: str) -> tuple[str, ...]:
+        asked = {word.lower() for word in words(raw, key, source)}
+        if asked - {name.lower() for name in names}:
+            raise ConfigError(key, raw, source, "want one or more of " + ", ".join(names))
+        return tuple(name for name in names if name.lower() in asked)
+
+    return parse
+
+
+def memory(low: int) -> Parser:
+    """Make a parser of bytes from `low` on, with the units of redis.conf: k is 1000, kb 1024, and so on."""
+
+    def parse(raw: Any, key: str, source: str) -> int:
+        nbytes = _memory(raw) if isinstance(raw, str | int) and not isinstance(raw, bool) else None
+        if nbytes is None or not low <= nbytes < 2**63:
+            raise ConfigError(key, raw, source, f"want bytes, at least {low}, or with a unit such as 512mb or 1gb")
+        return nbytes
+
+    return parse
+
+
+def buffer_limits(raw: Any, key: str, source: str) -> str:
+    """Read client-output-buffer-limit as redis.conf writes it: class, hard limit, soft limit, seconds; any number of
+    times. Gives the bytes as numbers and Redis' own name for replicas."""
+    parts = text(raw, key, source).lower().split()
+    shown: list[str] = []
+    for at in range(0, len(parts), 4):
+        name, *limits = parts[at : at + 4]
+        numbers = [_memory(limit) for limit in limits[:2]] + [int(each) for each in limits[2:] if each.isdecimal()]
+        if name not in ("normal", "slave", "replica", "pubsub") or len(numbers) != 3 or None in numbers:
+            reason = "want CLASS HARD SOFT SECONDS, as in: pubsub 32mb 8mb 60 (classes: normal, replica, pubsub)"
+            raise ConfigError(key, raw, source, reason)
+        shown += ["slave" if name == "replica" else name, *map(str, numbers)]
+    return " ".join(shown)
+
+
+def file_mode(raw: Any, key: str, source: str) -> str:
+    """Read three octal digits that let the owner read and write.
+
+    Which also refuses what YAML 1.1 makes of a bare 0770: the number 504.
+    """
+    digits = str(raw).strip().removeprefix("0o").rjust(3, "?") if isinstance(raw, str | int) else ""
+    if re.fullmatch("0?[67][0-7]{2}", digits) is None:
+        raise ConfigError(key, raw, source, "want three octal digits such as 770, in quotes if a 0 comes first")
+    return digits[-3:]
+
+
+def event_classes(raw: Any, key: str, source: str) -> str:
+    """Read the letters of notify-keyspace-events."""
+    letters = text(raw, key, source).strip()
+    if set(letters) - set("KEA" + "g$lshzxetdmn"):
+        raise ConfigError(key, raw, source, "want letters of Ag$lshzxeKEtmdn")
+    return letters
+
+
+def scalars(raw: Any, key: str, source: str) -> dict[str, str]:
+    """Read a mapping from the names of settings, in any case, to values; true and false are Redis' yes and no."""
+    found: dict[str, str] = {}
+    for name, value in mapping(raw, key, source).items():
+        if not isinstance(value, str | int | float):
+            shown = "***" if "pass" in name.lower() else value
+            raise ConfigError(f"{key}.{name}", shown, source, "want one value: text or a number")
+        found[name.strip().lower()] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    return found
+
+
 def mapping(raw: Any, key: str, source: str) -> dict[str, Any]:
     """Read a mapping: YAML's, or JSON in a string."""
     if raw is None:
@@ -174,3 +260,11 @@ def _number(raw: Any, key: str, source: str, reason: str) -> float:
         except (ValueError, OverflowError):
             pass
     raise ConfigError(key, raw, source, reason)
+
+
+def _memory(raw: str | int) -> int | None:
+    found = re.fullmatch(r"(\d{1,19})(b|kb?|mb?|gb?|)", str(raw).strip().lower())
+    if found is None:
+        return None
+    step, power = 1024 if found[2].endswith("b") else 1000, " kmg".index(found[2].strip("b") or " ")
+    return int(found[1]) * int(step**power)

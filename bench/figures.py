@@ -6,7 +6,7 @@ figures taken side by side in one repeat is free of most of that; the median of 
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TypeVar
+from typing import TypeVar, cast
 
 GB = 1e9  # bytes
 
@@ -36,6 +36,11 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> floa
     """Give the median of the paired ratios, None when no repeat has both sides."""
     ratios = paired_ratios(ours, theirs)
     return median(ratios) if ratios else None
+
+
+def by_repeat(samples: Sequence[Mapping[str, object]], figure: str) -> dict[int, float]:
+    """Give one figure of each sample under its repeat number."""
+    return {cast(int, sample["repeat"]): cast(float, sample[figure]) for sample in samples}
 
 
 def rotated(items: Sequence[_T], turns: int) -> list[_T]:

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .figures import counted, size_text
-from .result import BenchResult, GateJson, TransferRow
+from .result import SUBJECT, BenchResult, GateJson, LookupRow, SmallRow, TransferRow
 
 KIB, MIB = 1024, 1024**2
-SUBJECT = "kvredis"
 _MIDDLE = (576 * KIB, 2 * MIB)
 _LARGE = (32 * MIB, 32 * MIB)
 _OP_NAMES = {"SET": "SET", "GET": "GET", "GETP": "pipelined GET"}
@@ -48,6 +47,7 @@ RATE_LEAST = (
 )
 SMALL_LEAST = {1: 0.85, 16: 0.4}  # requests in flight -> rps ratio
 PING_P99_MOST = 0.2
+LOOKUP_TIME_MOST = 1.2  # to EXISTS of redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class GateRow:
 
 def gate(result: BenchResult) -> list[GateRow]:
     """Judge every line that `result` has a measurement of kvredis for."""
-    return [*_cpu(result), *_rate(result), *_small(result), *_pings(result)]
+    return [*_cpu(result), *_rate(result), *_small(result), *_pings(result), *_lookups(result)]
 
 
 def _cpu(result: BenchResult) -> Iterator[GateRow]:
@@ -73,7 +73,7 @@ def _cpu(result: BenchResult) -> Iterator[GateRow]:
         if row["server"] == SUBJECT and row["pinned"]:
             for bound in CPU_MOST:
                 if _covers(bound, row):
-                    yield _at_most(f"server CPU/GB  {_arm(row)}", bound.ratio, row["ratio_server_cpu"])
+                    yield _at_most(f"server CPU/GB  {transfer_name(row)}", bound.ratio, row["ratio_server_cpu"])
 
 
 def _rate(result: BenchResult) -> Iterator[GateRow]:
@@ -81,15 +81,14 @@ def _rate(result: BenchResult) -> Iterator[GateRow]:
         if row["server"] == SUBJECT and not row["pinned"]:
             for bound in RATE_LEAST:
                 if _covers(bound, row):
-                    yield _at_least(f"throughput     {_arm(row)}", bound.ratio, row["ratio_gb_per_s"])
+                    yield _at_least(f"throughput     {transfer_name(row)}", bound.ratio, row["ratio_gb_per_s"])
 
 
 def _small(result: BenchResult) -> Iterator[GateRow]:
     for row in result["small"]:
         least = SMALL_LEAST.get(row["pipeline"])
         if row["server"] == SUBJECT and least is not None:
-            name = f"small ops      {row['op']}, {counted(row['clients'], 'client')}, {row['pipeline']} in flight"
-            yield _at_least(name, least, row["ratio_rps"])
+            yield _at_least(f"small ops      {small_name(row)}", least, row["ratio_rps"])
 
 
 def _pings(result: BenchResult) -> Iterator[GateRow]:
@@ -98,13 +97,30 @@ def _pings(result: BenchResult) -> Iterator[GateRow]:
             yield _at_most(f"PING p99       beside 32 MiB {row['background']}", PING_P99_MOST, row["ratio_p99"])
 
 
+def _lookups(result: BenchResult) -> Iterator[GateRow]:
+    for row in result["lookup"]:
+        if row["server"] == SUBJECT:
+            yield _at_most(f"time per call  {lookup_name(row)}", LOOKUP_TIME_MOST, row["ratio_p50"])
+
+
 def _covers(bound: TransferBound, row: TransferRow) -> bool:
     return bound.op == row["op"] and bound.sizes[0] <= row["size_bytes"] <= bound.sizes[1]
 
 
-def _arm(row: TransferRow) -> str:
+def transfer_name(row: TransferRow) -> str:
+    """Name what a row of transfers measured, but for the pinning."""
     where = f"{row['transport']} x{row['connections']}"
     return f"{where}, {size_text(row['size_bytes'])}, {_OP_NAMES.get(row['op'], row['op'])}"
+
+
+def small_name(row: SmallRow) -> str:
+    """Name what a row of small operations measured."""
+    return f"{row['op']}, {counted(row['clients'], 'client')}, {row['pipeline']} in flight"
+
+
+def lookup_name(row: LookupRow) -> str:
+    """Name what a row of lookups measured."""
+    return f"{row['transport']}, {row['op']} of {row['keys']} keys of {row['key_bytes']} B"
 
 
 def _at_most(name: str, bound: float, measured: float | None) -> GateRow:

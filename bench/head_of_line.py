@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import BenchError
-from .figures import GB, middle, paired_ratio, percentile, rotated
+from .figures import GB, by_repeat, middle, paired_ratio, percentile, rotated
 from .mover import BACKGROUNDS
-from .result import BASELINE, HeadOfLineRow, HeadOfLineSample
+from .result import BASELINE, BEFORE, SUBJECT, HeadOfLineRow, HeadOfLineSample
 from .servers import ServerProcess, child_environment
 
 _PING_EVERY_S = 0.001
@@ -49,19 +49,28 @@ def run_head_of_line(
                 sample = _measure(server, background, plan.run_s)
                 sample["repeat"] = repeat
                 samples[server.name].append(sample)
-        base = {sample["repeat"]: sample["p99_ms"] for sample in samples.get(BASELINE, [])}
-        rows += [
-            HeadOfLineRow(
-                server=server,
-                background=background,
-                samples=own,
-                p50_ms=middle([sample["p50_ms"] for sample in own]),
-                p99_ms=middle([sample["p99_ms"] for sample in own]),
-                background_gb_per_s=middle([sample["background_gb_per_s"] for sample in own]),
-                ratio_p99=paired_ratio({sample["repeat"]: sample["p99_ms"] for sample in own}, base),
-            )
-            for server, own in samples.items()
-        ]
+        rows += summarize(background, samples)
+    return rows
+
+
+def summarize(background: str, samples: dict[str, list[HeadOfLineSample]]) -> list[HeadOfLineRow]:
+    """Sum up one background over the repeats; one row per server."""
+    base, before = samples.get(BASELINE, []), samples.get(BEFORE, [])
+    rows = [
+        HeadOfLineRow(
+            server=server,
+            background=background,
+            samples=own,
+            p50_ms=middle([sample["p50_ms"] for sample in own]),
+            p99_ms=middle([sample["p99_ms"] for sample in own]),
+            background_gb_per_s=middle([sample["background_gb_per_s"] for sample in own]),
+            ratio_p99=paired_ratio(by_repeat(own, "p99_ms"), by_repeat(base, "p99_ms")),
+        )
+        for server, own in samples.items()
+    ]
+    for row in rows:
+        if row["server"] == SUBJECT and before:
+            row["ratio_p99_to_before"] = paired_ratio(by_repeat(row["samples"], "p99_ms"), by_repeat(before, "p99_ms"))
     return rows
 
 

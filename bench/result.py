@@ -3,21 +3,25 @@
 Units: GB = 1e9 bytes of payload (protocol bytes are not counted), ms = milliseconds, rps = requests per second. CPU is
 user plus system time: the server's over all its threads, the client's over all of its own, between the first request
 and the last reply. Every `ratio_*` is the median over the repeats of kvredis-or-peer divided by redis *in the same
-repeat*, and null where redis did not run. Medians are over the repeats.
+repeat*, and null where redis did not run. Medians are over the repeats. `before` is an earlier commit of kvredis; the
+rows of kvredis have each `ratio_*_to_before` where it ran, and no row has one where it did not.
 
 Top level
     schema, machine (see machine.py), options (how the bench was called), servers (version, command, facts from INFO),
-    skipped (server -> why), transfers, small, head_of_line, verified, gate (see gate.py), seconds
+    skipped (server -> why), transfers, small, head_of_line, lookup, verified, gate (see gate.py), held (see held.py),
+    seconds; files from before there were `lookup` and `held` lack them, and load() gives them empty
 
 A percentile p99 of a cell with few operations (32 MiB) is simply its slowest one.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 SCHEMA = "kvredis.bench.server/1"
+SUBJECT = "kvredis"
 BASELINE = "redis"
+BEFORE = "before"
 
 
 class ServerFacts(TypedDict):
@@ -60,6 +64,8 @@ class TransferRow(TypedDict):
     client_cpu_ms_per_gb: float
     ratio_gb_per_s: float | None
     ratio_server_cpu: float | None
+    ratio_gb_per_s_to_before: NotRequired[float | None]
+    ratio_server_cpu_to_before: NotRequired[float | None]
 
 
 class SmallSample(TypedDict):
@@ -83,6 +89,8 @@ class SmallRow(TypedDict):
     p99_ms: float
     server_cpu_us_per_op: float
     ratio_rps: float | None
+    ratio_rps_to_before: NotRequired[float | None]
+    ratio_server_cpu_to_before: NotRequired[float | None]
 
 
 class HeadOfLineSample(TypedDict):
@@ -103,12 +111,48 @@ class HeadOfLineRow(TypedDict):
     p99_ms: float
     background_gb_per_s: float
     ratio_p99: float | None
+    ratio_p99_to_before: NotRequired[float | None]
+
+
+class LookupSample(TypedDict):
+    repeat: int
+    calls: int
+    p50_us: float
+    p99_us: float
+    server_cpu_us_per_call: float
+
+
+class LookupRow(TypedDict):
+    """How long one call takes that asks for many keys, all of them present; one client, unpinned."""
+
+    server: str
+    op: str  # EXISTS, KV.MATCH (kvredis alone has it)
+    transport: str
+    keys: int  # in one call
+    key_bytes: int
+    samples: list[LookupSample]
+    p50_us: float
+    p99_us: float
+    server_cpu_us_per_call: float
+    ratio_p50: float | None  # to EXISTS of redis, whichever the op
+    ratio_server_cpu: float | None
+    ratio_p50_to_before: NotRequired[float | None]  # op by op
+    ratio_server_cpu_to_before: NotRequired[float | None]
 
 
 class GateJson(TypedDict):
     name: str
     bound: str
     measured: float | None
+    passed: bool
+
+
+class HeldJson(TypedDict):
+    """One row of kvredis held against the commit before."""
+
+    name: str
+    ratios: dict[str, float | None]  # rate, CPU, time, p99: those that the row has
+    worse: list[str]  # which of them are
     passed: bool
 
 
@@ -127,6 +171,8 @@ class BenchResult(TypedDict):
     transfers: list[TransferRow]
     small: list[SmallRow]
     head_of_line: list[HeadOfLineRow]
+    lookup: list[LookupRow]
     verified: Verified
     gate: list[GateJson]
+    held: list[HeldJson]
     seconds: float

@@ -2,7 +2,7 @@
 
 Servers of one transport run at the same time and take turns within each repeat, so that what disturbs the machine
 disturbs them alike; an idle one costs nothing. Parts: transfers (transfer.py), small (small.py), head-of-line
-(head_of_line.py).
+(head_of_line.py), lookup (lookup.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from .errors import BenchError
 from .gate import gate
 from .head_of_line import HeadOfLinePlan, run_head_of_line
+from .held import held
+from .lookup import LookupPlan, run_lookup
 from .machine import machine_facts
 from .result import SCHEMA, BenchResult, ServerFacts, Verified
 from .servers import RECIPES, Recipe, ServerProcess, Transport
@@ -22,7 +24,8 @@ from .small import SmallPlan, run_small
 from .small import missing as small_missing
 from .transfer import KIB, MIB, Arm, Progress, TransferPlan, Transfers
 
-PARTS = ("transfers", "small", "head-of-line")
+DEFAULT_PARTS = ("transfers", "small", "head-of-line")
+PARTS = (*DEFAULT_PARTS, "lookup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,14 @@ class ServerPlan:
     """What one call of the bench does. `recipes` in the order in which they begin."""
 
     recipes: Sequence[Recipe]
-    parts: Sequence[str] = PARTS
+    parts: Sequence[str] = DEFAULT_PARTS
     transports: Sequence[Transport] = ("tcp", "unix")
     connections: Sequence[int] = (1, 4)
     pinned: Sequence[bool] = (True, False)
     transfers: TransferPlan = field(default_factory=TransferPlan)
     small: SmallPlan = field(default_factory=SmallPlan)
     head_of_line: HeadOfLinePlan = field(default_factory=HeadOfLinePlan)
+    lookup: LookupPlan = field(default_factory=LookupPlan)
 
     def arms(self, transport: Transport) -> list[Arm]:
         return [Arm(transport, many, pinned) for pinned in self.pinned for many in self.connections]
@@ -46,7 +50,8 @@ class ServerPlan:
         arms = len(self.transports) * len(self.pinned) * len(self.connections)
         steps = arms * len(self.transfers.sizes) * self.transfers.repeats if "transfers" in self.parts else 0
         steps += self.small.steps() if "small" in self.parts else 0
-        return steps + (self.head_of_line.steps() if "head-of-line" in self.parts else 0)
+        steps += self.head_of_line.steps() if "head-of-line" in self.parts else 0
+        return steps + (len(self.transports) * self.lookup.steps() if "lookup" in self.parts else 0)
 
     def options(self) -> dict[str, object]:
         """Give the plan as the result's `options`."""
@@ -70,6 +75,7 @@ QUICK_TRANSFERS = TransferPlan(
 )
 QUICK_SMALL = SmallPlan(repeats=2, run_s=0.1)
 QUICK_HEAD_OF_LINE = HeadOfLinePlan(repeats=2, run_s=0.5)
+QUICK_LOOKUP = LookupPlan(repeats=2, run_s=0.1)
 
 
 def available(names: Sequence[str]) -> tuple[list[Recipe], dict[str, str]]:
@@ -92,8 +98,10 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         transfers=[],
         small=[],
         head_of_line=[],
+        lookup=[],
         verified=Verified(values=0, bytes=0, wrong=0),
         gate=[],
+        held=[],
         seconds=0.0,
     )
     if "transfers" in plan.parts:
@@ -109,7 +117,13 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         with ExitStack() as stack:
             servers = _started(stack, resp, "tcp", result)
             result["head_of_line"] = run_head_of_line(plan.head_of_line, servers, progress)
+    if "lookup" in plan.parts:
+        for transport in plan.transports:
+            with ExitStack() as stack:
+                servers = _started(stack, resp, transport, result)
+                result["lookup"] += run_lookup(plan.lookup, transport, servers, progress)
     result["gate"] = [row.json() for row in gate(result)]
+    result["held"] = [row.json() for row in held(result)]
     result["seconds"] = time.monotonic() - start_s
     return result
 

@@ -25,6 +25,7 @@ from kvredis.backends.connection import Connection, Reply
 from kvredis.storage.errors import KVRedisError
 
 from .errors import BenchError
+from .result import BEFORE
 from .wire import Dialect, MemcachedText, Resp, Wire
 
 Transport = Literal["tcp", "unix"]
@@ -56,6 +57,7 @@ class Recipe:
     package: str
     arguments: Callable[[Address, Path], list[str]]
     version: Callable[[], str]
+    home: Path | None = None  # the checkout whose kvredis its Python finds first; None: the one that runs the bench
 
     def missing(self) -> str | None:
         """Say why this server cannot run here, None when it can."""
@@ -90,6 +92,23 @@ def _kvredis_arguments(at: Address, folder: Path) -> list[str]:
 
 def _first_line(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().partition("\n")[0]
+
+
+def before_recipe(checkout: Path) -> Recipe:
+    """Give the server of another commit: our interpreter and flags, the kvredis of `checkout`, a git worktree.
+
+    Raises BenchError when there is no kvredis in it or git cannot tell its commit.
+    """
+    home = checkout.resolve()
+    if not (home / "kvredis" / "__main__.py").is_file():
+        raise BenchError(f"{checkout} is no checkout of kvredis: it has no kvredis/__main__.py")
+    try:
+        commit = _first_line("git", "-C", str(home), "rev-parse", "--short", "HEAD")
+    except OSError as error:
+        raise BenchError(f"cannot run git to ask {checkout} for its commit: {error.strerror}") from error
+    if not commit:
+        raise BenchError(f"{checkout} is no checkout of kvredis: git knows no commit of it")
+    return Recipe(BEFORE, Resp(), sys.executable, "-", _kvredis_arguments, lambda: commit, home)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -201,7 +220,8 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ, self.recipe.home),
+                cwd=folder,  # `python -m` looks where it stands first: there is no kvredis but the recipe's
                 start_new_session=True,  # Ctrl-C reaches the bench, which then stops the servers in order
             )
         if self._wait_ready():
@@ -240,11 +260,11 @@ def free_port() -> int:
         return port
 
 
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Give `environment` for a child that runs this kvredis, also from a checkout, configured by its flags alone."""
+def child_environment(environment: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
+    """Give `environment` for a child that runs the kvredis in `home`, ours if None, configured by its flags alone."""
     kept = {key: value for key, value in environment.items() if not key.startswith(("LMCACHE_", "KVREDIS_"))}
-    home = str(Path(kvredis.__file__).parent.parent)
-    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [home, kept.get("PYTHONPATH", "")]))}
+    first = str(home or Path(kvredis.__file__).absolute().parent.parent)
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [first, kept.get("PYTHONPATH", "")]))}
 
 
 def process_cpu_s(pid: int) -> float:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import BenchError, VerificationError
-from .figures import counted, middle, paired_ratio, rotated
-from .result import BASELINE, SmallRow, SmallSample
+from .figures import by_repeat, counted, middle, paired_ratio, rotated
+from .result import BASELINE, BEFORE, SUBJECT, SmallRow, SmallSample
 from .servers import ServerProcess
 
 PROGRAM = "redis-benchmark"
@@ -66,7 +66,7 @@ def run_small(plan: SmallPlan, servers: Sequence[ServerProcess], progress: Calla
                         sample = _measure(server, op, (clients, pipeline), plan.requests(clients, pipeline))
                         sample["repeat"] = repeat
                         samples[server.name].append(sample)
-                rows += _summarize((op, clients, pipeline), samples)
+                rows += summarize((op, clients, pipeline), samples)
     return rows
 
 
@@ -105,10 +105,11 @@ def parse_csv(text: str) -> SmallSample:
     )
 
 
-def _summarize(what: tuple[str, int, int], samples: dict[str, list[SmallSample]]) -> list[SmallRow]:
+def summarize(what: tuple[str, int, int], samples: dict[str, list[SmallSample]]) -> list[SmallRow]:
+    """Sum up `what` = (op, clients, pipeline) over the repeats; one row per server."""
     op, clients, pipeline = what
-    base = {sample["repeat"]: sample["rps"] for sample in samples.get(BASELINE, [])}
-    return [
+    base, before = samples.get(BASELINE, []), samples.get(BEFORE, [])
+    rows = [
         SmallRow(
             server=server,
             op=op,
@@ -119,7 +120,13 @@ def _summarize(what: tuple[str, int, int], samples: dict[str, list[SmallSample]]
             p50_ms=middle([sample["p50_ms"] for sample in own]),
             p99_ms=middle([sample["p99_ms"] for sample in own]),
             server_cpu_us_per_op=middle([sample["server_cpu_us_per_op"] for sample in own]),
-            ratio_rps=paired_ratio({sample["repeat"]: sample["rps"] for sample in own}, base),
+            ratio_rps=paired_ratio(by_repeat(own, "rps"), by_repeat(base, "rps")),
         )
         for server, own in samples.items()
     ]
+    for row in rows:
+        if row["server"] == SUBJECT and before:
+            rate, cpu = (by_repeat(row["samples"], figure) for figure in ("rps", "server_cpu_us_per_op"))
+            row["ratio_rps_to_before"] = paired_ratio(rate, by_repeat(before, "rps"))
+            row["ratio_server_cpu_to_before"] = paired_ratio(cpu, by_repeat(before, "server_cpu_us_per_op"))
+    return rows

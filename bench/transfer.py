@@ -25,8 +25,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from .errors import BenchError
-from .figures import GB, counted, middle, paired_ratio, percentile, rotated, size_text
-from .result import BASELINE, TransferRow, TransferSample
+from .figures import GB, by_repeat, counted, middle, paired_ratio, percentile, rotated, size_text
+from .result import BASELINE, BEFORE, SUBJECT, TransferRow, TransferSample
 from .servers import Peer, Transport
 from .wire import Wire
 from .workload import Job, Memory, Workload, memory_bytes, working_set
@@ -254,15 +254,12 @@ def pinned(peers: Sequence[Peer]) -> Iterator[None]:
 def summarize(arm: Arm, what: tuple[int, str, int], samples: dict[str, list[TransferSample]]) -> list[TransferRow]:
     """Sum up one operation, `what` = (size_bytes, op, in_flight), over the repeats; one row per server."""
     size_bytes, op, in_flight = what
-    base = samples.get(BASELINE, [])
-    base_rate = {sample["repeat"]: sample["gb_per_s"] for sample in base}
-    base_cpu = {sample["repeat"]: sample["server_cpu_ms_per_gb"] for sample in base}
+    base, before = samples.get(BASELINE, []), samples.get(BEFORE, [])
     rows = []
     for server, own in samples.items():
         if not own:
             raise BenchError(f"no sample of {server} in {arm}")
-        rate = {sample["repeat"]: sample["gb_per_s"] for sample in own}
-        cpu = {sample["repeat"]: sample["server_cpu_ms_per_gb"] for sample in own}
+        rate, cpu = by_repeat(own, "gb_per_s"), by_repeat(own, "server_cpu_ms_per_gb")
         rows.append(
             TransferRow(
                 server=server,
@@ -279,8 +276,11 @@ def summarize(arm: Arm, what: tuple[int, str, int], samples: dict[str, list[Tran
                 server_cpu_ms_per_gb=middle(list(cpu.values())),
                 server_cpu_ms_per_gb_min=min(cpu.values()),
                 client_cpu_ms_per_gb=middle([sample["client_cpu_ms_per_gb"] for sample in own]),
-                ratio_gb_per_s=paired_ratio(rate, base_rate),
-                ratio_server_cpu=paired_ratio(cpu, base_cpu),
+                ratio_gb_per_s=paired_ratio(rate, by_repeat(base, "gb_per_s")),
+                ratio_server_cpu=paired_ratio(cpu, by_repeat(base, "server_cpu_ms_per_gb")),
             )
         )
+        if server == SUBJECT and before:
+            rows[-1]["ratio_gb_per_s_to_before"] = paired_ratio(rate, by_repeat(before, "gb_per_s"))
+            rows[-1]["ratio_server_cpu_to_before"] = paired_ratio(cpu, by_repeat(before, "server_cpu_ms_per_gb"))
     return rows

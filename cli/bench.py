@@ -14,17 +14,21 @@ from typing import Any
 import click
 
 from kvredis.bench.gate import gate
-from kvredis.bench.report import default_path, gate_lines, save, table_lines
+from kvredis.bench.held import held
+from kvredis.bench.report import default_path, gate_lines, held_lines, save, table_lines
+from kvredis.bench.result import SUBJECT
 from kvredis.bench.server import (
+    DEFAULT_PARTS,
     PARTS,
     QUICK_HEAD_OF_LINE,
+    QUICK_LOOKUP,
     QUICK_SMALL,
     QUICK_TRANSFERS,
     ServerPlan,
     available,
     run,
 )
-from kvredis.bench.servers import RECIPES
+from kvredis.bench.servers import RECIPES, Recipe, before_recipe
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
@@ -69,22 +73,43 @@ def bench() -> None:
     """Measure kvredis against what else there is, on this machine."""
 
 
-@bench.command(epilog="Example: kvredis bench server --quick --arms kvredis,redis --json quick.json")
+@bench.command(
+    epilog="""\b
+Example: kvredis bench server --quick --arms kvredis,redis --json quick.json
+Example: git worktree add ../before HEAD~1; kvredis bench server --before ../before"""
+)
 @click.option("--quick", is_flag=True, help="About a minute: three sizes, two repeats, one connection.")
 @click.option("--arms", callback=_words(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
-@click.option("--parts", callback=_words(PARTS), metavar="LIST", help="Any of transfers,small,head-of-line.")
+@click.option(
+    "--before",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="A git worktree of another commit: its kvredis joins as one more server, and ours must not be worse.",
+)
+@click.option(
+    "--parts",
+    callback=_words(PARTS),
+    metavar="LIST",
+    help="Any of transfers,small,head-of-line,lookup; default all but lookup, with --before all.",
+)
 @click.option("--sizes", callback=_sizes, metavar="LIST", help="Value sizes, as 64KiB,2MiB (powers of 1024).")
 @click.option("--connections", callback=_counts, metavar="LIST", help="Client connections (threads); default 1,4.")
 @click.option("--transport", callback=_words(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option(
-    "--pin/--no-pin", default=None, help="Only with client and server on one CPU, or only without; else both."
+    "--pin/--no-pin", default=None, help="Transfers with client and server on one CPU, or without; else both."
 )
 @click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
-@click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
+@click.option(
+    "--gate",
+    "judge",
+    is_flag=True,
+    help="Exit with 1 when a line of the gate does not hold, or a row is worse than before.",
+)
 def server(
     quick: bool,
     arms: tuple[str, ...] | None,
+    before: Path | None,
     parts: tuple[str, ...] | None,
     pin: bool | None,
     json_path: str | None,
@@ -94,12 +119,13 @@ def server(
     """Compare kvredis with redis-server and memcached: GB/s, latency and server CPU per GB, every byte verified.
 
     Starts each server itself on the loopback, lets them take turns within each repeat, and prints medians and paired
-    ratios to redis. The JSON file holds every sample.
+    ratios to redis, and with --before to that commit. The JSON file holds every sample.
     """
     recipes, skipped = available(arms or tuple(RECIPES))
     if arms and skipped:
         raise click.ClickException("; ".join(skipped.values()))
-    plan = _plan(ServerPlan(recipes, parts=parts or PARTS), quick, pin, shape)
+    parts = parts or (PARTS if before else DEFAULT_PARTS)
+    plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
     try:
         with _terminated_as_exit(), _progress(plan.steps()) as progress:
             result = run(plan, progress, skipped)
@@ -110,18 +136,36 @@ def server(
     else:
         path = Path(json_path) if json_path else default_path(Path.cwd(), "server")
         save(result, path)
-        rows = gate(result)
-        for line in [*table_lines(result), *gate_lines(rows), "", f"Result: {path}"]:
+        verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
+        for line in [*table_lines(result), *verdicts, "", f"Result: {path}"]:
             click.echo(line)
-    if judge and not all(row["passed"] for row in result["gate"]):
+    if judge and not (all(row["passed"] for row in result["gate"]) and all(row["passed"] for row in result["held"])):
         sys.exit(1)
+
+
+def _joined(recipes: list[Recipe], before: Path | None) -> list[Recipe]:
+    """Put the kvredis of the checkout `before` next to ours, so that the two run right after one another."""
+    if before is None:
+        return recipes
+    at = next((at for at, recipe in enumerate(recipes) if recipe.name == SUBJECT), None)
+    if at is None:
+        raise click.UsageError("--before is held against kvredis, which --arms leaves out")
+    try:
+        return [*recipes[: at + 1], before_recipe(before), *recipes[at + 1 :]]
+    except KVRedisError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]) -> ServerPlan:
     """Narrow `plan` by --quick and then by each of sizes, connections, transport and repeats that was given."""
     if quick:
         plan = replace(
-            plan, transfers=QUICK_TRANSFERS, small=QUICK_SMALL, head_of_line=QUICK_HEAD_OF_LINE, connections=(1,)
+            plan,
+            transfers=QUICK_TRANSFERS,
+            small=QUICK_SMALL,
+            head_of_line=QUICK_HEAD_OF_LINE,
+            lookup=QUICK_LOOKUP,
+            connections=(1,),
         )
     if pin is not None:
         plan = replace(plan, pinned=(pin,))
@@ -138,6 +182,7 @@ def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]
             transfers=replace(plan.transfers, **every),
             small=replace(plan.small, **every),
             head_of_line=replace(plan.head_of_line, **every),
+            lookup=replace(plan.lookup, **every),
         )
     return plan
 

@@ -1,13 +1,18 @@
 """Configuration as the subcommands read it: the same sources for all, and flags made from the keys' declarations."""
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from kvredis.backends.config import KEYS, Config, Key
+from kvredis.backends.config import KEYS, Config
+from kvredis.backends.sources import Key
+from kvredis.server.options import ServerOptions
+from kvredis.storage.errors import ConfigError
 
 EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"
 """Names the event loop for tests; not a configuration key, so Config must not see it."""
@@ -22,6 +27,22 @@ def load_config(file: Path | None, overrides: Mapping[str, Any] | None = None) -
     """Read defaults, file, environment and flags. Raises ConfigError; warnings go to the log."""
     env = {name: value for name, value in os.environ.items() if name != EVENT_LOOP_VARIABLE}
     return Config.load(file, env=env, overrides=overrides)
+
+
+def server_options_of(config: Config) -> ServerOptions:
+    """Pick the server's part of the configuration: every option of a server is a key of the same name."""
+    chosen = {field.name: getattr(config, field.name) for field in fields(ServerOptions) if field.name in KEYS}
+    return ServerOptions(**chosen, config_file=config.file)
+
+
+@contextlib.contextmanager
+def told_where(config: Config) -> Iterator[None]:
+    """Let a ConfigError about an option name the file and line, variable or flag that the option is from."""
+    try:
+        yield
+    except ConfigError as error:
+        source = config.entry_origin.get(error.key) or config.origin.get(error.key.replace("-", "_"), error.source)
+        raise ConfigError(error.key, error.value, source, error.reason) from None
 
 
 def config_file_option(command: Decorated) -> Decorated:
@@ -49,5 +70,5 @@ def _option(key: Key) -> Callable[[Decorated], Decorated]:
         return click.option(f"{key.flag}/--no-{key.flag[2:]}", key.name, default=None, help=f"{text}.")
     if isinstance(key.default, tuple):
         return click.option(key.flag, key.name, multiple=True, metavar=key.metavar, help=f"{text} (repeatable).")
-    shown = "" if key.default in (None, "", 0) else f"  [default: {key.default}]"
+    shown = f"  [default: {key.default}]" if key.default else ""
     return click.option(key.flag, key.name, metavar=key.metavar, help=f"{text}.{shown}")

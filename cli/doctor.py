@@ -14,7 +14,9 @@ from pathlib import Path
 import click
 
 from kvredis.backends.config import Config
+from kvredis.server.startup import check_options
 from kvredis.storage.arena import HugepageMode, Machine
+from kvredis.storage.errors import ConfigError
 from kvredis.storage.hugepages import (
     HUGEPAGE_BYTES,
     HugepagePool,
@@ -28,7 +30,7 @@ from kvredis.storage.limits import gib, memory_obstacle
 from kvredis.storage.options import parse_size
 from kvredis.storage.pagelock import cuda_driver
 
-from .configuring import config_file_option, load_config
+from .configuring import config_file_option, load_config, server_options_of, told_where
 
 FILES_BESIDE_CLIENTS = 32
 """Open files that the server needs besides its connections, as Redis counts them."""
@@ -114,6 +116,7 @@ def examine(config: Config, machine: Machine) -> list[Finding]:
         Finding("THP (process memory)", None, anonymous_thp(machine.sys_root)),
         _memlock(config),
         _open_files(config),
+        _server_options(config),
         Finding("uvloop", None, *_uvloop()),
         Finding("GPU driver", None, *_gpu()),
     ]
@@ -194,6 +197,17 @@ def _open_files(config: Config) -> Finding:
         f"{needed} for maxclients {config.maxclients}",
         "" if enough else f"ulimit -Hn {needed}, or LimitNOFILE={needed} in the unit file",
     )
+
+
+def _server_options(config: Config) -> Finding:
+    """Certificates and settings, which `kvredis serve` would refuse to start with."""
+    try:
+        with told_where(config):
+            check_options(server_options_of(config))
+    except ConfigError as error:
+        return Finding("server options", False, str(error))
+    tls = f"TLS with {config.tls_cert_file}" if config.tls_port else "no TLS"
+    return Finding("server options", True, f"usable, {tls}")
 
 
 def _uvloop() -> tuple[str, str, str]:

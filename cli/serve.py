@@ -25,13 +25,22 @@ from typing import Any
 import click
 
 from kvredis.backends.config import Config
-from kvredis.server.server import Server, ServerOptions
+from kvredis.server.server import Server
+from kvredis.server.settings import begin
+from kvredis.server.startup import check_options
 from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
 from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
 from kvredis.storage.limits import gib
 from kvredis.storage.store import Store
 
-from .configuring import EVENT_LOOP_VARIABLE, config_file_option, load_config, server_options
+from .configuring import (
+    EVENT_LOOP_VARIABLE,
+    config_file_option,
+    load_config,
+    server_options,
+    server_options_of,
+    told_where,
+)
 from .doctor import FILES_BESIDE_CLIENTS
 
 log = logging.getLogger(__name__)
@@ -56,6 +65,8 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     logging.getLogger().setLevel(_LEVELS[config.loglevel])
     loop_factory = event_loop_factory(os.environ.get(EVENT_LOOP_VARIABLE, ""))
     options = replace(server_options_of(config), maxclients=raise_open_files(config.maxclients))
+    with told_where(config):
+        check_options(options)
     started_s = time.monotonic()
     # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for.
     store = Store.open(replace(config.store_options(), prefault_threads=0, page_lock=False))
@@ -63,8 +74,11 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         warming = Warming(store.arena, config)
         warming.before_ready()
         click.echo(arena_line(store.arena, time.monotonic() - started_s))
+        with told_where(config):
+            server = Server(store, options)
+            begin(server)
         with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(serve_until_signal(Server(store, options), warming, config.unixsocket))
+            runner.run(serve_until_signal(server, warming))
     finally:
         store.close()
 
@@ -81,18 +95,6 @@ def event_loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
     import uvloop
 
     return uvloop.new_event_loop
-
-
-def server_options_of(config: Config) -> ServerOptions:
-    """Pick the server's part of the configuration."""
-    return ServerOptions(
-        bind=config.bind,
-        port=config.port,
-        unixsocket=config.unixsocket,
-        requirepass=config.requirepass,
-        maxclients=config.maxclients,
-        loglevel=config.loglevel,
-    )
 
 
 def raise_open_files(maxclients: int) -> int:
@@ -172,27 +174,27 @@ class Warming:
             log.info("arena: warm after %.1f s, page-locked: %s", seconds, self._arena.page_locked)
 
 
-async def serve_until_signal(server: Server, warming: Warming, unixsocket: str | None) -> None:
-    """Listen, say so, and serve until SIGTERM or SIGINT; then drain. A second signal ends the process at once."""
+async def serve_until_signal(server: Server, warming: Warming) -> None:
+    """Listen, say so, and serve until SIGTERM, SIGINT or SHUTDOWN; then drain. A second signal ends the process at
+    once, with status 1; nothing is left on disk by then, since draining begins with closing the listeners."""
     try:
         await server.start()
     except OSError as error:
         raise KVRedisError(f"cannot listen: {error}") from error
     try:
         calm_collector()
-        signalled = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, signalled.set)
+            loop.add_signal_handler(number, server.request_shutdown)
         click.echo("Ready to accept connections on " + ", ".join(server.addresses))
         sys.stdout.flush()
         notify("READY=1")
         warming.after_ready()
-        await signalled.wait()
+        await server.shutdown_wanted.wait()
         notify("STOPPING=1")
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-            signal.signal(number, lambda *_: _exit_at_once(unixsocket))
+            signal.signal(number, lambda *_: os._exit(1))
         await server.stop()
     finally:
         warming.stop()
@@ -216,11 +218,3 @@ def notify(state: str) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notice:
         notice.connect("\0" + address[1:] if address.startswith("@") else address)
         notice.sendall(state.encode())
-
-
-def _exit_at_once(unixsocket: str | None) -> None:
-    """End the process from within a signal handler, with nothing left on disk: what `Server.stop` had no time for."""
-    with contextlib.suppress(OSError):
-        if unixsocket is not None:
-            os.unlink(unixsocket)
-    os._exit(1)

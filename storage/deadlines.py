@@ -44,5 +44,9 @@ class Deadlines(Generic[T]):
             if self._holds(at, item):
                 yield item
 
+    def held(self) -> set[T]:
+        """What is still to happen, in no order; for whoever wants to count it."""
+        return {item for at, _, item in list(self._heap) if self._holds(at, item)}
+
     def __len__(self) -> int:
         return len(self._heap)

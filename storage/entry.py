@@ -44,7 +44,9 @@ class Entry:
 
     __slots__ = (
         "accessed_s",
+        "affirmed_turn",
         "created_s",
+        "encoding",
         "expire_at_ms",
         "extent",
         "hits",
@@ -67,6 +69,10 @@ class Entry:
         self.leases = 0
         self.created_s = 0.0
         self.accessed_s = 0.0
+        self.encoding: tuple[bytes, str] | None = None
+        """What some want to know of how `value` came about: that value, so that it is void for another, and a word."""
+        self.affirmed_turn = 0
+        """The store's turn in which somebody was told that the key is there; 0 = never."""
 
     @property
     def tier(self) -> str:
@@ -101,6 +107,11 @@ class Reservation:
     def view(self) -> memoryview:
         """Exactly the value's bytes, to be written."""
         return self.view_with_slack[: self.length]
+
+    def shorten(self, length: int) -> None:
+        """Let the value be the first `length` bytes only; the extent stays as it is."""
+        assert 0 <= length <= self.length
+        self.length = length
 
     def commit(self, expire_at_ms: int = 0) -> None:
         """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing."""

@@ -45,10 +45,31 @@ class Index:
 
     def remove(self, entry: Entry) -> None:
         """Take away a visible entry."""
-        del self.spaces[entry.space][entry.key]
-        buckets = self._buckets[entry.space]
+        self._discard(entry.key, entry.space)
+
+    def _discard(self, key: bytes, space: int) -> None:
+        del self.spaces[space][key]
+        buckets = self._buckets[space]
         assert buckets is not None, "a visible key is in a bucket"
-        buckets[hash(entry.key) & (BUCKETS - 1)].discard(entry.key)
+        buckets[hash(key) & (BUCKETS - 1)].discard(key)
+
+    def rename(self, entry: Entry, key: bytes, space: int) -> Entry | None:
+        """Make a visible entry visible under another name and no longer under its own; returns the one it replaces."""
+        old_key, old_space = entry.key, entry.space
+        entry.key, entry.space = key, space
+        replaced = self.put(entry)
+        self._discard(old_key, old_space)
+        return replaced
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange two databases; the caller tells their entries."""
+        self.spaces[first], self.spaces[second] = self.spaces[second], self.spaces[first]
+        self._buckets[first], self._buckets[second] = self._buckets[second], self._buckets[first]
+
+    def take(self, space: int) -> dict[bytes, Entry]:
+        """Empty a database and give what was in it."""
+        entries, self.spaces[space], self._buckets[space] = self.spaces[space], {}, None
+        return entries
 
     def expires(self, at_ms: float, name: tuple[bytes, int]) -> bool:
         """Whether `name`, a key and its database, is there and is to be gone at just `at_ms`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from .allocator import Allocator, Extent
 from .arena import Arena
 from .deadlines import Deadlines
-from .entry import Entry, Lease
+from .entry import ENTRY_OVERHEAD_BYTES, Entry, Lease
 from .index import Index
 from .policy import LRU, Policy
 from .stats import StoreStats
@@ -18,6 +18,20 @@ from .stats import StoreStats
 INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
 INLINE_BYTES_LOW = 4 * 1024 * 1024
+
+
+GRACE_TURNS = 50
+"""How many turns a key whose presence was affirmed is spared by eviction, as long as others can go instead."""
+
+PUT_OFF_ENTRIES_MAX = 64 * 1024
+"""How many entries that were looked up may wait for the order of eviction to learn of it."""
+
+Change = tuple[str, bytes, int]
+"""What has happened ("set", "del", "expired", "evicted") to which key of which database."""
+
+
+Lookup = tuple[list[Entry], float, int]
+"""What was found, when (monotonic seconds), and in which turn."""
 
 
 def unix_ms() -> int:
@@ -49,6 +63,15 @@ class Ledger:
         self.leases = 0
         self.now_ms = clock_ms
         self.now_s = clock_s
+        self._looked_up: list[Lookup] = []  # runs that are not yet touched
+        self._affirmed: list[Lookup] = []
+        self._put_off_entries = 0
+        self.journal: list[Change] | None = None
+        """What has changed since somebody last looked, in order; None while nobody wants to know."""
+        self.evicts = True
+        """False: a full store refuses new values instead of letting old ones go (Redis' noeviction)."""
+        self.turn = GRACE_TURNS + 1
+        """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
         self._limits: Deadlines[Lease] = Deadlines(lambda _, lease: not lease.released)
@@ -56,7 +79,7 @@ class Ledger:
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
         if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
-            self._remove(entry)
+            self._remove(entry, "expired")
             self.stats.expired += 1
             return None
         return entry
@@ -66,6 +89,8 @@ class Ledger:
         if entry is None or (entry.expire_at_ms and self._visible(key, space) is None):
             self.stats.misses += 1
             return None
+        if self._put_off_entries:
+            self._catch_up()
         self.stats.hits += 1
         entry.hits += 1
         entry.accessed_s = self.now_s()
@@ -79,8 +104,27 @@ class Ledger:
             self.retired_bytes -= entry.extent.length
             self.allocator.free(entry.extent)
 
-    def _touch_run(self, run: list[Entry]) -> None:
-        now_s = self.now_s()
+    def _put_off(self, kind: list[Lookup], entries: list[Entry]) -> None:
+        """Note what was looked up, for when somebody asks for the order: a lookup of a thousand keys answers sooner."""
+        kind.append((entries, self.now_s(), self.turn))
+        self._put_off_entries += len(entries)
+        if self._put_off_entries > PUT_OFF_ENTRIES_MAX:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Touch the runs that were looked up, as far as they are still there, and spare what was affirmed."""
+        looked_up, affirmed = self._looked_up[:], self._affirmed[:]
+        self._looked_up.clear()
+        self._affirmed.clear()
+        self._put_off_entries = 0
+        for run, when_s, _ in looked_up:
+            self._touch_run([entry for entry in run if entry in self.policy or entry in self.inline_policy], when_s)
+        for entries, _, turn in affirmed:
+            for entry in entries:
+                entry.affirmed_turn = turn
+
+    def _touch_run(self, run: list[Entry], when_s: float | None = None) -> None:
+        now_s = self.now_s() if when_s is None else when_s
         for entry in run:
             entry.accessed_s = now_s
         self.policy.touch_run(entry for entry in run if entry.value is None)
@@ -88,6 +132,8 @@ class Ledger:
 
     def _publish(self, entry: Entry, expire_at_ms: int) -> None:
         """Make an entry visible whose bytes are already counted; what it replaces is retired."""
+        if self._put_off_entries:
+            self._catch_up()
         entry.expire_at_ms = expire_at_ms
         entry.created_s = entry.accessed_s = self.now_s()
         old = self.index.put(entry)
@@ -99,10 +145,14 @@ class Ledger:
         (self.policy if entry.value is None else self.inline_policy).admit(entry)
         if expire_at_ms:
             self._remember_expiry(entry)
+        if self.journal is not None:
+            self.journal.append(("set", entry.key, entry.space))
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, entry: Entry, why: str) -> None:
         self.index.remove(entry)
         self._retire(entry)
+        if self.journal is not None:
+            self.journal.append((why, entry.key, entry.space))
 
     def _retire(self, entry: Entry) -> None:
         """Let go of an entry that has just left the index."""
@@ -124,14 +174,14 @@ class Ledger:
     def _place(self, length: int) -> Extent | None:
         """An extent of `length` bytes, by eviction if need be."""
         extent = self.allocator.allocate(length)
-        if extent is not None or length > self.arena.nbytes:
+        if extent is not None or length > self.arena.nbytes or not self.evicts:
             return extent
-        found = self.allocator.window(length, self.policy.victims())
+        found = self.allocator.window(length, self._victims(self.policy))
         if found is None and self._revoke_overdue():
             extent = self.allocator.allocate(length)  # what was revoked may have been deleted before: then it is free
             if extent is not None:
                 return extent
-            found = self.allocator.window(length, self.policy.victims())
+            found = self.allocator.window(length, self._victims(self.policy))
         if found is None:
             return None
         extent, leaving = found
@@ -140,13 +190,33 @@ class Ledger:
         self.allocator.allocate_at(extent)
         return extent
 
+    def _victims(self, policy: Policy) -> Iterator[Entry]:
+        """Who may leave, coldest first; those whose presence was affirmed a moment ago come last of all."""
+        spared = []
+        if self._put_off_entries:
+            self._catch_up()
+        oldest = self.turn - GRACE_TURNS
+        for entry in policy.victims():
+            if entry.affirmed_turn < oldest:
+                yield entry
+            else:
+                spared.append(entry)
+        yield from spared
+
     def _evict(self, entry: Entry) -> None:
-        self._remove(entry)
+        self._remove(entry, "evicted")
         self.stats.evicted += 1
         self.stats.evicted_bytes += entry.length
 
+    def _fits_inline(self, old: Entry | None, length: int) -> bool:
+        """Whether an inline value may take the place of `old`: one that needs no more than that always may."""
+        growth = ENTRY_OVERHEAD_BYTES + length
+        if old is not None and old.value is not None:
+            growth -= old.memory_bytes
+        return growth <= 0 or self.inline_bytes + growth <= self.inline_bytes_high
+
     def _evict_inline(self, newest: Entry) -> None:
-        victims: Iterator[Entry] = self.inline_policy.victims()
+        victims = self._victims(self.inline_policy)
         leaving: list[Entry] = []
         excess = self.inline_bytes - self.inline_bytes_high
         for entry in victims:

@@ -8,6 +8,7 @@ they hold. Ordinary outcomes (a miss, no room) are None or a count.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 
 from . import survey
 from .arena import Arena
@@ -21,12 +22,14 @@ from .entry import (
     Reservation,
     extent_length,
 )
-from .ledger import Ledger, unix_ms
+from .flushing import Flushes
+from .ledger import unix_ms
+from .moves import Moves
 from .options import StoreOptions
 from .policy import Policy, make_policy
 
 
-class Store(Ledger):
+class Store(Moves, Flushes):
     """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves.
 
     `arena` is owned by the store from here on. `clock_ms` is wall-clock time for expiry, `clock_s` a monotonic clock
@@ -106,6 +109,9 @@ class Store(Ledger):
             return True
         with self._lock:
             entry = self._spaces[space].get(key)
+            if not self.evicts and not self._fits_inline(entry, len(key) + len(value)):
+                self.stats.refused += 1
+                return False
             if (
                 entry is not None
                 and entry.value is not None
@@ -119,6 +125,8 @@ class Store(Ledger):
                 entry.created_s = entry.accessed_s = self.now_s()
                 self.inline_policy.touch(entry)
                 self.stats.overwritten += 1
+                if self.journal is not None:
+                    self.journal.append(("set", key, space))
             else:
                 entry = Entry(key, space, len(value), NOWHERE, value)
                 self.inline_bytes += entry.memory_bytes
@@ -135,10 +143,12 @@ class Store(Ledger):
                 return False
             entry.expire_at_ms = at_ms
             if at_ms and at_ms <= self.now_ms():
-                self._remove(entry)
+                self._remove(entry, "del")
                 self.stats.deleted += 1
             else:
                 self._remember_expiry(entry)
+                if self.journal is not None:
+                    self.journal.append(("set", key, space))
             return True
 
     # ---- reading -------------------------------------------------------------------------------------------------
@@ -205,20 +215,33 @@ class Store(Ledger):
             return None if entry is None else self._lease(entry)
 
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
-        """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest."""
+        """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
+        the latest when somebody else is stored, evicted or lent out of the arena."""
         with self._lock:
-            run: list[Entry] = []
-            for key in keys:
-                entry = self._visible(key, space)
-                if entry is None:
-                    break
-                run.append(entry)
-            self._touch_run(run)
+            run = list(filter(None, map(self._spaces[space].get, keys)))
+            if len(run) < len(keys) or len(self._expiries):
+                found = (self._visible(key, space) for key in keys)
+                run = [entry for entry in takewhile(lambda entry: entry is not None, found) if entry is not None]
+            self._put_off(self._looked_up, run)
             return len(run)
+
+    def affirm(self, keys: Sequence[bytes], space: int = 0) -> int:
+        """How many of `keys` are present, one named twice counting twice; for a grace time they are evicted last.
+
+        Whoever is told that a block is there comes back for it at once: LMCache looks up first and then gets, and some
+        of its clients wait for ever for a value that has left in between. It is no use, so no order changes.
+        """
+        with self._lock:
+            found = list(filter(None, map(self._spaces[space].get, keys)))
+            if len(self._expiries):
+                found = [entry for entry in found if self._visible(entry.key, space) is not None]
+            self._put_off(self._affirmed, found)
+            return len(found)
 
     def touch(self, keys: Sequence[bytes], space: int = 0) -> int:
         """Note that `keys` were used at one instant, the first being the head; returns how many exist."""
         with self._lock:
+            self._catch_up()
             present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
             self._touch_run(present)
             return len(present)
@@ -241,29 +264,24 @@ class Store(Ledger):
             for key in keys:
                 entry = self._visible(key, space)
                 if entry is not None:
-                    self._remove(entry)
+                    self._remove(entry, "del")
                     deleted += 1
             self.stats.deleted += deleted
         return deleted
 
-    def flush(self, space: int | None = None) -> int:
-        """Delete everything, or everything of one database; returns how many keys that were."""
-        with self._lock:
-            leaving = [entry for entry in self.index if space is None or entry.space == space]
-            for entry in leaving:
-                self._remove(entry)
-            return len(leaving)
-
     def collect_expired(self, entries_max: int = 200) -> int:
-        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often."""
+        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often, as it
+        also does what was put off."""
         collected = 0
         with self._lock:
+            self._catch_up()
             for key, space in self._expiries.due(self.now_ms()):
-                self._remove(self.index.spaces[space][key])
+                self._remove(self.index.spaces[space][key], "expired")
                 self.stats.expired += 1
                 collected += 1
                 if collected == entries_max:
                     break
+            self._drop_discarded()
         return collected
 
     def revoke_overdue(self) -> int:

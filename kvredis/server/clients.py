@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 from .arguments import parse_integer
 from .commands import container, subcommand
-from .connection import BAD_CLIENT_NAME, DEFAULT_USER, is_plain_word
+from .connection import BAD_CLIENT_NAME, is_plain_word
 from .help import help_reply
 from .replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+from .tracking import letters_of, redirection_of
 
 if TYPE_CHECKING:
     from .session import Session
 
 CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
-"""The types that Redis knows; every client here is a normal one."""
+"""The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""
 
 BAD_CLIENT_ID = error("ERR client-id should be greater than 0")
 NO_SUCH_CLIENT = error("ERR No such client")
@@ -101,7 +102,7 @@ def client_list(session: Session, args: list[bytes]) -> Reply:
     if option == b"TYPE" and len(args) == 4:
         if args[3].upper() not in CLIENT_TYPES:
             return _unknown_type(args[3])
-        listed = list(everyone.values()) if args[3].upper() == b"NORMAL" else []
+        listed = [each for each in everyone.values() if type_of(each) == args[3].upper()]
     elif option == b"ID":
         numbers = [parse_integer(arg) for arg in args[3:]]
         if None in numbers:
@@ -130,7 +131,7 @@ def client_kill(session: Session, args: list[bytes]) -> Reply:
         for each in found[:1]:
             _close(session, each)
         return OK if found else NO_SUCH_CLIENT
-    filters = _kill_filters(args)
+    filters = _kill_filters(session, args)
     if isinstance(filters, bytes):
         return filters
     skip_me = filters.pop(b"SKIPME", b"YES").upper() == b"YES"
@@ -186,15 +187,35 @@ def client_help(session: Session, args: list[bytes]) -> Reply:
     return help_reply("client")
 
 
+def type_of(session: Session) -> bytes:
+    """What kind of client it is, for the filters of LIST and KILL."""
+    return b"PUBSUB" if session.subscriptions else b"NORMAL"
+
+
 def describe(session: Session) -> bytes:
     """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, with a line break.
 
-    What no client can have here (subscriptions, transactions, tracking) says so in Redis' way; `fd` is the event loop's
-    own affair, so it is -1 as for Redis' clients without a socket.
+    `fd` is the event loop's own affair, so it is -1 as for Redis' clients without a socket.
     """
     now_s = time.monotonic()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    letters = ("U" if unix_socket else "") + ("e" if session.no_evict else "") + ("T" if session.no_touch else "")
+    queued = session.transaction
+    letters = "".join(
+        letter
+        for letter, is_so in (
+            ("O", session.id in session.server.monitors),
+            ("P", session.subscriptions > 0),
+            ("x", queued is not None),
+            ("b", session.waiting is not None),
+            (letters_of(session), True),
+            ("d", session.watch_broken),
+            ("c", session.close_after_reply),
+            ("U", unix_socket),
+            ("e", session.no_evict),
+            ("T", session.no_touch),
+        )
+        if is_so
+    )
     fields: list[tuple[str, object]] = [
         ("id", session.id),
         ("addr", session.addr),
@@ -205,14 +226,14 @@ def describe(session: Session) -> bytes:
         ("idle", int(now_s - session.last_command_s)),
         ("flags", letters or "N"),
         ("db", session.space),
-        ("sub", 0),
-        ("psub", 0),
-        ("ssub", 0),
-        ("multi", -1),
+        ("sub", len(session.channels)),
+        ("psub", len(session.patterns)),
+        ("ssub", len(session.shard_channels)),
+        ("multi", -1 if queued is None else len(queued.commands)),
         ("qbuf", session.pending_bytes),
         ("qbuf-free", 0),
         ("argv-mem", 0),
-        ("multi-mem", 0),
+        ("multi-mem", 0 if queued is None else queued.held_bytes),
         ("rbs", 0),
         ("rbp", 0),
         ("obl", 0),
@@ -221,8 +242,8 @@ def describe(session: Session) -> bytes:
         ("tot-mem", session.pending_bytes + session.unsent_bytes),
         ("events", "r"),
         ("cmd", session.last_command),
-        ("user", session.user.decode("latin-1")),
-        ("redir", -1),
+        ("user", session.user.name.decode("latin-1")),
+        ("redir", redirection_of(session)),
         ("resp", session.resp),
         ("lib-name", session.lib_name.decode("latin-1")),
         ("lib-ver", session.lib_ver.decode("latin-1")),
@@ -236,12 +257,12 @@ _FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
     b"ID": lambda each, value: each.id == int(value),
     b"ADDR": lambda each, value: each.addr.encode() == value,
     b"LADDR": lambda each, value: each.laddr.encode() == value,
-    b"USER": lambda each, value: each.user == value,
-    b"TYPE": lambda each, value: value.upper() == b"NORMAL",
+    b"USER": lambda each, value: each.user.name == value,
+    b"TYPE": lambda each, value: value.upper() == type_of(each),
 }
 
 
-def _kill_filters(args: list[bytes]) -> dict[bytes, bytes] | bytes:
+def _kill_filters(session: Session, args: list[bytes]) -> dict[bytes, bytes] | bytes:
     """The options of CLIENT KILL's new form, checked, or the error for them."""
     filters: dict[bytes, bytes] = {}
     for at in range(2, len(args), 2):
@@ -253,7 +274,7 @@ def _kill_filters(args: list[bytes]) -> dict[bytes, bytes] | bytes:
             return BAD_CLIENT_ID
         if option == b"TYPE" and value.upper() not in CLIENT_TYPES:
             return _unknown_type(value)
-        if option == b"USER" and value != DEFAULT_USER:
+        if option == b"USER" and session.server.acl.user(value) is None:
             return error(b"ERR No such user '%b'" % value.split(b"\0")[0])
         if option == b"SKIPME" and value.upper() not in (b"YES", b"NO"):
             return SYNTAX_ERROR

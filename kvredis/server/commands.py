@@ -10,14 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
+from .pending import Answer
 from .replies import Reply, error
 
 if TYPE_CHECKING:
+    from .request import Argument
     from .session import Session
 
-Handler: TypeAlias = "Callable[[Session, list[bytes]], Reply]"
+Handler: TypeAlias = "Callable[[Session, list[bytes]], Answer]"
+
+PLAIN_ARGS_MAX = 16
+"""Of commands that change something; a lookup of thousands of keys still takes but a millisecond."""
+QUICK = frozenset({"set", "setex", "psetex", "getrange", "mset"})
+"""O(1) here, though Redis does not call them fast."""
+
+NEVER_PLAIN = frozenset({"no_auth", "pubsub", "admin", "blocking"})
+"""Flags of commands that change who the client is, speak to others, or wait."""
+
+H = TypeVar("H", bound=Handler)
 
 ECHO_BYTES_MAX = 128
 """How much of a client's own words an "unknown command" error repeats."""
@@ -31,7 +43,8 @@ class Command:
     keys: first and last argument that is a key and the step between them, (0, 0, 0) for none; last -1 is the end.
     payload_args: (first, step) of the arguments that may be received straight into the arena (SET is (2, 0): just the
         one; MSET is (2, 2): every second one from there), () for none.
-    access: what the command does with its keys, in the words of Redis' key specifications.
+    access: what the command does with its keys, in the words of Redis' key specifications; `|` stands between what it
+        does with the first and with the second.
     syntax: the arguments in the notation of Redis' help; COMMAND DOCS is made from it.
     """
 
@@ -52,9 +65,14 @@ class Command:
     subcommands: dict[str, Command] = field(default_factory=dict)
 
     def plain_handler(self, argc: int) -> Handler | None:
-        """The handler, if `argc` arguments fit and no subcommand has to be looked for; else `lookup` knows more."""
+        """The handler, if a call with `argc` arguments can take the session's plain way: short, O(1), no subcommand to
+        be looked for, and nothing that concerns the connection or other clients. Else None: it needs care."""
         fits = argc == self.arity or 0 < -self.arity <= argc
-        return self.handler if fits and not self.subcommands else None
+        quick = "fast" in self.flags or self.name in QUICK
+        bounded = argc <= PLAIN_ARGS_MAX or "readonly" in self.flags
+        if not (fits and quick and bounded) or self.subcommands or not NEVER_PLAIN.isdisjoint(self.flags):
+            return None
+        return self.handler
 
 
 COMMANDS: dict[bytes, Command] = {}
@@ -64,21 +82,21 @@ SPELLINGS: dict[bytes, Command] = {}
 """The same by upper-case and by lower-case name: what the session's hot path asks before `lookup`."""
 
 
-def command(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Handler]:
+def command(name: str, *, arity: int, **facts: object) -> Callable[[H], H]:
     """Register the decorated function as `name`. `facts` are Command's fields; `flags`, `acl` (its categories),
     `access` and `tips` are given as words in one string, `payload` as payload_args."""
 
-    def register(handler: Handler) -> Handler:
+    def register(handler: H) -> H:
         _add(_describe(name, arity, handler, facts))
         return handler
 
     return register
 
 
-def subcommand(full_name: str, *, arity: int, **facts: object) -> Callable[[Handler], Handler]:
+def subcommand(full_name: str, *, arity: int, **facts: object) -> Callable[[H], H]:
     """The same for `container|name`; the container must have been registered before."""
 
-    def register(handler: Handler) -> Handler:
+    def register(handler: H) -> H:
         container, _, name = full_name.partition("|")
         parent = COMMANDS[container.upper().encode()]
         parent.subcommands[name] = _describe(full_name, arity, handler, {"group": parent.group, **facts})
@@ -113,9 +131,30 @@ def lookup(args: list[bytes]) -> Command | bytes:
     return found
 
 
+def takes_payload(name: bytes) -> bool:
+    """Whether a command's arguments may be received into the arena."""
+    found = SPELLINGS.get(name) or SPELLINGS.get(name.upper())
+    return found is not None and bool(found.payload_args)
+
+
+def shown(args: list[Argument]) -> list[bytes]:
+    """A command's arguments for whoever only decides: in place of a payload there is nothing."""
+    if isinstance(args[0], bytes) and not takes_payload(args[0]):
+        return cast("list[bytes]", args)
+    return [arg if isinstance(arg, bytes) else b"" for arg in args]
+
+
 def wrong_arity(name: str) -> bytes:
     """The error for a wrong number of arguments; `name` in full, as in `client|setinfo`."""
     return error(f"ERR wrong number of arguments for '{name}' command")
+
+
+def wrong_subcommand(args: list[bytes]) -> bytes:
+    """The error for a subcommand whose arguments are not as they must be, where Redis does not say more."""
+    name = args[0].upper()
+    return error(
+        b"ERR unknown subcommand or wrong number of arguments for '%b'. Try %b HELP." % (_c_string(args[1]), name)
+    )
 
 
 def unknown_command(args: list[bytes]) -> bytes:

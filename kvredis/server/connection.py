@@ -6,11 +6,11 @@ only how it identifies itself.
 
 from __future__ import annotations
 
-import hmac
 from typing import TYPE_CHECKING
 
 from kvredis.storage.index import SPACES
 
+from .acl_users import DEFAULT_USER
 from .arguments import parse_integer
 from .commands import command, wrong_arity
 from .replies import (
@@ -23,12 +23,14 @@ from .replies import (
     WRONG_PASSWORD,
     Reply,
     bulk,
+    bulks,
     error,
     integer,
     map_reply,
     payload,
     simple,
 )
+from .transactions import end_transaction
 
 if TYPE_CHECKING:
     from .session import Session
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 REDIS_VERSION = "7.4.0"
 """The version that clients are told: redis-py keeps no client-side cache with a server that says less."""
 
-DEFAULT_USER = b"default"
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 BAD_CLIENT_NAME = b"-ERR Client names cannot contain spaces, newlines or special characters.\r\n"
@@ -66,6 +67,8 @@ def ping(session: Session, args: list[bytes]) -> Reply:
     """PING [message]."""
     if len(args) > 2:
         return wrong_arity("ping")
+    if session.subscriptions and session.resp == 2:  # to such a client everything is a message
+        return bulks([b"pong", *(args[1:] or [b""])])
     return PONG if len(args) == 1 else payload(args[1])
 
 
@@ -107,7 +110,14 @@ def quit_(session: Session, args: list[bytes]) -> Reply:
     summary="Bring the connection back to the state in which it was opened.",
 )
 def reset(session: Session, args: list[bytes]) -> Reply:
-    """RESET: protocol 2, database 0, no name, and logged out where a password is set. The library's name stays."""
+    """RESET: protocol 2, database 0, no name, no transaction, nothing listened to or tracked, and logged out where a
+    password is set. The library's name stays."""
+    server = session.server
+    end_transaction(session)
+    server.pubsub.forget(session)
+    server.tracking.forget(session)
+    server.stop_monitoring(session)
+    session.reply_mode = "on"
     session.speak(2)
     session.forget_authentication()
     session.space = 0
@@ -128,13 +138,13 @@ def reset(session: Session, args: list[bytes]) -> Reply:
     summary="Log in.",
 )
 def auth(session: Session, args: list[bytes]) -> Reply:
-    """AUTH [username] password. The one user is `default`; without a password set it takes any."""
+    """AUTH [username] password; a user without a password takes any."""
     if len(args) > 3:
         return SYNTAX_ERROR
-    if len(args) == 2 and not session.server.requirepass:
+    if len(args) == 2 and session.server.acl.default.nopass:
         return NO_PASSWORD_SET
     user = DEFAULT_USER if len(args) == 2 else args[1]
-    return OK if log_in(session, user, args[-1]) else WRONG_PASSWORD
+    return OK if log_in(session, args[0], user, args[-1]) else WRONG_PASSWORD
 
 
 @command(
@@ -191,20 +201,24 @@ def hello(session: Session, args: list[bytes]) -> Reply:
             at += 2
         else:
             return error(b"ERR Syntax error in HELLO option '%b'" % args[at].split(b"\0")[0])
-    if credentials is not None and not log_in(session, *credentials):
+    if credentials is not None and not log_in(session, args[0], *credentials):
         return WRONG_PASSWORD
     if not session.authenticated:
         return HELLO_NEEDS_AUTH
     if name is not None:
         session.name = name
+    session.said_hello = True
     session.speak(protocol)
     return _introduction(session)
 
 
-def log_in(session: Session, user: bytes, password: bytes) -> bool:
-    """Check credentials in constant time and note who it is; a wrong try leaves the session as it was."""
-    required = session.server.requirepass
-    if user != DEFAULT_USER or (required and not hmac.compare_digest(password, required)):
+def log_in(session: Session, command: bytes, name: bytes, password: bytes) -> bool:
+    """Check credentials and note who it is; a wrong try, with `command` as it was typed, is noted in ACL LOG and leaves
+    the session as it was."""
+    acl = session.server.acl
+    user = acl.login(name, password)
+    if user is None:
+        acl.note_failed_login(session, command, name)
         return False
     session.authenticate(user)
     return True

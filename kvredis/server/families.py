@@ -2,7 +2,37 @@
 
 from importlib import import_module
 
-FAMILIES = ("connection", "clients", "introspect", "info", "settings", "keys", "objects", "strings", "kv")
+FAMILIES = (
+    "connection",
+    "clients",
+    "pausing",
+    "transactions",
+    "acl_commands",
+    "pubsub_commands",
+    "tracking_commands",
+    "introspect",
+    "info",
+    "config_commands",
+    "keys",
+    "expiry",
+    "renames",
+    "databases",
+    "objects",
+    "dump",
+    "strings",
+    "getset",
+    "edits",
+    "counters",
+    "lcs",
+    "kv",
+    "server_commands",
+    "cluster",
+    "memory",
+    "slowlog",
+    "latency",
+    "monitor",
+    "debug",
+)
 
 
 def load_families() -> None:

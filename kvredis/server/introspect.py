@@ -141,11 +141,12 @@ def command_getkeysandflags(session: Session, args: list[bytes]) -> Reply:
     found = _command_with_keys(args[2:])
     if isinstance(found, bytes):
         return found
-    words = [word for word in found.access if word != "variable_flags"]
+    accesses = accesses_of(found)
     if found.name == "set" and b"GET" not in map(bytes.upper, args[5:]):
-        words = ["OW", "update"]  # the one command whose access depends on its options
-    flags = set_reply(session, [simple(word) for word in words])
-    return array([array([bulk(key), flags]) for key in keys_of(found, args[2:])])
+        accesses = [["OW", "update"]]  # the one command whose access depends on its options
+    flags = [set_reply(session, [simple(word) for word in words if word != "variable_flags"]) for words in accesses]
+    keys = keys_of(found, args[2:])
+    return array([array([bulk(key), flags[min(at, len(flags) - 1)]]) for at, key in enumerate(keys)])
 
 
 @subcommand("command|help", arity=2, since="5.0.0", summary="Print this help.", **_COMMON)
@@ -164,9 +165,21 @@ def find(name: bytes) -> Command | None:
 
 
 def keys_of(found: Command, args: list[bytes]) -> list[bytes]:
-    """The keys in `args`, a command line of `found`."""
+    """The keys in `args`, a command line of `found`; what is in their place but names a shard channel is none."""
+    if not has_keys(found):
+        return []
     first, last, step = found.keys
     return args[first : len(args) + last + 1 if last < 0 else last + 1 : step]
+
+
+def accesses_of(found: Command) -> list[list[str]]:
+    """What is done to the keys: one list of words for all of them, or, as in RENAME, one for each."""
+    return [words.split() for words in " ".join(found.access).split("|")]
+
+
+def has_keys(found: Command) -> bool:
+    """Whether some arguments of `found` are keys."""
+    return bool(found.keys[0]) and "not_key" not in found.access
 
 
 def _command_with_keys(args: list[bytes]) -> Command | bytes:
@@ -176,7 +189,7 @@ def _command_with_keys(args: list[bytes]) -> Command | bytes:
         found = found.subcommands.get(args[1].lower().decode("latin-1"))
     if found is None:
         return error("ERR Invalid command specified")
-    if not found.keys[0]:
+    if not has_keys(found):
         return error("ERR The command has no key arguments")
     if len(args) != found.arity and (found.arity > 0 or len(args) < -found.arity):
         return error("ERR Invalid number of arguments specified for command")
@@ -196,7 +209,7 @@ def _info(session: Session, found: Command) -> Reply:
             integer(step),
             set_reply(session, [simple("@" + category) for category in found.categories]),
             set_reply(session, [bulk(tip) for tip in found.tips]),
-            set_reply(session, [_key_spec(session, found)] if first else []),
+            set_reply(session, _key_specs(session, found) if first else []),
             array([_info(session, part) for part in found.subcommands.values()])
             if found.subcommands
             else set_reply(session, []),
@@ -204,9 +217,19 @@ def _info(session: Session, found: Command) -> Reply:
     )
 
 
-def _key_spec(session: Session, found: Command) -> Reply:
-    """Where the keys begin and how far they go; `lastkey` counts from the first key, -1 is the end."""
+def _key_specs(session: Session, found: Command) -> list[Reply]:
+    """One specification for all keys of a command, or one for each if it does different things to them."""
     first, last, step = found.keys
+    accesses = accesses_of(found)
+    if len(accesses) == 1:
+        return [_key_spec(session, accesses[0], first, last, step)]
+    return [
+        _key_spec(session, words, at, at, 1) for words, at in zip(accesses, range(first, last + 1, step), strict=True)
+    ]
+
+
+def _key_spec(session: Session, access: list[str], first: int, last: int, step: int) -> Reply:
+    """Where the keys begin and how far they go; `lastkey` counts from the first key, -1 is the end."""
     range_ = [
         (bulk("lastkey"), integer(last if last < 0 else last - first)),
         (bulk("keystep"), integer(step)),
@@ -217,7 +240,7 @@ def _key_spec(session: Session, found: Command) -> Reply:
     return map_reply(
         session,
         [
-            (bulk("flags"), set_reply(session, [simple(word) for word in found.access])),
+            (bulk("flags"), set_reply(session, [simple(word) for word in access])),
             (bulk("begin_search"), map_reply(session, begin)),
             (bulk("find_keys"), map_reply(session, end)),
         ],

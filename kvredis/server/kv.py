@@ -62,7 +62,7 @@ def prefetch(session: Session, args: list[bytes]) -> Reply:
     since="0.1.0",
     summary="Returns what is known of a block: tensor facts from its safetensors header, tier, hits, age.",
     syntax="key",
-    access="RO",
+    access="RO access",
 )
 def meta(session: Session, args: list[bytes]) -> Reply:
     """nil without the key; the tensor facts are nil for a value that is no safetensors file."""

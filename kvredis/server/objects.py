@@ -1,66 +1,25 @@
-"""MEMORY and OBJECT: what one value costs and how it is kept. Looking does not count as use."""
+"""OBJECT: how one value is kept. Looking does not count as use."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import parse_integer
 from .commands import container, subcommand
 from .help import help_reply
-from .replies import NOT_AN_INTEGER, ONE, SYNTAX_ERROR, Reply, bulk, error, integer
+from .replies import ONE, Reply, bulk, error, integer
+from .values import encoding_of
 
 if TYPE_CHECKING:
     from kvredis.storage.entry import Entry
 
     from .session import Session
 
-EMBEDDED_BYTES_MAX = 44
-"""Redis keeps strings up to this length in one piece with their header and calls that `embstr`."""
-
 NO_LFU = error(
     "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
     "between policies at runtime LRU and LFU data will take some time to adjust."
 )
 
-container(
-    "memory",
-    since="4.0.0",
-    group="server",
-    complexity="Depends on subcommand.",
-    summary="What values cost.",
-)
 container("object", since="2.2.3", complexity="Depends on subcommand.", summary="How a value is kept.")
-
-
-@subcommand(
-    "memory|usage",
-    arity=-3,
-    flags="readonly",
-    keys=(2, 2, 1),
-    acl="read slow",
-    access="RO",
-    since="4.0.0",
-    syntax="key [SAMPLES count]",
-    summary="Bytes of memory that a key and its value take, rounding and bookkeeping included.",
-)
-def memory_usage(session: Session, args: list[bytes]) -> Reply:
-    """MEMORY USAGE key [SAMPLES n]; samples are checked and mean nothing for a string."""
-    for at in range(3, len(args), 2):
-        if args[at].upper() != b"SAMPLES" or at + 1 == len(args):
-            return SYNTAX_ERROR
-        samples = parse_integer(args[at + 1])
-        if samples is None:
-            return NOT_AN_INTEGER
-        if samples < 0:
-            return SYNTAX_ERROR
-    entry = _entry(session, args)
-    return session.nil if entry is None else integer(entry.memory_bytes)
-
-
-@subcommand("memory|help", arity=2, flags="loading stale", acl="slow", since="4.0.0", summary="Print this help.")
-def memory_help(session: Session, args: list[bytes]) -> Reply:
-    """MEMORY HELP."""
-    return help_reply("memory")
 
 
 @subcommand(
@@ -78,11 +37,7 @@ def memory_help(session: Session, args: list[bytes]) -> Reply:
 def object_encoding(session: Session, args: list[bytes]) -> Reply:
     """OBJECT ENCODING key."""
     entry = _entry(session, args)
-    if entry is None:
-        return session.nil
-    if entry.value is not None and entry.length <= 20 and parse_integer(entry.value) is not None:
-        return bulk("int")
-    return bulk("embstr" if entry.length <= EMBEDDED_BYTES_MAX else "raw")
+    return session.nil if entry is None else bulk(encoding_of(entry))
 
 
 @subcommand(

@@ -11,33 +11,41 @@ whatever is not plain is read by the parser below, which is the one that knows e
 
 from collections.abc import Callable
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import Final, TypeAlias, cast
+from typing import Final, cast
 
 from kvredis.storage.entry import SLACK_BYTES, Reservation
 
+from .arguments import parse_integer
+from .inline import words_of
+from .intake import (
+    ARGUMENT_BYTES,
+    EVIDENCE_BYTES_MAX,
+    EVIDENCE_FROM_BYTES,
+    EVIDENCE_SHIFT,
+    GATHER_ARGS_MIN,
+    GATHER_BYTES_MAX,
+    GATHER_TRIES,
+    HEAD_BYTES,
+    LINE_BYTES_MAX,
+    PAYLOAD_BYTES_MIN,
+    SCRATCH_BYTES,
+    TAIL_BYTES,
+)
 from .plain import plain_commands
-
-SCRATCH_BYTES: Final = 16 * 1024
-"""Size of the receive buffer for commands: what it holds of a payload must be copied out, so it is kept small."""
-
-HEAD_BYTES: Final = 512
-"""What is offered instead to a client whose last command brought a payload: room for the next one's header and little
-of its bytes. More is offered again as soon as something else comes."""
-
-LINE_BYTES_MAX: Final = 64 * 1024
-"""Redis' PROTO_INLINE_MAX_SIZE: the longest line without a newline."""
-
-PAYLOAD_BYTES_MIN: Final = SCRATCH_BYTES
-"""Values from this length on may be received into the arena."""
-
-MULTIBULK_MAX: Final = 2**31 - 1
-UNAUTHENTICATED_ARGS_MAX: Final = 10
-UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16384
+from .request import (
+    LATER,
+    MULTIBULK_MAX,
+    REFUSED,
+    UNAUTHENTICATED_ARGS_MAX,
+    UNAUTHENTICATED_BULK_BYTES_MAX,
+    Argument,
+    OpenPayload,
+    ProtocolError,
+    QueryBufferLimit,
+    Refused,
+)
 
 STAR, NEWLINE = ord("*"), ord("\n")
-
-TAIL_BYTES: Final = 256
-"""Where a pipeline of small commands that was cut shows the start of one of them."""
 
 _BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
 _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
@@ -46,49 +54,33 @@ NOTHING: Final[list[list["Argument"]]] = []
 """What `take` gives when more bytes are needed; nobody changes it."""
 
 
-class ProtocolError(Exception):
-    """The client broke the protocol. The text goes into `-ERR Protocol error: ...`; empty = hang up without a word."""
-
-
-class Refused:
-    """Stands in a command's arguments for a payload that there was no room for; its bytes were thrown away."""
-
-
-REFUSED: Final = Refused()
-
-Argument: TypeAlias = bytes | Reservation | Refused
-OpenPayload: TypeAlias = "Callable[[list[Argument], int], Reservation | Refused | None]"
-
-
 class Parser:
     """One client's requests: receive into `buffer`, tell `take` how much, and `take` on until it gives nothing.
 
     `open_payload(args so far, length)` is asked for each bulk of PAYLOAD_BYTES_MIN or more: a Reservation takes the
-    bytes, REFUSED drops them, None means that this argument is no payload and becomes bytes like any other.
+    bytes, REFUSED drops them, LATER lets them wait, None means that this argument is no payload and becomes bytes like
+    any other. `takes_payload(name)` says whether a command may have such an argument at all.
     """
 
     __slots__ = (
-        "_after_payload",
-        "_args",
-        "_body",
-        "_body_hold",
-        "_end",
-        "_filled",
-        "_head_view",
-        "_length",
-        "_open_payload",
-        "_plain",
-        "_remaining",
-        "_scratch",
-        "_start",
-        "_view",
-        "authenticated",
-        "bulk_bytes_max",
-    )
+        "_after_payload", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries", "_gathered",
+        "_head_view", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch", "_start",
+        "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
+    )  # fmt: skip
 
-    def __init__(self, open_payload: OpenPayload, *, bulk_bytes_max: int = 512 * 1024 * 1024) -> None:
+    def __init__(
+        self,
+        open_payload: OpenPayload,
+        *,
+        takes_payload: Callable[[bytes], bool] = lambda name: True,
+        bulk_bytes_max: int = 512 * 1024 * 1024,
+        query_bytes_max: int = 1024 * 1024 * 1024,
+    ) -> None:
         self._open_payload = open_payload
+        self._takes_payload = takes_payload
         self.bulk_bytes_max = bulk_bytes_max
+        self.query_bytes_max = query_bytes_max
+        """What the arguments of one command may take outside the arena: client-query-buffer-limit."""
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -97,8 +89,11 @@ class Parser:
         self._after_payload = False  # the last command brought a payload, so the next one probably will
         self._start = 0  # unread bytes of the scratch: [_start, _end)
         self._end = 0
+        self._gathered = False  # the last command was long, so the next one may be
+        self._gather_tries = 0  # for naught, since the last command
         self._plain = True  # what the scratch holds has been plain so far
         self._args: list[Argument] = []
+        self._held_bytes = 0  # of those arguments, as far as they lie outside the arena
         self._remaining = 0  # arguments still missing from the command being read
         self._length = -1  # of the bulk being read, -1 = its header comes next
         self._body: memoryview | None = None  # where that bulk is being received, when not in the scratch
@@ -113,17 +108,26 @@ class Parser:
             return self._body[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
-            if not self._plain:
+            if not self._plain or (len(self._scratch) > SCRATCH_BYTES and not self._gathered):
                 self._renew()
             return self._head_view if self._after_payload else self._view
         if self._end == len(self._scratch):
             unread = self._end - self._start
             if unread == len(self._scratch):
-                self._grow()
+                self._grow(2)
+                self._plain = False
             else:
                 self._scratch[:unread] = self._scratch[self._start : self._end]
                 self._start, self._end = 0, unread
         return self._view[self._end :]
+
+    def put_by(self, received: int) -> bool:
+        """Keep what has been received, without looking at it, for the next `take`; whether there is more room."""
+        if self._body is not None:
+            self._filled += received
+            return self._filled < len(self._body)
+        self._end += received
+        return self._end - self._start < len(self._scratch)
 
     def take(self, received: int = 0) -> list[list[Argument]]:
         """The complete commands that are at hand, now that `received` bytes have been put into the last `buffer`, each
@@ -142,7 +146,10 @@ class Parser:
                 if commands:
                     self._after_payload = False
                     return commands
-                self._read_payload_head()
+                if self._scratch[self._start : self._start + 3].endswith(b"\r"):  # one digit: few arguments
+                    self._read_payload_head()
+                elif self._gathers():
+                    return NOTHING
         command = self._next()
         return NOTHING if command is None else [command]
 
@@ -152,12 +159,24 @@ class Parser:
             if isinstance(arg, Reservation):
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
+        self._start = self._end = self._held_bytes = 0
         self._open_payload = _no_payload
+
+    def rest(self) -> None:
+        """Give up a scratch that had to grow, unless something is in it: nobody knows when the client comes again."""
+        if len(self._scratch) > SCRATCH_BYTES and self._start == self._end and self._body is None:
+            self._start = self._end = 0
+            self._renew()
 
     @property
     def pending_bytes(self) -> int:
         """Bytes received and not yet part of an executed command: `qbuf` of CLIENT LIST."""
-        return self._end - self._start + self._filled
+        return self._end - self._start + self._filled + self._held_bytes
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """What the command being read holds of the arena."""
+        return [arg for arg in (*self._args, self._body_hold) if isinstance(arg, Reservation)]
 
     # ---- the quick reader ----------------------------------------------------------------------------------------
 
@@ -175,7 +194,26 @@ class Parser:
             return NOTHING  # the beginning of one large command, most likely with a payload: not worth a try
         commands, left_bytes, self._plain = plain_commands(bytes(self._view[start:end]))
         self._start = end - left_bytes
+        self._gather_tries = 0 if commands else self._gather_tries + 1
+        self._gathered = end - start > SCRATCH_BYTES
         return cast(list[list[Argument]], commands)
+
+    def _gathers(self) -> bool:
+        """Whether the command at the front of the scratch is long, made of small arguments and not complete yet: then
+        the scratch has room for more of it from here on."""
+        if not self._plain or not self.authenticated or self._gather_tries >= GATHER_TRIES:
+            return False
+        if self._scratch[self._start] != STAR:
+            return False
+        head = bytes(self._view[self._start : min(self._end, self._start + HEAD_BYTES)]).split(b"\r\n", 3)
+        if len(head) < 4 or (parse_integer(head[0][1:]) or 0) < GATHER_ARGS_MIN or self._takes_payload(head[2]):
+            return False
+        unread = self._end - self._start
+        if unread >= GATHER_BYTES_MAX:
+            return False
+        if unread == len(self._scratch):
+            self._grow(4)
+        return True
 
     def _read_payload_head(self) -> None:
         """Read the first two arguments and the third one's length in one step, if they are there and look as in SET.
@@ -191,7 +229,7 @@ class Parser:
             and name_length == _BULK_HEADS[len(name)]
             and key_length == _BULK_HEADS[len(key)]
             and length[:1] == b"$"
-            and PAYLOAD_BYTES_MIN <= (_strict_int(length[1:]) or 0) <= self.bulk_bytes_max
+            and PAYLOAD_BYTES_MIN <= (parse_integer(length[1:]) or 0) <= self.bulk_bytes_max
             and self.authenticated
         ):
             self._start += sum(map(len, parts[:6])) + 12
@@ -206,6 +244,7 @@ class Parser:
             if not self._remaining:
                 if self._args:
                     args, self._args = self._args, []
+                    self._held_bytes = 0
                     return args
                 if self._start == self._end:
                     return None
@@ -236,7 +275,7 @@ class Parser:
         line = self._line("mbulk count")
         if line is None:
             return False
-        count = _strict_int(line[1:])
+        count = parse_integer(line[1:])
         if count is None or count > MULTIBULK_MAX:
             raise ProtocolError("invalid multibulk length")
         if count > UNAUTHENTICATED_ARGS_MAX and not self.authenticated:
@@ -251,7 +290,7 @@ class Parser:
         if line[:1] != b"$":
             got = line[:1].decode("latin-1") if line else " "
             raise ProtocolError(f"expected '$', got '{got}'")
-        length = _strict_int(line[1:])
+        length = parse_integer(line[1:])
         if length is None or not 0 <= length <= self.bulk_bytes_max:
             raise ProtocolError("invalid bulk length")
         if length > UNAUTHENTICATED_BULK_BYTES_MAX and not self.authenticated:
@@ -266,16 +305,25 @@ class Parser:
             past = self._start + length + 2
             if past > self._end:
                 return False
+            self._hold(length)
             self._args.append(bytes(self._view[self._start : past - 2]))
             self._start = past
             self._remaining -= 1
             self._length = -1
             return True
+        if length >= EVIDENCE_FROM_BYTES and self._end - self._start < min(
+            length >> EVIDENCE_SHIFT, EVIDENCE_BYTES_MAX
+        ):
+            return False
         hold = self._open_payload(self._args, length) if length >= PAYLOAD_BYTES_MIN else None
-        self._body_hold = hold
+        if hold is LATER:
+            return False
+        self._body_hold = cast("Reservation | Refused | None", hold)
         if isinstance(hold, Reservation):
             self._body = hold.view_with_slack
         else:
+            if hold is None:
+                self._hold(length)
             # Mapped, since a bytearray would touch all that is only claimed so far, up to 512 MiB.
             claimed = 1 if hold is REFUSED else length + SLACK_BYTES
             self._body = memoryview(mmap(-1, claimed, MAP_PRIVATE | MAP_ANONYMOUS))
@@ -287,6 +335,13 @@ class Parser:
         self._filled = here
         return self._finish_body()
 
+    def _hold(self, length: int) -> None:
+        """Count what an argument takes outside the arena; too much of it ends the connection without a word, as it
+        does with Redis."""
+        self._held_bytes += length
+        if self._held_bytes + ARGUMENT_BYTES * len(self._args) > self.query_bytes_max:
+            raise QueryBufferLimit("")
+
     def _finish_body(self) -> bool:
         """The bulk that has its own place becomes an argument once it is complete."""
         if self._filled < self._length + SLACK_BYTES:
@@ -295,6 +350,7 @@ class Parser:
         # No payload of the arena, so it becomes bytes like every other argument: a copy, of what is large but rare.
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
         self._after_payload = self._body_hold is not None
+        self._gathered = False
         self._body, self._body_hold = None, None
         self._filled = 0
         self._remaining -= 1
@@ -310,20 +366,14 @@ class Parser:
             return None
         line = bytes(self._view[self._start : at])
         self._start = at + 1
-        words = split_words(line.removesuffix(b"\r"))
-        if words is None:
-            raise ProtocolError("unbalanced quotes in request")
-        if words and words[0].lower() in (b"post", b"host:"):
-            raise ProtocolError("")  # a browser that was talked into posting here gets no answer
-        return list(words)
+        return list(words_of(line.removesuffix(b"\r")))
 
-    def _grow(self) -> None:
-        """A line longer than the scratch: Redis allows 64 KiB of it."""
+    def _grow(self, factor: int) -> None:
+        """A line longer than the scratch, of which Redis allows 64 KiB, or a command that is gathered."""
         unread = bytes(self._view[self._start : self._end])
-        self._scratch = bytearray(len(self._scratch) * 2)
+        self._scratch = bytearray(len(self._scratch) * factor)
         self._scratch[: len(unread)] = unread
         self._view = memoryview(self._scratch)
-        self._plain = False
         self._start, self._end = 0, len(unread)
 
     def _renew(self) -> None:
@@ -337,60 +387,3 @@ class Parser:
 
 def _no_payload(args: list[Argument], length: int) -> None:
     """Where a parser that has been abandoned would receive: nowhere."""
-
-
-def _strict_int(text: bytes) -> int | None:
-    """A decimal as Redis' string2ll reads it: no plus, no leading zero, no spaces, 64 bits; None otherwise."""
-    digits = text[1:] if text[:1] == b"-" else text
-    if not digits.isdigit() or len(digits) > 19 or (digits[:1] == b"0" and text != b"0"):
-        return None
-    value = int(text)
-    return value if -(2**63) <= value < 2**63 else None
-
-
-_ESCAPES = {ord("n"): 10, ord("r"): 13, ord("t"): 9, ord("b"): 8, ord("a"): 7}
-_HEX = b"0123456789abcdefABCDEF"
-_SPACE = b" \t\n\v\f\r\0"
-
-
-def split_words(line: bytes) -> list[bytes] | None:
-    """Words of an inline request, "double" and 'single' quoted as in redis-cli; None when quotes do not balance."""
-    words: list[bytes] = []
-    at, end = 0, len(line)
-    while True:
-        while at < end and line[at] in _SPACE:
-            at += 1
-        if at == end:
-            return words
-        word = bytearray()
-        quote = 0
-        while at < end or quote:
-            if at >= end:
-                return None
-            byte = line[at]
-            if quote and byte == quote:
-                if at + 1 < end and line[at + 1] not in _SPACE:
-                    return None
-                at += 1
-                break
-            if quote == 34 and byte == 92 and at + 1 < end:
-                code = line[at + 2 : at + 4]
-                if line[at + 1] == 120 and len(code) == 2 and code[0] in _HEX and code[1] in _HEX:
-                    word.append(int(code, 16))
-                    at += 4
-                else:
-                    word.append(_ESCAPES.get(line[at + 1], line[at + 1]))
-                    at += 2
-                continue
-            if quote == 39 and line[at : at + 2] == b"\\'":
-                word.append(39)
-                at += 2
-                continue
-            if not quote and byte in _SPACE:
-                break
-            if not quote and byte in (34, 39):
-                quote = byte
-            else:
-                word.append(byte)
-            at += 1
-        words.append(bytes(word))

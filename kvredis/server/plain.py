@@ -10,20 +10,39 @@ like bulks, and for `*2147483648` it makes a list of that length before it asks 
 
 from typing import Final
 
-PLAIN_BYTES_MAX: Final = 16 * 1024
-"""The longest buffer that may be given: it bounds a text, and so the table of length lines."""
+from .columns import ARGS_MIN, equal_words
 
-_COUNTS = {b"*%d" % n: n for n in range(1, 1025)}
+HEAD_BYTES: Final = 128
+"""What the count of a command and its name stand in, if the name is no trick."""
+
+TEXT_BYTES_MAX: Final = 16 * 1024
+"""The longest argument of a plain command: it bounds the table of length lines."""
+
+_COUNTS = {b"*%d" % n: n for n in range(1, 16385)}
 """Arguments by the line that a command begins with; longer commands are not plain."""
 
-_HEADS = tuple(b"$%d" % n for n in range(PLAIN_BYTES_MAX + 1))
+_HEADS = tuple(b"$%d" % n for n in range(TEXT_BYTES_MAX + 1))
 _LENGTHS = {head: n for n, head in enumerate(_HEADS)}
 
 
 def plain_commands(data: bytes) -> tuple[list[list[bytes]], int, bool]:
     """The commands that `data` begins with, how many bytes are left behind them, and whether those may be plain too:
     False if they cannot be, True if there are none or what is there has not ended."""
-    parts = data.split(b"\r\n")
+    start = data.find(b"\r\n")
+    count = _COUNTS.get(data[:start], 0)
+    if count >= ARGS_MIN:
+        head = data[start + 2 : start + HEAD_BYTES].split(b"\r\n", 2)
+        if len(head) == 3 and head[0] == _HEADS[len(head[1])]:
+            words = equal_words(data, count, head[1], start + len(head[0]) + len(head[1]) + 6)
+            if words is not None:
+                return [words], 0, True
+    try:
+        return _commands(data.split(b"\r\n"))
+    except IndexError:  # some text is longer than TEXT_BYTES_MAX
+        return [], len(data), False
+
+
+def _commands(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:
     last = len(parts) - 1  # what stands behind the last line break: mostly nothing
     stride = 2 * _COUNTS.get(parts[0], 0) + 1
     if last == stride:  # one command

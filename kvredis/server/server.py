@@ -4,29 +4,54 @@ It owns no threads and no loop: it runs on whichever loop starts it (uvloop lend
 copies what a write leaves over, and the sessions ask `transport_lends` which of the two they are on).
 """
 
+from __future__ import annotations
+
 import asyncio
-import contextlib
 import logging
-import os
 import secrets
-import socket
-import stat
 import time
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.store import Store
 
+from .acl import Acl
+from .claims import Claims
+from .events import publish_event
 from .families import load_families
+from .latency import LatencyMonitor
+from .listeners import Listeners
+from .options import MIB
+from .options import ServerOptions as ServerOptions
+from .outgoing import NO_LIMIT
+from .pausing import Pause
+from .pending import Pending
+from .pubsub import PubSub
 from .session import Session
+from .settings import begin
+from .slowlog import SlowLog
 from .stats import ServerStats
+from .tracking import TrackingTable
+from .transactions import mark_changed, mark_flushed, unwatch_all
+
+if TYPE_CHECKING:
+    from .commands import Command
+    from .request import Argument
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often expired blocks are collected and overdue leases revoked: Redis' default of 10 Hz."""
 
-BACKLOG = 511
-"""Redis' tcp-backlog."""
+TURNS_IN_A_SECOND: Final = 10
+
+DRAIN_S: Final = 10.0
+"""How long a shutdown waits for transfers that are under way: Redis' shutdown-timeout."""
+
+SLOW_NS_PLAIN: Final = 1_000_000
+"""Plain commands never take this long by themselves, so only a lower threshold makes it necessary to time each."""
+
+UNASKED: Final = {"expired": "x", "evicted": "e"}
+"""Changes that no command has asked for, and their class in notify-keyspace-events."""
 
 MAX_CLIENTS_REACHED = b"-ERR max number of clients reached\r\n"
 
@@ -37,66 +62,91 @@ PROTECTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Where the server listens and whom it lets in. `port` 0 takes a free one, -1 opens no TCP port."""
-
-    bind: tuple[str, ...] = ("127.0.0.1",)
-    port: int = 6379
-    unixsocket: str | None = None
-    requirepass: str = ""
-    maxclients: int = 10_000
-    loglevel: str = "notice"
-
-
 class Server:
     """A Store behind the Redis protocol. `start` binds, `stop` hangs up; in between it lives on the running loop."""
 
     def __init__(self, store: Store, options: ServerOptions) -> None:
+        load_families()
         self.store = store
         self.options = options
         self.stats = ServerStats()
         self.sessions: dict[int, Session] = {}
         self.settings: dict[str, str] = {}
-        self.requirepass = options.requirepass.encode()
+        self.acl = Acl(options.requirepass.encode(), options.aclfile or "")
+        self.acl.load_at_start()
+        self.pubsub = PubSub()
+        self.tracking = TrackingTable(self)
+        self.slowlog = SlowLog()
+        self.latency = LatencyMonitor()
+        self.claims = Claims(self)
+        self.pause = Pause(self)
+        self.monitors: dict[int, Session] = {}
+        self.watchers: dict[tuple[int, bytes], set[Session]] = {}
+        """Who watches which key of which database."""
+        self.blocked: dict[int, Pending] = {}
+        """Clients in a command that CLIENT UNBLOCK can end."""
+        self.event_letters = ""
         self.maxclients = options.maxclients
-        self.bulk_bytes_max = 512 * 1024 * 1024
+        self.protected_mode = options.protected_mode
+        self.bulk_bytes_max = options.proto_max_bulk_len
+        self.query_bytes_max = options.client_query_buffer_limit
+        self.output_limits: dict[str, tuple[int, int, int]] = {
+            "normal": NO_LIMIT,
+            "replica": (256 * MIB, 64 * MIB, 60),
+            "pubsub": (32 * MIB, 8 * MIB, 60),
+        }
+        """By class of client: hard limit, soft limit (bytes, 0 = none), seconds above the soft one."""
+        self.idle_timeout_s = options.timeout
+        self.body_timeout_s = options.body_timeout
+        self.drain_s = DRAIN_S
         self.run_id = secrets.token_hex(20)
         self.started_s = time.monotonic()
-        self.tcp_port = 0
+        self.now_s = time.monotonic
         self.unixsocket = options.unixsocket
-        self.addresses: list[str] = []
         self.transport_lends = False
+        self.slow_ns = 0
+        """A command that takes so long is worth a note in the slow log or for LATENCY."""
+        self.expires_actively = True
+        """False: keys go only when somebody looks at them (DEBUG SET-ACTIVE-EXPIRE)."""
+        self.observed = False
+        """Somebody wants to know of every change: keyspace events or client-side caches."""
+        self.watches_every_command = False
+        """No command may take the plain way."""
+        self.shutdown_wanted = asyncio.Event()
         self._session_ids = 0
-        self._listeners: list[asyncio.Server] = []
+        self.listeners = Listeners(options, self._accept, lambda: self.maxclients - len(self.sessions))
         self._tick: asyncio.TimerHandle | None = None
-        self._socket_inode = 0  # of the socket file that this server has made, 0 = none
+        self._turns = 0
         self._stopped = asyncio.Event()
-        load_families()
+        self.reconsider()
+        begin(self)
+
+    def reconsider(self) -> None:
+        """Find out anew whether commands may take the plain way, and tell every session. To be called when a reason has
+        come or gone: monitors, keyspace events, tracking clients, a pause, a threshold, a limit, a user's rights."""
+        slow_ns = [self.slowlog.threshold_ns]
+        if self.latency.threshold_ms:
+            slow_ns.append(self.latency.threshold_ms * 1_000_000)
+        self.slow_ns = min(slow_ns)
+        self.observed = bool(self.event_letters or self.tracking.clients)
+        self.watches_every_command = bool(
+            self.observed or self.monitors or self.pause.until_s or self.slow_ns < SLOW_NS_PLAIN
+        )
+        self.keep_journal()
+        for session in self.sessions.values():
+            session.reconsider()
+
+    def request_shutdown(self) -> None:
+        """Drain and end, as SIGTERM does: whoever runs this server waits for `shutdown_wanted`."""
+        self.shutdown_wanted.set()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bind every address; OSError when one cannot be had, and then none is kept."""
+        """Bind every address; OSError when one cannot be had, ConfigError for TLS files, and then none is kept."""
         loop = asyncio.get_running_loop()
         self.transport_lends = type(loop).__module__.startswith("uvloop")
-        try:
-            if self.options.port >= 0:
-                port = self.options.port
-                for host in self.options.bind:
-                    listener = await loop.create_server(self._accept, host, port, backlog=BACKLOG)
-                    self._listeners.append(listener)
-                    port = listener.sockets[0].getsockname()[1]  # with port 0 every address gets the same free one
-                    self.addresses.append(f"{host}:{port}")
-                self.tcp_port = port
-            if self.unixsocket is not None:
-                remove_stale_socket(self.unixsocket)
-                self._listeners.append(await loop.create_unix_server(self._accept, self.unixsocket, backlog=BACKLOG))
-                self._socket_inode = os.stat(self.unixsocket).st_ino
-                self.addresses.append(f"unix:{self.unixsocket}")
-        except BaseException:
-            await self.stop()
-            raise
+        self.listeners.open()
         self._tick = loop.call_later(TICK_S, self._on_tick)
 
     async def serve_forever(self) -> None:
@@ -104,35 +154,97 @@ class Server:
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Close the listeners, let replies that are under way go out for a moment, hang up; may be called twice."""
-        if self._tick is not None:
-            self._tick.cancel()
-        listeners, self._listeners = self._listeners, []
-        for listener in listeners:
-            listener.close()
-        for session in list(self.sessions.values()):
-            session.finish()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + 1.0
-        while self.sessions and loop.time() < deadline:
+        """Close the listeners, let values that are coming in and replies that are going out come to their end, hang up;
+        may be called twice."""
+        self.listeners.close()
+        deadline_s = self.now_s() + self.drain_s
+        while self.sessions and self.now_s() < deadline_s:
+            for session in list(self.sessions.values()):
+                if not session.is_receiving:
+                    session.finish()
             await asyncio.sleep(0.01)
         for session in list(self.sessions.values()):
             session.close()
         await asyncio.sleep(0)
-        if self._socket_inode and self.unixsocket is not None:
-            with contextlib.suppress(FileNotFoundError):
-                if os.stat(self.unixsocket).st_ino == self._socket_inode:  # else it is another server's by now
-                    os.unlink(self.unixsocket)
-            self._socket_inode = 0
+        if self._tick is not None:
+            self._tick.cancel()
         self._stopped.set()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where clients find us: host:port, tls:host:port, unix:path."""
+        return self.listeners.addresses
+
+    @property
+    def tcp_port(self) -> int:
+        """The plain port, once it is open."""
+        return self.listeners.tcp_port
 
     def _accept(self) -> Session:
         return Session(self)
 
     def _on_tick(self) -> None:
-        self.store.collect_expired()
-        self.store.revoke_overdue()
+        # First, so that a mistake in what follows is not the end of expiry and of time limits.
         self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
+        store = self.store
+        self._turns += 1
+        store.turn += 1
+        if self.expires_actively and not self.pause.until_s:
+            began_s = self.now_s()
+            store.collect_expired()
+            self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
+        store.revoke_overdue()
+        self.drain_journal(None)
+        self.claims.give_up_stalled()
+        self.claims.admit()
+        if self.idle_timeout_s and self._turns % TURNS_IN_A_SECOND == 0:
+            self._hang_up_idle()
+        self.stats.sample(self.now_s(), *self.traffic(), store.used_bytes)
+
+    def _hang_up_idle(self) -> None:
+        """Close clients that have said nothing for `timeout` seconds and wait for nothing."""
+        oldest_s = self.now_s() - self.idle_timeout_s
+        for session in list(self.sessions.values()):
+            if session.last_command_s < oldest_s and session.may_be_idle:
+                log.info("client %s closed: idle", session.addr)
+                session.close()
+
+    # ---- changes -------------------------------------------------------------------------------------------------
+
+    def keep_journal(self) -> None:
+        """Have the store list what changes while somebody wants to know."""
+        if self.observed or self.watchers:
+            if self.store.journal is None:
+                self.store.journal = []
+        else:
+            self.store.journal = None
+
+    def drain_journal(self, by: Session | None) -> None:
+        """Tell of everything that has changed since the last time; `by` is the client whose command did it."""
+        if not self.store.journal:
+            if self.store.journal is not None:
+                self.keep_journal()
+            return
+        journal, self.store.journal = self.store.journal, []
+        for what, key, space in journal:
+            mark_changed(self, key, space)
+            if self.tracking.clients:
+                self.tracking.touched(key, None if what in UNASKED else by)
+            if self.event_letters and what in UNASKED:
+                publish_event(self, UNASKED[what], what, key, space)
+
+    def flushed(self, space: int | None) -> None:
+        """A database (None = all of them) is about to be emptied or exchanged."""
+        self.drain_journal(None)
+        mark_flushed(self, space)
+        if self.tracking.clients:
+            self.tracking.flushed()
+
+    def note_slow(self, session: Session, command: Command, args: list[Argument], took_ns: int) -> None:
+        """A command took longer than somebody wants to allow."""
+        if "skip_slowlog" not in command.flags:
+            self.slowlog.note(session, args, took_ns)
+        self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
@@ -147,39 +259,43 @@ class Server:
         if len(self.sessions) >= self.maxclients:
             self.stats.connections_rejected += 1
             return MAX_CLIENTS_REACHED
-        if not self.requirepass and not _is_local(session.addr):
+        if self.protected_mode and self.acl.default.needs_no_password and not _is_local(session.addr):
             self.stats.connections_rejected += 1
             return PROTECTED
         self.sessions[session.id] = session
+        session.reconsider()  # from here on it is told; what has changed since it was made, it must ask
         return None
 
     def dismiss(self, session: Session) -> None:
         """A client's connection is gone."""
+        self.pubsub.forget(session)
+        self.tracking.forget(session)
+        self.claims.forget(session)
+        self.blocked.pop(session.id, None)
+        self.stop_monitoring(session)
+        unwatch_all(session)
         if self.sessions.pop(session.id, None) is not None:
             self.stats.net_input_bytes += session.input_bytes
             self.stats.net_output_bytes += session.output_bytes
+            self.stats.reads_processed += session.reads
+            self.stats.writes_processed += session.writes
+
+    def stop_monitoring(self, session: Session) -> None:
+        """A monitor goes, or RESETs."""
+        if self.monitors.pop(session.id, None) is not None:
+            self.reconsider()
+
+    def exchanges(self) -> tuple[int, int]:
+        """How often bytes were received from and handed over to all clients, those that are gone included."""
+        sessions = self.sessions.values()
+        reads = self.stats.reads_processed + sum(session.reads for session in sessions)
+        return reads, self.stats.writes_processed + sum(session.writes for session in sessions)
 
     def traffic(self) -> tuple[int, int]:
         """Bytes received from and sent to all clients, those that are gone included."""
         sessions = self.sessions.values()
         received = self.stats.net_input_bytes + sum(session.input_bytes for session in sessions)
         return received, self.stats.net_output_bytes + sum(session.output_bytes for session in sessions)
-
-
-def remove_stale_socket(path: str) -> None:
-    """Unlink a socket file that no server answers on any more. OSError (EADDRINUSE) when one does, or it is a file."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise OSError(f"{path} exists and is not a socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            os.unlink(path)
-            return
-    raise OSError(f"{path} is in use by another server")
 
 
 def _is_local(addr: str) -> bool:

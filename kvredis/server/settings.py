@@ -1,41 +1,70 @@
-"""CONFIG: the settings that tools ask a Redis for, each with its true value here, and the few that can be changed.
+"""The settings that tools ask a Redis for, each with its true value here, and what happens when one is changed.
 
-SETTINGS is the one table. A setting has one of three effects: LIVE is read by the code that it steers the moment it
-changes; FIXED was decided at start, and CONFIG SET says so in Redis' words; IGNORED is checked, kept and reported so
-that tools and test suites which set it go on, and steers nothing, because what it is for does not exist here.
+SETTINGS is the one table. A setting has one of four effects: LIVE is read by the code that it steers the moment it
+changes; FIXED was decided at start, and CONFIG SET says so in Redis' words, as for PROTECTED ones; IGNORED is checked,
+kept and reported so that tools and test suites which set it go on, and steers nothing, because what it is for does not
+exist here. Where the server keeps a value in a form of its own, `read` takes it from there, and it is kept once.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvredis.storage.errors import ConfigError
 from kvredis.storage.index import SPACES
 
-from .arguments import INT64_MAX, parse_integer
-from .commands import container, subcommand
-from .help import help_reply
-from .patterns import matcher
-from .replies import OK, SYNTAX_ERROR, Reply, bulk, error, map_reply
+from . import events, tracking
+from .setting_checks import (
+    Check,
+    anything,
+    buffer_limits,
+    clamped,
+    limits_text,
+    memory,
+    memory_or_share,
+    number,
+    one_of,
+    percentiles,
+    save_points,
+    seconds,
+    yes_no,
+)
+from .setting_effects import (
+    LOG_LEVELS,
+    set_acl_log,
+    set_body_timeout,
+    set_bulk_bytes_max,
+    set_clients_max,
+    set_idle_timeout,
+    set_keepalive,
+    set_latency_threshold,
+    set_latency_tracking,
+    set_log_level,
+    set_output_limits,
+    set_password,
+    set_policy,
+    set_protected_mode,
+    set_query_bytes_max,
+    set_slow_entries,
+    set_slow_threshold,
+)
 
 if TYPE_CHECKING:
     from .server import Server
-    from .session import Session
 
-_ADMIN = {"flags": "admin noscript loading stale", "acl": "admin slow dangerous"}
+MIB = 1024 * 1024
+INT32_MAX = 2**31 - 1
 
-container(
-    "config",
-    group="server",
-    since="2.0.0",
-    complexity="Depends on subcommand.",
-    summary="The server's settings.",
-)
+IMMUTABLE = "can't set immutable config"
+PROTECTED = "can't set protected config"
+
+Read = Callable[["Server"], str]
+Apply = Callable[["Server", str], None]
+"""Bring a value into effect; ValueError with Redis' words when that cannot be done, and then nothing has changed."""
 
 
 class Effect(Enum):
@@ -43,93 +72,8 @@ class Effect(Enum):
 
     LIVE = "live"
     FIXED = "fixed"
+    PROTECTED = "protected"
     IGNORED = "ignored"
-
-
-Check = Callable[[str], str]
-"""From what the user wrote to how Redis would report it; ValueError with Redis' words for what is wrong."""
-
-
-def _any(text: str) -> str:
-    return text
-
-
-def _yes_no(text: str) -> str:
-    if text.lower() not in ("yes", "no"):
-        raise ValueError("argument must be 'yes' or 'no'")
-    return text.lower()
-
-
-def _number(low: int, high: int = INT64_MAX) -> Check:
-    def check(text: str) -> str:
-        number = parse_integer(text.encode())
-        if number is None:
-            raise ValueError("argument couldn't be parsed into an integer")
-        return _between(number, low, high)
-
-    return check
-
-
-def _memory(low: int = 0, high: int = INT64_MAX) -> Check:
-    """Bytes with redis.conf's units: k is 1000, kb 1024, and so on."""
-
-    def check(text: str) -> str:
-        found = re.fullmatch(r"(\d{1,19})(b|kb?|mb?|gb?|)", text.lower())
-        if found is None:
-            raise ValueError("argument must be a memory value")
-        power = " kmg".index(found[2].strip("b") or " ")
-        return _between(int(found[1]) * (1024 if found[2].endswith("b") else 1000) ** power, low, high)
-
-    return check
-
-
-def _between(number: int, low: int, high: int) -> str:
-    if not low <= number <= high:
-        raise ValueError(f"argument must be between {low} and {high} inclusive")
-    return str(number)
-
-
-def _one_of(*names: str) -> Check:
-    def check(text: str) -> str:
-        if text.lower() not in names:
-            raise ValueError(f"argument(s) must be one of the following: {', '.join(names)}")
-        return text.lower()
-
-    return check
-
-
-def _save_points(text: str) -> str:
-    numbers = text.split()
-    if len(numbers) % 2 or not all(number.isdigit() for number in numbers):
-        raise ValueError("Invalid save parameters")
-    return " ".join(numbers)
-
-
-def _buffer_limits(text: str) -> str:
-    if len(text.split()) % 4:
-        raise ValueError("Wrong number of arguments in buffer limit configuration.")
-    return text
-
-
-def _percentiles(text: str) -> str:
-    numbers = text.split()
-    if not all(re.fullmatch(r"\d{1,3}(\.\d+)?", number) and float(number) <= 100 for number in numbers):
-        raise ValueError("Invalid latency-tracking-info-percentiles parameters")
-    return " ".join(numbers)
-
-
-EVENT_CLASSES = "g$lshzxetdmn"
-"""The letters of notify-keyspace-events that say what; A stands for all of them but m and n, K and E say where."""
-
-
-def _events(text: str) -> str:
-    """As Redis reports them: A first, else the classes in its order, then K, E, m and n."""
-    if set(text) - set(EVENT_CLASSES + "AKE"):
-        raise ValueError("Invalid event class character. Use 'Ag$lshzxeKEtmdn'.")
-    every = EVENT_CLASSES[:-2]
-    given = set(text) | (set(every) if "A" in text else set())
-    shown = "A" if given >= set(every) else "".join(letter for letter in "g$lshzxetd" if letter in given)
-    return shown + "".join(letter for letter in "KEmn" if letter in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,131 +81,19 @@ class Setting:
     """One setting. `default` is what it is until somebody sets it; `read` takes it from the server instead."""
 
     default: str = ""
-    check: Check = _any
+    check: Check = anything
     effect: Effect = Effect.IGNORED
-    read: Callable[[Server], str] | None = None
-    apply: Callable[[Server, str], None] | None = None
+    read: Read | None = None
+    apply: Apply | None = None
 
 
-LOG_LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
+class SettingError(ValueError):
+    """A setting that cannot be what was asked for; the text is Redis'."""
 
-
-def _set_log_level(server: Server, level: str) -> None:
-    logging.getLogger("kvredis").setLevel(LOG_LEVELS[level])
-
-
-def _set_password(server: Server, password: str) -> None:
-    server.requirepass = password.encode("utf-8", "surrogateescape")
-
-
-def _set_clients_max(server: Server, clients: str) -> None:
-    server.maxclients = int(clients)
-
-
-def _fixed(default: str = "", read: Callable[[Server], str] | None = None) -> Setting:
-    return Setting(default, effect=Effect.FIXED, read=read)
-
-
-def _yes_or_no(default: str) -> Setting:
-    return Setting(default, _yes_no)
-
-
-_PACKED = {  # encodings of types that a block store does not have; test suites set them
-    name: Setting(default, _number(-INT64_MAX))
-    for name, default in {
-        "hash-max-listpack-entries": "128",
-        "hash-max-listpack-value": "64",
-        "list-compress-depth": "0",
-        "list-max-listpack-size": "-2",
-        "set-max-intset-entries": "512",
-        "set-max-listpack-entries": "128",
-        "set-max-listpack-value": "64",
-        "stream-node-max-entries": "100",
-        "zset-max-listpack-entries": "128",
-        "zset-max-listpack-value": "64",
-    }.items()
-}
-
-SETTINGS: dict[str, Setting] = {
-    # What the server is made of; maxmemory is the arena.
-    "maxmemory": _fixed(read=lambda server: str(server.store.arena.nbytes)),
-    "maxmemory-policy": _fixed("allkeys-lru"),
-    "databases": _fixed(str(SPACES)),
-    "port": _fixed(read=lambda server: str(server.tcp_port)),
-    "bind": _fixed(read=lambda server: " ".join(server.options.bind)),
-    "unixsocket": _fixed(read=lambda server: server.unixsocket or ""),
-    "proto-max-bulk-len": _fixed(read=lambda server: str(server.bulk_bytes_max)),
-    "cluster-enabled": _fixed("no"),
-    "daemonize": _fixed("no"),
-    "supervised": _fixed("no"),
-    "io-threads": _fixed("1"),
-    "tcp-backlog": _fixed("511"),
-    "protected-mode": _fixed("yes"),
-    "appendonly": _fixed("no"),
-    "appendfilename": _fixed(""),
-    "dbfilename": _fixed(""),
-    "dir": _fixed(read=lambda server: str(Path.cwd())),
-    "logfile": _fixed(""),
-    "pidfile": _fixed(""),
-    "aclfile": _fixed(""),
-    "tls-port": _fixed("0"),
-    "timeout": _fixed("0"),
-    "replicaof": _fixed(""),
-    "enable-debug-command": _fixed("no"),
-    # What can be changed while it runs.
-    "loglevel": Setting(
-        check=_one_of(*LOG_LEVELS),
-        effect=Effect.LIVE,
-        read=lambda server: server.settings.get("loglevel", server.options.loglevel),
-        apply=_set_log_level,
-    ),
-    "maxclients": Setting(
-        check=_number(1, 2**32 - 1),
-        effect=Effect.LIVE,
-        read=lambda server: str(server.maxclients),
-        apply=_set_clients_max,
-    ),
-    "requirepass": Setting(
-        effect=Effect.LIVE,
-        read=lambda server: server.requirepass.decode("utf-8", "surrogateescape"),
-        apply=_set_password,
-    ),
-    # What is taken and steers nothing.
-    "save": Setting("", _save_points),
-    "maxmemory-samples": Setting("5", _number(1, 2**31 - 1)),
-    "maxmemory-clients": Setting("0", _memory()),
-    "maxmemory-eviction-tenacity": Setting("10", _number(0, 100)),
-    "lfu-log-factor": Setting("10", _number(0, 2**31 - 1)),
-    "lfu-decay-time": Setting("1", _number(0, 2**31 - 1)),
-    "lazyfree-lazy-eviction": _yes_or_no("no"),
-    "lazyfree-lazy-expire": _yes_or_no("no"),
-    "lazyfree-lazy-server-del": _yes_or_no("no"),
-    "lazyfree-lazy-user-del": _yes_or_no("no"),
-    "lazyfree-lazy-user-flush": _yes_or_no("no"),
-    "active-expire-effort": Setting("1", _number(1, 10)),
-    "activedefrag": _yes_or_no("no"),
-    "activerehashing": _yes_or_no("yes"),
-    "hz": Setting("10", _number(1, 500)),
-    "dynamic-hz": _yes_or_no("yes"),
-    "appendfsync": Setting("everysec", _one_of("everysec", "always", "no")),
-    "stop-writes-on-bgsave-error": _yes_or_no("yes"),
-    "tcp-keepalive": Setting("300", _number(0, 2**31 - 1)),
-    "slowlog-log-slower-than": Setting("10000", _number(-1)),
-    "slowlog-max-len": Setting("128", _number(0)),
-    "latency-monitor-threshold": Setting("0", _number(0)),
-    "latency-tracking": _yes_or_no("yes"),
-    "latency-tracking-info-percentiles": Setting("50 99 99.9", _percentiles),
-    "notify-keyspace-events": Setting("", _events),
-    "client-query-buffer-limit": Setting("1073741824", _memory(1024 * 1024)),
-    "client-output-buffer-limit": Setting(
-        "normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60", _buffer_limits
-    ),
-    "acllog-max-len": Setting("128", _number(0)),
-    "tracking-table-max-keys": Setting("1000000", _number(0)),
-    "repl-backlog-size": Setting("1048576", _memory(1)),
-    "min-replicas-to-write": Setting("0", _number(0, 2**31 - 1)),
-    **_PACKED,
-}
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+        self.reason = reason
 
 
 def value_of(server: Server, name: str) -> str:
@@ -270,88 +102,207 @@ def value_of(server: Server, name: str) -> str:
     return setting.read(server) if setting.read is not None else server.settings.get(name, setting.default)
 
 
-@subcommand(
-    "config|get",
-    arity=-3,
-    since="2.0.0",
-    complexity="O(N) in the number of settings",
-    syntax="parameter [parameter ...]",
-    summary="The settings whose names match one of the glob patterns.",
-    **_ADMIN,
-)
-def config_get(session: Session, args: list[bytes]) -> Reply:
-    """CONFIG GET pattern [pattern ...]; each setting once, and under its name as it was asked for if that is exact."""
-    shown: dict[str, bytes] = {}
-    for arg in args[2:]:
-        fits = matcher(arg.lower())
-        exact = not set(arg) & set(b"*?[")
-        for name in filter(lambda name: fits(name.encode()), SETTINGS):
-            shown.setdefault(name, arg if exact else name.encode())
-    values = {name: value_of(session.server, name).encode("utf-8", "surrogateescape") for name in shown}
-    return map_reply(session, [(bulk(shown[name]), bulk(value)) for name, value in values.items()])
+def checked(name: str, text: str) -> str:
+    """`text` as the setting would report it. SettingError for an unknown or fixed one and for what it does not take."""
+    setting = SETTINGS.get(name)
+    if setting is None:
+        raise SettingError(name, "there is no setting of this name")
+    if setting.effect in (Effect.FIXED, Effect.PROTECTED):
+        raise SettingError(name, IMMUTABLE if setting.effect is Effect.FIXED else PROTECTED)
+    try:
+        return setting.check(text)
+    except ValueError as wrong:
+        raise SettingError(name, str(wrong)) from wrong
 
 
-@subcommand(
-    "config|set",
-    arity=-4,
-    since="2.0.0",
-    tips="request_policy:all_nodes response_policy:all_succeeded",
-    complexity="O(N) in the number of settings given",
-    syntax="parameter value [parameter value ...]",
-    summary="Change settings: all of those named, or none.",
-    **_ADMIN,
-)
-def config_set(session: Session, args: list[bytes]) -> Reply:
-    """CONFIG SET name value [name value ...]."""
-    if len(args) % 2:
-        return SYNTAX_ERROR
-    pairs = [(arg, SETTINGS.get(arg.lower().decode("latin-1"))) for arg in args[2::2]]
-    for written, setting in pairs:
-        if setting is None:
-            return error(b"ERR Unknown option or number of arguments for CONFIG SET - '%b'" % written.split(b"\0")[0])
-    checked: dict[str, str] = {}
-    for (written, setting), value in zip(pairs, args[3::2], strict=True):
-        assert setting is not None
-        name = written.lower().decode("latin-1")
-        if setting.effect is Effect.FIXED:
-            return _failed(written, "can't set immutable config")
-        if name in checked:
-            return _failed(written, "duplicate parameter")
-        checked[name] = value.decode("utf-8", "surrogateescape")
-    for name, text in checked.items():
+def change(server: Server, wanted: Mapping[str, str]) -> None:
+    """Set all of `wanted`, or nothing: SettingError names the one that was in the way. Names are those of SETTINGS.
+
+    `server.settings` then holds what was asked for, which is also what CONFIG REWRITE writes.
+    """
+    texts = {name: checked(name, text) for name, text in wanted.items()}
+    done: list[tuple[str, str | None, str]] = []
+    for name, text in texts.items():
+        before = value_of(server, name)
+        done.append((name, server.settings.get(name), before))
+        server.settings[name] = text
         try:
-            checked[name] = SETTINGS[name].check(text)
+            _apply(server, name, text)
         except ValueError as wrong:
-            return _failed(name.encode(), str(wrong))
-    for name, text in checked.items():
-        session.server.settings[name] = text
-        apply = SETTINGS[name].apply
-        if apply is not None:
-            apply(session.server, text)
-    return OK
+            for changed, kept, value in reversed(done):
+                if kept is None:
+                    del server.settings[changed]
+                else:
+                    server.settings[changed] = kept
+                if changed != name:  # the one that failed has changed nothing
+                    _apply(server, changed, value)
+            raise SettingError(name, str(wrong)) from wrong
 
 
-@subcommand(
-    "config|resetstat", arity=2, since="2.0.0", summary="Set the counters that INFO shows back to zero.", **_ADMIN
-)
-def config_resetstat(session: Session, args: list[bytes]) -> Reply:
-    """CONFIG RESETSTAT."""
-    session.server.stats.reset()
-    session.store.stats.reset()
-    return OK
+def begin(server: Server) -> None:
+    """Bring into effect what the server was started with and does not read by itself. ConfigError names what is bad."""
+    options = server.options
+    own = {
+        "client-output-buffer-limit": options.client_output_buffer_limit,
+        "maxmemory-policy": options.maxmemory_policy,
+        "notify-keyspace-events": options.notify_keyspace_events,
+    }
+    further = {name.lower(): str(text) for name, text in options.settings.items()}
+    try:
+        change(server, own)
+        for name in own:
+            del server.settings[name]  # nobody has set it since the start
+        change(server, further)
+    except SettingError as wrong:
+        shown = "***" if "pass" in wrong.name else (own | further)[wrong.name]
+        raise ConfigError(wrong.name, shown, "settings", wrong.reason) from wrong
 
 
-@subcommand("config|rewrite", arity=2, since="2.8.0", summary="Write the settings to the configuration file.", **_ADMIN)
-def config_rewrite(session: Session, args: list[bytes]) -> Reply:
-    """CONFIG REWRITE: settings made at run time are not written anywhere, so there is never a file to rewrite."""
-    return error("ERR The server is running without a config file")
+def _apply(server: Server, name: str, text: str) -> None:
+    apply = SETTINGS[name].apply
+    if apply is not None:
+        apply(server, text)
 
 
-@subcommand("config|help", arity=2, flags="loading stale", acl="slow", since="5.0.0", summary="Print this help.")
-def config_help(session: Session, args: list[bytes]) -> Reply:
-    """CONFIG HELP."""
-    return help_reply("config")
+def _policy(text: str) -> str:
+    """Of Redis' policies the two that there are here."""
+    policy = one_of(
+        "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl",
+        "allkeys-lru", "allkeys-lfu", "allkeys-random", "noeviction",
+    )(text)  # fmt: skip
+    if policy not in ("allkeys-lru", "noeviction"):
+        raise ValueError("of the policies there are allkeys-lru and noeviction here")
+    return policy
 
 
-def _failed(name: bytes, reason: str) -> bytes:
-    return error(b"ERR CONFIG SET failed (possibly related to argument '%b') - %b" % (name, reason.encode()))
+def _live(check: Check, apply: Apply | None, read: Read | None = None, default: str = "") -> Setting:
+    return Setting(default, check, Effect.LIVE, read, apply)
+
+
+def _fixed(default: str = "", read: Read | None = None) -> Setting:
+    return Setting(default, effect=Effect.FIXED, read=read)
+
+
+def _ignored(check: Check, **defaults: str) -> dict[str, Setting]:
+    """Settings without an effect, by their names with underscores."""
+    return {name.replace("_", "-"): Setting(default, check) for name, default in defaults.items()}
+
+
+def _made_of() -> dict[str, Setting]:
+    """What the server is made of; maxmemory is the arena."""
+    return {
+        "maxmemory": _fixed(read=lambda server: str(server.store.arena.nbytes)),
+        "databases": _fixed(str(SPACES)),
+        "port": _fixed(read=lambda server: str(server.tcp_port)),
+        "bind": _fixed(read=lambda server: " ".join(server.options.bind)),
+        "unixsocket": _fixed(read=lambda server: server.unixsocket or ""),
+        "unixsocketperm": _fixed(read=lambda server: server.options.unixsocketperm or "0"),
+        "tls-port": _fixed(read=lambda server: str(server.listeners.tls_port)),
+        "tls-cert-file": _fixed(read=lambda server: server.options.tls_cert_file or ""),
+        "tls-key-file": _fixed(read=lambda server: server.options.tls_key_file or ""),
+        "tls-ca-cert-file": _fixed(read=lambda server: server.options.tls_ca_cert_file or ""),
+        "tls-auth-clients": _fixed(read=lambda server: server.options.tls_auth_clients),
+        "tls-protocols": _fixed(read=lambda server: " ".join(server.options.tls_protocols)),
+        "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
+        "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
+        "enable-debug-command": _fixed(read=lambda server: server.options.enable_debug_command),
+        "dir": Setting(effect=Effect.PROTECTED, read=lambda server: str(Path.cwd())),
+        "dbfilename": Setting(effect=Effect.PROTECTED),
+        **{
+            name: _fixed(default)
+            for name, default in {
+                "acl-pubsub-default": "resetchannels", "always-show-logo": "no", "appenddirname": "",
+                "appendfilename": "", "appendonly": "no", "cluster-enabled": "no", "daemonize": "no",
+                "enable-module-command": "no", "enable-protected-configs": "no", "io-threads": "1",
+                "io-threads-do-reads": "no", "logfile": "", "pidfile": "", "replicaof": "", "shutdown-timeout": "10",
+                "slaveof": "", "supervised": "no", "syslog-enabled": "no", "tcp-backlog": "511",
+            }.items()
+        },
+    }  # fmt: skip
+
+
+def _changeable() -> dict[str, Setting]:
+    """What can be changed while it runs."""
+    return {
+        "loglevel": _live(
+            one_of(*LOG_LEVELS),
+            set_log_level,
+            lambda server: server.settings.get("loglevel", server.options.loglevel),
+        ),
+        "requirepass": _live(
+            anything,
+            set_password,
+            lambda server: server.settings.get("requirepass", server.options.requirepass),
+        ),
+        "maxclients": _live(number(1, 2**32 - 1), set_clients_max, lambda server: str(server.maxclients)),
+        "protected-mode": _live(yes_no, set_protected_mode, lambda server: "yes" if server.protected_mode else "no"),
+        "maxmemory-policy": _live(
+            _policy, set_policy, lambda server: "allkeys-lru" if server.store.evicts else "noeviction"
+        ),
+        "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
+        "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),
+        "body-timeout": _live(seconds, set_body_timeout, lambda server: f"{server.body_timeout_s:g}"),
+        "proto-max-bulk-len": _live(memory(MIB), set_bulk_bytes_max, lambda server: str(server.bulk_bytes_max)),
+        "client-query-buffer-limit": _live(
+            memory(MIB), set_query_bytes_max, lambda server: str(server.query_bytes_max)
+        ),
+        "client-output-buffer-limit": _live(
+            buffer_limits, set_output_limits, lambda server: limits_text(server.output_limits)
+        ),
+        "slowlog-log-slower-than": _live(
+            number(-1), set_slow_threshold, lambda server: str(server.slowlog.threshold_us)
+        ),
+        "slowlog-max-len": _live(number(0), set_slow_entries, lambda server: str(server.slowlog.entries_max)),
+        "latency-monitor-threshold": _live(
+            number(0), set_latency_threshold, lambda server: str(server.latency.threshold_ms)
+        ),
+        "latency-tracking": _live(yes_no, set_latency_tracking, default="yes"),
+        "latency-tracking-info-percentiles": _live(percentiles, None, default="50 99 99.9"),
+        "notify-keyspace-events": _live(
+            events.normalize,
+            events.listen_for,
+            lambda server: server.settings.get(
+                "notify-keyspace-events", events.normalize(server.options.notify_keyspace_events)
+            ),
+        ),
+        "tracking-table-max-keys": _live(number(0), tracking.set_keys_max, default=str(tracking.KEYS_MAX_DEFAULT)),
+        "acllog-max-len": _live(number(0), set_acl_log, default="128"),
+    }
+
+
+def _without_effect() -> dict[str, Setting]:
+    """What is taken and steers nothing."""
+    return {
+        "save": Setting("", save_points),
+        "maxmemory-clients": Setting("0", memory_or_share),
+        "hz": Setting("10", clamped(1, 500)),
+        "appendfsync": Setting("everysec", one_of("everysec", "always", "no")),
+        "oom-score-adj": Setting("no", one_of("no", "yes", "relative", "absolute")),
+        **_ignored(number(1, INT32_MAX), maxmemory_samples="5", active_defrag_cycle_max="25"),
+        **_ignored(
+            number(0, INT32_MAX), lfu_log_factor="10", lfu_decay_time="1", min_replicas_to_write="0",
+            min_replicas_max_lag="10", repl_diskless_sync_delay="5", repl_timeout="60", repl_ping_replica_period="10",
+            replica_priority="100", auto_aof_rewrite_percentage="100", repl_backlog_ttl="3600",
+        ),
+        **_ignored(number(0), busy_reply_threshold="5000", lua_time_limit="5000"),
+        **_ignored(number(0, 100), maxmemory_eviction_tenacity="10"),
+        **_ignored(number(1, 10), active_expire_effort="1"),
+        **_ignored(memory(1), repl_backlog_size="1048576"),
+        **_ignored(memory(), auto_aof_rewrite_min_size="67108864", hll_sparse_max_bytes="3000"),
+        **_ignored(
+            yes_no, lazyfree_lazy_eviction="no", lazyfree_lazy_expire="no", lazyfree_lazy_server_del="no",
+            lazyfree_lazy_user_del="no", lazyfree_lazy_user_flush="no", activedefrag="no", activerehashing="yes",
+            dynamic_hz="yes", stop_writes_on_bgsave_error="yes", rdbcompression="yes", rdbchecksum="yes",
+            no_appendfsync_on_rewrite="no", repl_diskless_sync="yes", repl_disable_tcp_nodelay="no",
+            replica_read_only="yes", replica_serve_stale_data="yes", aof_use_rdb_preamble="yes",
+        ),
+        **_ignored(  # encodings of types that a block store does not have; test suites set them
+            number(-(2**63)), hash_max_listpack_entries="128", hash_max_listpack_value="64", list_compress_depth="0",
+            list_max_listpack_size="-2", set_max_intset_entries="512", set_max_listpack_entries="128",
+            set_max_listpack_value="64", stream_node_max_entries="100", zset_max_listpack_entries="128",
+            zset_max_listpack_value="64",
+        ),
+    }  # fmt: skip
+
+
+SETTINGS: dict[str, Setting] = {**_made_of(), **_changeable(), **_without_effect()}

@@ -1,6 +1,25 @@
-"""The door's counters: what INFO's stats, commandstats and errorstats sections and CONFIG RESETSTAT speak of."""
+"""The door's counters: what INFO's stats, commandstats, latencystats and errorstats sections and LATENCY HISTOGRAM say.
 
-from dataclasses import dataclass, field
+A command's times are kept as counts in powers of two, because `observe` is on the hot path: it is called once for a run
+of equal commands, and what a run's commands took each is its mean. Everything finer is left to the slow log.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+SAMPLES = 16
+"""How many samples, one each tick of the server, the instantaneous figures are the mean of: Redis' number."""
+
+POWERS = 64
+"""Times are counted by their bit length; one of 2**63 ns does not occur."""
+
+SHOWN_POWER_LOW, SHOWN_POWER_HIGH = 10, 30
+"""Buckets end at 1024 ns, 2048 ns and so on up to 1.07 s, which takes what is longer as well: Redis' range."""
+
+ERRORS_MAX = 128
+"""Different error codes that are counted by name: Redis' bound on errorstats."""
 
 
 @dataclass(slots=True)
@@ -13,6 +32,62 @@ class CommandStats:
     """Refused before the handler ran: arity, authentication."""
     failed_calls: int = 0
     """Answered with an error by the handler."""
+    counts: list[int] = field(default_factory=lambda: [0] * POWERS)
+    """Calls by the bit length of their nanoseconds: counts[n] took less than 2**n ns and at least half of that."""
+
+    def observe(self, calls: int, nanoseconds: int) -> None:
+        """Enter a run of `calls` >= 1 calls that took so long together."""
+        self.calls += calls
+        self.nanoseconds += nanoseconds
+        self.counts[(nanoseconds // calls).bit_length()] += calls
+
+    def histogram(self) -> list[tuple[int, int]]:
+        """(microseconds, calls that took no longer), for every bucket that adds some. The edges are those of Redis,
+        which shows the highest value that its histogram of two digits does not tell from the power of two."""
+        shown: list[tuple[int, int]] = []
+        calls = seen = 0
+        for power in range(POWERS):
+            calls += self.counts[power]
+            if power >= SHOWN_POWER_LOW and calls > seen and (power < SHOWN_POWER_HIGH or power == POWERS - 1):
+                edge = min(power, SHOWN_POWER_HIGH)
+                shown.append((((1 << edge) + (1 << (edge - 7)) - 1) // 1000, calls))
+                seen = calls
+        return shown
+
+    def percentile(self, percent: float) -> float:
+        """Microseconds that `percent` of the calls did not exceed, as if times were spread evenly in their bucket."""
+        calls = sum(self.counts)
+        wanted = max(1.0, calls * percent / 100)
+        passed = 0
+        for power, count in enumerate(self.counts):
+            if count and passed + count >= wanted:
+                low = 1 << power - 1 if power else 0
+                return (low + ((1 << power) - low) * (wanted - passed) / count) / 1000
+            passed += count
+        return 0.0
+
+
+class Rate:
+    """How much a counter grows in a second, over the last SAMPLES samples."""
+
+    __slots__ = ("_last_s", "_last_value", "_samples")
+
+    def __init__(self) -> None:
+        self._last_s = 0.0
+        self._last_value = 0
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+
+    def sample(self, now_s: float, value: int) -> None:
+        """Note what the counter is now. One that has gone back has been reset: then that much has come since."""
+        if self._last_s and now_s > self._last_s:
+            grown = value - self._last_value if value >= self._last_value else value
+            self._samples.append(grown / (now_s - self._last_s))
+        self._last_s, self._last_value = now_s, value
+
+    @property
+    def per_second(self) -> float:
+        """The mean of the samples, those that were not taken yet being 0 as in Redis."""
+        return sum(self._samples) / SAMPLES
 
 
 @dataclass(slots=True)
@@ -25,17 +100,52 @@ class ServerStats:
     net_input_bytes: int = 0
     """Of clients that are gone: Server.traffic adds the connected ones."""
     net_output_bytes: int = 0
+    reads_processed: int = 0
+    """Times that bytes of a client were received."""
+    writes_processed: int = 0
+    """Times that replies were handed to the transport."""
+    evicted_clients: int = 0
+    query_limit_disconnections: int = 0
+    output_limit_disconnections: int = 0
+    handler_exceptions: int = 0
+    """Exceptions that a handler should not have let out: each is a mistake of ours and is in the log."""
     error_replies: int = 0
     errors: dict[str, int] = field(default_factory=dict)
     """Error replies by their first word."""
     commands: dict[str, CommandStats] = field(default_factory=dict)
     """By full command name, `client|id`."""
+    used_peak_bytes: int = 0
+    """The most memory that values held at one of the ticks or when somebody asked."""
+    saves: int = 0
+    last_save_s: int = field(default_factory=lambda: int(time.time()))
+    """When SAVE or BGSAVE was last asked for, in Unix seconds; the start before that."""
+    operations: Rate = field(default_factory=Rate)
+    input_rate: Rate = field(default_factory=Rate)
+    output_rate: Rate = field(default_factory=Rate)
 
     def reset(self) -> None:
         """Back to zero, in place, because sessions hold on to this object."""
-        fresh = ServerStats()
-        for name in self.__slots__:
-            setattr(self, name, getattr(fresh, name))
+        fresh = ServerStats(last_save_s=self.last_save_s)
+        for each in fields(self):
+            setattr(self, each.name, getattr(fresh, each.name))
+
+    def sample(self, now_s: float, received: int, sent: int, used_bytes: int = 0) -> None:
+        """To be called in every tick of the server: bytes received and sent so far, and what values hold now."""
+        self.operations.sample(now_s, self.commands_processed)
+        self.input_rate.sample(now_s, received)
+        self.output_rate.sample(now_s, sent)
+        self.note_used(used_bytes)
+
+    def note_used(self, used_bytes: int) -> int:
+        """Note what values hold now; returns the peak."""
+        if used_bytes > self.used_peak_bytes:
+            self.used_peak_bytes = used_bytes
+        return self.used_peak_bytes
+
+    def note_save(self) -> None:
+        """Somebody wants all that is to be on disk to be there: it is, because nothing is to be."""
+        self.saves += 1
+        self.last_save_s = int(time.time())
 
     def command(self, name: str) -> CommandStats:
         """The record of a command, a new one at its first call."""
@@ -45,9 +155,20 @@ class ServerStats:
             record = self.commands[name] = CommandStats()
             return record
 
+    def timed(self) -> Iterator[tuple[str, CommandStats]]:
+        """Every command of which times are kept, with its record."""
+        for name, record in list(self.commands.items()):
+            if any(record.counts):
+                yield name, record
+
+    def forget_times(self) -> None:
+        """Begin every command's distribution of times anew."""
+        for record in self.commands.values():
+            record.counts = [0] * POWERS
+
     def count_error(self, reply: bytes) -> None:
         """Take note of an error reply that is about to be sent."""
         self.error_replies += 1
         code = reply[1:].split(None, 1)[0].decode("latin-1")
-        if code in self.errors or len(self.errors) < 128:  # Redis' bound on errorstats
+        if code in self.errors or len(self.errors) < ERRORS_MAX:
             self.errors[code] = self.errors.get(code, 0) + 1

@@ -6,12 +6,14 @@ as bytes or as a view under a Lease that the session keeps until it is sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
-from .arguments import INT64_MAX, parse_integer
+from .arguments import parse_integer
 from .commands import command, wrong_arity
+from .events import notify
 from .replies import (
     CRLF,
     EMPTY_BULK,
@@ -23,17 +25,19 @@ from .replies import (
     ZERO,
     Buffer,
     Reply,
-    error,
     integer,
 )
+from .values import EXPIRE, SET, UNITS, give_back, look_up, missing, option_expiry_ms, placed, publish
 
 if TYPE_CHECKING:
+    from .pending import Answer
     from .session import Session
+
+MGET_BYTES_HIGH = 1024 * 1024
+"""Payload that MGET gathers before it begins to send."""
 
 _HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
 """Before every value that is bytes."""
-
-_EXPIRY_OPTIONS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
 
 
 @command(
@@ -52,7 +56,7 @@ def get(session: Session, args: list[bytes]) -> Reply:
     value = session.fetch(args[1], session.space)
     if type(value) is bytes:
         return _HEADS[len(value)] + value + CRLF
-    return session.nil if value is None else _lent(session, value)  # type: ignore[arg-type]
+    return missing(session, args[1]) if value is None else _lent(session, value)  # type: ignore[arg-type]
 
 
 @command(
@@ -73,10 +77,11 @@ def get(session: Session, args: list[bytes]) -> Reply:
 def set_(session: Session, args: list[bytes]) -> Reply:
     """Publish a value; with options, decide first whether to."""
     value = args[2]
-    if len(args) == 3:
+    if len(args) == 3 and not session.observed:
         if type(value) is bytes:
             return OK if session.store.put(args[1], value, session.space) else OUT_OF_MEMORY
-        return _store(session, args[1], value, 0)
+        value.commit()  # type: ignore[attr-defined]
+        return OK
     reply = _set_with_options(session, args)
     if isinstance(value, Reservation):
         value.abort()  # does nothing when it was committed
@@ -92,7 +97,7 @@ def _set_with_options(session: Session, args: list[bytes]) -> Reply:
         option = args[at].upper() if isinstance(args[at], bytes) else b""
         if option in (b"NX", b"XX", b"GET", b"KEEPTTL"):
             flags.add(option)
-        elif option in _EXPIRY_OPTIONS and expire is None and at + 1 < len(args):
+        elif option in UNITS and (expire is None or expire[0] == option) and at + 1 < len(args):
             expire = option, args[at + 1]
             at += 1
         else:
@@ -102,20 +107,20 @@ def _set_with_options(session: Session, args: list[bytes]) -> Reply:
         return SYNTAX_ERROR
     expire_at_ms = 0
     if expire is not None:
-        unit_ms, relative = _EXPIRY_OPTIONS[expire[0]]
-        when = expiry_ms(expire[1], unit_ms, session.store.now_ms() if relative else 0, "set")
+        when = option_expiry_ms(session, expire, "set")
         if isinstance(when, bytes):
             return when
         expire_at_ms = when
-    old = session.store.find(key, session.space)
     answer: Reply = OK
     if b"GET" in flags:
         answer = _value(session, key)
+    old = session.store.find(key, session.space)
     if (b"NX" in flags and old is not None) or (b"XX" in flags and old is None):
+        session.store.stats.existed += old is not None
         return answer if b"GET" in flags else session.nil
     if b"KEEPTTL" in flags and old is not None:
         expire_at_ms = old.expire_at_ms
-    done = _store(session, key, value, expire_at_ms)
+    done = publish(session, key, value, expire_at_ms, SET, *((EXPIRE,) if expire else ()))
     return done if done is not OK else answer
 
 
@@ -135,10 +140,10 @@ def setnx(session: Session, args: list[bytes]) -> Reply:
     """1 when the key was free and holds the value now, else 0."""
     key, value = args[1], args[2]
     if session.store.find(key, session.space) is not None:
-        if isinstance(value, Reservation):
-            value.abort()
+        session.store.stats.existed += 1
+        give_back(args)
         return ZERO
-    done = _store(session, key, value, 0)
+    done = publish(session, key, value, 0, SET)
     return ONE if done is OK else done
 
 
@@ -155,18 +160,36 @@ def setnx(session: Session, args: list[bytes]) -> Reply:
     access="RO access",
     tips="request_policy:multi_shard",
 )
-def mget(session: Session, args: list[bytes]) -> Reply:
-    """The values in order, each lent; missing ones are nil. The keys count as used at one instant, the head last."""
+def mget(session: Session, args: list[bytes]) -> Answer:
+    """The values in order, each lent; missing ones are nil. The keys count as used at one instant, the head last.
+
+    From MGET_BYTES_HIGH of payload on the rest is looked up as the client takes it: the first value leaves before the
+    last is found, and a client that does not read holds no more of the arena than that.
+    """
     parts: list[Buffer] = [b"*%d\r\n" % (len(args) - 1)]
-    for key in args[1:]:
-        value = _value(session, key)
+    left_bytes = MGET_BYTES_HIGH
+    for at in range(1, len(args)):
+        value = _value(session, args[at])
         if isinstance(value, bytes):
             parts.append(value)
+            left_bytes -= len(value)
         else:
             parts += value
+            left_bytes -= len(value[1])
+        if left_bytes <= 0 and at + 1 < len(args):
+            return _values_from(session, args, at + 1, parts)
     if not session.no_touch:
         session.store.touch(args[1:], session.space)
     return parts
+
+
+def _values_from(session: Session, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply]:
+    """What MGET has found so far, then the values from argument `at` on as they are asked for."""
+    yield parts
+    for key in args[at:]:
+        yield _value(session, key)
+    if not session.no_touch:
+        session.store.touch(args[1:], session.space)
 
 
 @command(
@@ -187,18 +210,50 @@ def mget(session: Session, args: list[bytes]) -> Reply:
 def mset(session: Session, args: list[bytes]) -> Reply:
     """All the pairs or none: room for every value is had before the first becomes visible."""
     if len(args) % 2 == 0:
-        for arg in args:
-            if isinstance(arg, Reservation):
-                arg.abort()
+        give_back(args)
         return wrong_arity("mset")
-    values = [_placed(session, key, value) for key, value in zip(args[1::2], args[2::2], strict=True)]
+    return _set_pairs(session, args)
+
+
+@command(
+    "msetnx",
+    arity=-3,
+    flags="write denyoom",
+    keys=(1, -1, 2),
+    acl="write string slow",
+    payload=(2, 2),
+    group="string",
+    since="1.0.1",
+    summary="Sets several keys at once, provided that none of them is there.",
+    complexity="O(N) where N is the number of keys to set.",
+    syntax="key value [key value ...]",
+    access="OW insert",
+    tips="request_policy:multi_shard response_policy:agg_min",
+)
+def msetnx(session: Session, args: list[bytes]) -> Reply:
+    """1 when every key was free and holds its value now, else 0 with nothing changed."""
+    if len(args) % 2 == 0:
+        give_back(args)
+        return wrong_arity("msetnx")
+    if any(session.store.find(key, session.space) is not None for key in args[1::2]):
+        session.store.stats.existed += len(args) // 2
+        give_back(args)
+        return ZERO
+    done = _set_pairs(session, args)
+    return ONE if done is OK else done
+
+
+def _set_pairs(session: Session, args: list[bytes]) -> bytes:
+    """Place every value, then publish them in their order; a key named twice keeps the last one."""
+    values = [placed(session, key, value) for key, value in zip(args[1::2], args[2::2], strict=True)]
     if None in values:
         for value in values:
             if isinstance(value, Reservation):
                 value.abort()
         return OUT_OF_MEMORY
+    session.store.stats.duplicate += len(values) - len({*args[1::2]})
     for key, value in zip(args[1::2], values, strict=True):
-        _store(session, key, value, 0)  # type: ignore[arg-type]
+        publish(session, key, value, 0, SET)  # type: ignore[arg-type]
     return OK
 
 
@@ -220,7 +275,7 @@ def getrange(session: Session, args: list[bytes]) -> Reply:
     start, end = parse_integer(args[2]), parse_integer(args[3])
     if start is None or end is None:
         return NOT_AN_INTEGER
-    value = session.fetch(args[1], session.space)
+    value = look_up(session, args[1])
     if value is None:
         return EMPTY_BULK
     length = len(value) if isinstance(value, bytes) else value.length
@@ -239,6 +294,23 @@ def getrange(session: Session, args: list[bytes]) -> Reply:
 
 
 @command(
+    "substr",
+    arity=4,
+    flags="readonly",
+    keys=(1, 1, 1),
+    acl="read string slow",
+    group="string",
+    summary="The old name of GETRANGE.",
+    complexity="O(1): a range of a stored value is lent, not copied.",
+    syntax="key start end",
+    access="RO access",
+)
+def substr(session: Session, args: list[bytes]) -> Reply:
+    """As GETRANGE."""
+    return getrange(session, args)
+
+
+@command(
     "strlen",
     arity=2,
     flags="readonly fast",
@@ -253,14 +325,17 @@ def getrange(session: Session, args: list[bytes]) -> Reply:
 def strlen(session: Session, args: list[bytes]) -> Reply:
     """Bytes of the value, 0 without one."""
     entry = session.store.find(args[1], session.space)
-    return ZERO if entry is None else integer(entry.length)
+    if entry is None:
+        notify(session, "m", "keymiss", args[1])
+        return ZERO
+    return integer(entry.length)
 
 
 def _value(session: Session, key: bytes) -> Reply:
     """A value's reply: small ones in one piece, the others lent."""
     value = session.fetch(key, session.space)
     if value is None:
-        return session.nil
+        return missing(session, key)
     return _lent(session, value) if isinstance(value, Lease) else _HEADS[len(value)] + value + CRLF
 
 
@@ -269,32 +344,3 @@ def _lent(session: Session, lease: Lease) -> Reply:
     session.hold(lease)
     view = lease.view
     return [b"$%d\r\n" % len(view), view, b"\r\n"]
-
-
-def _placed(session: Session, key: bytes, value: bytes | Reservation) -> bytes | Reservation | None:
-    """A value that can no longer be refused; None when there is no room for it."""
-    if not isinstance(value, bytes) or len(value) < INLINE_BYTES_MAX:
-        return value
-    reservation = session.store.reserve(key, len(value), session.space)
-    if reservation is not None:
-        reservation.view[:] = value  # came in an inline request, so it is at hand as bytes
-    return reservation
-
-
-def _store(session: Session, key: bytes, value: bytes | Reservation, expire_at_ms: int) -> bytes:
-    """Make a value visible; OK, or Redis' out-of-memory error with nothing changed."""
-    if type(value) is bytes:
-        return OK if session.store.put(key, value, session.space, expire_at_ms) else OUT_OF_MEMORY
-    value.commit(expire_at_ms)  # type: ignore[union-attr]
-    return OK
-
-
-def expiry_ms(text: bytes, unit_ms: int, now_ms: int, name: str) -> int | bytes:
-    """When a value is gone that has `text` units of `unit_ms` from `now_ms` on, as Unix ms, or Redis' error for it."""
-    amount = parse_integer(text)
-    if amount is None:
-        return NOT_AN_INTEGER
-    if amount <= 0 or amount > INT64_MAX // unit_ms:
-        return error(f"ERR invalid expire time in '{name}' command")
-    when = amount * unit_ms + now_ms
-    return when if when <= INT64_MAX else error(f"ERR invalid expire time in '{name}' command")

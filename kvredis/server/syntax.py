@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _WORD = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
 _CLOSING = ("]", ">")
 _TYPES = {
-    "key": "key",
+    **dict.fromkeys(("key", "key1", "key2", "newkey", "source", "destination"), "key"),
     "pattern": "pattern",
     **dict.fromkeys(
         ("seconds", "milliseconds", "count", "cursor", "index", "start", "end", "client-id", "protover"), "integer"

@@ -71,7 +71,7 @@ def test_defaults_are_lmcaches() -> None:
 
 
 def test_every_field_is_a_declared_key_whose_default_its_own_parser_accepts() -> None:
-    fields = {field.name for field in dataclasses.fields(Config)} - {"origin", "warnings"}
+    fields = {field.name for field in dataclasses.fields(Config)} - {"origin", "entry_origin", "warnings", "file"}
     assert set(KEYS) == fields
     for key in KEYS.values():
         assert key.parse(key.default, key.name, "here") == key.default
@@ -174,6 +174,28 @@ def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
         ("KVREDIS_PORT", "65536"),
         ("KVREDIS_HUGEPAGES", "always"),
         ("KVREDIS_BIND", ""),
+        ("KVREDIS_PORT", "free"),
+        ("KVREDIS_TLS_PORT", "none"),
+        ("KVREDIS_TLS_AUTH_CLIENTS", "maybe"),
+        ("KVREDIS_TLS_PROTOCOLS", "TLSv1.1 TLSv1.2"),
+        ("KVREDIS_UNIXSOCKETPERM", "444"),
+        ("KVREDIS_UNIXSOCKETPERM", "7777"),
+        ("KVREDIS_TIMEOUT", "-1"),
+        ("KVREDIS_TCP_KEEPALIVE", "5s"),
+        ("KVREDIS_PROTECTED_MODE", "perhaps"),
+        ("KVREDIS_PROTO_MAX_BULK_LEN", "1000kb"),
+        ("KVREDIS_PROTO_MAX_BULK_LEN", "1tb"),
+        ("KVREDIS_CLIENT_QUERY_BUFFER_LIMIT", "99999999999gb"),
+        ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "normal 0 0"),
+        ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "everybody 0 0 0"),
+        ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "pubsub 32mb many 60"),
+        ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "pubsub 32mb 8mb soon"),
+        ("KVREDIS_BODY_TIMEOUT", "0"),
+        ("KVREDIS_MAXMEMORY_POLICY", "volatile-ttl"),
+        ("KVREDIS_NOTIFY_KEYSPACE_EVENTS", "KEQ"),
+        ("KVREDIS_ENABLE_DEBUG_COMMAND", "true"),
+        ("KVREDIS_SETTINGS", "slowlog-max-len=1"),
+        ("KVREDIS_SETTINGS", "[1]"),
     ],
 )
 def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:

@@ -13,7 +13,17 @@ from typing import BinaryIO
 
 from kvredis.bench.wire import Resp, Wire
 
-FAULTS = ("none", "flips a byte", "forgets a SET", "swaps two keys", "cuts a value", "refuses", "hangs up")
+FAULTS = (
+    "none",
+    "flips a byte",
+    "forgets a SET",
+    "swaps two keys",
+    "cuts a value",
+    "refuses",
+    "hangs up",
+    "claims all keys",
+    "misses a key",
+)
 
 
 class FakeStore:
@@ -39,6 +49,11 @@ class FakeStore:
             if not (second and self.fault == "forgets a SET" and words[1] in self.values):
                 self.values[words[1]] = words[2]
             return b"+OK\r\n"
+        if verb in (b"EXISTS", b"KV.MATCH"):
+            found = sum(key in self.values for key in words[1:])
+            if self.fault == "claims all keys":
+                found = len(words) - 1
+            return b":%d\r\n" % (found - (found > 0 and self.fault == "misses a key"))
         value = self.values.get(words[1])
         if value is None:
             return b"$-1\r\n"

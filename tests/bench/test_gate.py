@@ -8,7 +8,7 @@ import pytest
 
 from kvredis.bench.gate import GateRow, gate
 from kvredis.bench.report import gate_lines, load
-from kvredis.bench.result import BenchResult, HeadOfLineRow, SmallRow, TransferRow
+from kvredis.bench.result import BenchResult, HeadOfLineRow, LookupRow, SmallRow, TransferRow
 
 RECORDED = Path(__file__).parent / "recorded_result.json"
 KIB, MIB = 1024, 1024**2
@@ -17,7 +17,7 @@ KIB, MIB = 1024, 1024**2
 @pytest.fixture
 def empty() -> BenchResult:
     result = load(RECORDED)
-    result["transfers"], result["small"], result["head_of_line"] = [], [], []
+    result["transfers"], result["small"], result["head_of_line"], result["lookup"] = [], [], [], []
     return result
 
 
@@ -129,6 +129,29 @@ def test_a_ping_beside_large_values_may_take_a_fifth_of_redis(empty: BenchResult
     assert one(empty).passed
     empty["head_of_line"] = [{**row, "ratio_p99": 0.21}]
     assert not one(empty).passed
+
+
+@pytest.mark.parametrize("op", ["EXISTS", "KV.MATCH"])
+def test_a_call_with_many_keys_may_take_a_fifth_longer_than_exists_of_redis(empty: BenchResult, op: str) -> None:
+    row = LookupRow(
+        server="kvredis",
+        op=op,
+        transport="unix",
+        keys=1000,
+        key_bytes=101,
+        samples=[],
+        p50_us=1.0,
+        p99_us=1.0,
+        server_cpu_us_per_call=1.0,
+        ratio_p50=1.2,
+        ratio_server_cpu=9.0,
+    )
+    empty["lookup"] = [row]
+    assert one(empty) == GateRow(f"time per call  unix, {op} of 1000 keys of 101 B", "<= 1.20x", 1.2, True)
+    empty["lookup"] = [{**row, "ratio_p50": 1.21}]
+    assert not one(empty).passed
+    empty["lookup"] = [{**row, "server": "before", "ratio_p50": 1.21}]
+    assert gate(empty) == []
 
 
 def test_the_recorded_result_is_judged_as_it_was_when_recorded() -> None:

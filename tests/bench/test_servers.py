@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +13,18 @@ import pytest
 
 from kvredis.backends.address import Address
 from kvredis.bench.errors import BenchError
-from kvredis.bench.servers import RECIPES, Recipe, ServerProcess, Transport, child_environment, process_cpu_s
+from kvredis.bench.servers import (
+    RECIPES,
+    Recipe,
+    ServerProcess,
+    Transport,
+    before_recipe,
+    child_environment,
+    process_cpu_s,
+)
 from kvredis.bench.wire import Resp
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 def recipe(*arguments: str, program: str = sys.executable) -> Recipe:
@@ -82,6 +93,56 @@ def test_a_servers_command_line_says_where_it_listens() -> None:
         assert "/a/socket" in made.arguments(Address(host="", path="/a/socket"), folder), name
 
 
+def committed(checkout: Path, program: str) -> str:
+    """Make a checkout whose `python -m kvredis` is `program`; give its commit as git shortens it."""
+    (checkout / "kvredis").mkdir(parents=True)
+    (checkout / "kvredis" / "__init__.py").write_text("")
+    (checkout / "kvredis" / "__main__.py").write_text(program)
+    author = ("-c", "user.name=bench", "-c", "user.email=bench@localhost", "-c", "commit.gpgsign=false")
+    for words in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "--no-verify", "-m", "before")):
+        subprocess.run(("git", "-C", str(checkout), *words), check=True, capture_output=True)
+    shown = subprocess.run(("git", "-C", str(checkout), "log", "-1", "--format=%h"), check=True, capture_output=True)
+    return shown.stdout.decode().strip()
+
+
+@needs_git
+def test_the_server_before_runs_the_kvredis_of_its_checkout_wherever_the_bench_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = "import kvredis, sys; print(f'runs {kvredis.__file__} {sys.argv[1]}'); raise SystemExit(3)"
+    commit = committed(tmp_path / "old", says)
+    monkeypatch.chdir(Path(__file__).parent.parent.parent)  # where `python -m kvredis` would find ours first
+    made = before_recipe(tmp_path / "old")
+    assert (made.name, made.version()) == ("before", commit)
+    with pytest.raises(BenchError, match=f"runs {tmp_path}/old/kvredis/__init__.py serve"):
+        ServerProcess(made, "unix").__enter__()
+
+
+def test_the_server_before_has_our_interpreter_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvredis.bench.servers._first_line", lambda *_: "abc1234")
+    (tmp_path / "kvredis").mkdir()
+    (tmp_path / "kvredis" / "__main__.py").touch()
+    before, ours = before_recipe(tmp_path), RECIPES["kvredis"]
+    assert before.program == ours.program
+    assert before.arguments(Address(port=1), tmp_path) == ours.arguments(Address(port=1), tmp_path)
+
+
+@needs_git
+def test_a_folder_that_is_no_checkout_of_kvredis_cannot_be_the_server_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BenchError, match=r"no kvredis/__main__\.py"):
+        before_recipe(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "kvredis").mkdir()
+    (tmp_path / "kvredis" / "__main__.py").touch()
+    with pytest.raises(BenchError, match="git knows no commit"):
+        before_recipe(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BenchError, match="cannot run git"):
+        before_recipe(tmp_path)
+
+
 def test_the_cpu_clock_of_a_process_is_its_user_and_system_time() -> None:
     before_s, own_s = process_cpu_s(os.getpid()), time.process_time()
     sum(range(200_000))
@@ -98,3 +159,5 @@ def test_a_child_gets_no_configuration_and_finds_this_kvredis() -> None:
     first, second = environment["PYTHONPATH"].split(os.pathsep)
     assert (Path(first) / "kvredis" / "__init__.py").exists()
     assert second == "/x"
+    other = child_environment({"PYTHONPATH": "/x"}, Path("/another/checkout"))
+    assert other["PYTHONPATH"] == os.pathsep.join(["/another/checkout", "/x"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from kvredis.bench.report import load
+from kvredis.bench.result import BenchResult, HeldJson
+from kvredis.bench.server import ServerPlan
 from kvredis.bench.servers import RECIPES, Recipe
 from kvredis.bench.wire import Resp
 from kvredis.cli.bench import bench
@@ -107,6 +110,67 @@ def test_a_server_that_is_asked_for_but_not_installed_is_an_error(monkeypatch: p
     done = call("server", "--arms", "memcached")
     assert done.exit_code == 1
     assert "no-such-server is not installed (Debian package memcached)" in done.output
+
+
+@needs_redis
+def test_calls_with_many_keys_are_measured_when_asked_for() -> None:
+    done = call("server", "--quick", "--repeats", "1", "--arms", "redis", "--parts", "lookup", "--json", "-")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["lookup"]
+    assert [(row["transport"], row["op"], row["keys"], row["key_bytes"]) for row in rows] == [
+        (transport, "EXISTS", 1000, nbytes) for transport in ("tcp", "unix") for nbytes in (101, 32)
+    ]
+    assert all(row["p50_us"] > 0 and row["server_cpu_us_per_call"] > 0 and row["ratio_p50"] == 1.0 for row in rows)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServerPlan:
+    """Give the plan that a call of the bench makes, without running it."""
+    plans: list[ServerPlan] = []
+
+    def keep(plan: ServerPlan, *_rest: object) -> BenchResult:
+        plans.append(plan)
+        return load(Path(fake_server.__file__).parent / "recorded_result.json")
+
+    monkeypatch.setattr("kvredis.cli.bench.run", keep)
+    monkeypatch.setattr("kvredis.cli.bench.before_recipe", lambda at: replace(RECIPES["kvredis"], name=f"of {at}"))
+    done = call("server", *arguments, "--json", "-")
+    assert done.exit_code == 0, done.output
+    return plans[0]
+
+
+def test_the_commit_before_runs_right_after_ours_and_brings_every_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(RECIPES, "redis", fake("none"))
+    with_it = planned(monkeypatch, "--arms", "kvredis,redis", "--before", str(tmp_path))
+    assert [recipe.name for recipe in with_it.recipes] == ["kvredis", f"of {tmp_path}", "redis"]
+    assert list(with_it.parts) == ["transfers", "small", "head-of-line", "lookup"]
+    without = planned(monkeypatch, "--arms", "kvredis,redis")
+    assert [recipe.name for recipe in without.recipes] == ["kvredis", "redis"]
+    assert list(without.parts) == ["transfers", "small", "head-of-line"]
+
+
+def test_the_commit_before_needs_ours_and_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(RECIPES, "redis", fake("none"))
+    for arguments, complaint in (
+        (("--arms", "redis", "--before", str(tmp_path)), "--arms leaves out"),
+        (("--arms", "kvredis", "--before", str(tmp_path)), "no checkout of kvredis"),
+        (("--arms", "kvredis", "--before", str(tmp_path / "nowhere")), "does not exist"),
+    ):
+        done = call("server", *arguments)
+        assert done.exit_code == 2
+        assert complaint in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), 0), (("--gate",), 1)])
+def test_a_row_worse_than_before_is_an_error_only_when_asked(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], status: int
+) -> None:
+    recorded = load(Path(fake_server.__file__).parent / "recorded_result.json")
+    recorded["gate"] = []
+    recorded["held"] = [HeldJson(name="row", ratios={"rate": 0.9}, worse=["rate"], passed=False)]
+    monkeypatch.setattr("kvredis.cli.bench.run", lambda *_: recorded)
+    assert call("server", "--arms", "kvredis", "--json", "-", *flags).exit_code == status
 
 
 def test_the_help_has_an_example() -> None:

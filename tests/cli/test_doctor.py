@@ -122,3 +122,12 @@ def test_page_lock_that_is_asked_for_needs_the_memlock_limit(machine: Machine, m
     assert findings["memlock"]["ok"] is False
     assert findings["memlock"]["found"] == "8192 KiB"
     assert "LimitMEMLOCK" in findings["memlock"]["fix"]
+
+
+def test_options_that_serve_would_refuse_are_exit_1(machine: Machine) -> None:
+    result = run(machine, KVREDIS_TLS_PORT="6380", KVREDIS_MAXCLIENTS="16")
+    assert result.exit_code == 1
+    assert "NO  server options" in result.output
+    assert "tls_cert_file: tls_port needs a certificate" in result.output
+    result = run(machine, "--json", KVREDIS_SETTINGS='{"hz": "often"}', KVREDIS_MAXCLIENTS="16")
+    assert json.loads(result.stdout)["server options"]["ok"] is False

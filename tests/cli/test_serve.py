@@ -51,18 +51,6 @@ def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: 
     assert "unknown" not in server.stderr
 
 
-def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "kv.sock"
-    path.touch()
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    serve_module._exit_at_once(str(path))
-    serve_module._exit_at_once(None)
-    assert (statuses, path.exists()) == ([1, 1], False)
-
-
 def test_ctrl_c_ends_it_as_well(serve: Serve) -> None:
     server = serve(*COLD)
     server.wait_ready()

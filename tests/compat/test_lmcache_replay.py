@@ -6,7 +6,6 @@ byte more or less in a reply is a lost worker.
 
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,8 @@ from tests.compat.wire import encode
 
 BASE = "vllm@meta-llama/Meta-Llama-3.1-8B-Instruct@1@0@-5e4a7c9b1d2f3a60@bfloat16"
 DATA = bytes(range(256)) * 1024
+TOO_BIG = bytes(65 * 1024 * 1024)
+OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 METADATA = struct.pack("=7i", len(DATA), 1, 3, 2, 2, 256, 128)
 """Length, KV_2LTD, bfloat16, four dimensions: 28 bytes, as RemoteMetadata packs them."""
 
@@ -135,9 +136,15 @@ def test_the_tutorial_steps_find_measure_and_delete_the_chunk(kvredis: RunningSe
         assert wire.ask("DBSIZE") == b":0\r\n"
 
 
-def test_no_room_to_evict_leaves_the_connection_in_step(kvredis: RunningServer, tmp_path: Path) -> None:
-    too_big = bytes(65 * 1024 * 1024)
+def test_a_refused_set_ends_the_connection_of_a_client_that_cannot_read_errors(kvredis: RunningServer) -> None:
     with kvredis.connect() as wire:
-        assert wire.ask(["SET", "k", too_big]) == b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
+        assert wire.ask(["SET", "k", TOO_BIG]) == OOM
+        assert wire.at_end()
+
+
+def test_no_room_to_evict_leaves_a_client_that_said_hello_in_step(kvredis: RunningServer) -> None:
+    with kvredis.connect() as wire:
+        wire.ask("HELLO 2")
+        assert wire.ask(["SET", "k", TOO_BIG]) == OOM
         assert wire.ask("EXISTS k") == b":0\r\n"
         assert wire.ask(["SET", "k", DATA]) == b"+OK\r\n"

@@ -4,9 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.compat.acl_scripts import ACL_SCRIPTS
 from tests.compat.conftest import RunningServer
+from tests.compat.ops_scripts import OPS_SCRIPTS
 from tests.compat.scripts import ALLOWED, SCRIPTS
 from tests.compat.wire import CommandLine, encode
+
+EVERY_SCRIPT = {**SCRIPTS, **ACL_SCRIPTS, **OPS_SCRIPTS}
 
 
 def converse(server: RunningServer, resp: int, script: Sequence[CommandLine]) -> list[bytes]:
@@ -23,11 +27,11 @@ def comparable(line: CommandLine, reply: bytes) -> bytes | list[bytes]:
 
 
 @pytest.mark.parametrize("resp", [2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", EVERY_SCRIPT)
 def test_both_servers_answer_a_script_with_the_same_bytes(
     name: str, resp: int, redis_server: RunningServer, kvredis: RunningServer
 ) -> None:
-    script = SCRIPTS[name]
+    script = EVERY_SCRIPT[name]
     theirs, ours = converse(redis_server, resp, script), converse(kvredis, resp, script)
     for line, their, our in zip(script, theirs, ours, strict=True):
         if isinstance(line, str) and line in ALLOWED:

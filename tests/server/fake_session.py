@@ -2,10 +2,14 @@
 
 from typing import cast
 
+from kvredis.server.acl_users import User
 from kvredis.server.commands import Command, lookup
-from kvredis.server.replies import NULL, NULL_BULK, Reply, joined
+from kvredis.server.pending import Pending
+from kvredis.server.replies import NULL, NULL_BULK, joined
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.session import Session
+from kvredis.server.tracking import Tracking
+from kvredis.server.transactions import Transaction
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Lease
 from kvredis.storage.store import Store
@@ -25,9 +29,9 @@ class FakeSession:
         self.resp = 2
         self.nil = NULL_BULK
         self.name = b""
-        self.user = b"default"
+        self.user: User = server.acl.default
         self.lib_name = self.lib_ver = b""
-        self.authenticated = not server.requirepass
+        self.authenticated = self.user.needs_no_password
         self.no_evict = self.no_touch = False
         self.close_after_reply = False
         self.addr = f"127.0.0.1:{5000 + number}"
@@ -36,21 +40,42 @@ class FakeSession:
         self.last_command = "NULL"
         self.pending_bytes = self.unsent_bytes = 0
         self.input_bytes = self.output_bytes = 0
+        self.reads = self.writes = 0
         self.closed = False
+        self.transaction: Transaction | None = None
+        self.watching: set[tuple[int, bytes]] = set()
+        self.watched_alive: set[tuple[int, bytes]] = set()
+        self.watch_broken = self.observed = False
+        self.reply_mode = "on"
+        self.waiting: Pending | None = None
+        self.subscriptions = 0
+        self.channels: set[bytes] = set()
+        self.patterns: set[bytes] = set()
+        self.shard_channels: set[bytes] = set()
+        self.tracking: Tracking | None = None
+        self.pushed: list[bytes] = []
+        self.reconsidered = 0
         server.sessions[number] = cast(Session, self)
 
     def speak(self, resp: int) -> None:
         self.resp = resp
         self.nil = NULL if resp == 3 else NULL_BULK
 
-    def authenticate(self, user: bytes) -> None:
+    def authenticate(self, user: User) -> None:
         self.user, self.authenticated = user, True
 
     def forget_authentication(self) -> None:
-        self.user, self.authenticated = b"default", not self.server.requirepass
+        self.user = self.server.acl.default
+        self.authenticated = self.user.needs_no_password
 
     def hold(self, lease: Lease) -> None:
         lease.release()
+
+    def push(self, message: bytes) -> None:
+        self.pushed.append(message)
+
+    def reconsider(self) -> None:
+        self.reconsidered += 1
 
     def close(self) -> None:
         self.closed = True
@@ -59,7 +84,10 @@ class FakeSession:
         """The reply to one command line, in one piece."""
         args = line.encode().split(b" ") if isinstance(line, str) else line
         found = lookup(args)
-        reply: Reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
+        reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
+        if not isinstance(reply, bytes | list):
+            assert not isinstance(reply, Pending), "the reply comes later"
+            reply = [buffer for part in reply for buffer in ([part] if isinstance(part, bytes) else part)]
         return joined(reply)
 
 

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.info import DEFAULT_SECTIONS, SECTIONS, human_bytes, report
+from kvredis.server.info import DEFAULT_SECTIONS, SECTIONS, report
+from kvredis.server.info_sections import _listeners, human_bytes
+from kvredis.server.stats import CommandStats
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 
 
@@ -46,6 +48,28 @@ def test_the_arena_is_described_in_the_section_of_its_own(session: FakeSession) 
     assert kv["memory_capacity"] == str(ARENA_BYTES)
 
 
+def test_the_peak_is_the_most_that_values_ever_held(session: FakeSession) -> None:
+    session.ask([b"SET", b"block", bytes(1 << 20)])
+    high = facts(session)["used_memory"]
+    session.ask("DEL block")
+    found = facts(session)
+    assert (found["used_memory"], found["used_memory_peak"]) == ("0", high)
+    assert found["used_memory_peak_human"].startswith("1.0")
+    assert found["used_memory_peak_perc"] == "0.00%"
+    session.ask("CONFIG RESETSTAT")
+    assert facts(session)["used_memory_peak"] == "0"
+
+
+def test_the_arena_is_counted_in_blocks_of_which_every_one_is_full_or_free(session: FakeSession) -> None:
+    empty = facts(session, "INFO kv")
+    assert (empty["full"], empty["free"]) == ("0", empty["num_blocks"])
+    assert int(empty["block_size"]) * int(empty["num_blocks"]) == ARENA_BYTES
+    session.ask([b"SET", b"block", bytes(100_000)])
+    used = facts(session, "INFO kv")
+    assert int(used["full"]) * int(used["block_size"]) == session.store.live_bytes >= 100_000
+    assert int(used["full"]) + int(used["free"]) == int(used["num_blocks"])
+
+
 def test_hits_misses_keys_and_ends_are_counted(session: FakeSession) -> None:
     session.ask("SET a 1 EX 1000")
     session.ask("SET b 1")
@@ -71,14 +95,95 @@ def test_traffic_is_that_of_the_clients_that_are_here_and_of_those_that_are_gone
 
 
 def test_command_and_error_counts_are_listed(session: FakeSession) -> None:
-    from kvredis.server.stats import CommandStats
-
     stats = session.server.stats
     stats.commands["client|id"] = CommandStats(calls=4, nanoseconds=10_000, rejected_calls=1, failed_calls=2)
     stats.count_error(b"-ERR no\r\n")
     found = facts(session, "INFO commandstats errorstats")
     assert found["cmdstat_client|id"] == "calls=4,usec=10,usec_per_call=2.50,rejected_calls=1,failed_calls=2"
     assert found["errorstat_ERR"] == "count=1"
+
+
+def test_percentiles_are_told_for_every_command_that_has_run(session: FakeSession) -> None:
+    record = session.server.stats.command("get")
+    record.observe(99, 99 * 1500)
+    record.observe(1, 1_500_000)
+    session.server.stats.command("never").rejected_calls = 1
+    found = facts(session, "INFO latencystats")
+    assert list(found) == ["latency_percentiles_usec_get"]
+    shares = dict(part.split("=") for part in found["latency_percentiles_usec_get"].split(","))
+    assert list(shares) == ["p50", "p99", "p99.9"]
+    assert 1.0 < float(shares["p50"]) < 2.1
+    assert 1000 < float(shares["p99.9"]) < 2100
+    session.ask("CONFIG SET latency-tracking-info-percentiles 100")
+    assert facts(session, "INFO latencystats")["latency_percentiles_usec_get"].startswith("p100=")
+    session.ask("CONFIG SET latency-tracking no")
+    assert session.ask("INFO latencystats") == b"$16\r\n# Latencystats\r\n\r\n"
+
+
+def test_what_clients_wait_and_listen_for_is_counted(session: FakeSession) -> None:
+    session.ask("WATCH a b")
+    session.ask("SUBSCRIBE news")
+    session.ask("PSUBSCRIBE n*")
+    session.ask("SSUBSCRIBE shard")
+    other = FakeSession(session.server, 2)
+    other.speak(3)
+    other.ask("CLIENT TRACKING ON BCAST PREFIX x PREFIX y")
+    found = facts(session)
+    counted = ("watching_clients", "total_watched_keys", "pubsub_clients", "tracking_clients", "blocked_clients")
+    assert [found[name] for name in counted] == ["1", "2", "1", "1", "0"]
+    summed = ("pubsub_channels", "pubsub_patterns", "pubsubshard_channels", "tracking_total_prefixes")
+    assert [found[name] for name in summed] == ["1", "1", "1", "2"]
+
+
+def test_denied_commands_and_wrong_passwords_are_counted_by_reason(session: FakeSession) -> None:
+    session.ask("AUTH default wrong")
+    session.ask("AUTH nobody wrong")
+    assert facts(session)["acl_access_denied_auth"] == "1"  # the default user needs no password, so any is right
+    session.ask("CONFIG RESETSTAT")
+    assert facts(session)["acl_access_denied_auth"] == "0"
+
+
+def test_rates_are_the_mean_of_the_last_samples(session: FakeSession) -> None:
+    stats = session.server.stats
+    for tick in range(17):
+        stats.commands_processed = tick * 100
+        stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200)
+    found = facts(session, "INFO stats")
+    assert found["instantaneous_ops_per_sec"] == "1000"
+    assert (found["instantaneous_input_kbps"], found["instantaneous_output_kbps"]) == ("1000.00", "2000.00")
+    session.ask("CONFIG RESETSTAT")
+    assert facts(session, "INFO stats")["instantaneous_ops_per_sec"] == "0"
+
+
+def test_saves_are_counted_though_there_is_nothing_to_save(session: FakeSession) -> None:
+    session.ask("SAVE")
+    session.ask("BGSAVE")
+    found = facts(session, "INFO persistence")
+    assert (found["rdb_saves"], found["rdb_last_save_time"]) == ("2", session.ask("LASTSAVE")[1:-2].decode())
+
+
+def test_keys_with_an_end_are_counted_whether_they_are_few_or_many(session: FakeSession) -> None:
+    for number in range(100):
+        session.ask(f"SET key{number} v")
+    for number in range(3):
+        session.ask(f"EXPIRE key{number} 1000")
+        session.ask(f"EXPIRE key{number} 500")
+    session.ask("PERSIST key0")
+    assert ",expires=2,avg_ttl=" in facts(session)["db0"] + "="
+    for number in range(90):
+        session.ask(f"EXPIRE key{number} 500")
+    found = facts(session)["db0"]
+    assert found.startswith("keys=100,expires=90,avg_ttl=")
+    assert 490_000 < int(found.rpartition("=")[2]) <= 500_000
+
+
+def test_each_kind_of_socket_has_its_line(session: FakeSession) -> None:
+    told = ["127.0.0.1:6379", "[::1]:6379", "tls:127.0.0.1:6380", "unix:/tmp/kv.sock"]
+    assert [*_listeners(told)] == [
+        ("listener0", "name=tcp,bind=127.0.0.1,bind=::1,port=6379"),
+        ("listener1", "name=tls,bind=127.0.0.1,port=6380"),
+        ("listener2", "name=unix,bind=/tmp/kv.sock"),
+    ]
 
 
 def test_sections_are_given_once_in_their_order_whatever_is_asked(session: FakeSession) -> None:
@@ -104,3 +209,19 @@ def test_the_text_is_verbatim_in_the_newer_protocol(session: FakeSession) -> Non
 )
 def test_sizes_for_people_are_written_as_redis_writes_them(nbytes: int, text: str) -> None:
     assert human_bytes(nbytes) == text
+
+
+def test_what_became_of_every_set_adds_up(session: FakeSession) -> None:
+    for line in ("SET a 1", "SET a 2", "SETNX a 3", "SETNX b 1", "SET b 2 NX", "MSET c 1 c 2 d 1", "MSETNX d 1 e 1"):
+        session.ask(line)
+    session.ask([b"SET", b"large", bytes(2 * session.store.arena.nbytes)])
+    lines = [line for line in session.ask("INFO kv").split(b"\r\n") if line.startswith(b"set_")]
+    figures = {name: int(value) for name, _, value in (line.partition(b":") for line in lines)}
+    assert figures == {
+        b"set_total": 11,
+        b"set_created": 4,
+        b"set_forced": 1,
+        b"set_duplicate": 1,
+        b"set_existed": 4,
+        b"set_error": 1,
+    }

@@ -7,6 +7,7 @@ import pytest
 
 from kvredis.server.patterns import matcher
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from tests.server.handlers import LARGE, OOM
 
 
 @pytest.fixture
@@ -21,11 +22,11 @@ def test_looking_at_a_block_does_not_save_it_from_eviction(session: FakeSession)
     block = bytes(ARENA_BYTES // 4 - 8192)
     for key in (b"a", b"b", b"c", b"d"):
         session.ask([b"SET", key, block])
-    for line in ("EXISTS a", "TYPE a", "TTL a", "PTTL a", "OBJECT ENCODING a", "OBJECT IDLETIME a", "MEMORY USAGE a"):
+    for line in ("TYPE a", "TTL a", "PTTL a", "OBJECT ENCODING a", "OBJECT IDLETIME a", "MEMORY USAGE a"):
         session.ask(line)
     session.ask([b"SET", b"e", block])
-    assert session.ask("EXISTS a b") == b":1\r\n"
-    assert session.ask("EXISTS a") == b":0\r\n"
+    assert session.store.find(b"a") is None
+    assert session.store.find(b"b") is not None
 
 
 def test_touch_counts_as_use_and_its_first_key_is_kept_longest(session: FakeSession) -> None:
@@ -36,7 +37,7 @@ def test_touch_counts_as_use_and_its_first_key_is_kept_longest(session: FakeSess
     left = []
     for n in range(3):
         session.ask([b"SET", b"new%d" % n, block])
-        left.append([key for key in "abcd" if session.ask(f"EXISTS {key}") == b":1\r\n"])
+        left.append([key for key in "abcd" if session.store.find(key.encode()) is not None])
     assert left == [["a", "b", "d"], ["a", "b"], ["a"]]
 
 
@@ -98,6 +99,55 @@ def test_idle_time_grows_from_the_last_use(session: FakeSession) -> None:
     assert session.ask("OBJECT IDLETIME k") == b":100\r\n"
     session.ask("GET k")
     assert session.ask("OBJECT IDLETIME k") == b":0\r\n"
+
+
+def test_a_renamed_value_of_any_size_is_not_copied(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    entry = session.store.find(b"k")
+    assert session.ask("RENAME k l") == b"+OK\r\n"
+    assert session.ask("MOVE l 7") == b":1\r\n"
+    assert session.ask("SWAPDB 7 2") == b"+OK\r\n"
+    assert session.store.find(b"l", 2) is entry
+
+
+def test_a_copy_has_bytes_of_its_own(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    assert session.ask("COPY k l") == b":1\r\n"
+    session.ask("DEL k")
+    session.store.check_integrity()
+    assert session.ask("GET l") == b"$%d\r\n%b\r\n" % (LARGE, b"x" * LARGE)
+    session.ask([b"SET", b"k", b"x" * (ARENA_BYTES // 2)])
+    assert session.ask("COPY k m") == OOM
+    assert session.ask("GETRANGE k 0 2") == b"$3\r\nxxx\r\n"
+    assert session.ask("EXISTS m") == b":0\r\n"
+
+
+def test_clients_of_an_exchanged_database_see_the_other_one(session: FakeSession) -> None:
+    session.ask("SET k zero")
+    session.ask("SELECT 1")
+    session.ask("SET k one")
+    session.ask("SWAPDB 1 0")
+    assert session.ask("GET k") == b"$4\r\nzero\r\n"
+    session.ask("SELECT 0")
+    assert session.ask("GET k") == b"$3\r\none\r\n"
+
+
+def test_a_scan_finds_every_key_of_a_database_that_is_renamed_into(session: FakeSession) -> None:
+    stable = {b"stable:%d" % n for n in range(300)}
+    for key in stable:
+        session.ask([b"SET", key, b"1"])
+    session.ask("SET passing:0 1")
+    found: set[bytes] = set()
+    cursor, round_ = b"0", 0
+    while True:
+        words = session.ask([b"SCAN", cursor, b"COUNT", b"5"]).split(b"\r\n")
+        cursor = words[2]
+        found.update(word for word in words[4:] if word.startswith(b"stable"))
+        assert session.ask(f"RENAME passing:{round_} passing:{round_ + 1}") == b"+OK\r\n"
+        round_ += 1
+        if cursor == b"0":
+            break
+    assert found == stable
 
 
 @pytest.mark.parametrize(

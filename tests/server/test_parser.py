@@ -5,17 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.parser import (
-    LINE_BYTES_MAX,
-    PAYLOAD_BYTES_MIN,
-    REFUSED,
-    SCRATCH_BYTES,
-    Argument,
-    Parser,
-    ProtocolError,
-    Refused,
-    split_words,
-)
+from kvredis.server.inline import split_words
+from kvredis.server.intake import EVIDENCE_BYTES_MAX, LINE_BYTES_MAX, PAYLOAD_BYTES_MIN, SCRATCH_BYTES
+from kvredis.server.parser import Parser
+from kvredis.server.request import REFUSED, Argument, ProtocolError, Refused
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import SLACK_BYTES, Reservation
 from kvredis.storage.store import Store
@@ -250,7 +243,9 @@ def test_a_claim_alone_takes_no_memory() -> None:
     parsers = [Parser(no_payload) for _ in range(20)]
     for parser in parsers:
         receive(parser, b"*2\r\n$4\r\nECHO\r\n$536870912\r\nx")
-        assert len(parser.buffer()) == 512 * 1024 * 1024 + SLACK_BYTES - 1
+        assert len(parser.buffer()) <= SCRATCH_BYTES
+        receive(parser, b"x" * (EVIDENCE_BYTES_MAX - 1))
+        assert len(parser.buffer()) == 512 * 1024 * 1024 + SLACK_BYTES - EVIDENCE_BYTES_MAX
     assert resident_pages() - before < 4096
     for parser in parsers:
         parser.abandon()
@@ -342,8 +337,8 @@ def test_logging_in_lifts_the_limits_for_the_very_next_command() -> None:
 
 def test_the_bulk_limit_can_be_lowered() -> None:
     parser = Parser(no_payload, bulk_bytes_max=1024 * 1024)
-    receive(parser, b"*2\r\n$4\r\nECHO\r\n$1048576\r\n")
-    assert len(parser.buffer()) == 1024 * 1024 + SLACK_BYTES
+    receive(parser, b"*2\r\n$4\r\nECHO\r\n$1048576\r\n" + b"." * 128)
+    assert len(parser.buffer()) == 1024 * 1024 + SLACK_BYTES - 128
     parser = Parser(no_payload, bulk_bytes_max=1024 * 1024)
     with pytest.raises(ProtocolError, match=r"^invalid bulk length$"):
         receive(parser, b"*2\r\n$4\r\nECHO\r\n$1048577\r\n")

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.parser import REFUSED, Argument, Parser, Refused
+from kvredis.server.parser import Parser
 from kvredis.server.plain import plain_commands
+from kvredis.server.request import REFUSED, Argument, Refused
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Reservation
 from kvredis.storage.store import Store

@@ -103,7 +103,7 @@ def test_another_servers_socket_is_left_alone(loop: str, tmp_path: Path) -> None
             with pytest.raises(OSError, match="is in use by another server"):
                 await late.start()
             await late.stop()
-            assert late._listeners == []
+            assert late.listeners.addresses == []
             assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
 
     run_on(loop, story())
@@ -234,6 +234,7 @@ def test_stopping_does_not_wait_for_a_client_that_reads_nothing(loop: str, tmp_p
             writer = await live.connect()
             await writer.send_raw(request("SET", "half", pattern(MIB))[:500_000])
             await until(lambda: live.store.leases and live.store.reserved_bytes)
+            live.server.drain_s = 0.1
             await live.server.stop()
             await asyncio.wait_for(live.server.serve_forever(), 1)
             assert live.server.sessions == {}

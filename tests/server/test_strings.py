@@ -11,7 +11,8 @@ import pytest
 from kvredis.server.replies import joined
 from kvredis.server.server import Server
 from kvredis.server.session import Session
-from kvredis.server.strings import expiry_ms, get, mset, set_, setnx
+from kvredis.server.strings import get, mset, set_, setnx
+from kvredis.server.values import expiry_ms
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

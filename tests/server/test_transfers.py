@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.session import REPLY_BYTES_HIGH
+from kvredis.server.outgoing import REPLY_BYTES_HIGH
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, OOM, Client, LiveServer, pattern, run_on, until
 
@@ -72,6 +72,7 @@ def test_when_everything_is_leased_a_set_is_refused_and_nothing_is_lost(loop: st
     async def story() -> None:
         async with LiveServer(tmp_path, 16 * MIB) as live:
             writer = await live.connect()
+            await writer.say_hello()
             value = pattern(7 * MIB + 500_000)
             assert await writer.ask("MSET", "a", value, "b", value, "small", "s") == b"+OK\r\n"
             readers = [await begin_to_read(live, key, 1000) for key in "ab"]
@@ -106,6 +107,7 @@ def test_a_value_larger_than_the_arena_is_refused_and_the_stream_stays_in_step(l
     async def story() -> None:
         async with LiveServer(tmp_path, 4 * MIB) as live:
             client = await live.connect()
+            await client.say_hello()
             assert await client.ask("SET", "k", "old") == b"+OK\r\n"
             giant = request("SET", "k", b"*1\r\n$4\r\nQUIT\r\n" * 1_000_000)
             reply, _ = await asyncio.gather(client.read(len(OOM)), client.send_raw(giant + giant))
@@ -191,7 +193,7 @@ def test_another_client_is_answered_in_the_middle_of_a_large_get(loop: str, tmp_
 
 def test_two_writers_of_one_key_leave_the_value_of_one(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
-        async with LiveServer(tmp_path) as live:
+        async with LiveServer(tmp_path, 64 * MIB) as live:
             first, second = await live.connect(), await live.connect("tcp")
             one, two = pattern(3 * MIB, 1), pattern(2 * MIB, 2)
             begun = request("SET", "k", one)

@@ -88,3 +88,12 @@ def test_as_many_deadlines_as_hold_are_kept() -> None:
     for number in range(10 * STALE_MAX):
         deadlines.add(number, number, number + 1)
     assert list(deadlines.due(1e9)) == list(range(10 * STALE_MAX))
+
+
+def test_what_is_held_is_each_thing_once_and_nothing_void() -> None:
+    current = {"a": 5.0, "b": 7.0}
+    deadlines: Deadlines[str] = Deadlines(lambda at, item: current.get(item) == at)
+    for at, item in ((5, "a"), (5, "a"), (3, "b"), (7, "b"), (9, "c")):
+        deadlines.add(at, item, 3)
+    assert deadlines.held() == {"a", "b"}
+    assert len(deadlines) == 5, "looking takes nothing out"

@@ -202,6 +202,23 @@ class Walk:
         assert self.store.revoke_overdue() == len(overdue)
         assert all(reader.lease.released for reader in overdue)
 
+    def move(self) -> None:
+        """A name for another, in this database or the other one; what had that name is gone."""
+        old, new = self.name(), self.name()
+        for name in (old, new):
+            self.store.find(*name)  # it leaves now if its time has come: below it would be taken for replaced
+        self.forget_evicted()
+        value = self.now_in_model(old)
+        assert self.store.move(old, new) == (value is not None)
+        if value is not None:
+            del self.model[old]
+            self.model[new] = value
+
+    def swap(self) -> None:
+        """Every key is in the other database, with its value, its end and its readers."""
+        self.store.swap(0, 1)
+        self.model = {(key, 1 - space): value for (key, space), value in self.model.items()}
+
     def flush(self) -> None:
         if self.rng.random() < 0.1:
             space = self.rng.choice((None, 0, 1))
@@ -257,7 +274,7 @@ class Walk:
         steps: list[tuple[Callable[[], None], int]] = [
             (self.reserve, 8), (self.put, 6), (self.finish_writing, 2), (self.lease, 12), (self.release, 3),
             (self.fetch, 3), (self.delete, 1), (self.expire, 1), (self.match, 1), (self.walk_over_keys, 1),
-            (self.pass_time, 2), (self.revoke, 1), (self.flush, 1),
+            (self.pass_time, 2), (self.revoke, 1), (self.flush, 1), (self.move, 3), (self.swap, 1),
         ]  # fmt: skip
         act = self.rng.choices([step for step, _ in steps], [weight for _, weight in steps])[0]
         act()
@@ -285,6 +302,6 @@ def test_the_store_agrees_with_a_dict_after_every_step(seed: int, arena_mib: int
             walk.step()
         walk.end()
     stats = walk.store.stats
-    assert len(walk.done) == 13
+    assert len(walk.done) == 15
     assert min(stats.as_dict().values()) > 0, stats
     assert walk.retired > 50

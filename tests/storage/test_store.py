@@ -146,6 +146,7 @@ def test_a_block_knows_when_it_was_made_and_used_and_how_often_it_was_read(
     for use in (store.match, store.touch):
         clock.now_s += 1
         use([b"k"])
+        store.collect_expired()  # the server's tick, by which a lookup has had its effect
         assert (entry.created_s, entry.accessed_s, entry.hits) == (made_s, clock.now_s, 2)
     clock.now_s += 1
     store.put(b"k", content(2, length))

@@ -1,0 +1,123 @@
+"""The careful way through a command: every question that Redis asks before and after it, in Redis' order.
+
+The plain way in session.py leaves all of them out, because `Session.reconsider` has found that the answers are known.
+The order (server.c, processCommand and call) is part of the protocol: it decides which of two errors a client sees, and
+what makes a transaction fail.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from .calling import call, mind_broken_clients
+from .commands import SPELLINGS, Command, lookup, shown
+from .pending import Answer, Pending
+from .replies import NO_AUTH, OK, OUT_OF_MEMORY, error
+from .request import REFUSED, Argument
+from .transactions import end_transaction
+
+if TYPE_CHECKING:
+    from .session import Session
+
+IN_SUBSCRIBER_MODE = frozenset(
+    {"subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping", "quit", "reset"}
+)
+"""What a RESP2 client may still say once it has subscribed, since replies and messages look the same to it."""
+
+NOT_QUEUED = frozenset({"exec", "discard", "multi", "watch", "quit", "reset"})
+"""What is run at once between MULTI and EXEC."""
+
+TOUCHING_KEYS = frozenset({"write", "readonly", "may_replicate"})
+"""What Redis takes a monitor for a replica to refuse."""
+
+A = TypeVar("A")
+
+QUEUED = b"+QUEUED\r\n"
+
+
+def run_with_care(session: Session, args: list[Argument]) -> Answer:
+    """The reply of a command that is not plain; b"" where the client has asked for silence."""
+    refused = session.refused and REFUSED in args
+    if refused:  # whatever the answer is, the next command starts afresh
+        session.refused = False
+        session.reconsider()
+    words = shown(args)
+    command = lookup(words)
+    if not isinstance(command, Command):
+        known = SPELLINGS.get(words[0]) or SPELLINGS.get(words[0].upper())
+        refusal = _reject(session, command, args, None if known is None or known.subcommands else known)
+        return _spoken(session, refusal)
+    problem = _objection(session, command, words, refused=refused)
+    if problem is not None:
+        return _spoken(session, _reject(session, problem, args, command))
+    pause = session.server.pause
+    if pause.until_s and pause.holds(session, command):
+        return pause.postpone(session, args)
+    if session.transaction is not None and command.name not in NOT_QUEUED:
+        session.transaction.queue(command, args)
+        return _spoken(session, QUEUED)
+    session.last_command = command.name
+    mode, lent = session.reply_mode, session.lent
+    session.begin_answer()
+    reply = call(session, command, args)
+    if isinstance(reply, Pending):
+        session.end_answer(b"")
+        return reply
+    if command.name == "client|reply" and reply == OK:
+        mode = "on"  # it has set the mode anew: SKIP after SKIP skips once more
+    return session.end_answer(_spoken(session, reply, mode, lent))
+
+
+def _objection(session: Session, command: Command, words: list[bytes], *, refused: bool) -> bytes | None:
+    """Why this command may not run now, or None."""
+    server = session.server
+    if not session.authenticated and "no_auth" not in command.flags:
+        return NO_AUTH
+    if session.transaction is not None and "no_multi" in command.flags:
+        if command.name == "watch":
+            return error("ERR WATCH inside MULTI is not allowed")
+        return error("ERR Command not allowed inside a transaction")
+    if not session.user.unrestricted:
+        denied = server.acl.refusal(session, command, words)
+        if denied is not None:
+            return denied
+    if refused:
+        return OUT_OF_MEMORY
+    if session.id in server.monitors and not TOUCHING_KEYS.isdisjoint(command.flags):
+        return error("ERR Replica can't interact with the keyspace")
+    if session.subscriptions and session.resp == 2 and command.name not in IN_SUBSCRIBER_MODE:
+        return error(
+            f"ERR Can't execute '{command.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET are "
+            "allowed in this context"
+        )
+    return None
+
+
+def _reject(session: Session, reply: bytes, args: list[Argument], command: Command | None) -> bytes:
+    """Answer with an error instead of running the command; payloads it brought are given back, and a transaction that
+    it was meant for will not be run."""
+    session.give_back(args)
+    if session.transaction is not None:
+        session.transaction.broken = True
+    if command is not None and command.name == "exec":
+        end_transaction(session)
+        reply = error(b"EXECABORT Transaction discarded because of: " + reply[1:-2].removeprefix(b"ERR "))
+    stats = session.server.stats
+    stats.count_error(reply)
+    if command is not None:
+        stats.command(command.name).rejected_calls += 1
+        mind_broken_clients(session, command, reply)
+    return reply
+
+
+def _spoken(session: Session, reply: A, was: str = "", lent: int = 0) -> A | bytes:
+    """The reply, unless CLIENT REPLY says otherwise; `was` is how that stood when the command began, and `lent` how
+    many leases there were."""
+    if session.reply_mode == "on":
+        return reply
+    if was in ("skip", "") and session.reply_mode == "skip":  # the one to be skipped, or one that did not run
+        session.reply_mode = "on"
+        session.reconsider()
+    if was:
+        session.drop_lent(lent)
+    return b""

@@ -1,0 +1,160 @@
+"""Who may receive a value into the arena, and when: a header is a claim, not bytes.
+
+Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
+bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
+All values on their way together get a share of the arena, and who comes too late for it waits his turn unread, which
+TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from kvredis.storage.entry import Reservation, extent_length
+
+from .commands import SPELLINGS
+from .pending import Pending
+from .request import LATER, REFUSED, Argument, Later, Refused
+
+if TYPE_CHECKING:
+    from .server import Server
+    from .session import Session
+
+log = logging.getLogger(__name__)
+
+SHARE: Final = 4
+"""Values on their way may hold a quarter of the arena; a single one may be larger when it is alone."""
+
+CLIENT_SHARE: Final = 2
+"""One client's unfinished MSET or transaction may hold half of the arena while others' values are coming in."""
+
+PROGRESS_BYTES_MIN: Final = 64 * 1024
+"""What must arrive within the time limit of a body, unless the body ends."""
+
+SLOW_READER_S: Final = 5.0
+"""Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
+
+
+class Claims:
+    """The values that are on their way into the arena."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._store = server.store
+        self.queue: deque[tuple[Session, int]] = deque()
+        """Clients whose value waits for its turn, with the extent that it needs."""
+        self._called: set[Session] = set()  # whose turn it is
+        self._starved: list[Session] = []  # who wait until a slow reader is gone
+        self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
+        self.given_up = 0
+        """Values whose bytes stopped coming."""
+
+    @property
+    def share_bytes(self) -> int:
+        """What all values on their way may hold of the arena."""
+        return self._store.arena.nbytes // SHARE
+
+    @property
+    def receiving(self) -> int:
+        """How many clients hold room for values that are not complete."""
+        return len(self._receiving)
+
+    def open_payload(self, session: Session, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
+        """Whether argument number len(args) of the command being read goes into the arena, and where."""
+        name = args[0] if args else None
+        command = SPELLINGS.get(name) or SPELLINGS.get(name.upper()) if isinstance(name, bytes) else None
+        if command is None or not command.payload_args or not session.authenticated:
+            return None
+        first, step = command.payload_args
+        at = len(args)
+        if at != first and not (step and at > first and (at - first) % step == 0):
+            return None
+        key = args[at - 1] if step else args[1]
+        if not isinstance(key, bytes):
+            return None
+        if not session.user.unrestricted and session.user.denial(command, args) is not None:
+            return None  # it will be refused: nobody leaves the arena for it
+        room = self.ask(session, key, length)
+        if room is REFUSED:
+            session.refuse_payload()
+        return room
+
+    def ask(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+        """Room for a value of `length` bytes; LATER when others must finish first, REFUSED when there is none."""
+        store = self._store
+        held = store.reserved_bytes
+        wanted = extent_length(length)
+        if held and (held + wanted > self.share_bytes or (self.queue and session not in self._called)):
+            own = sum(reservation.extent.length for reservation in session.reservations)
+            if not own:
+                return self._wait_for_turn(session, wanted)
+            if held > own and own + wanted > store.arena.nbytes // CLIENT_SHARE:
+                return REFUSED  # to wait with room in hand is how two clients come to wait for each other
+        self._called.discard(session)
+        room = store.reserve(key, length, session.space)
+        if room is None:
+            return self._wait_for_reader(session)
+        if session not in self._receiving:
+            self._receiving[session] = session.input_bytes, self._server.now_s()
+        return room
+
+    def admit(self) -> None:
+        """Let those ask again whose turn has come, in their order."""
+        held = self._store.reserved_bytes
+        while self.queue:
+            session, wanted = self.queue[0]
+            if held and held + wanted > self.share_bytes:
+                return
+            self.queue.popleft()
+            self._called.add(session)
+            held += wanted
+            if session.waiting is not None:
+                session.waiting.resolve(b"")
+
+    def forget(self, session: Session) -> None:
+        """A client has gone, and with it all that it held."""
+        self._receiving.pop(session, None)
+        self._called.discard(session)
+        self.queue = deque(each for each in self.queue if each[0] is not session)
+        starved, self._starved = self._starved, []
+        for each in starved:
+            if each is not session and each.waiting is not None:
+                each.waiting.resolve(b"")
+        self.admit()
+
+    def give_up_stalled(self) -> None:
+        """Close clients that hold room and have sent next to nothing for the time limit of a body."""
+        now_s = self._server.now_s()
+        limit_s = self._server.body_timeout_s
+        for session, (received, since_s) in list(self._receiving.items()):
+            if not session.reservations:
+                del self._receiving[session]
+            elif session.input_bytes - received >= PROGRESS_BYTES_MIN:
+                self._receiving[session] = session.input_bytes, now_s
+            elif now_s - since_s > limit_s:
+                log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, now_s - since_s)
+                self.given_up += 1
+                session.close()
+
+    def _wait_for_turn(self, session: Session, wanted: int) -> Later:
+        if session in self._called:  # others were quicker: it stays the next
+            self._called.discard(session)
+            self.queue.appendleft((session, wanted))
+        else:
+            self.queue.append((session, wanted))
+        session.waiting = Pending(session)
+        return LATER
+
+    def _wait_for_reader(self, session: Session) -> Refused | Later:
+        """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
+        let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
+        slow = min(self._server.sessions.values(), key=lambda each: each.slow_since_s, default=None)
+        if slow is None or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:
+            return REFUSED
+        log.warning("client %s closed: it does not read, and what is lent to it is needed", slow.addr)
+        slow.close()
+        self._starved.append(session)
+        session.waiting = Pending(session)
+        return LATER

@@ -1,0 +1,100 @@
+"""APPEND and SETRANGE: a value made out of an older one.
+
+Both build the new value beside the old one and copy the old bytes into it. That is the price of what the store
+promises: somebody may be reading the old value at this moment, and must not see it change. A new value that finds no
+room leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final
+
+from .arguments import parse_integer
+from .commands import command
+from .replies import NOT_AN_INTEGER, OUT_OF_MEMORY, ZERO, Reply, error, integer
+from .values import TOO_LONG, note_encoding, publish
+
+if TYPE_CHECKING:
+    from .session import Session
+
+OFFSET_OUT_OF_RANGE: Final = error("ERR offset is out of range")
+
+ZEROS: Final = memoryview(bytes(1024 * 1024))
+"""What a gap is filled with, a piece at a time: it may be as long as a value."""
+
+
+@command(
+    "append",
+    arity=3,
+    flags="write denyoom fast",
+    keys=(1, 1, 1),
+    acl="write string fast",
+    group="string",
+    since="2.0.0",
+    summary="Puts bytes behind a value; without one they become it.",
+    complexity="O(N) in the length of the value that comes out.",
+    syntax="key value",
+    access="RW insert",
+)
+def append(session: Session, args: list[bytes]) -> Reply:
+    """APPEND key value: the length of what is there now."""
+    key, more = args[1], args[2]
+    entry = session.store.find(key, session.space)
+    length = 0 if entry is None else entry.length
+    if entry is not None and length + len(more) > session.server.bulk_bytes_max:
+        return TOO_LONG
+    return _edit(session, key, length, more, "append")
+
+
+@command(
+    "setrange",
+    arity=4,
+    flags="write denyoom",
+    keys=(1, 1, 1),
+    acl="write string slow",
+    group="string",
+    since="2.2.0",
+    summary="Overwrites part of a value from an offset on; what lies between its end and there becomes zero bytes.",
+    complexity="O(N) in the length of the value that comes out.",
+    syntax="key offset value",
+    access="RW update",
+)
+def setrange(session: Session, args: list[bytes]) -> Reply:
+    """SETRANGE key offset value: the length of what is there now. Nothing to write changes nothing."""
+    key, patch = args[1], args[3]
+    offset = parse_integer(args[2])
+    if offset is None:
+        return NOT_AN_INTEGER
+    if offset < 0:
+        return OFFSET_OUT_OF_RANGE
+    entry = session.store.find(key, session.space)
+    if not patch:
+        return ZERO if entry is None else integer(entry.length)
+    if offset + len(patch) > session.server.bulk_bytes_max:
+        return TOO_LONG
+    return _edit(session, key, offset, patch, "setrange")
+
+
+def _edit(session: Session, key: bytes, offset: int, patch: bytes, event: str) -> Reply:
+    """Publish the value under `key` with `patch` laid over it at `offset`, and with the end that it had."""
+    old = session.store.peek(key, session.space)
+    length = max(0 if old is None else old.length, offset + len(patch))
+    with old or nullcontext():  # held, or making room for the new value might take the old one
+        room = session.store.reserve(key, length, session.space)
+        if room is None:
+            return OUT_OF_MEMORY
+        with room:
+            at = 0
+            if old is not None:
+                at = old.length
+                room.view[:at] = old.view  # the copy that the docstring above speaks of
+            while at < offset:  # an extent still holds what was there before
+                end = min(offset, at + len(ZEROS))
+                room.view[at:end] = ZEROS[: end - at]
+                at = end
+            room.view[offset : offset + len(patch)] = patch
+            publish(session, key, room, 0 if old is None else old.entry.expire_at_ms, ("$", event))
+    if old is not None or event == "setrange":
+        note_encoding(session, (key, session.space), "raw")
+    return integer(length)

@@ -1,0 +1,258 @@
+"""The half of a session that sends: replies in their order, payloads lent to the transport, messages out of turn.
+
+WHY it holds leases: a reply that contains a view of the arena is written without a copy, and what the kernel does not
+take at once stays *referenced* by the transport until the client has read far enough. So the Leases behind a batch of
+replies are released when the transport's buffer is empty, never when the write was queued. The write buffer limit is 0:
+the transport then says `pause_writing` for whatever is left over and `resume_writing` when the last byte has gone. In
+between the session runs no further command and reads nothing, which also bounds what a slow reader can hold. Only
+messages that others send to it (pub/sub, invalidations, MONITOR) gather meanwhile, up to client-output-buffer-limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import deque
+from collections.abc import Iterator
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from kvredis.storage.entry import Lease
+
+from .replies import Buffer, Reply
+
+if TYPE_CHECKING:
+    from .server import Server
+
+log = logging.getLogger(__name__)
+
+REPLY_BYTES_HIGH: Final = 1024 * 1024
+"""Replies of a pipeline are gathered up to here before they are written: one system call, and one lease batch."""
+
+SEND_BUFFER_BYTES: Final = 512 * 1024
+"""SO_SNDBUF, which Linux doubles: measured best for pipelined reads, since bytes in flight then stay in the cache."""
+
+SLICE_BYTES: Final = 256 * 1024
+"""What a transport that copies the unsent rest of a write (asyncio's own, and TLS) is given at a time."""
+
+PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
+"""What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
+
+
+class Outgoing(asyncio.BufferedProtocol):
+    """What leaves for one client."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.output_bytes = 0
+        self.writes = 0
+        self.subscriptions = 0
+        """Channels, patterns and shard channels that this client listens to."""
+        self.addr = ""
+        self.encrypted = False
+        self._transport: asyncio.Transport | None = None
+        self._lends = server.transport_lends
+        self._paused = False
+        self._paused_since_s = 0.0
+        self._replies: list[Buffer] = []
+        self._reply_bytes = 0
+        self._lent: list[Lease] = []
+        self._backlog: deque[Buffer] = deque()  # only for transports that copy
+        self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made as the client takes it
+        self._pushes: list[bytes] = []
+        self._push_bytes = 0
+        self._answering = False  # a command is running whose reply goes before what is pushed meanwhile
+        self._over_soft_limit_s: float | None = None
+
+    def hold(self, lease: Lease) -> None:
+        """Keep a lease whose view is part of the reply being made until that reply has left the process."""
+        self._lent.append(lease)
+
+    def push(self, message: bytes) -> None:
+        """Send an encoded message that answers no command; after the replies before it, at once to an idle client."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._pushes.append(message)
+        self._push_bytes += len(message)
+        if self._paused:
+            self._check_output_limit()
+        elif not self._answering and self._stream is None:
+            self._send_pushes()
+
+    def drop_lent(self, since: int) -> None:
+        """End the holds taken since there were `since` of them: a reply that will not be sent."""
+        dropped, self._lent[since:] = self._lent[since:], []
+        for lease in dropped:
+            lease.release()
+
+    @property
+    def lent(self) -> int:
+        """How many leases are behind what is not sent yet."""
+        return len(self._lent)
+
+    def begin_answer(self) -> None:
+        """A command runs now: what is pushed to this client meanwhile goes behind its reply."""
+        self._answering = True
+
+    def end_answer(self, reply: Reply | Iterator[Reply]) -> Reply | Iterator[Reply]:
+        """The reply with what was pushed meanwhile."""
+        self._answering = False
+        if not self._pushes or not isinstance(reply, bytes | list):
+            return reply
+        return reply + self._take_pushes() if isinstance(reply, bytes) else [*reply, self._take_pushes()]
+
+    def close(self) -> None:
+        """Hang up now; what is not sent is lost."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the client has not taken yet: `omem` of CLIENT LIST."""
+        waiting = sum(map(len, self._backlog)) + self._push_bytes
+        return waiting + (0 if self._transport is None else self._transport.get_write_buffer_size())
+
+    @property
+    def slow_since_s(self) -> float:
+        """Since when this client has kept blocks of the arena leased by not reading; infinity if it does not."""
+        return self._paused_since_s if self._paused and self._lent else float("inf")
+
+    def pause_writing(self) -> None:
+        """The transport keeps a rest that the client is too slow to take."""
+        self._paused = True
+        self._paused_since_s = monotonic()
+        if self.server.output_limits["normal"] != NO_LIMIT:
+            self._check_output_limit()
+
+    # ---- replies -------------------------------------------------------------------------------------------------
+
+    def _send_small(self) -> None:
+        """Write the gathered replies, none of which is lent."""
+        replies, self._replies = self._replies, []
+        self._reply_bytes = 0
+        whole = replies[0] if len(replies) == 1 else b"".join(replies)
+        self.output_bytes += len(whole)
+        self.writes += 1
+        self._transport.write(whole)  # type: ignore[union-attr]
+
+    def _flush(self) -> None:
+        """Hand the gathered replies to the transport; what it lent is released when it says that they are gone."""
+        assert self._transport is not None
+        replies, self._replies = self._replies, []
+        self._reply_bytes = 0
+        self.output_bytes += sum(map(len, replies))
+        self.writes += 1
+        if self._lends or not self._lent:
+            self._transport.writelines(replies)
+        else:
+            self._backlog.extend(replies)
+            self._send_slices()
+        if self._lent and not self._paused and not self._backlog:
+            self._release()
+
+    def _pump(self) -> bool:
+        """Go on with a streamed reply until the client is full; True when it is complete."""
+        assert self._stream is not None
+        try:
+            for part in self._stream:
+                if isinstance(part, bytes):
+                    self._replies.append(part)
+                    self._reply_bytes += len(part)
+                else:
+                    self._replies += part
+                    self._reply_bytes += sum(map(len, part))
+                if self._reply_bytes >= REPLY_BYTES_HIGH:
+                    self._flush()
+                    if self._paused:
+                        return False
+        except Exception:  # a mistake of ours in the middle of a reply: nothing that is understood can follow it
+            log.exception("a reply failed half way; its client %s is closed", self.addr)
+            self.server.stats.handler_exceptions += 1
+            self._stream = None
+            self.close()
+            return False
+        self._stream = None
+        return True
+
+    def _send_slices(self) -> None:
+        """Give a copying transport no more than it can send soon, so that no payload is ever copied whole."""
+        assert self._transport is not None
+        while self._backlog and not self._paused and not self._transport.is_closing():
+            piece = self._backlog.popleft()
+            if len(piece) > SLICE_BYTES:
+                view = memoryview(piece)
+                self._backlog.appendleft(view[SLICE_BYTES:])
+                piece = view[:SLICE_BYTES]
+            self._transport.write(piece)
+
+    def _all_sent(self) -> bool:
+        """Go on where `pause_writing` had stopped; True when nothing is left over and the leases have ended."""
+        self._paused = False
+        self._over_soft_limit_s = None
+        if self._backlog:
+            self._send_slices()
+            if self._paused or self._backlog:
+                return False
+        self._release()
+        if self._pushes and self._stream is None:
+            self._send_pushes()
+        return not self._paused
+
+    def _release(self) -> None:
+        lent, self._lent = self._lent, []
+        for lease in lent:
+            lease.release()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def _take_pushes(self) -> bytes:
+        """What was pushed and not yet sent."""
+        pushes, self._pushes = self._pushes, []
+        self._push_bytes = 0
+        return b"".join(pushes)
+
+    def _send_pushes(self) -> None:
+        assert self._transport is not None
+        message = self._take_pushes()
+        self.output_bytes += len(message)
+        self.writes += 1
+        self._transport.write(message)
+
+    def _check_output_limit(self) -> None:
+        """Close a client for which more waits than client-output-buffer-limit allows, as Redis does."""
+        hard, soft, soft_s = self.server.output_limits["pubsub" if self.subscriptions else "normal"]
+        unsent, now_s = self.unsent_bytes, monotonic()
+        if not soft or unsent < soft:
+            self._over_soft_limit_s = None
+        elif self._over_soft_limit_s is None:
+            self._over_soft_limit_s = now_s
+        over_soft = self._over_soft_limit_s is not None and now_s - self._over_soft_limit_s > soft_s
+        if (hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX):
+            log.warning("client %s closed: %d bytes wait for it (client-output-buffer-limit)", self.addr, unsent)
+            self.server.stats.output_limit_disconnections += 1
+            self._pushes.clear()
+            self._push_bytes = 0
+            self.close()
+
+    def _open_outgoing(self, transport: asyncio.Transport) -> None:
+        """The connection is there."""
+        self._transport = transport
+        self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
+        self._lends = self._lends and not encrypted
+        # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
+        transport.set_write_buffer_limits(high=1 if encrypted else 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+
+    def _close_outgoing(self) -> None:
+        """The connection is gone: every hold ends here."""
+        self._release()
+        self._backlog.clear()
+        self._pushes.clear()
+        self._push_bytes = 0
+        self._stream = None
+        self._paused = True
+        self._transport = None
+
+
+NO_LIMIT: Final = (0, 0, 0)

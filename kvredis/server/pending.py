@@ -1,0 +1,39 @@
+"""Replies that come later: what a handler returns that must wait for time or for somebody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from .replies import Reply
+    from .session import Session
+
+Answer: TypeAlias = "Reply | Pending | Iterator[Reply]"
+"""What a handler returns: the reply, one that comes later, or one that is made while the client takes it."""
+
+
+class Pending:
+    """The place of one reply in its session's pipeline. The session runs and reads nothing until `resolve`."""
+
+    __slots__ = ("_session", "on_cancel", "timeout_reply")
+
+    def __init__(self, session: Session) -> None:
+        self._session: Session | None = session
+        self.timeout_reply: Reply = b""
+        """What CLIENT UNBLOCK answers in the name of a command whose time is over."""
+        self.on_cancel: Callable[[], None] | None = None
+        """Called when the client goes before it was answered."""
+
+    def resolve(self, reply: Reply) -> None:
+        """Answer and let the session go on. A second call, or one after the client has gone, does nothing."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.go_on(reply)
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        if self._session is not None:
+            self._session = None
+            if self.on_cancel is not None:
+                self.on_cancel()

@@ -1,0 +1,53 @@
+"""Verbs that give blocks another name: `move` for one key, `swap` for two whole databases.
+
+They leave every byte where it is: the entry gets a new key, so readers keep their leases, the policy keeps the entry's
+place in its order, and a payload of gigabytes is renamed as quickly as a short one.
+"""
+
+import threading
+
+from .ledger import Ledger
+
+Name = tuple[bytes, int]
+"""A key and its database."""
+
+
+class Moves(Ledger):
+    """The part of the store that renames; Store brings the lock and the other verbs."""
+
+    _lock: threading.Lock
+
+    def move(self, old: Name, new: Name) -> bool:
+        """Put the block under `old` under `new`, in place of what is there; its end goes with it. False without one.
+
+        Leases on it stay good, and their `key` is the new one from now on.
+        """
+        with self._lock:
+            entry = self._visible(*old)
+            if entry is None or old == new:
+                return entry is not None
+            self._visible(*new)  # what is there may have expired, which is not the same as being replaced
+            cost_bytes = entry.memory_bytes
+            replaced = self.index.rename(entry, *new)
+            if replaced is not None:
+                self._retire(replaced)
+                self.stats.overwritten += 1
+            if entry.value is not None:
+                self.inline_bytes += entry.memory_bytes - cost_bytes  # the key is part of it
+                if self.inline_bytes > self.inline_bytes_high:
+                    self._evict_inline(entry)
+            self._remember_expiry(entry)
+            if self.journal is not None:
+                self.journal += [("del", *old), ("set", *new)]
+            return True
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange two databases: each key of one is in the other from now on. A step a key, none of its bytes."""
+        if first == second:
+            return
+        with self._lock:
+            self.index.swap(first, second)
+            for space in (first, second):
+                for entry in self.index.spaces[space].values():
+                    entry.space = space
+                    self._remember_expiry(entry)

@@ -1,0 +1,175 @@
+"""A header is a claim: who announces values and does not send them hurts nobody."""
+
+from pathlib import Path
+
+from tests.server.feed import request
+from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
+
+ARENA = 16 * MIB
+
+
+def header(key: str, length: int) -> bytes:
+    """All of a SET up to its value."""
+    return b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key.encode(), length)
+
+
+def test_a_claim_without_bytes_takes_no_room(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            owner = await live.connect()
+            for n in range(15):
+                await owner.ask("SET", f"kept:{n}", pattern(1000_000, n))
+            used_bytes = live.store.used_bytes
+            liars = [await live.connect() for _ in range(20)]
+            for n, liar in enumerate(liars):
+                await liar.send_raw(header(f"claim:{n}", 12 * MIB) + bytes(1000))
+            await until(lambda: sum(each.pending_bytes >= 1000 for each in live.sessions()) == 20)
+            assert live.store.used_bytes == used_bytes
+            assert live.store.stats.evicted == 0
+            for n in range(15):
+                assert await owner.get(f"kept:{n}") == pattern(1000_000, n)
+            for liar in liars:
+                liar.close()
+            await until(lambda: len(live.server.sessions) == 1)
+            assert live.store.used_bytes == used_bytes
+
+    run_on(loop, story())
+
+
+def test_values_on_their_way_hold_no_more_than_their_share(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            clients = [await live.connect() for _ in range(8)]
+            values = [pattern(3 * MIB // 2, n) for n in range(8)]
+            for n, client in enumerate(clients):
+                await client.send_raw(header(f"k{n}", len(values[n])) + values[n][:1000])
+            claims = live.server.claims
+            await until(lambda: len(claims.queue) == 6)
+            assert claims.receiving == 2
+            assert live.store.reserved_bytes <= claims.share_bytes
+            for n, client in enumerate(clients):
+                await client.send_raw(values[n][1000:] + b"\r\n")
+                assert await client.read_line() == b"+OK\r\n"
+                assert live.store.reserved_bytes <= claims.share_bytes
+            for n, client in enumerate(clients):
+                assert await client.get(f"k{n}") == values[n]
+
+    run_on(loop, story())
+
+
+def test_a_value_larger_than_the_share_has_its_turn_when_it_is_alone(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            small, large, late = [await live.connect() for _ in range(3)]
+            one, two, three = pattern(MIB, 1), pattern(12 * MIB, 2), pattern(MIB, 3)
+            await small.send_raw(header("one", MIB) + one[:1000])
+            await until(lambda: live.store.reserved_bytes)
+            await large.send_raw(header("two", 12 * MIB) + two[:10_000])
+            await until(lambda: len(live.server.claims.queue) == 1)
+            await late.send_raw(header("three", MIB) + three[:1000])
+            await until(lambda: len(live.server.claims.queue) == 2)  # nobody overtakes
+            await small.send_raw(one[1000:] + b"\r\n")
+            assert await small.read_line() == b"+OK\r\n"
+            await large.send_raw(two[10_000:] + b"\r\n")
+            assert await large.read_line() == b"+OK\r\n"
+            await late.send_raw(three[1000:] + b"\r\n")
+            assert await late.read_line() == b"+OK\r\n"
+            assert await late.get("two") == two
+            assert await late.get("three") == three
+
+    run_on(loop, story())
+
+
+def test_one_clients_unfinished_mset_leaves_room_for_others_values(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            client, other = await live.connect(), await live.connect()
+            await client.say_hello()
+            words = [word for n in range(5) for word in (f"k{n}", pattern(2 * MIB, n))]
+            await other.send_raw(header("other", MIB) + bytes(1000))
+            await until(lambda: live.store.reserved_bytes)
+            await client.send("MSET", *words)
+            assert await client.read_line() == OOM
+            assert live.store.live_bytes == 0
+            assert await client.ask("PING") == b"+PONG\r\n"
+            await other.send_raw(bytes(MIB - 1000) + b"\r\n")
+            assert await other.read_line() == b"+OK\r\n"
+            assert await client.ask("MSET", *words) == b"+OK\r\n"
+            assert await client.get("k4") == pattern(2 * MIB, 4)
+
+    run_on("uvloop", story())
+
+
+def test_a_value_that_stops_coming_is_given_up(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=0.0) as live:
+            old = pattern(MIB, 1)
+            owner, slow = await live.connect(), await live.connect()
+            await owner.ask("SET", "k", old)
+            await slow.send_raw(header("k", 2 * MIB) + bytes(MIB))
+            await until(lambda: live.store.reserved_bytes)
+            await until(lambda: live.server.claims.given_up)
+            await until(lambda: not live.store.reserved_bytes)
+            assert await slow.read_all() == b""
+            assert await owner.get("k") == old
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_a_set_without_room_ends_a_connection_that_never_said_hello(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            native = await live.connect()
+            await native.send("SET", "k", pattern(17 * MIB))
+            assert await native.read_all() == OOM
+
+    run_on(loop, story())
+
+
+def test_a_client_that_said_hello_is_told_and_stays_in_step(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            client = await live.connect()
+            await client.say_hello()
+            await client.send_raw(request("SET", "k", pattern(17 * MIB)) + request("PING"))
+            assert await client.read_line() == OOM
+            assert await client.read_line() == b"+PONG\r\n"
+
+    run_on(loop, story())
+
+
+def test_what_exists_said_yes_to_is_still_there_when_others_had_to_go(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            client = await live.connect()
+            for n in range(5):
+                await client.ask("SET", f"k{n}", pattern(3 * MIB, n))
+            assert await client.ask("EXISTS", "k0") == b":1\r\n"  # the coldest
+            assert await client.ask("EXISTS", "k1", "k9") == b":1\r\n"
+            for n in range(3):
+                await client.ask("SET", f"new:{n}", pattern(3 * MIB))
+            assert await client.get("k0") == pattern(3 * MIB, 0)
+            assert await client.get("k1") == pattern(3 * MIB, 1)
+            assert await client.ask("EXISTS", "k2", "k3", "k4") == b":0\r\n"
+
+    run_on("uvloop", story())
+
+
+def test_the_grace_time_ends_and_never_makes_a_set_fail(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            client = await live.connect()
+            for n in range(5):
+                await client.ask("SET", f"k{n}", pattern(3 * MIB, n))
+            assert await client.ask("EXISTS", *(f"k{n}" for n in range(5))) == b":5\r\n"
+            assert await client.ask("SET", "all-are-spared", pattern(3 * MIB)) == b"+OK\r\n"
+            live.store.turn += 1000
+            await client.ask("GETRANGE", "k1", "0", "0")
+            await client.read(3)
+            assert await client.ask("EXISTS", "k0") == b":0\r\n"
+            assert await client.ask("SET", "next", pattern(3 * MIB)) == b"+OK\r\n"
+            assert await client.ask("EXISTS", "k2") == b":0\r\n"
+            assert await client.ask("EXISTS", "k1") == b":1\r\n"
+
+    run_on("uvloop", story())

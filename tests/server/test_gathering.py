@@ -1,0 +1,82 @@
+"""Commands of many small arguments are gathered whole and split in one step, within bounds."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from kvredis.server.intake import GATHER_TRIES, SCRATCH_BYTES
+from kvredis.server.parser import Parser
+from kvredis.server.request import Argument, QueryBufferLimit
+from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.entry import Reservation
+from kvredis.storage.store import Store
+from tests.server.feed import feed, no_payload, request
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    store = Store(Arena.create(4 * 1024 * 1024, HugepageMode.OFF))
+    yield store
+    assert store.reserved_bytes == 0
+    store.close()
+
+
+def receive(parser: Parser, data: bytes) -> None:
+    """Bytes as they come, and every command that they complete."""
+    while data:
+        buffer = parser.buffer()
+        received = min(len(buffer), len(data))
+        buffer[:received] = data[:received]
+        data = data[received:]
+        commands = parser.take(received)
+        while commands:
+            commands = parser.take()
+
+
+def test_a_command_of_many_keys_is_gathered_and_split_at_once() -> None:
+    asked: list[bytes] = []
+
+    def takes_payload(name: bytes) -> bool:
+        asked.append(name)
+        return False
+
+    keys = [b"%064d" % n for n in range(1000)]
+    data = request("EXISTS", *keys) + request("PING")
+    for step in (1448, 16384, 65536, len(data)):
+        parser = Parser(no_payload, takes_payload=takes_payload)
+        assert feed(parser, data, range(step, len(data), step)) == [[b"EXISTS", *keys], [b"PING"]]
+        assert len(parser.buffer()) <= SCRATCH_BYTES, "the scratch that had to grow is given up"
+    assert set(asked) == {b"EXISTS"}
+
+
+def test_a_long_command_that_brings_payloads_is_not_gathered(store: Store) -> None:
+    def into_arena(args: list[Argument], length: int) -> Reservation | None:
+        return store.reserve(b"k", length) if len(args) > 1 else None
+
+    parser = Parser(into_arena, takes_payload=lambda name: name == b"MSET")
+    words = [word for n in range(20) for word in (b"k%d" % n, bytes(50_000))]
+    data = request("MSET", *words)
+    (found,) = feed(parser, data, range(10_000, len(data), 10_000))
+    assert found == [b"MSET", *words]
+
+
+def test_gathering_costs_a_bounded_number_of_tries() -> None:
+    parser = Parser(no_payload, takes_payload=lambda name: False)
+    keys = [b"%04d" % n for n in range(500)]
+    data = request("EXISTS", *keys)
+    cuts = [at for at in range(len(data)) if data[at - 2 : at] == b"\r\n"]  # each piece looks like an end
+    assert feed(parser, data, cuts) == [[b"EXISTS", *keys]]
+    parser = Parser(no_payload, takes_payload=lambda name: False)
+    for at, end in pairwise([0, *cuts[:50]]):
+        receive(parser, data[at:end])
+    assert parser._gather_tries <= GATHER_TRIES
+
+
+def test_arguments_beyond_the_query_buffer_limit_end_the_connection_without_a_word() -> None:
+    parser = Parser(no_payload, query_bytes_max=1_000_000)
+    words = [bytes(9_000)] * 112
+    with pytest.raises(QueryBufferLimit, match=r"^$"):
+        receive(parser, request("ECHO", *words))
+    parser = Parser(no_payload, query_bytes_max=1_000_000)
+    assert feed(parser, request("ECHO", *words[:100]) * 3) == [[b"ECHO", *words[:100]]] * 3

@@ -1,0 +1,129 @@
+"""CLIENT PAUSE, UNBLOCK and REPLY over real connections, on the loop's own clock made short."""
+
+from pathlib import Path
+
+from tests.server.live import MIB, LiveServer, pattern, run_on, until
+
+
+def test_a_paused_write_waits_and_reads_go_on(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin, client = await live.connect(), await live.connect()
+            await client.ask("SET", "k", "1")
+            assert await admin.ask("CLIENT", "PAUSE", "100000", "WRITE") == b"+OK\r\n"
+            assert await client.get("k") == b"1"
+            await client.send("SET", "k", "2")
+            await client.send("GET", "k")
+            await until(lambda: live.server.pause.waiting)
+            assert await admin.get("k") == b"1"
+            assert await admin.ask("CLIENT", "UNPAUSE") == b"+OK\r\n"
+            assert await client.read(12) == b"+OK\r\n$1\r\n2\r\n"
+
+    run_on(loop, story())
+
+
+def test_a_pause_ends_by_itself(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            await client.ask("CLIENT", "PAUSE", "50")
+            assert live.server.pause.until_s
+            assert await client.ask("PING") == b"+PONG\r\n"
+            assert not live.server.pause.until_s
+
+    run_on(loop, story())
+
+
+def test_a_paused_payload_keeps_its_room_and_is_stored_in_the_end(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin, client = await live.connect(), await live.connect()
+            await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            value = pattern(MIB)
+            await client.send("SET", "k", value)
+            await until(lambda: live.server.pause.waiting)
+            assert live.store.reserved_bytes > MIB
+            await admin.ask("CLIENT", "UNPAUSE")
+            assert await client.read_line() == b"+OK\r\n"
+            assert await client.get("k") == value
+
+    run_on("uvloop", story())
+
+
+def test_exec_of_a_write_waits_too(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin, writer, reader = [await live.connect() for _ in range(3)]
+            for client, words in ((writer, ("SET", "k", "1")), (reader, ("GET", "k"))):
+                await client.ask("MULTI")
+                await client.ask(*words)
+            await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            await writer.send("EXEC")
+            await reader.send("EXEC")
+            assert await reader.read(9) == b"*1\r\n$-1\r\n"
+            await until(lambda: len(live.server.pause.waiting) == 1)
+            await admin.ask("CLIENT", "UNPAUSE")
+            assert await writer.read(9) == b"*1\r\n+OK\r\n"
+
+    run_on("uvloop", story())
+
+
+def test_clients_that_wait_or_go_while_paused_leave_nothing_behind(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin, client = await live.connect(), await live.connect("tcp")
+            await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            await client.send("SET", "k", pattern(MIB))
+            await until(lambda: live.server.pause.waiting)
+            live.sessions()[1].close()
+            await until(lambda: len(live.server.sessions) == 1)
+            assert not live.server.pause.waiting
+            assert live.store.reserved_bytes == 0
+            await admin.ask("CLIENT", "UNPAUSE")
+            assert await admin.get("k") is None
+
+    run_on(loop, story())
+
+
+def test_of_two_pauses_the_later_end_and_the_stricter_kind_count(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin = await live.connect()
+            await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            until_s = live.server.pause.until_s
+            await admin.ask("CLIENT", "PAUSE", "10", "ALL")
+            assert live.server.pause.until_s == until_s
+            assert not live.server.pause.writes_only
+            live.server.pause.end()
+
+    run_on("uvloop", story())
+
+
+def test_a_client_that_wants_no_replies_gets_none_until_it_does(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            await client.send("CLIENT", "REPLY", "OFF")
+            await client.send("SET", "k", pattern(MIB))
+            await client.send("GET", "k")
+            await client.send("NO-SUCH-COMMAND")
+            await client.send("MGET", "k", "k", "k")
+            assert await client.ask("CLIENT", "REPLY", "ON") == b"+OK\r\n"
+            assert live.store.leases == 0
+            assert await client.ask("STRLEN", "k") == b":1048576\r\n"
+
+    run_on(loop, story())
+
+
+def test_one_reply_is_skipped_and_the_next_is_not(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            await client.send("CLIENT", "REPLY", "SKIP")
+            await client.send("SET", "k", "1")
+            assert await client.get("k") == b"1"
+            await client.send("CLIENT", "REPLY", "SKIP")
+            await client.send("NO-SUCH-COMMAND")
+            assert await client.ask("PING") == b"+PONG\r\n"
+
+    run_on(loop, story())

@@ -1,0 +1,175 @@
+"""Publish and subscribe on sessions without connections: who gets what, and what subscribing answers."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from kvredis.server import pubsub
+from kvredis.server.server import Server
+from kvredis.server.session import Session
+from tests.server.fake_session import FakeSession, make_server
+from tests.server.pushes import message
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = make_server()
+    yield server
+    server.store.close()
+
+
+@pytest.fixture
+def session(server: Server) -> FakeSession:
+    return FakeSession(server, 1)
+
+
+@pytest.fixture
+def other(server: Server) -> FakeSession:
+    return FakeSession(server, 2)
+
+
+def test_subscribing_is_confirmed_for_each_name_with_the_count_so_far(session: FakeSession) -> None:
+    assert session.ask("SUBSCRIBE a b a") == (
+        b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"
+        b"*3\r\n$9\r\nsubscribe\r\n$1\r\nb\r\n:2\r\n"
+        b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:2\r\n"
+    )
+    assert session.ask("psubscribe x*") == b"*3\r\n$10\r\npsubscribe\r\n$2\r\nx*\r\n:3\r\n"
+    assert session.ask("SSUBSCRIBE s") == b"*3\r\n$10\r\nssubscribe\r\n$1\r\ns\r\n:1\r\n"
+    assert session.subscriptions == 4
+
+
+def test_confirmations_are_pushes_in_resp3(session: FakeSession) -> None:
+    session.speak(3)
+    assert session.ask("SUBSCRIBE a") == b">3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"
+    assert session.ask("UNSUBSCRIBE") == b">3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:0\r\n"
+    assert session.ask("UNSUBSCRIBE") == b">3\r\n$11\r\nunsubscribe\r\n_\r\n:0\r\n"
+
+
+@pytest.mark.parametrize("name", ["UNSUBSCRIBE", "PUNSUBSCRIBE", "SUNSUBSCRIBE"])
+def test_unsubscribing_from_nothing_is_answered_all_the_same(session: FakeSession, name: str) -> None:
+    word = name.lower().encode()
+    assert session.ask(name) == b"*3\r\n$%d\r\n%b\r\n$-1\r\n:0\r\n" % (len(word), word)
+    assert session.ask(f"{name} x") == b"*3\r\n$%d\r\n%b\r\n$1\r\nx\r\n:0\r\n" % (len(word), word)
+
+
+def test_unsubscribing_without_names_takes_all_of_its_kind_and_no_other(session: FakeSession) -> None:
+    session.ask("SUBSCRIBE a b")
+    session.ask("PSUBSCRIBE p")
+    session.ask("SSUBSCRIBE s")
+    assert session.ask("UNSUBSCRIBE") == (
+        b"*3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:2\r\n*3\r\n$11\r\nunsubscribe\r\n$1\r\nb\r\n:1\r\n"
+    )
+    assert session.ask("PUNSUBSCRIBE").endswith(b"$1\r\np\r\n:0\r\n")
+    assert session.subscriptions == 1
+    assert session.ask("SUNSUBSCRIBE").endswith(b"$1\r\ns\r\n:0\r\n")
+    assert session.subscriptions == 0
+
+
+def test_confirmations_are_messages_that_client_reply_off_does_not_silence(session: FakeSession) -> None:
+    session.reply_mode = "off"
+    assert session.ask("SUBSCRIBE a") == b""
+    assert session.pushed == [b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"]
+
+
+def test_a_client_that_listens_twice_gets_both(session: FakeSession, other: FakeSession) -> None:
+    session.ask("SUBSCRIBE news")
+    session.ask("PSUBSCRIBE n?ws")
+    assert other.ask("PUBLISH news hi") == b":2\r\n"
+    assert session.pushed == [message("message", "news", "hi"), message("pmessage", "n?ws", "news", "hi")]
+    assert other.pushed == []
+
+
+def test_each_subscriber_gets_a_message_in_its_own_protocol(session: FakeSession, other: FakeSession) -> None:
+    other.speak(3)
+    session.ask("SUBSCRIBE c")
+    other.ask("SUBSCRIBE c")
+    assert other.ask("PUBLISH c m") == b":2\r\n"
+    assert session.pushed == [message("message", "c", "m")]
+    assert other.pushed == [message("message", "c", "m", resp=3)]
+
+
+def test_shard_channels_are_a_world_of_their_own(session: FakeSession, other: FakeSession) -> None:
+    session.ask("SSUBSCRIBE c")
+    session.ask("PSUBSCRIBE *")
+    assert other.ask("SPUBLISH c m") == b":1\r\n"
+    assert session.pushed == [message("smessage", "c", "m")]
+    assert other.ask("PUBLISH c m") == b":1\r\n"
+    assert session.pushed[1:] == [message("pmessage", "*", "c", "m")]
+
+
+def test_a_message_is_any_bytes(session: FakeSession) -> None:
+    session.ask([b"SUBSCRIBE", b"\0\r\n"])
+    assert session.ask([b"PUBLISH", b"\0\r\n", b"\xff\r\n"]) == b":1\r\n"
+    assert session.pushed == [b"*3\r\n$7\r\nmessage\r\n$3\r\n\0\r\n\r\n$3\r\n\xff\r\n\r\n"]
+
+
+def test_nobody_is_sent_what_nobody_listens_to(session: FakeSession, other: FakeSession) -> None:
+    session.ask("SUBSCRIBE a")
+    session.ask("PSUBSCRIBE b*")
+    session.ask("UNSUBSCRIBE a")
+    session.ask("PUNSUBSCRIBE b*")
+    assert other.ask("PUBLISH a m") == b":0\r\n"
+    assert other.ask("PUBLISH bb m") == b":0\r\n"
+    assert session.pushed == []
+
+
+def test_a_client_that_has_gone_leaves_no_trace(server: Server, session: FakeSession, other: FakeSession) -> None:
+    session.ask("SUBSCRIBE a b")
+    session.ask("PSUBSCRIBE p*")
+    session.ask("SSUBSCRIBE s")
+    other.ask("SUBSCRIBE a")
+    server.pubsub.forget(cast(Session, session))
+    assert session.subscriptions == 0
+    assert server.pubsub.channels.keys() == {b"a"}
+    assert not server.pubsub.patterns
+    assert not server.pubsub.shard_channels
+    assert other.ask("PUBLISH a m") == b":1\r\n"
+    assert other.ask("PUBLISH p1 m") == b":0\r\n"
+    assert session.pushed == []
+    server.pubsub.forget(cast(Session, other))
+    assert not any(vars(server.pubsub).values())
+
+
+def test_the_session_looks_again_when_it_begins_and_ends_to_listen(session: FakeSession) -> None:
+    session.ask("SUBSCRIBE a b")
+    assert session.reconsidered == 1
+    session.ask("UNSUBSCRIBE a")
+    assert session.reconsidered == 1
+    session.ask("UNSUBSCRIBE b")
+    assert session.reconsidered == 2
+
+
+def test_pubsub_tells_who_listens_to_what(session: FakeSession, other: FakeSession) -> None:
+    session.ask("SUBSCRIBE a ab b")
+    other.ask("SUBSCRIBE a")
+    other.ask("PSUBSCRIBE x* y*")
+    session.ask("PSUBSCRIBE x*")
+    session.ask("SSUBSCRIBE s")
+    assert session.ask("PUBSUB CHANNELS") == b"*3\r\n$1\r\na\r\n$2\r\nab\r\n$1\r\nb\r\n"
+    assert session.ask("PUBSUB channels a*") == b"*2\r\n$1\r\na\r\n$2\r\nab\r\n"
+    assert session.ask("PUBSUB NUMSUB a nope") == b"*4\r\n$1\r\na\r\n:2\r\n$4\r\nnope\r\n:0\r\n"
+    assert session.ask("PUBSUB NUMSUB") == b"*0\r\n"
+    assert session.ask("PUBSUB NUMPAT") == b":2\r\n"
+    assert session.ask("PUBSUB SHARDCHANNELS") == b"*1\r\n$1\r\ns\r\n"
+    assert session.ask("PUBSUB SHARDNUMSUB s a") == b"*4\r\n$1\r\ns\r\n:1\r\n$1\r\na\r\n:0\r\n"
+
+
+def test_pubsub_refuses_what_it_does_not_know(session: FakeSession) -> None:
+    assert session.ask("PUBSUB FOO") == b"-ERR unknown subcommand 'FOO'. Try PUBSUB HELP.\r\n"
+    assert session.ask("PUBSUB CHANNELS a b") == (
+        b"-ERR unknown subcommand or wrong number of arguments for 'CHANNELS'. Try PUBSUB HELP.\r\n"
+    )
+    assert session.ask("PUBSUB NUMPAT x") == b"-ERR wrong number of arguments for 'pubsub|numpat' command\r\n"
+    for name in (b"CHANNELS", b"NUMSUB", b"NUMPAT", b"SHARDCHANNELS", b"SHARDNUMSUB", b"HELP"):
+        assert b"\r\n+" + name in session.ask("PUBSUB HELP")
+
+
+def test_subscriptions_of_a_client_have_a_bound(monkeypatch: pytest.MonkeyPatch, session: FakeSession) -> None:
+    monkeypatch.setattr(pubsub, "SUBSCRIPTION_BYTES_MAX", 3 * (pubsub.SUBSCRIPTION_BYTES + 1))
+    session.ask("SUBSCRIBE a b")
+    assert session.ask("SUBSCRIBE c d").startswith(b"-ERR the subscriptions of this client")
+    assert session.subscriptions == 2
+    session.ask("UNSUBSCRIBE a")
+    assert session.ask("PSUBSCRIBE c d").endswith(b":3\r\n")

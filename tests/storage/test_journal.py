@@ -1,0 +1,167 @@
+"""What the store tells of changes, and what it spares because somebody was told that it is there."""
+
+import pytest
+
+from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.entry import INLINE_BYTES_MAX
+from kvredis.storage.ledger import GRACE_TURNS
+from kvredis.storage.store import Store
+
+MIB = 1024 * 1024
+
+
+class Clock:
+    """Wall-clock time that a test moves."""
+
+    def __init__(self) -> None:
+        self.ms = 1_000_000
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    made = Store(Arena.create(8 * MIB, HugepageMode.OFF), clock_ms=clock)
+    made.journal = []
+    return made
+
+
+def told(store: Store) -> list[tuple[str, bytes, int]]:
+    """What has been listed since the last time."""
+    journal, store.journal = store.journal, []
+    assert journal is not None
+    return journal
+
+
+@pytest.mark.parametrize("length", [10, INLINE_BYTES_MAX, MIB])
+def test_a_write_is_listed_each_time(store: Store, length: int) -> None:
+    for _ in range(2):
+        assert store.put(b"k", bytes(length), 3)
+        assert told(store) == [("set", b"k", 3)]
+
+
+def test_a_delete_is_listed_if_there_was_something(store: Store) -> None:
+    store.put(b"k", b"v")
+    told(store)
+    store.delete([b"nothing", b"k", b"k"])
+    assert told(store) == [("del", b"k", 0)]
+
+
+def test_a_new_end_is_a_change_and_one_in_the_past_a_delete(store: Store, clock: Clock) -> None:
+    store.put(b"k", b"v")
+    told(store)
+    assert store.expire(b"k", clock.ms + 5)
+    assert told(store) == [("set", b"k", 0)]
+    assert store.expire(b"k", 0)
+    assert told(store) == [("set", b"k", 0)]
+    assert store.expire(b"k", clock.ms - 5)
+    assert told(store) == [("del", b"k", 0)]
+
+
+@pytest.mark.parametrize("by", ["a look", "the collector"])
+def test_an_expired_key_is_listed_when_it_is_found_out(store: Store, clock: Clock, by: str) -> None:
+    store.put(b"k", b"v", 0, clock.ms + 5)
+    told(store)
+    clock.ms += 10
+    if by == "a look":
+        assert store.find(b"k") is None
+    else:
+        assert store.collect_expired() == 1
+    assert told(store) == [("expired", b"k", 0)]
+
+
+def test_evicted_keys_are_listed_before_the_one_they_left_for(store: Store) -> None:
+    for n in range(7):
+        store.put(b"%d" % n, bytes(MIB))
+    told(store)
+    store.put(b"new", bytes(2 * MIB))
+    *evicted, last = told(store)
+    assert last == ("set", b"new", 0)
+    assert evicted
+    assert {what for what, _, _ in evicted} == {"evicted"}
+
+
+def test_a_flush_lists_nothing_and_the_list_goes_on_after_it(store: Store) -> None:
+    store.put(b"k", b"v")
+    told(store)
+    assert store.flush() == 1
+    assert told(store) == []
+    store.put(b"k", b"v")
+    assert told(store) == [("set", b"k", 0)]
+
+
+def test_nothing_is_listed_for_nobody(store: Store) -> None:
+    store.journal = None
+    store.put(b"k", b"v")
+    store.put(b"k", b"w")
+    store.delete([b"k"])
+    assert store.journal is None
+
+
+def test_affirming_counts_what_is_there_and_what_is_named_twice(store: Store, clock: Clock) -> None:
+    store.put(b"a", b"1")
+    store.put(b"b", bytes(MIB))
+    store.put(b"ends", b"1", 0, clock.ms + 5)
+    assert store.affirm([b"a", b"b", b"nothing", b"a", b"ends"]) == 4
+    clock.ms += 10
+    assert store.affirm([b"ends", b"ends", b"a"]) == 1
+    assert store.affirm([b"a"], 5) == 0
+
+
+def test_affirmed_keys_leave_last_and_only_for_a_time(store: Store) -> None:
+    for n in range(7):
+        store.put(b"%d" % n, bytes(MIB))
+    assert store.affirm([b"0", b"1"]) == 2
+    store.put(b"new", bytes(MIB))
+    assert store.find(b"0") is not None
+    assert store.find(b"2") is None
+    store.turn += GRACE_TURNS + 1
+    store.put(b"newer", bytes(MIB))
+    assert store.find(b"0") is None
+
+
+def test_affirmed_keys_do_leave_when_nothing_else_can(store: Store) -> None:
+    keys = [b"%d" % n for n in range(7)]
+    for key in keys:
+        store.put(key, bytes(MIB))
+    assert store.affirm(keys) == 7
+    assert store.put(b"large", bytes(7 * MIB))
+    store.check_integrity()
+
+
+def test_affirming_moves_nothing_in_the_order_of_eviction(store: Store) -> None:
+    for n in range(7):
+        store.put(b"%d" % n, bytes(MIB))
+    store.affirm([b"0"])
+    store.turn += GRACE_TURNS + 1
+    store.put(b"new", bytes(MIB))
+    assert store.find(b"0") is None
+    assert store.find(b"1") is not None
+
+
+def test_a_store_that_does_not_evict_refuses_and_keeps_what_it_has(store: Store) -> None:
+    for n in range(7):
+        store.put(b"%d" % n, bytes(MIB))
+    store.evicts = False
+    assert not store.put(b"new", bytes(2 * MIB))
+    assert store.count() == 7
+    store.delete([b"0", b"1", b"2"])
+    assert store.put(b"new", bytes(2 * MIB))
+
+
+def test_inline_values_beyond_their_bound_are_refused_too(store: Store) -> None:
+    store.evicts = False
+    n = 0
+    while store.put(b"%d" % n, bytes(10_000)):
+        n += 1
+        assert n < 10_000
+    assert store.inline_bytes <= store.inline_bytes_high
+    assert store.count() == n
+    assert store.put(b"0", bytes(5)), "what makes a value smaller is never refused"
+    store.check_integrity()
