@@ -86,6 +86,8 @@ class Claims:
         store = self._store
         held = store.reserved_bytes
         wanted = extent_length(length)
+        if wanted > store.arena.nbytes:
+            return REFUSED
         if held and (held + wanted > self.share_bytes or (self.queue and session not in self._called)):
             own = sum(reservation.extent.length for reservation in session.reservations)
             if not own:
@@ -117,7 +119,9 @@ class Claims:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)
         self._called.discard(session)
-        self.queue = deque(each for each in self.queue if each[0] is not session)
+        left = [each for each in self.queue if each[0] is not session]
+        self.queue.clear()  # in place: sessions look at this very object
+        self.queue.extend(left)
         starved, self._starved = self._starved, []
         for each in starved:
             if each is not session and each.waiting is not None:
@@ -151,7 +155,7 @@ class Claims:
         """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
         let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
         slow = min(self._server.sessions.values(), key=lambda each: each.slow_since_s, default=None)
-        if slow is None or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:
+        if slow is None or not self._store.evicts or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:
             return REFUSED
         log.warning("client %s closed: it does not read, and what is lent to it is needed", slow.addr)
         slow.close()

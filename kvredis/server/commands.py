@@ -8,6 +8,7 @@ test can build a server out of the families that it needs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
@@ -46,6 +47,8 @@ class Command:
     access: what the command does with its keys, in the words of Redis' key specifications; `|` stands between what it
         does with the first and with the second.
     syntax: the arguments in the notation of Redis' help; COMMAND DOCS is made from it.
+    plain: how many arguments a call may have that takes the session's plain way: short, O(1), without subcommand,
+        and of no concern to the connection or other clients. All other calls need care.
     """
 
     name: str
@@ -63,16 +66,7 @@ class Command:
     access: tuple[str, ...] = ()
     tips: tuple[str, ...] = ()
     subcommands: dict[str, Command] = field(default_factory=dict)
-
-    def plain_handler(self, argc: int) -> Handler | None:
-        """The handler, if a call with `argc` arguments can take the session's plain way: short, O(1), no subcommand to
-        be looked for, and nothing that concerns the connection or other clients. Else None: it needs care."""
-        fits = argc == self.arity or 0 < -self.arity <= argc
-        quick = "fast" in self.flags or self.name in QUICK
-        bounded = argc <= PLAIN_ARGS_MAX or "readonly" in self.flags
-        if not (fits and quick and bounded) or self.subcommands or not NEVER_PLAIN.isdisjoint(self.flags):
-            return None
-        return self.handler
+    plain: range = range(0)
 
 
 COMMANDS: dict[bytes, Command] = {}
@@ -187,7 +181,16 @@ def _describe(name: str, arity: int, handler: Handler, facts: dict[str, object])
     for ours, words in (("flags", "flags"), ("categories", "acl"), ("access", "access"), ("tips", "tips")):
         fields[ours] = tuple(str(fields.pop(words, "")).split())
     fields["payload_args"] = fields.pop("payload", ())
+    fields["plain"] = _plain(name, arity, cast("tuple[str, ...]", fields["flags"]))
     return Command(name=name, arity=arity, handler=handler, **fields)  # type: ignore[arg-type]
+
+
+def _plain(name: str, arity: int, flags: tuple[str, ...]) -> range:
+    """How many arguments a plain call may have."""
+    if ("fast" not in flags and name not in QUICK) or not NEVER_PLAIN.isdisjoint(flags):
+        return range(0)
+    most = arity if arity > 0 else sys.maxsize - 1 if "readonly" in flags else PLAIN_ARGS_MAX
+    return range(abs(arity), most + 1)
 
 
 def _c_string(value: bytes, length_max: int = ECHO_BYTES_MAX) -> bytes:

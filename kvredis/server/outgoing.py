@@ -127,15 +127,6 @@ class Outgoing(asyncio.BufferedProtocol):
 
     # ---- replies -------------------------------------------------------------------------------------------------
 
-    def _send_small(self) -> None:
-        """Write the gathered replies, none of which is lent."""
-        replies, self._replies = self._replies, []
-        self._reply_bytes = 0
-        whole = replies[0] if len(replies) == 1 else b"".join(replies)
-        self.output_bytes += len(whole)
-        self.writes += 1
-        self._transport.write(whole)  # type: ignore[union-attr]
-
     def _flush(self) -> None:
         """Hand the gathered replies to the transport; what it lent is released when it says that they are gone."""
         assert self._transport is not None

@@ -80,6 +80,7 @@ class Session(Outgoing):
         self.waiting: Pending | None = None
         self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
+        self._waiting_for_room = server.claims.queue
         self._ended = False  # the client has sent its last byte
         self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
         self._may_run = False  # the plain way is open
@@ -133,7 +134,6 @@ class Session(Outgoing):
     def go_on(self, reply: Reply) -> None:
         """A reply that was waited for is there: for Pending alone. What follows runs in a turn of its own, because
         whoever answers may be in the middle of another client's command."""
-        self.waiting = None
         self.server.blocked.pop(self.id, None)
         asyncio.get_running_loop().call_soon(self._go_on, reply)
 
@@ -209,15 +209,14 @@ class Session(Outgoing):
             if not self._parser.put_by(nbytes):
                 self._transport.pause_reading()  # type: ignore[union-attr]
             return
-        stopped = self._stream is not None and not self._pump()
-        while not stopped and not self.close_after_reply:  # it is set when QUIT's own reply had to wait
+        while not self.close_after_reply:  # it is set when QUIT's own reply had to wait
             for args in self._commands:
                 command = SPELLINGS.get(args[0])  # type: ignore[arg-type]
                 if command is not current or len(args) != argc:
                     if calls:
                         began_ns = self.account(current, calls, began_ns)
                     current, argc, calls = command, len(args), 0
-                    handler = None if command is None else command.plain_handler(argc)
+                    handler = command.handler if command is not None and argc in command.plain else None
                 if handler is not None and self._may_run:
                     calls += 1
                     try:
@@ -280,17 +279,20 @@ class Session(Outgoing):
             if self._lent:
                 self._flush()
             else:
-                self._send_small()
+                self._replies = []
+                self._reply_bytes = 0
+                whole = replies[0] if len(replies) == 1 else b"".join(replies)
+                self.output_bytes += len(whole)
+                self.writes += 1
+                self._transport.write(whole)  # type: ignore[union-attr]
         if self._pushes and not self._paused and self._stream is None:
             self._send_pushes()
         if self._paused:
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.pause_reading()
-        elif self.waiting is not None:
-            pass
-        elif self.close_after_reply or self._ended:
+        elif (self.close_after_reply or self._ended) and self.waiting is None:
             self._hang_up()
-        if self.server.claims.queue:
+        if self._waiting_for_room:
             self.server.claims.admit()
 
     def eof_received(self) -> bool:
@@ -317,12 +319,13 @@ class Session(Outgoing):
             self._go_on(b"")
 
     def _go_on(self, reply: Reply) -> None:
-        """Run on after a halt, with the reply that was waited for."""
+        """Run on after a halt, with the reply that was waited for: until now nothing may overtake it."""
+        self.waiting = None
         if self._transport is None:
             return
         if reply:
             self._replies += [reply] if isinstance(reply, bytes) else reply
-        if self._paused:
+        if self._paused or (self._stream is not None and not self._pump()):
             return
         self.buffer_updated(0)
         transport = self._transport

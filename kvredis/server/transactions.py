@@ -127,10 +127,11 @@ def watch(session: Session, args: list[bytes]) -> Reply:
     if session.transaction is not None:
         return error("ERR WATCH inside MULTI is not allowed")
     server = session.server
-    server.drain_journal(None)  # what happened before now is not a change
+    alive = {key for key in args[1:] if session.store.find(key, session.space) is not None}
+    server.drain_journal(None)  # what happened before now is not a change, nor that an expired key was just collected
     for key in args[1:]:
         name = (session.space, key)
-        if name not in session.watching and session.store.find(key, session.space) is not None:
+        if name not in session.watching and key in alive:
             session.watched_alive.add(name)
         session.watching.add(name)
         server.watchers.setdefault(name, set()).add(session)

@@ -180,3 +180,51 @@ def test_a_payload_of_a_command_that_fails_within_exec_is_given_back(tmp_path: P
             assert live.store.reserved_bytes == 0
 
     run_on("uvloop", story())
+
+
+def test_a_queued_value_goes_to_the_database_that_the_transaction_selects(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            value = pattern(MIB)
+            for words in (("MULTI",), ("SELECT", "3"), ("SET", "k", value), ("SELECT", "0")):
+                await client.ask(*words)
+            await client.send("EXEC")
+            assert await client.read(19) == b"*3\r\n+OK\r\n+OK\r\n+OK\r\n"
+            assert await client.get("k") is None
+            await client.ask("SELECT", "3")
+            assert await client.get("k") == value
+
+    run_on(loop, story())
+
+
+def test_an_exec_that_is_refused_ends_the_transaction_and_the_watching(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client, other = await live.connect(), await live.connect()
+            refusal = b"-EXECABORT Transaction discarded because of: wrong number of arguments for 'exec' command\r\n"
+            await client.ask("MULTI")
+            await client.ask("SET", "k", pattern(MIB))
+            assert await client.ask("EXEC", "x") == refusal
+            assert live.store.reserved_bytes == 0
+            assert await client.ask("EXEC") == b"-ERR EXEC without MULTI\r\n"
+            await client.ask("WATCH", "k")
+            assert await client.ask("EXEC", "x") == refusal
+            await other.ask("SET", "k", "v")
+            await client.ask("MULTI")
+            assert await client.ask("EXEC") == b"*0\r\n"
+
+    run_on(loop, story())
+
+
+def test_a_key_that_had_expired_before_it_was_watched_is_no_change(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            watcher, other = await live.connect(), await live.connect()
+            await watcher.ask("WATCH", "other")  # somebody watches, so changes are written down
+            await other.ask("SET", "k", "v", "PXAT", "1")
+            await other.ask("WATCH", "k")
+            await other.ask("MULTI")
+            assert await other.ask("EXEC") == b"*0\r\n"
+
+    run_on(loop, story())
