@@ -162,11 +162,17 @@ class Parser:
         self._start = self._end = self._held_bytes = 0
         self._open_payload = _no_payload
 
-    def rest(self) -> None:
-        """Give up a scratch that had to grow, unless something is in it: nobody knows when the client comes again."""
-        if len(self._scratch) > SCRATCH_BYTES and self._start == self._end and self._body is None:
-            self._start = self._end = 0
-            self._renew()
+    def rest(self) -> bool:
+        """The client has been silent for a while, or for good: give up a scratch that had to grow and is empty. Whether
+        `take` should look again: a long command that was to be gathered is now read as far as it has come, since it
+        may be broken."""
+        if self._start == self._end:
+            if len(self._scratch) > SCRATCH_BYTES and self._body is None:
+                self._start = self._end = 0
+                self._renew()
+            return False
+        self._gather_tries = GATHER_TRIES
+        return not self._remaining
 
     @property
     def pending_bytes(self) -> int:
@@ -208,6 +214,8 @@ class Parser:
         head = bytes(self._view[self._start : min(self._end, self._start + HEAD_BYTES)]).split(b"\r\n", 3)
         if len(head) < 4 or (parse_integer(head[0][1:]) or 0) < GATHER_ARGS_MIN or self._takes_payload(head[2]):
             return False
+        if head[1] != b"$%d" % len(head[2]):
+            return False  # broken already, and the careful reader says how
         unread = self._end - self._start
         if unread >= GATHER_BYTES_MAX:
             return False

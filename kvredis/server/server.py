@@ -197,8 +197,11 @@ class Server:
         self.drain_journal(None)
         self.claims.give_up_stalled()
         self.claims.admit()
-        if self.idle_timeout_s and self._turns % TURNS_IN_A_SECOND == 0:
-            self._hang_up_idle()
+        if self._turns % TURNS_IN_A_SECOND == 0:
+            for session in list(self.sessions.values()):
+                session.rest()
+            if self.idle_timeout_s:
+                self._hang_up_idle()
         self.stats.sample(self.now_s(), *self.traffic(), store.used_bytes)
 
     def _hang_up_idle(self) -> None:

@@ -295,9 +295,15 @@ class Session(Outgoing):
         if self._waiting_for_room:
             self.server.claims.admit()
 
+    def rest(self) -> None:
+        """Called every second or so, and when the client has sent its last byte."""
+        if self._parser.rest() and not self._paused and self.waiting is None:
+            self.buffer_updated(0)
+
     def eof_received(self) -> bool:
         """The client sends no more; what it has sent is still answered, but for what would still have to wait."""
         self._ended = True
+        self.rest()
         if not self._paused:
             self._hang_up()
         return not self.encrypted  # TLS knows no half-closed connection: it ends when what is written has gone

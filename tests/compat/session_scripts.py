@@ -266,6 +266,8 @@ STREAMS: dict[str, list[bytes]] = {
         )
     ],
     "too much": [
+        b"*40\r\nAPPEND\r\n$1\r\nk\r\n", b"*40\r\n$3\r\nDE\r\n$1\r\nk\r\n$1\r\nn\r\n",
+        b"*40\r\n$x\r\nDEL\r\n$1\r\nk\r\n",
         b"*" + b"1" * 70_000, b"*1\r\n$" + b"1" * 70_000, b"*1" + b"\n" * 3, b"PING\r\n*" + b"1" * 70_000,
         b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$" + b"0" * 70_000,
     ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Reservation
 from kvredis.storage.store import Store
 from tests.server.feed import feed, no_payload, request
+from tests.server.live import LiveServer, run_on
 
 
 @pytest.fixture
@@ -80,3 +82,37 @@ def test_arguments_beyond_the_query_buffer_limit_end_the_connection_without_a_wo
         receive(parser, request("ECHO", *words))
     parser = Parser(no_payload, query_bytes_max=1_000_000)
     assert feed(parser, request("ECHO", *words[:100]) * 3) == [[b"ECHO", *words[:100]]] * 3
+
+
+@pytest.mark.parametrize("end", ["silence", "goodbye"])
+def test_a_long_command_that_is_broken_is_told_so_before_it_is_complete(loop: str, end: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            await client.send_raw(b"*42\r\n$6\r\nEXISTS\r\n$1\r\nn\r\n*1\r\n")
+            if end == "goodbye":
+                client.half_close()
+            assert await client.read_all() == b"-ERR Protocol error: expected '$', got '*'\r\n"
+
+    run_on(loop, story())
+
+
+def test_a_silent_client_gives_back_a_scratch_that_had_to_grow() -> None:
+    parser = Parser(no_payload, takes_payload=lambda name: False)
+    receive(parser, request("EXISTS", *[b"%064d" % n for n in range(1000)]))
+    assert len(parser.buffer()) > SCRATCH_BYTES
+    assert not parser.rest()
+    assert len(parser.buffer()) == SCRATCH_BYTES
+
+
+def test_a_command_that_comes_slowly_is_whole_in_the_end() -> None:
+    words: list[bytes] = [b"EXISTS", *[b"%04d" % n for n in range(100)]]
+    data = request(*words)
+    parser = Parser(no_payload, takes_payload=lambda name: False)
+    found: list[list[Argument]] = []
+    for byte in range(len(data)):
+        parser.buffer()[:1] = data[byte : byte + 1]
+        found += parser.take(1)
+        if byte % 100 == 0 and parser.rest():
+            found += parser.take()
+    assert found == [words]
