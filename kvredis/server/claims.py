@@ -115,6 +115,10 @@ class Claims:
             if session.waiting is not None:
                 session.waiting.resolve(b"")
 
+    def keeps_waiting(self, session: Session) -> bool:
+        """Whether it is here that a client waits: what it has sent is still to be received."""
+        return session in self._starved or any(each is session for each, _ in self.queue)
+
     def forget(self, session: Session) -> None:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -37,3 +38,13 @@ class Pending:
             self._session = None
             if self.on_cancel is not None:
                 self.on_cancel()
+
+
+def has_hung_up(fd: int, *, wholly: bool) -> bool:
+    """Whether the client behind a socket that is not read from, because it waits and much lies there, has gone.
+
+    One that will send no more counts too, as it does with Redis; with `wholly` only one that takes nothing more either.
+    """
+    poll = select.poll()
+    poll.register(fd, 0 if wholly else select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -24,7 +24,7 @@ from .options import MIB
 from .options import ServerOptions as ServerOptions
 from .outgoing import NO_LIMIT
 from .pausing import Pause
-from .pending import Pending
+from .pending import Pending, has_hung_up
 from .pubsub import PubSub
 from .session import Session
 from .settings import begin
@@ -199,7 +199,10 @@ class Server:
         self.claims.admit()
         if self._turns % TURNS_IN_A_SECOND == 0:
             for session in list(self.sessions.values()):
-                session.rest()
+                if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
+                    session.close()
+                else:
+                    session.rest()
             if self.idle_timeout_s:
                 self._hang_up_idle()
         self.stats.sample(self.now_s(), *self.traffic(), store.used_bytes)

@@ -279,8 +279,7 @@ class Session(Outgoing):
             if self._lent:
                 self._flush()
             else:
-                self._replies = []
-                self._reply_bytes = 0
+                self._replies, self._reply_bytes = [], 0
                 whole = replies[0] if len(replies) == 1 else b"".join(replies)
                 self.output_bytes += len(whole)
                 self.writes += 1

@@ -164,6 +164,14 @@ def _apply(server: Server, name: str, text: str) -> None:
         apply(server, text)
 
 
+def _working_folder() -> str:
+    """Where the process stands, "" if somebody has removed that folder: no reason to fail CONFIG GET *."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
 def _policy(text: str) -> str:
     """Of Redis' policies the two that there are here."""
     policy = one_of(
@@ -206,7 +214,7 @@ def _made_of() -> dict[str, Setting]:
         "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
         "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
         "enable-debug-command": _fixed(read=lambda server: server.options.enable_debug_command),
-        "dir": Setting(effect=Effect.PROTECTED, read=lambda server: str(Path.cwd())),
+        "dir": Setting(effect=Effect.PROTECTED, read=lambda server: _working_folder()),
         "dbfilename": Setting(effect=Effect.PROTECTED),
         **{
             name: _fixed(default)
