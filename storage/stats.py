@@ -13,10 +13,6 @@ class StoreStats:
     """Values stored under a key that had none."""
     overwritten: int = 0
     """Values stored in place of an older one."""
-    duplicate: int = 0
-    """Of these, values whose place another one of the same MSET took."""
-    existed: int = 0
-    """Values not stored because their key was there and the writer had asked for that (NX)."""
     refused: int = 0
     """Values for which there was no room: everything evictable was leased, or the value exceeds the arena."""
     aborted: int = 0
@@ -27,17 +23,6 @@ class StoreStats:
     deleted: int = 0
     leases_revoked: int = 0
     """Leases ended by their time limit, not by their holder."""
-
-    def sets(self) -> dict[str, int]:
-        """What became of every value that somebody wanted stored: `total` is the sum of the others."""
-        outcomes = {
-            "created": self.created,
-            "forced": self.overwritten - self.duplicate,
-            "duplicate": self.duplicate,
-            "existed": self.existed,
-            "error": self.refused,
-        }
-        return {"total": sum(outcomes.values()), **outcomes}
 
     def as_dict(self) -> dict[str, int]:
         """Every counter by name."""

@@ -16,7 +16,7 @@ from .acl_file import AclFileError, read_users, write_users
 from .acl_log import AclLog, Refusal
 from .acl_rules import Denial, Reason
 from .acl_users import DEFAULT_USER, User, proves
-from .clients import describe
+from .families.clients import describe
 from .replies import error
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 Dispatch, arity errors, `COMMAND`, `CLIENT HELP`'s neighbours, `INFO commandstats` and the parser's question "may this
 argument be received straight into the arena?" all use the same `Command`. A command family registers its functions with
-the decorators here when it is imported, and families.py imports them all; this file alone leaves the table empty, so a
-test can build a server out of the families that it needs.
+the decorators here when it is imported, and families/__init__.py imports them all; this file alone leaves the table
+empty, so a test can build a server out of the families that it needs.
 """
 
 from __future__ import annotations

@@ -107,6 +107,10 @@ class ServerStats:
     evicted_clients: int = 0
     query_limit_disconnections: int = 0
     output_limit_disconnections: int = 0
+    sets_existed: int = 0
+    """Values not stored because their key was there and the client had asked for that (NX)."""
+    sets_duplicate: int = 0
+    """Values whose place another one of the same MSET took: the store has counted them as overwritten."""
     handler_exceptions: int = 0
     """Exceptions that a handler should not have let out: each is a mistake of ours and is in the log."""
     error_replies: int = 0

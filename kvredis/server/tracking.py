@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .commands import Command
-from .introspect import keys_of
+from .families.introspect import keys_of
 from .pubsub import out_of_band
 from .replies import bulk, bulks, integer
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvredis.server.commands import COMMANDS, Command, every_command, lookup
 from kvredis.server.families import load_families
-from kvredis.server.introspect import has_keys
-from kvredis.server.syntax import Argument, parse
+from kvredis.server.families.introspect import has_keys
+from kvredis.server.families.syntax import Argument, parse
 from tests.server.fake_session import FakeSession, make_server
 
 load_families()

@@ -5,7 +5,7 @@ import pytest
 from kvredis.server.arguments import INT64_MAX, parse_cursor, parse_integer
 from kvredis.server.commands import COMMANDS, SPELLINGS, Command, every_command, lookup
 from kvredis.server.families import load_families
-from kvredis.server.syntax import Argument, parse
+from kvredis.server.families.syntax import Argument, parse
 
 load_families()
 

@@ -26,7 +26,7 @@ ROUNDS = 3
 SERVE = "from kvredis.cli.main import main; main()"
 COPYING_SET = "import kvredis.server.claims as c; c.Claims.open_payload = lambda *_: None; "
 COPYING_GET = (
-    "import kvredis.server.strings as s, kvredis.server.replies as r; "
+    "import kvredis.server.families.strings as s, kvredis.server.replies as r; "
     "s._lent = lambda session, lease: (session.hold(lease), r.bulk(bytes(lease.view)))[1]; "
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.debug import is_local
+from kvredis.server.families.debug import is_local
 from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

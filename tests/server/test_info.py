@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.info import DEFAULT_SECTIONS, SECTIONS, report
-from kvredis.server.info_sections import _listeners, human_bytes
+from kvredis.server.families.info import DEFAULT_SECTIONS, SECTIONS, report
+from kvredis.server.families.info_sections import _listeners, human_bytes
 from kvredis.server.stats import CommandStats
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.server.kv import HEADER_BYTES_MAX, tensor_facts
+from kvredis.server.families.kv import HEADER_BYTES_MAX, tensor_facts
 from kvredis.server.server import Server
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvredis.backends.config import KEYS, Config
-from kvredis.server.rewrite import RewriteError, rewrite, with_settings
+from kvredis.server.families.rewrite import RewriteError, rewrite, with_settings
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.settings import SETTINGS, Effect, value_of
 from kvredis.storage.arena import Arena, HugepageMode

@@ -8,11 +8,11 @@ from typing import cast
 
 import pytest
 
+from kvredis.server.families.strings import get, mset, set_, setnx
+from kvredis.server.families.values import expiry_ms
 from kvredis.server.replies import joined
 from kvredis.server.server import Server
 from kvredis.server.session import Session
-from kvredis.server.strings import get, mset, set_, setnx
-from kvredis.server.values import expiry_ms
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

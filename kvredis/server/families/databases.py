@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvredis.storage.index import SPACES
-
-from .arguments import parse_cursor, parse_integer
-from .commands import command
-from .keys import TYPE_NAME
-from .patterns import matcher
-from .renames import INT32_MAX, INT32_MIN
-from .replies import (
+from kvredis.server.arguments import parse_cursor, parse_integer
+from kvredis.server.commands import command
+from kvredis.server.patterns import matcher
+from kvredis.server.replies import (
     DB_OUT_OF_RANGE,
     INVALID_CURSOR,
     NOT_AN_INTEGER,
@@ -24,10 +20,14 @@ from .replies import (
     error,
     integer,
 )
-from .transactions import mark_flushed
+from kvredis.server.transactions import mark_flushed
+from kvredis.storage.index import SPACES
+
+from .keys import TYPE_NAME
+from .renames import INT32_MAX, INT32_MIN
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 SCAN_COUNT = 10
 """How many keys SCAN aims at when it is not told."""

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from .arguments import INT64_MAX, INT64_MIN, parse_integer
-from .commands import command
+from kvredis.server.arguments import INT64_MAX, INT64_MIN, parse_integer
+from kvredis.server.commands import command
+from kvredis.server.replies import NOT_AN_INTEGER, OK, Reply, bulk, error, integer
+
 from .long_double import TEXT_BYTES_MAX, add, parse, printed
-from .replies import NOT_AN_INTEGER, OK, Reply, bulk, error, integer
 from .values import INTEGER_BYTES_MAX, note_encoding, publish
 
 if TYPE_CHECKING:
+    from kvredis.server.session import Session
     from kvredis.storage.entry import Entry
-
-    from .session import Session
 
 WOULD_OVERFLOW: Final = error("ERR increment or decrement would overflow")
 DECREMENT_WOULD_OVERFLOW: Final = error("ERR decrement would overflow")

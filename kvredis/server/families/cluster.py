@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .commands import command, container, subcommand
-from .replies import Reply, error
+from kvredis.server.commands import command, container, subcommand
+from kvredis.server.replies import Reply, error
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 DISABLED = error("ERR This instance has cluster support disabled")
 

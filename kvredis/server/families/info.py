@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kvredis.server.commands import command
+from kvredis.server.replies import Reply, verbatim
+
 from . import info_sections as sections
 from . import info_stats as counted
-from .commands import command
 from .info_sections import Fields
-from .replies import Reply, verbatim
 
 if TYPE_CHECKING:
-    from .server import Server
-    from .session import Session
+    from kvredis.server.server import Server
+    from kvredis.server.session import Session
 
 SECTIONS: dict[str, tuple[str, Callable[[Server], Fields]]] = {
     "server": ("Server", sections.server_facts),

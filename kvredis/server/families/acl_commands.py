@@ -7,18 +7,18 @@ import secrets
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from .acl import Acl, refused
-from .acl_file import AclFileError
-from .acl_log import Refusal
-from .acl_rules import CATEGORIES, RuleError, Selector
-from .acl_users import DEFAULT_USER, UnmatchedParenthesis, User, is_user_name, merged
-from .arguments import parse_integer
-from .commands import Command, container, every_command, lookup, subcommand
-from .help import help_reply
-from .replies import NOT_AN_INTEGER, OK, Reply, array, bulk, bulks, error, integer, map_reply, set_reply
+from kvredis.server.acl import Acl, refused
+from kvredis.server.acl_file import AclFileError
+from kvredis.server.acl_log import Refusal
+from kvredis.server.acl_rules import CATEGORIES, RuleError, Selector
+from kvredis.server.acl_users import DEFAULT_USER, UnmatchedParenthesis, User, is_user_name, merged
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import Command, container, every_command, lookup, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.replies import NOT_AN_INTEGER, OK, Reply, array, bulk, bulks, error, integer, map_reply, set_reply
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 log = logging.getLogger(__name__)
 

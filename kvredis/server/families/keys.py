@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .commands import command
-from .events import notify
-from .replies import ONE, ZERO, Reply, integer, simple
+from kvredis.server.commands import command
+from kvredis.server.events import notify
+from kvredis.server.replies import ONE, ZERO, Reply, integer, simple
+
 from .values import DEL
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 TYPE_NAME = b"string"
 """The one type there is."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .commands import COMMANDS, Command, command, every_command, subcommand
-from .help import help_reply
-from .patterns import matcher
-from .replies import (
+from kvredis.server.commands import COMMANDS, Command, command, every_command, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.patterns import matcher
+from kvredis.server.replies import (
     SYNTAX_ERROR,
     Reply,
     array,
@@ -19,10 +19,11 @@ from .replies import (
     set_reply,
     simple,
 )
+
 from .syntax import arguments_reply
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 _COMMON = {"flags": "loading stale", "acl": "slow connection"}
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import command
+from kvredis.server.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
 
-from .arguments import parse_integer
-from .commands import command
-from .replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from .values import look_up
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 LENGTH_MAX: Final = 1024 * 1024
 """Of each value: the steps back are as many as the bytes of both, and all clients wait for them (half a second)."""

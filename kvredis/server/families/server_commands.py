@@ -12,12 +12,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from .arguments import INT64_MAX, parse_integer
-from .commands import command, container, subcommand
-from .connection import REDIS_VERSION
-from .help import help_reply
-from .pending import Answer
-from .replies import (
+from kvredis.server.arguments import INT64_MAX, parse_integer
+from kvredis.server.commands import command, container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.pending import Answer
+from kvredis.server.replies import (
     EMPTY_ARRAY,
     NOT_AN_INTEGER,
     OK,
@@ -33,8 +32,10 @@ from .replies import (
     verbatim,
 )
 
+from .connection import REDIS_VERSION
+
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 TIMEOUT_NOT_AN_INTEGER = error("ERR timeout is not an integer or out of range")
 NO_MODULES = error(

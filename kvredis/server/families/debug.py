@@ -11,13 +11,26 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .commands import command
+from kvredis.server.commands import command
+from kvredis.server.replies import (
+    OK,
+    Reply,
+    array,
+    bulk,
+    error,
+    integer,
+    map_reply,
+    set_reply,
+    simple,
+    statuses,
+    verbatim,
+)
+
 from .memory import double
 from .objects import object_encoding
-from .replies import OK, Reply, array, bulk, error, integer, map_reply, set_reply, simple, statuses, verbatim
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .commands import container, subcommand
-from .help import help_reply
-from .replies import ONE, Reply, bulk, error, integer
+from kvredis.server.commands import container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.replies import ONE, Reply, bulk, error, integer
+
 from .values import encoding_of
 
 if TYPE_CHECKING:
+    from kvredis.server.session import Session
     from kvredis.storage.entry import Entry
-
-    from .session import Session
 
 NO_LFU = error(
     "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "

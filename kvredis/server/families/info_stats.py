@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvredis.server.settings import value_of
 from kvredis.storage.allocator import GRAIN_BYTES
 from kvredis.storage.survey import ends
 
 from .info_sections import Field, zeros
-from .settings import value_of
 
 if TYPE_CHECKING:
-    from .server import Server
+    from kvredis.server.server import Server
 
 
 def stats(server: Server) -> Iterator[Field]:
@@ -128,5 +128,19 @@ def kv(server: Server) -> Iterator[Field]:
     yield "bodies_given_up", server.claims.given_up
     for name, value in store.stats.as_dict().items():
         yield f"store_{name}", value
-    for name, value in server.store.stats.sets().items():
+    yield from _sets(server)
+
+
+def _sets(server: Server) -> Iterator[Field]:
+    """What became of every value that somebody wanted stored: `set_total` is the sum of the others."""
+    stored, door = server.store.stats, server.stats
+    outcomes = {
+        "created": stored.created,
+        "forced": stored.overwritten - door.sets_duplicate,
+        "duplicate": door.sets_duplicate,
+        "existed": door.sets_existed,
+        "error": stored.refused,
+    }
+    yield "set_total", sum(outcomes.values())
+    for name, value in outcomes.items():
         yield f"set_{name}", value

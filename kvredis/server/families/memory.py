@@ -10,17 +10,17 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
 from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES
 
-from .arguments import parse_integer
-from .commands import container, subcommand
-from .help import help_reply
 from .process import resident_bytes
-from .replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
 
 if TYPE_CHECKING:
-    from .server import Server
-    from .session import Session
+    from kvredis.server.server import Server
+    from kvredis.server.session import Session
 
 LITTLE_BYTES = 5 * 1024 * 1024
 """Below this nothing is said about the shape of memory: Redis' line as well."""

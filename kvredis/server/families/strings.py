@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
-
-from .arguments import parse_integer
-from .commands import command, wrong_arity
-from .events import notify
-from .replies import (
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import command, wrong_arity
+from kvredis.server.events import notify
+from kvredis.server.replies import (
     CRLF,
     EMPTY_BULK,
     NOT_AN_INTEGER,
@@ -27,11 +25,13 @@ from .replies import (
     Reply,
     integer,
 )
+from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
+
 from .values import EXPIRE, SET, UNITS, give_back, look_up, missing, option_expiry_ms, placed, publish
 
 if TYPE_CHECKING:
-    from .pending import Answer
-    from .session import Session
+    from kvredis.server.pending import Answer
+    from kvredis.server.session import Session
 
 MGET_BYTES_HIGH = 1024 * 1024
 """Payload that MGET gathers before it begins to send."""
@@ -116,7 +116,7 @@ def _set_with_options(session: Session, args: list[bytes]) -> Reply:
         answer = _value(session, key)
     old = session.store.find(key, session.space)
     if (b"NX" in flags and old is not None) or (b"XX" in flags and old is None):
-        session.store.stats.existed += old is not None
+        session.server.stats.sets_existed += old is not None
         return answer if b"GET" in flags else session.nil
     if b"KEEPTTL" in flags and old is not None:
         expire_at_ms = old.expire_at_ms
@@ -140,7 +140,7 @@ def setnx(session: Session, args: list[bytes]) -> Reply:
     """1 when the key was free and holds the value now, else 0."""
     key, value = args[1], args[2]
     if session.store.find(key, session.space) is not None:
-        session.store.stats.existed += 1
+        session.server.stats.sets_existed += 1
         give_back(args)
         return ZERO
     done = publish(session, key, value, 0, SET)
@@ -236,7 +236,7 @@ def msetnx(session: Session, args: list[bytes]) -> Reply:
         give_back(args)
         return wrong_arity("msetnx")
     if any(session.store.find(key, session.space) is not None for key in args[1::2]):
-        session.store.stats.existed += len(args) // 2
+        session.server.stats.sets_existed += len(args) // 2
         give_back(args)
         return ZERO
     done = _set_pairs(session, args)
@@ -251,7 +251,7 @@ def _set_pairs(session: Session, args: list[bytes]) -> bytes:
             if isinstance(value, Reservation):
                 value.abort()
         return OUT_OF_MEMORY
-    session.store.stats.duplicate += len(values) - len({*args[1::2]})
+    session.server.stats.sets_duplicate += len(values) - len({*args[1::2]})
     for key, value in zip(args[1::2], values, strict=True):
         publish(session, key, value, 0, SET)  # type: ignore[arg-type]
     return OK

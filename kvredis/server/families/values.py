@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvredis.server.arguments import INT64_MAX, parse_integer
+from kvredis.server.events import notify
+from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, Reply, error
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
-from .arguments import INT64_MAX, parse_integer
-from .events import notify
-from .replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, Reply, error
-
 if TYPE_CHECKING:
+    from kvredis.server.session import Session
     from kvredis.storage.entry import Entry
-
-    from .session import Session
 
 Event = tuple[str, str]
 """A class of `notify-keyspace-events` and the event's name."""

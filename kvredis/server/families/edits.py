@@ -10,13 +10,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
-from .arguments import parse_integer
-from .commands import command
-from .replies import NOT_AN_INTEGER, OUT_OF_MEMORY, ZERO, Reply, error, integer
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import command
+from kvredis.server.replies import NOT_AN_INTEGER, OUT_OF_MEMORY, ZERO, Reply, error, integer
+
 from .values import TOO_LONG, note_encoding, publish
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 OFFSET_OUT_OF_RANGE: Final = error("ERR offset is out of range")
 

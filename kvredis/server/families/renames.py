@@ -9,17 +9,27 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import command
+from kvredis.server.events import notify
+from kvredis.server.replies import (
+    DB_OUT_OF_RANGE,
+    NOT_AN_INTEGER,
+    OK,
+    ONE,
+    OUT_OF_MEMORY,
+    SYNTAX_ERROR,
+    ZERO,
+    Reply,
+    error,
+)
 from kvredis.storage.entry import Lease
 from kvredis.storage.index import SPACES
 
-from .arguments import parse_integer
-from .commands import command
-from .events import notify
-from .replies import DB_OUT_OF_RANGE, NOT_AN_INTEGER, OK, ONE, OUT_OF_MEMORY, SYNTAX_ERROR, ZERO, Reply, error
 from .values import encoding_of, look_up, note_encoding
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 

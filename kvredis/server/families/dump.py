@@ -9,19 +9,19 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
+from kvredis.server.arguments import INT64_MAX, parse_integer
+from kvredis.server.commands import command
+from kvredis.server.events import notify
+from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
 
-from .arguments import INT64_MAX, parse_integer
-from .commands import command
 from .crc64 import crc64
-from .events import notify
 from .lzf import EXPANSION_MAX, decompress
 from .rdb import Text, decode, encode_head, footer, is_whole
-from .replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
 from .values import DEL, give_back, look_up, publish
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 BUSY_KEY: Final = error("BUSYKEY Target key name already exists.")
 INVALID_TTL: Final = error("ERR Invalid TTL value, must be >= 0")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from .replies import Reply, array, bulk, integer, map_reply, simple
+from kvredis.server.replies import Reply, array, bulk, integer, map_reply, simple
 
 if TYPE_CHECKING:
-    from .commands import Command
-    from .replies import Peer
+    from kvredis.server.commands import Command
+    from kvredis.server.replies import Peer
 
 _WORD = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
 _CLOSING = ("]", ">")

@@ -16,15 +16,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvredis import __version__
+from kvredis.server.settings import value_of
 
 from .connection import REDIS_VERSION
 from .memory import clients_bytes
 from .memory import figures as memory_figures
 from .process import machine_bytes, resident_bytes, resident_peak_bytes
-from .settings import value_of
 
 if TYPE_CHECKING:
-    from .server import Server
+    from kvredis.server.server import Server
 
 Field = tuple[str, object]
 Fields = Iterable[Field]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvredis.storage.index import SPACES
-
-from .acl_users import DEFAULT_USER
-from .arguments import parse_integer
-from .commands import command, wrong_arity
-from .replies import (
+from kvredis.server.acl_users import DEFAULT_USER
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import command, wrong_arity
+from kvredis.server.replies import (
     DB_OUT_OF_RANGE,
     EMPTY_ARRAY,
     NOT_AN_INTEGER,
@@ -30,10 +28,11 @@ from .replies import (
     payload,
     simple,
 )
-from .transactions import end_transaction
+from kvredis.server.transactions import end_transaction
+from kvredis.storage.index import SPACES
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 REDIS_VERSION = "7.4.0"
 """The version that clients are told: redis-py keeps no client-side cache with a server that says less."""

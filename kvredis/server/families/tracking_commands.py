@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import parse_integer
-from .commands import subcommand
-from .replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply, set_reply
-from .tracking import PREFIXES_MAX, Tracking, redirection_of
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import subcommand
+from kvredis.server.replies import (
+    NOT_AN_INTEGER,
+    OK,
+    SYNTAX_ERROR,
+    Reply,
+    array,
+    bulk,
+    error,
+    integer,
+    map_reply,
+    set_reply,
+)
+from kvredis.server.tracking import PREFIXES_MAX, Tracking, redirection_of
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 REDIRECTED_TWICE = error("ERR A client can only redirect to a single other client")
 NOBODY_THERE = error("ERR The client ID you want redirect to does not exist")

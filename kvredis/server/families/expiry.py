@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .arguments import INT64_MAX, parse_integer
-from .commands import command
-from .events import notify
-from .replies import NOT_AN_INTEGER, ONE, ZERO, Reply, error, integer
+from kvredis.server.arguments import INT64_MAX, parse_integer
+from kvredis.server.commands import command
+from kvredis.server.events import notify
+from kvredis.server.replies import NOT_AN_INTEGER, ONE, ZERO, Reply, error, integer
+
 from .values import DEL, EXPIRE, invalid_expiry
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 
 @command(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from .commands import container, subcommand
-from .help import help_reply
-from .patterns import matcher
-from .replies import OK, SYNTAX_ERROR, Reply, bulk, error, map_reply
+from kvredis.server.commands import container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.patterns import matcher
+from kvredis.server.replies import OK, SYNTAX_ERROR, Reply, bulk, error, map_reply
+from kvredis.server.settings import IMMUTABLE, PROTECTED, SETTINGS, Effect, SettingError, change, value_of
+
 from .rewrite import RewriteError, rewrite
-from .settings import IMMUTABLE, PROTECTED, SETTINGS, Effect, SettingError, change, value_of
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from .commands import command
-from .replies import ZERO, Reply, array, bulk, integer, map_reply
+from kvredis.server.commands import command
+from kvredis.server.replies import ZERO, Reply, array, bulk, integer, map_reply
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 HEADER_BYTES_MAX = 64 * 1024
 """The longest safetensors header that KV.META reads; kvredis' own are 512 bytes."""

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .arguments import parse_integer
-from .commands import container, subcommand
+from kvredis.server.arguments import parse_integer
+from kvredis.server.commands import container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+from kvredis.server.tracking import letters_of, redirection_of
+
 from .connection import BAD_CLIENT_NAME, is_plain_word
-from .help import help_reply
-from .replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
-from .tracking import letters_of, redirection_of
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
 """The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .commands import command
-from .events import notify
-from .replies import OK, SYNTAX_ERROR, Reply
+from kvredis.server.commands import command
+from kvredis.server.events import notify
+from kvredis.server.replies import OK, SYNTAX_ERROR, Reply
+
 from .values import (
     DEL,
     EXPIRE,
@@ -24,7 +25,7 @@ from .values import (
 )
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 
 @command(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from .commands import command, container, subcommand
-from .help import help_reply
-from .patterns import matcher
-from .pubsub import confirmation
-from .replies import Reply, array, bulk, bulks, error, integer
+from kvredis.server.commands import command, container, subcommand
+from kvredis.server.help import help_reply
+from kvredis.server.patterns import matcher
+from kvredis.server.pubsub import confirmation
+from kvredis.server.replies import Reply, array, bulk, bulks, error, integer
 
 if TYPE_CHECKING:
-    from .session import Session
+    from kvredis.server.session import Session
 
 TOO_MANY_SUBSCRIPTIONS = error("ERR the subscriptions of this client take too much memory")
 NOT_IN_A_TRANSACTION = error("ERR SSUBSCRIBE isn't allowed for a DENY BLOCKING client")

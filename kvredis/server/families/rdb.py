@@ -7,7 +7,8 @@ here and not written. The format of strings has been the same through all versio
 from dataclasses import dataclass
 from typing import Final
 
-from .arguments import parse_integer
+from kvredis.server.arguments import parse_integer
+
 from .crc64 import crc64
 
 VERSION_MAX: Final = 11
