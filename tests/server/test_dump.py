@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvredis.server.families.crc64 import MULTIPLE, crc64, crc64_by_table
-from kvredis.server.families.dump import dump
+from kvredis.server.families.dump import PACKED_BYTES_MAX, dump
 from kvredis.server.families.lzf import decompress
 from kvredis.storage.entry import INLINE_BYTES_MAX
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
@@ -154,6 +154,12 @@ def test_the_sparse_polynomial_is_a_multiple_of_the_checksums() -> None:
     while rest.bit_length() > 64:
         rest ^= POLYNOMIAL << rest.bit_length() - 65
     assert rest == 0
+
+
+def test_a_compressed_string_that_would_take_long_is_not_unpacked(session: FakeSession) -> None:
+    reply = session.ask([b"RESTORE", b"k", b"0", lzf_dump(bytes(PACKED_BYTES_MAX + 1), 4 * 1024 * 1024)])
+    assert reply.startswith(b"-ERR Bad data format: ")
+    assert session.ask("EXISTS k") == b":0\r\n"
 
 
 @pytest.mark.parametrize("length", [0, 1, 9, 25_513, 25_514, 25_515, 35_514, 123_457])

@@ -29,6 +29,10 @@ INVALID_IDLE_TIME: Final = error("ERR Invalid IDLETIME value, must be >= 0")
 INVALID_FREQUENCY: Final = error("ERR Invalid FREQ value, must be >= 0 and <= 255")
 WRONG_CHECKSUM: Final = error("ERR DUMP payload version or checksum are wrong")
 BAD_DATA: Final = error("ERR Bad data format")
+PACKED_BYTES_MAX: Final = 8 * 1024 * 1024
+"""The longest compressed string that is unpacked. A hostile one takes a third of a second for each MiB, in which nobody
+else is served; a value that is worth storing here hardly compresses, and Redis then dumps it as it is."""
+TOO_LONG: Final = error(f"ERR Bad data format: a compressed string may have {PACKED_BYTES_MAX} bytes")
 
 _RESTORE = {
     "arity": -4,
@@ -173,6 +177,8 @@ def _value(
         received.view[: text.length] = packed  # some ten bytes forward, within the extent that is published
         received.shorten(text.length)
         return received, BAD_DATA
+    if len(packed) > PACKED_BYTES_MAX:
+        return None, TOO_LONG
     if text.length > min(EXPANSION_MAX * len(packed), session.server.bulk_bytes_max):
         return None, BAD_DATA  # not to be believed, so no room is made for it
     if text.length < INLINE_BYTES_MAX:
