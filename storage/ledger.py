@@ -23,7 +23,7 @@ INLINE_BYTES_LOW = 4 * 1024 * 1024
 GRACE_TURNS = 50
 """How many turns a key whose presence was affirmed is spared by eviction, as long as others can go instead."""
 
-PUT_OFF_ENTRIES_MAX = 64 * 1024
+PUT_OFF_ENTRIES_MAX = 8 * 1024
 """How many entries that were looked up may wait for the order of eviction to learn of it."""
 
 Change = tuple[str, bytes, int]
@@ -37,6 +37,17 @@ Lookup = tuple[list[Entry], float, int]
 def unix_ms() -> int:
     """Wall-clock time as Redis counts expiry: milliseconds since 1970."""
     return time.time_ns() // 1_000_000
+
+
+def _spared_last(policy: Policy, oldest: int) -> Iterator[Entry]:
+    """The policy's victims, those that were affirmed in turn `oldest` or later behind all others."""
+    spared = []
+    for entry in policy.victims():
+        if entry.affirmed_turn < oldest:
+            yield entry
+        else:
+            spared.append(entry)
+    yield from spared
 
 
 class Ledger:
@@ -63,6 +74,8 @@ class Ledger:
         self.leases = 0
         self.now_ms = clock_ms
         self.now_s = clock_s
+        self.affirmed_turn = 0
+        """The last turn in which a key was affirmed."""
         self._looked_up: list[Lookup] = []  # runs that are not yet touched
         self._affirmed: list[Lookup] = []
         self._put_off_entries = 0
@@ -106,6 +119,9 @@ class Ledger:
 
     def _put_off(self, kind: list[Lookup], entries: list[Entry]) -> None:
         """Note what was looked up, for when somebody asks for the order: a lookup of a thousand keys answers sooner."""
+        if kind and len(entries) == len(kind[-1][0]) and entries == kind[-1][0]:
+            kind[-1] = entries, self.now_s(), self.turn  # the same once more
+            return
         kind.append((entries, self.now_s(), self.turn))
         self._put_off_entries += len(entries)
         if self._put_off_entries > PUT_OFF_ENTRIES_MAX:
@@ -118,7 +134,10 @@ class Ledger:
         self._affirmed.clear()
         self._put_off_entries = 0
         for run, when_s, _ in looked_up:
-            self._touch_run([entry for entry in run if entry in self.policy or entry in self.inline_policy], when_s)
+            try:
+                self._touch_run(run, when_s)
+            except KeyError:  # some have left meanwhile
+                self._touch_run([entry for entry in run if self.index.get(entry.key, entry.space) is entry], when_s)
         for entries, _, turn in affirmed:
             for entry in entries:
                 entry.affirmed_turn = turn
@@ -127,8 +146,8 @@ class Ledger:
         now_s = self.now_s() if when_s is None else when_s
         for entry in run:
             entry.accessed_s = now_s
-        self.policy.touch_run(entry for entry in run if entry.value is None)
-        self.inline_policy.touch_run(entry for entry in run if entry.value is not None)
+        self.policy.touch_run([entry for entry in run if entry.value is None])
+        self.inline_policy.touch_run([entry for entry in run if entry.value is not None])
 
     def _publish(self, entry: Entry, expire_at_ms: int) -> None:
         """Make an entry visible whose bytes are already counted; what it replaces is retired."""
@@ -192,16 +211,10 @@ class Ledger:
 
     def _victims(self, policy: Policy) -> Iterator[Entry]:
         """Who may leave, coldest first; those whose presence was affirmed a moment ago come last of all."""
-        spared = []
         if self._put_off_entries:
             self._catch_up()
         oldest = self.turn - GRACE_TURNS
-        for entry in policy.victims():
-            if entry.affirmed_turn < oldest:
-                yield entry
-            else:
-                spared.append(entry)
-        yield from spared
+        return policy.victims() if self.affirmed_turn < oldest else _spared_last(policy, oldest)
 
     def _evict(self, entry: Entry) -> None:
         self._remove(entry, "evicted")

@@ -4,8 +4,8 @@ A policy orders entries and nothing else: it takes no room, frees none, and hold
 every entry that arrives, is used or leaves, and asks it for victims, coldest first.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from .entry import Entry
@@ -23,8 +23,9 @@ class Policy(Protocol):
     def touch(self, entry: Entry) -> None:
         """Note that an entry was used."""
 
-    def touch_run(self, entries: Iterable[Entry]) -> None:
+    def touch_run(self, entries: Sequence[Entry]) -> None:
         """Note that a run of blocks, given head first, was used at one instant: of these the last is the coldest.
+        KeyError, and only some of it noted, when one of them is not in the order.
 
         A suffix is worth nothing without its head, so a prefix must be eaten from its end.
         """
@@ -54,10 +55,9 @@ class LRU:
         """As Policy."""
         self._order[entry] = None
 
-    def touch_run(self, entries: Iterable[Entry]) -> None:
+    def touch_run(self, entries: Sequence[Entry]) -> None:
         """As Policy."""
-        for entry in reversed(list(entries)):
-            self._order.move_to_end(entry)
+        deque(map(self.touch, reversed(entries)), maxlen=0)
 
     def forget(self, entry: Entry) -> None:
         """As Policy."""

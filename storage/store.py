@@ -236,6 +236,7 @@ class Store(Moves, Flushes):
             if len(self._expiries):
                 found = [entry for entry in found if self._visible(entry.key, space) is not None]
             self._put_off(self._affirmed, found)
+            self.affirmed_turn = self.turn
             return len(found)
 
     def touch(self, keys: Sequence[bytes], space: int = 0) -> int:

@@ -84,23 +84,32 @@ class Claims:
     def ask(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
         """Room for a value of `length` bytes; LATER when others must finish first, REFUSED when there is none."""
         store = self._store
-        held = store.reserved_bytes
-        wanted = extent_length(length)
-        if wanted > store.arena.nbytes:
-            return REFUSED
-        if held and (held + wanted > self.share_bytes or (self.queue and session not in self._called)):
-            own = sum(reservation.extent.length for reservation in session.reservations)
-            if not own:
-                return self._wait_for_turn(session, wanted)
-            if held > own and own + wanted > store.arena.nbytes // CLIENT_SHARE:
-                return REFUSED  # to wait with room in hand is how two clients come to wait for each other
-        self._called.discard(session)
+        if store.reserved_bytes:
+            answer = self._out_of_turn(session, extent_length(length))
+            if answer is not None:
+                return answer
         room = store.reserve(key, length, session.space)
         if room is None:
-            return self._wait_for_reader(session)
+            return self._wait_for_reader(session, length)
+        if self._called:
+            self._called.discard(session)
         if session not in self._receiving:
             self._receiving[session] = session.input_bytes, self._server.now_s()
         return room
+
+    def _out_of_turn(self, session: Session, wanted: int) -> Refused | Later | None:
+        """What somebody is told whose value, with an extent of `wanted` bytes, may not come in beside the others that
+        do; None when it may."""
+        held, arena_bytes = self._store.reserved_bytes, self._store.arena.nbytes
+        if held + wanted > self.share_bytes or (self.queue and session not in self._called):
+            if wanted > arena_bytes:
+                return REFUSED
+            own = sum(reservation.extent.length for reservation in session.reservations)
+            if not own:
+                return self._wait_for_turn(session, wanted)
+            if held > own and own + wanted > arena_bytes // CLIENT_SHARE:
+                return REFUSED  # to wait with room in hand is how two clients come to wait for each other
+        return None
 
     def admit(self) -> None:
         """Let those ask again whose turn has come, in their order."""
@@ -155,9 +164,11 @@ class Claims:
         session.waiting = Pending(session)
         return LATER
 
-    def _wait_for_reader(self, session: Session) -> Refused | Later:
+    def _wait_for_reader(self, session: Session, length: int) -> Refused | Later:
         """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
         let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
+        if extent_length(length) > self._store.arena.nbytes:
+            return REFUSED
         slow = min(self._server.sessions.values(), key=lambda each: each.slow_since_s, default=None)
         if slow is None or not self._store.evicts or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:
             return REFUSED

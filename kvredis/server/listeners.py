@@ -292,3 +292,11 @@ def keep_alive(listener: socket.socket, seconds: int) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def address_of(name: tuple[object, ...] | None) -> str:
+    """A socket's name as CLIENT LIST shows it."""
+    if name is None:
+        return "?"  # the client has gone before it was here
+    host, port = name[0], name[1]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"

@@ -36,6 +36,9 @@ SEND_BUFFER_BYTES: Final = 512 * 1024
 SLICE_BYTES: Final = 256 * 1024
 """What a transport that copies the unsent rest of a write (asyncio's own, and TLS) is given at a time."""
 
+NO_LIMIT: Final = (0, 0, 0)
+"""No bound in client-output-buffer-limit: hard, soft, seconds above the soft one."""
+
 PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 """What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
 
@@ -244,6 +247,3 @@ class Outgoing(asyncio.BufferedProtocol):
         self._stream = None
         self._paused = True
         self._transport = None
-
-
-NO_LIMIT: Final = (0, 0, 0)

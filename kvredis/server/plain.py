@@ -15,6 +15,9 @@ from .columns import ARGS_MIN, equal_words
 HEAD_BYTES: Final = 128
 """What the count of a command and its name stand in, if the name is no trick."""
 
+LONG_BYTES: Final = 2048
+"""From here on it is worth to ask first whether it is one command of equally long words."""
+
 TEXT_BYTES_MAX: Final = 16 * 1024
 """The longest argument of a plain command: it bounds the table of length lines."""
 
@@ -28,21 +31,9 @@ _LENGTHS = {head: n for n, head in enumerate(_HEADS)}
 def plain_commands(data: bytes) -> tuple[list[list[bytes]], int, bool]:
     """The commands that `data` begins with, how many bytes are left behind them, and whether those may be plain too:
     False if they cannot be, True if there are none or what is there has not ended."""
-    start = data.find(b"\r\n")
-    count = _COUNTS.get(data[:start], 0)
-    if count >= ARGS_MIN:
-        head = data[start + 2 : start + HEAD_BYTES].split(b"\r\n", 2)
-        if len(head) == 3 and head[0] == _HEADS[len(head[1])]:
-            words = equal_words(data, count, head[1], start + len(head[0]) + len(head[1]) + 6)
-            if words is not None:
-                return [words], 0, True
-    try:
-        return _commands(data.split(b"\r\n"))
-    except IndexError:  # some text is longer than TEXT_BYTES_MAX
-        return [], len(data), False
-
-
-def _commands(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:
+    if len(data) >= LONG_BYTES and (found := _long_command(data)) is not None:
+        return found
+    parts = data.split(b"\r\n")
     last = len(parts) - 1  # what stands behind the last line break: mostly nothing
     stride = 2 * _COUNTS.get(parts[0], 0) + 1
     if last == stride:  # one command
@@ -61,6 +52,21 @@ def _commands(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:
             else:
                 return [*map(list, zip(*columns, strict=True))], _length(parts, past), True
     return _one_by_one(parts)
+
+
+def _long_command(data: bytes) -> tuple[list[list[bytes]], int, bool] | None:
+    """One long command that fills `data`, or what is too long for this reader; None for all else."""
+    start = data.find(b"\r\n")
+    count = _COUNTS.get(data[:start], 0)
+    if count >= ARGS_MIN:
+        head = data[start + 2 : start + HEAD_BYTES].split(b"\r\n", 2)
+        if len(head) == 3 and head[0] == _HEADS[len(head[1])]:
+            words = equal_words(data, count, head[1], start + len(head[0]) + len(head[1]) + 6)
+            if words is not None:
+                return [words], 0, True
+    if len(data) > TEXT_BYTES_MAX and max(map(len, data.split(b"\r\n"))) > TEXT_BYTES_MAX:
+        return [], len(data), False
+    return None
 
 
 def _one_by_one(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:

@@ -35,7 +35,7 @@ def test_use_saves_an_entry_from_leaving_next() -> None:
 
 def test_of_a_run_used_at_one_instant_the_tail_leaves_first() -> None:
     policy, (a, b, c, _) = admitted("abcx")
-    policy.touch_run(iter((a, b, c)))
+    policy.touch_run((a, b, c))
     assert order(policy) == "xcba"
 
 

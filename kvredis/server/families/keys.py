@@ -44,7 +44,7 @@ def exists(session: Session, args: list[bytes]) -> Reply:
     entry = store.find(args[1], session.space)  # affirm() for one key, spelled out: lookups come by the thousand
     if entry is None:
         return ZERO
-    entry.affirmed_turn = store.turn
+    entry.affirmed_turn = store.affirmed_turn = store.turn
     return ONE
 
 
