@@ -62,7 +62,8 @@ class Claims:
         return len(self._receiving)
 
     def open_payload(self, session: Session, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
-        """Whether argument number len(args) of the command being read goes into the arena, and where."""
+        """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when
+        there is no room, LATER when others must finish first."""
         name = args[0] if args else None
         command = SPELLINGS.get(name) or SPELLINGS.get(name.upper()) if isinstance(name, bytes) else None
         if command is None or not command.payload_args or not session.authenticated:
@@ -76,25 +77,18 @@ class Claims:
             return None
         if not session.user.unrestricted and session.user.denial(command, args) is not None:
             return None  # it will be refused: nobody leaves the arena for it
-        room = self.ask(session, key, length)
+        store = self._store
+        room: Reservation | Refused | Later | None = None
+        if store.reserved_bytes:  # else nobody else's value is coming in
+            room = self._out_of_turn(session, extent_length(length))
+        if room is None:
+            room = store.reserve(key, length, session.space) or self._wait_for_reader(session, length)
+            if self._called:
+                self._called.discard(session)
+            if session not in self._receiving:
+                self._receiving[session] = session.input_bytes, self._server.now_s()
         if room is REFUSED:
             session.refuse_payload()
-        return room
-
-    def ask(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
-        """Room for a value of `length` bytes; LATER when others must finish first, REFUSED when there is none."""
-        store = self._store
-        if store.reserved_bytes:
-            answer = self._out_of_turn(session, extent_length(length))
-            if answer is not None:
-                return answer
-        room = store.reserve(key, length, session.space)
-        if room is None:
-            return self._wait_for_reader(session, length)
-        if self._called:
-            self._called.discard(session)
-        if session not in self._receiving:
-            self._receiving[session] = session.input_bytes, self._server.now_s()
         return room
 
     def _out_of_turn(self, session: Session, wanted: int) -> Refused | Later | None:

@@ -45,7 +45,10 @@ from .request import (
     Refused,
 )
 
-STAR, NEWLINE = ord("*"), ord("\n")
+STAR, RETURN, NEWLINE = ord("*"), ord("\r"), ord("\n")
+
+SHORTEST_HEAD_BYTES: Final = len(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$16384\r\n")
+"""Before every payload."""
 
 _BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
 _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
@@ -146,8 +149,8 @@ class Parser:
                 if commands:
                     self._after_payload = False
                     return commands
-                if self._scratch[self._start : self._start + 3].endswith(b"\r"):  # one digit: few arguments
-                    self._read_payload_head()
+                if self._end - self._start >= SHORTEST_HEAD_BYTES and self._scratch[self._start + 2] == RETURN:
+                    self._read_payload_head()  # one digit: few arguments
                 elif self._gathers():
                     return NOTHING
         command = self._next()

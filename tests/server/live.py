@@ -23,7 +23,7 @@ from tests.server.feed import Word, request
 
 T = TypeVar("T")
 LOOPS: Final = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-LIMIT_S: Final = 8
+LIMIT_S: Final = 20
 MIB: Final = 1024 * 1024
 OOM: Final = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 
