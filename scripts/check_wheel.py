@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[1]
 def modules_of_the_tree() -> set[str]:
     """List every module under kvredis/, the linked rooms included, as the wheel should name it."""
     package = ROOT / "kvredis"
-    rooms = [package, *(folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__")]
-    return {path.relative_to(ROOT).as_posix() for room in rooms for path in room.glob("*.py")} | {"kvredis/py.typed"}
+    rooms = (folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__")
+    modules = [*package.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix() for path in modules} | {"kvredis/py.typed"}
 
 
 def main() -> int:
