@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvredis.storage.arena import HugepageMode
+from kvredis.storage.errors import ConfigError
 from kvredis.storage.options import GIB, StoreOptions
+from kvredis.storage.policy import POLICIES
 
 from . import values
 from .address import redact
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ORIGIN = "default"
 MIB = 1024 * 1024
+_ALLKEYS = {f"allkeys-{name.lower()}": name for name in POLICIES}
+"""What redis.conf calls a cache_policy, ours included."""
 
 
 def _key(
@@ -79,9 +83,7 @@ class Config:
     remote_serde: str = _key(
         "naive", values.choice("naive", absent="naive"), "NAME", "how values are encoded; naive = as they are"
     )
-    cache_policy: str = _key(
-        "LRU", values.choice("LRU", "LFU", "FIFO", "MRU", "S3FIFO"), "NAME", "what is evicted first", later=True
-    )
+    cache_policy: str = _key("LRU", values.choice(*POLICIES), "NAME", f"what is evicted first: {', '.join(POLICIES)}")
     save_decode_cache: bool = _key(False, values.flag, "BOOL", "store the KV of generated tokens too", later=True)
     save_unfull_chunk: bool = _key(False, values.flag, "BOOL", "store a prompt's last, partial chunk too")
     use_layerwise: bool = _key(False, values.flag, "BOOL", "store and load layer by layer", later=True)
@@ -147,7 +149,10 @@ class Config:
     )
     # -- the server: what it does
     maxmemory_policy: str = _server(
-        "allkeys-lru", values.choice("allkeys-lru", "noeviction"), "NAME", "make room in a full arena, or refuse"
+        "allkeys-lru",
+        values.choice(*_ALLKEYS, "noeviction"),
+        "NAME",
+        "make room in a full arena (allkeys-lru and so on, as cache_policy), or refuse",
     )
     notify_keyspace_events: str = _server(
         "", values.event_classes, "LETTERS", "which changes are published to channels, in Redis' letters"
@@ -201,6 +206,7 @@ class Config:
                 found.warnings.append(f"{found.origin[key.name]}: {key.name} has no effect yet in this version")
         for line in found.warnings:
             logger.warning("%s", line)
+        _check_policies(found)
         return cls(
             **found.values,
             origin={name: found.origin.get(name, DEFAULT_ORIGIN) for name in KEYS},
@@ -228,12 +234,19 @@ class Config:
             return HugepageMode.OFF
         return HugepageMode.AUTO
 
+    @property
+    def eviction_policy(self) -> str:
+        """Return the store's policy: `cache_policy`, unless only `maxmemory_policy` was given and names another."""
+        if self.origin.get("cache_policy", DEFAULT_ORIGIN) != DEFAULT_ORIGIN or self.cache_policy != "LRU":
+            return self.cache_policy
+        return _ALLKEYS.get(self.maxmemory_policy, self.cache_policy)
+
     def store_options(self) -> StoreOptions:
         """Return what a Store is opened with under this configuration."""
         return StoreOptions(
             capacity_bytes=self.capacity_bytes,
             hugepages=self.hugepage_mode,
-            cache_policy="LRU",  # the others are read but not built yet; loading said so
+            cache_policy=self.eviction_policy,
             prefault_threads=self.prefault,
             page_lock=self.page_lock,
         )
@@ -249,6 +262,17 @@ class Config:
                 value = redact(value)
             result[key.name] = list(value) if isinstance(value, tuple) else value
         return result
+
+
+def _check_policies(found: Found) -> None:
+    """Raise ConfigError if cache_policy and maxmemory_policy were both given and name different ones."""
+    given = found.values.get("cache_policy")
+    meant = _ALLKEYS.get(found.values.get("maxmemory_policy", ""))
+    if given is not None and meant is not None and given != meant:
+        reason = f"{found.origin['cache_policy']} says cache_policy: {given}"
+        raise ConfigError(
+            "maxmemory_policy", found.values["maxmemory_policy"], found.origin["maxmemory_policy"], reason
+        )
 
 
 KEYS: dict[str, Key] = {

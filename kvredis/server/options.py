@@ -46,6 +46,6 @@ class ServerOptions:
     # -- behaviour
     enable_debug_command: str = "no"  # no | local | yes
     notify_keyspace_events: str = ""
-    maxmemory_policy: str = "allkeys-lru"  # or noeviction
+    maxmemory_policy: str = "allkeys-lru"  # or noeviction; any other name means: make room
     settings: Mapping[str, str] = field(default_factory=dict)  # further settings, by their names in CONFIG
     config_file: Path | None = None  # the file that was read, for CONFIG REWRITE

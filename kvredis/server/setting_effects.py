@@ -84,8 +84,16 @@ def set_body_timeout(server: Server, seconds: str) -> None:
 
 
 def set_policy(server: Server, policy: str) -> None:
-    """maxmemory-policy: whether anything leaves for what is new."""
-    server.store.evicts = policy == "allkeys-lru"
+    """maxmemory-policy: whether anything leaves for what is new. In which order was decided at the start."""
+    own = policy_in_force(server)
+    if policy not in (own, "noeviction"):
+        raise ValueError(f"of the policies there are {own} and noeviction here")
+    server.store.evicts = policy == own
+
+
+def policy_in_force(server: Server) -> str:
+    """What maxmemory-policy is while blocks leave: Redis' name for the store's policy, or one made as Redis would."""
+    return f"allkeys-{server.store.policy.name.lower()}"
 
 
 def set_slow_threshold(server: Server, microseconds: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.index import SPACES
+from kvredis.storage.policy import POLICIES
 
 from . import events, tracking
 from .setting_checks import (
@@ -35,6 +36,7 @@ from .setting_checks import (
 )
 from .setting_effects import (
     LOG_LEVELS,
+    policy_in_force,
     set_acl_log,
     set_body_timeout,
     set_bulk_bytes_max,
@@ -144,7 +146,7 @@ def begin(server: Server) -> None:
     options = server.options
     own = {
         "client-output-buffer-limit": options.client_output_buffer_limit,
-        "maxmemory-policy": options.maxmemory_policy,
+        "maxmemory-policy": "noeviction" if options.maxmemory_policy == "noeviction" else policy_in_force(server),
         "notify-keyspace-events": options.notify_keyspace_events,
     }
     further = {name.lower(): str(text) for name, text in options.settings.items()}
@@ -173,14 +175,13 @@ def _working_folder() -> str:
 
 
 def _policy(text: str) -> str:
-    """Of Redis' policies the two that there are here."""
-    policy = one_of(
+    """One that Redis knows or that a store may have; which of them there is here is seen when it shall take effect."""
+    if text.lower() in {f"allkeys-{name.lower()}" for name in POLICIES}:
+        return text.lower()
+    return one_of(
         "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl",
         "allkeys-lru", "allkeys-lfu", "allkeys-random", "noeviction",
     )(text)  # fmt: skip
-    if policy not in ("allkeys-lru", "noeviction"):
-        raise ValueError("of the policies there are allkeys-lru and noeviction here")
-    return policy
 
 
 def _live(check: Check, apply: Apply | None, read: Read | None = None, default: str = "") -> Setting:
@@ -245,7 +246,7 @@ def _changeable() -> dict[str, Setting]:
         "maxclients": _live(number(1, 2**32 - 1), set_clients_max, lambda server: str(server.maxclients)),
         "protected-mode": _live(yes_no, set_protected_mode, lambda server: "yes" if server.protected_mode else "no"),
         "maxmemory-policy": _live(
-            _policy, set_policy, lambda server: "allkeys-lru" if server.store.evicts else "noeviction"
+            _policy, set_policy, lambda server: policy_in_force(server) if server.store.evicts else "noeviction"
         ),
         "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
         "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),

@@ -371,4 +371,4 @@ def test_a_store_is_opened_as_its_options_say() -> None:
     assert lease is not None
     lease.release()
     with pytest.raises(ConfigError):
-        Store.open(StoreOptions(ARENA_BYTES, HugepageMode.OFF, "MRU"))
+        Store.open(StoreOptions(ARENA_BYTES, HugepageMode.OFF, "ARC"))

@@ -139,7 +139,7 @@ def _restore(session: Session, args: list[bytes]) -> Reply:
 def _read_options(args: list[bytes]) -> tuple[set[bytes], int] | bytes:
     """The words REPLACE and ABSTTL as far as they are there and the idle time in seconds, or an error.
 
-    FREQ is checked and means nothing: no policy counts uses.
+    FREQ is checked and means nothing: what is restored begins without uses.
     """
     words: set[bytes] = set()
     idle_s = 0

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from kvredis.server.session import Session
     from kvredis.storage.entry import Entry
 
-NO_LFU = error(
-    "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
-    "between policies at runtime LRU and LFU data will take some time to adjust."
+_SWITCHING = (
+    "Please note that when switching between policies at runtime LRU and LFU data will take some time to adjust."
 )
+NO_LFU = error(f"ERR An LFU maxmemory policy is not selected, access frequency not tracked. {_SWITCHING}")
+LFU = error(f"ERR An LFU maxmemory policy is selected, idle time not tracked. {_SWITCHING}")
 
 container("object", since="2.2.3", complexity="Depends on subcommand.", summary="How a value is kept.")
 
@@ -53,9 +54,13 @@ def object_encoding(session: Session, args: list[bytes]) -> Reply:
     summary="Seconds since the value was read or written.",
 )
 def object_idletime(session: Session, args: list[bytes]) -> Reply:
-    """OBJECT IDLETIME key."""
+    """OBJECT IDLETIME key: an error where uses are counted, so that a tool learns which of the two to ask for."""
     entry = _entry(session, args)
-    return session.nil if entry is None else integer(max(0, int(session.store.now_s() - entry.accessed_s)))
+    if entry is None:
+        return session.nil
+    if _uses(session, entry) is not None:
+        return LFU
+    return integer(max(0, int(session.store.now_s() - entry.accessed_s)))
 
 
 @subcommand(
@@ -71,8 +76,12 @@ def object_idletime(session: Session, args: list[bytes]) -> Reply:
     summary="How often the value is used, where the policy counts that.",
 )
 def object_freq(session: Session, args: list[bytes]) -> Reply:
-    """OBJECT FREQ key: an error, as there is no LFU policy yet."""
-    return session.nil if _entry(session, args) is None else NO_LFU
+    """OBJECT FREQ key: an error where uses are not counted."""
+    entry = _entry(session, args)
+    if entry is None:
+        return session.nil
+    uses = _uses(session, entry)
+    return NO_LFU if uses is None else integer(uses)
 
 
 @subcommand(
@@ -103,3 +112,11 @@ def object_help(session: Session, args: list[bytes]) -> Reply:
 def _entry(session: Session, args: list[bytes]) -> Entry | None:
     """The entry under the key of `X SUBCOMMAND key`."""
     return session.store.find(args[2], session.space)
+
+
+def _uses(session: Session, entry: Entry) -> int | None:
+    """How often the value is used; None unless the policy in force is one that counts."""
+    store = session.store
+    if not store.evicts:
+        return None
+    return (store.policy if entry.value is None else store.inline_policy).uses(entry)
