@@ -1,0 +1,289 @@
+"""The disk tier: blocks that memory had no room for, as records in a few large files.
+
+What it promises: a record that `sync` has confirmed is there after a kill, and after a loss of power too unless it was
+replaced or evicted since; and nothing is ever read that is not, to the bit, what was written under that key. The first
+rests on an order: `sync` makes rows durable only after their payloads, and the row of a block that has left is gone
+from the index before its extent is used again. The second on checking every record whenever it is read; one that is not
+as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
+
+Two kinds of methods. Those that decide (`reserve`, `publish`, `abandon`, `get`, `touch`, `forget`, `set_expiry`: see
+disk_ledger.py) take one short lock, never wait for a device and suit the event loop. Those that do (`place`, `write`,
+`read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided reaches the index in batches,
+through `settle`: a crash forgets what was not settled, as it forgets what memory held.
+"""
+
+import logging
+import sqlite3
+import time
+from collections.abc import Iterable
+from errno import ENOSPC
+from pathlib import Path
+from typing import Self
+
+from .allocator import Extent
+from .disk_index import Name
+from .disk_ledger import DiskLedger, DiskStats
+from .disk_recovery import DiskOptions, Opened, open_directory
+from .files import Files, RealFiles
+from .segment import Facts, Record, fault, record_bytes, seal, segment_name
+
+__all__ = ["DiskOptions", "DiskStats", "DiskTier"]
+
+log = logging.getLogger(__name__)
+
+CHANGES_HIGH = 256
+"""Changes that may wait for the index before the next write settles them."""
+
+PLACE_TRIES = 8
+"""How often `place` makes room that others take before it gives up."""
+
+GROW_PAUSE_TRIES = 256
+"""How many blocks are placed without asking for a segment again, after the device had no room for one."""
+
+_LOG_LINES_MAX = 50
+"""Failures told of one by one; a dying disk has too many to tell. All are counted."""
+
+
+class DiskTier(DiskLedger):
+    """One directory of records, held by this process alone. Safe to use from several threads."""
+
+    def __init__(self, opened: Opened) -> None:
+        super().__init__(opened)
+        self.direct = opened.direct
+        self.fallback = opened.fallback
+        """Why files are read and written through the page cache; None when they are not."""
+        self._directory: Path = opened.directory
+        self._files = opened.files
+        self._held = opened.lock
+        self._index = opened.index
+        self._seq = opened.first_seq
+        self._unsynced: set[int] = set()  # segments
+        self._loose = False  # whether the index holds commits that a loss of power would undo
+        self._distrusted = False
+        self._grow_pause = 0
+        self._log_lines = 0
+        self._closed = False
+
+    @classmethod
+    def open(cls, options: DiskOptions, files: Files | None = None, now_ms: int | None = None) -> Self:
+        """Open or make a disk tier. Blocks; ConfigError when the directory cannot be used, or another server uses it.
+
+        Blocks whose time has come at `now_ms` (Unix time; None = now) are not taken over.
+        """
+        now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+        return cls(open_directory(options, files or RealFiles(), now_ms))
+
+    def place(self, length: int) -> tuple[Extent | None, list[Record]]:
+        """As `reserve`, but another segment is begun, or the coldest records leave, for want of room.
+
+        Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
+        that are being read or written, or the block is longer than a segment, or the index cannot be written.
+        """
+        nbytes = record_bytes(length)
+        left: list[Record] = []
+        if nbytes <= self.geometry.segment_bytes:
+            for _ in range(PLACE_TRIES):
+                with self._lock:
+                    extent = self._take(nbytes)
+                    waiting = bool(self._retiring)
+                if extent is not None:
+                    return extent, left
+                if self._grow():
+                    continue
+                if not waiting:
+                    with self._lock:
+                        leaving = self._evict(nbytes)
+                    if leaving is None:
+                        break
+                    left += leaving
+                if not self.settle():
+                    break
+        with self._lock:
+            self.stats.no_room += 1
+        return None, left
+
+    def write(self, extent: Extent, image: memoryview, facts: Facts) -> Record | None:
+        """Write a block to the extent that was reserved for it; `publish` or `abandon` (its extent) comes next.
+
+        `image` is page-aligned, at least as long as the extent, and has the payload HEADER_BYTES behind its start;
+        those first bytes are overwritten, and nobody may change the payload meanwhile. None: not storable, or the
+        device refused; the extent is given back then.
+        """
+        if not self.storable(facts.key, facts.length) or record_bytes(facts.length) != extent.length:
+            self.abandon(extent)
+            return None
+        if len(self._changes) >= CHANGES_HIGH:
+            self.settle()
+        with self._lock:
+            seq = self._seq
+            self._seq += 1
+        checksum = seal(image, facts, seq)
+        number, offset = self.geometry.locate(extent)
+        try:
+            self._segments[number].pwrite(image[: extent.length], offset)
+        except OSError as error:
+            with self._lock:
+                self.stats.write_errors += 1
+                self._reserved.remove(extent)
+                if error.errno == ENOSPC:
+                    self._allocator.free(extent)
+                else:
+                    self._set_aside.append(extent)  # best fit would go for the same bad spot again and again
+            self._complain("a record could not be written to %s: %s", segment_name(number), error.strerror or error)
+            return None
+        with self._lock:
+            self._unsynced.add(number)
+            self.stats.written += 1
+            self.stats.written_bytes += extent.length
+        return Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
+
+    def read(self, record: Record, into: memoryview) -> bool:
+        """Read a record into page-aligned memory at least as long as its extent, payload HEADER_BYTES behind its start.
+
+        True: the payload is what was written. False, and `into` holds anything: the record is gone, or it was found
+        damaged and has just been put into quarantine. The record may be forgotten while it is read: that is still True.
+        """
+        with self._lock:
+            if self._order.get(record.name) is not record:
+                return False
+            record.readers += 1
+        number, offset = self.geometry.locate(record.extent)
+        failed = reason = None
+        try:
+            count = self._segments[number].pread(into[: record.extent.length], offset)
+            reason = fault(into, record) if count == record.extent.length else "the segment is too short"
+        except OSError as error:
+            failed = reason = error.strerror or str(error)
+        with self._lock:
+            record.readers -= 1
+            if record.retired and not record.readers:
+                self._lingering.remove(record)
+                self._allocator.free(record.extent)
+            self.stats.read += reason is None
+            self.stats.read_bytes += 0 if reason else record.extent.length
+            self.stats.read_errors += failed is not None
+            if reason is not None and self._order.get(record.name) is record:
+                self._put_in_quarantine(record, reason)
+        if reason is not None:
+            self._complain("quarantined, a miss: %s at %d: %s", segment_name(number), offset, reason)
+        return reason is None
+
+    def settle(self) -> bool:
+        """Bring the index up to date, so that a killed process comes back with this; extents that are free by it can
+        be used again. False: the index could not be written, and nothing has changed."""
+        with self._settling:
+            return self._settle(durable=False)
+
+    def sync(self) -> bool:
+        """Have all that was published or forgotten before the call survive any crash. False: it may not.
+
+        After a device has once refused to sync, nothing more is confirmed until the next start: what the kernel did
+        with the pages that it could not write is not known.
+        """
+        with self._settling:
+            return self._sync()
+
+    def close(self, order: Iterable[Name] | None = None) -> None:
+        """Make everything durable, note the order of eviction and let go of the directory; again is nothing.
+
+        `order` names blocks as (key, space), coldest first; who is not named keeps an earlier place. None: the tier's
+        own order. No other method may run meanwhile or be called afterwards.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        ranks = list(self._order)
+        if order is not None:
+            named = dict.fromkeys(name for name in order if name in self._order)
+            ranks = [*(name for name in ranks if name not in named), *named]
+        with self._settling:
+            if not self._sync():
+                log.warning("Disk tier: what was written last may be missing at the next start")
+            try:
+                self._index.close(ranks)
+            except sqlite3.Error as error:
+                log.warning("Disk tier: the order of eviction could not be kept: %s", error)
+        for file in self._segments.values():
+            file.close()
+        self._held.close()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _grow(self) -> bool:
+        """Begin another segment, if the limit and the device let us."""
+        with self._settling:
+            number = next((each for each in range(self.geometry.count) if each not in self._segments), None)
+            if number is None or self._grow_pause:
+                self._grow_pause -= number is not None
+                return False
+            path = self._directory / segment_name(number)
+            file = None
+            try:
+                file = self._files.open(path, direct=self.direct)
+                file.allocate(self.geometry.segment_bytes)
+                self._files.sync_directory(self._directory)
+            except OSError as error:
+                self._grow_pause = GROW_PAUSE_TRIES
+                self._complain("no further segment, %s: %s", path, error.strerror or error)
+                if file is not None:
+                    file.close()
+                    self._discard(path)
+                return False
+            with self._lock:
+                self._segments[number] = file
+                self._allocator.free(Extent(number * self.geometry.stride_bytes, self.geometry.segment_bytes))
+            return True
+
+    def _discard(self, path: Path) -> None:
+        """Remove what became of a segment that could not be had in full."""
+        try:
+            self._files.remove(path)
+        except OSError as error:
+            self._complain("%s cannot be removed: %s", path, error.strerror or error)
+
+    def _sync(self) -> bool:
+        with self._lock:
+            unsynced, self._unsynced = self._unsynced, set()
+            idle = not (unsynced or self._changes or self._quarantine or self._loose)
+        if idle:
+            return not self._distrusted
+        try:
+            for number in sorted(unsynced):
+                self._segments[number].sync()
+        except OSError as error:
+            self._distrusted = True
+            with self._lock:
+                self.stats.sync_errors += 1
+            self._complain("the device does not confirm what was written: %s", error.strerror or error)
+        return self._settle(durable=not self._distrusted) and not self._distrusted
+
+    def _settle(self, *, durable: bool) -> bool:
+        with self._lock:
+            changes, self._changes = self._changes, {}
+            retiring, self._retiring = self._retiring, []
+            quarantine, self._quarantine = self._quarantine, []
+        try:
+            if changes or quarantine or durable:
+                self._index.apply(changes, quarantine, self.geometry, durable=durable)
+                self._loose = not durable
+        except sqlite3.Error as error:
+            with self._lock:
+                self._changes = {**changes, **self._changes}
+                self._retiring = retiring + self._retiring
+                self._quarantine = quarantine + self._quarantine
+                self.stats.index_errors += 1
+            self._complain("the index could not be written: %s", error)
+            return False
+        with self._lock:
+            for record in retiring:
+                if record.readers:
+                    record.retired = True
+                    self._lingering.add(record)
+                else:
+                    self._allocator.free(record.extent)
+        return True
+
+    def _complain(self, text: str, *what: object) -> None:
+        self._log_lines += 1
+        if self._log_lines <= _LOG_LINES_MAX:
+            log.warning("Disk tier: " + text, *what)

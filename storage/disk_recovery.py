@@ -1,0 +1,229 @@
+"""How a directory becomes a disk tier again: after a clean stop, after a crash, and after somebody has been at it.
+
+The index says what is there; here only what is cheap and certain is checked (is the segment there, is it long enough,
+does nothing overlap, has the time not come), so that a hundred thousand records take well under a second. Whether the
+bytes are the right ones is checked whenever they are read.
+
+What cannot be used is thrown away when it is a cache that we wrote: an index that is damaged, and one of an older
+format. A newer kvredis' directory, somebody else's database and a directory that another server has open are refused.
+"""
+
+import logging
+import sqlite3
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .allocator import GRAIN_BYTES, Allocator, Extent
+from .disk_index import INDEX_NAMES, DiskIndex, Unusable, is_damage
+from .errors import ConfigError
+from .files import File, Files
+from .segment import SEGMENTS_MAX, Geometry, Record, geometry, segment_name, segment_number
+
+log = logging.getLogger(__name__)
+
+LOCK_NAME = "lock"
+DEFAULT_SEGMENT_BYTES = 256 * 1024 * 1024
+_KEPT_SEGMENTS_MAX = 4 * SEGMENTS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """Where the disk tier lies and how much it may take; `source` is named in errors.
+
+    A directory keeps the length of its segments when `limit_bytes` changes, as long as they fit; then up to one segment
+    less than the limit is used. The index comes on top of the limit: some 150 bytes a record.
+    """
+
+    directory: Path
+    limit_bytes: int
+    direct: bool = True
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    source: str = "DiskOptions"
+
+    def refuse(self, reason: str) -> ConfigError:
+        """The error that says why this directory cannot be used."""
+        return ConfigError("local_disk", str(self.directory), self.source, reason)
+
+
+@dataclass(slots=True)
+class Opened:
+    """A directory, locked and read. `records` are in eviction order, coldest first: at first every row of the index."""
+
+    files: Files
+    directory: Path
+    lock: File
+    index: DiskIndex
+    geometry: Geometry
+    direct: bool
+    fallback: str | None
+    first_seq: int
+    records: list[Record]
+    segments: dict[int, File] = field(default_factory=dict)
+    dropped: int = 0
+
+    def let_go(self) -> None:
+        """Close index and segments as they are."""
+        self.index.abandon()
+        for file in self.segments.values():
+            file.close()
+        self.segments.clear()
+
+
+def open_directory(options: DiskOptions, files: Files, now_ms: int) -> Opened:
+    """Lock the directory, read its index and open its segments. Blocks; ConfigError when it cannot be used."""
+    if options.limit_bytes < GRAIN_BYTES or options.segment_bytes < GRAIN_BYTES:
+        size = min(options.limit_bytes, options.segment_bytes)
+        raise ConfigError("max_local_disk_size", size, options.source, f"less than {GRAIN_BYTES} bytes hold nothing")
+    with ExitStack() as undo:
+        try:
+            opened = _open(options, files, undo)
+            _recover(opened, now_ms)
+        except OSError as error:
+            raise options.refuse(f"cannot be used: {error.strerror or error}") from error
+        except (Unusable, sqlite3.Error) as error:
+            raise options.refuse(f"its index cannot be used: {error}") from error
+        undo.pop_all()
+    return opened
+
+
+def _open(options: DiskOptions, files: Files, undo: ExitStack) -> Opened:
+    directory = options.directory
+    files.make_directory(directory)
+    lock = files.lock(directory / LOCK_NAME)
+    if lock is None:
+        raise options.refuse("another server has it open")
+    undo.callback(lock.close)
+    fallback = files.direct_obstacle(directory) if options.direct else "O_DIRECT was not asked for"
+    if options.direct and fallback is not None:
+        log.warning("Disk tier: buffered, since %s", fallback)
+    try:
+        index, cut, first_seq, rows = _load(options, files)
+    except Unusable as unusable:
+        if not unusable.ours:
+            raise options.refuse(str(unusable)) from unusable
+        log.warning("Disk tier: the contents of %s are discarded: %s", directory, unusable)
+        _discard(directory, files)
+        index, cut, first_seq, rows = _load(options, files)
+    opened = Opened(files, directory, lock, index, cut, fallback is None, fallback, first_seq, rows)
+    undo.callback(opened.let_go)
+    files.sync_directory(directory)  # the index' own files were made a moment ago
+    return opened
+
+
+def _load(options: DiskOptions, files: Files) -> tuple[DiskIndex, Geometry, int, list[Record]]:
+    """Open the index and read all of it: how the disk is cut, the first sequence number, every row."""
+    index = DiskIndex.open(options.directory, files)
+    with ExitStack() as undo:
+        undo.callback(index.abandon)
+        try:
+            if (trouble := index.trouble()) is not None:
+                raise Unusable(f"its index is damaged: {trouble}", ours=True)
+            cut = geometry(options.limit_bytes, options.segment_bytes)
+            kept = index.segment_bytes()
+            if kept:
+                if not kept <= options.limit_bytes < kept * (_KEPT_SEGMENTS_MAX + 1) or kept % GRAIN_BYTES:
+                    raise Unusable(f"its segments of {kept} bytes do not suit the limit", ours=True)
+                cut = Geometry(kept, options.limit_bytes // kept)
+            first_seq = index.begin_epoch(cut.segment_bytes)
+            rows = list(index.rows(cut))
+        except (sqlite3.Error, TypeError, ValueError) as error:
+            # What Python makes of a row without a value, or with a word for a number, is damage too.
+            raise Unusable(f"its index cannot be read: {error}", ours=is_damage(error)) from error
+        undo.pop_all()
+    return index, cut, first_seq, rows
+
+
+def _discard(directory: Path, files: Files) -> None:
+    """Throw away what we wrote. The index goes first: segments without one are merely room."""
+    for name in INDEX_NAMES:
+        files.remove(directory / name)
+    for name in files.names(directory):
+        if segment_number(name) is not None:
+            files.remove(directory / name)
+
+
+def _recover(opened: Opened, now_ms: int) -> None:
+    """Open the segments that are there and keep the rows that they can bear out; the others leave the index."""
+    lengths = {}
+    for name in opened.files.names(opened.directory):
+        number = segment_number(name)
+        if number is None:
+            continue
+        if number >= opened.geometry.count:
+            opened.files.remove(opened.directory / name)
+            continue
+        length = _open_segment(opened, number)
+        if length is not None:
+            lengths[number] = length
+    rows = opened.records
+    kept = _without_overlaps([row for row in rows if _borne_out(row, opened.geometry, lengths, now_ms)])
+    names = {record.name for record in kept}
+    gone = {record.name: None for record in rows if record.name not in names}
+    if gone:
+        opened.index.apply(gone, (), opened.geometry, durable=False)
+    opened.records, opened.dropped = kept, len(gone)
+
+
+def _open_segment(opened: Opened, number: int) -> int | None:
+    """Open a segment and give the bytes it was found with; None, and it counts as missing, when it cannot be used."""
+    path = opened.directory / segment_name(number)
+    file = None
+    try:
+        file = opened.files.open(path, direct=opened.direct)
+        length = file.size_bytes()
+        if length > opened.geometry.segment_bytes:  # left over from another limit, by a start that was cut short
+            file.close()
+            opened.files.remove(path)
+            return None
+        if length < opened.geometry.segment_bytes:
+            file.allocate(opened.geometry.segment_bytes)
+    except OSError as error:
+        log.warning("Disk tier: %s cannot be used: %s", path, error.strerror or error)
+        if file is not None:
+            file.close()
+        return None
+    opened.segments[number] = file
+    return length
+
+
+def _borne_out(record: Record, cut: Geometry, lengths: dict[int, int], now_ms: int) -> bool:
+    segment, offset = cut.locate(record.extent)
+    end = offset + record.extent.length
+    return (
+        record.length >= 0
+        and offset % GRAIN_BYTES == 0
+        and end <= min(cut.segment_bytes, lengths.get(segment, 0))
+        and not 0 < record.expire_at_ms <= now_ms
+    )
+
+
+def _without_overlaps(records: Sequence[Record]) -> list[Record]:
+    """Of two records that overlap the newer one: it was written last. The order stays."""
+    dropped = set()
+    end, last = 0, None
+    for record in sorted(records, key=lambda each: each.extent.offset):
+        if last is not None and record.extent.offset < end:
+            loser = min(last, record, key=lambda each: each.seq)
+            dropped.add(loser.name)
+            if loser is record:
+                continue
+        last, end = record, record.extent.offset + record.extent.length
+    return [record for record in records if record.name not in dropped]
+
+
+def free_room(opened: Opened) -> Allocator:
+    """The allocator over all segments, in which all is taken but the gaps between records in segments that are open."""
+    stride, segment_bytes = opened.geometry.stride_bytes, opened.geometry.segment_bytes
+    allocator = Allocator(opened.geometry.count * stride)
+    allocator.allocate(allocator.capacity_bytes)
+    taken = sorted(record.extent for record in opened.records)
+    taken += [Extent(number * stride + segment_bytes, 0) for number in opened.segments]
+    starts = {number: number * stride for number in opened.segments}
+    for extent in sorted(taken):
+        number = opened.geometry.locate(extent)[0]
+        if extent.offset > starts[number]:
+            allocator.free(Extent(starts[number], extent.offset - starts[number]))
+        starts[number] = extent.offset + extent.length
+    return allocator

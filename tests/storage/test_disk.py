@@ -1,0 +1,396 @@
+"""The disk tier at work: what goes to disk comes back, who leaves for it, and what a bad device can and cannot do."""
+
+import random
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvredis.storage.allocator import GRAIN_BYTES
+from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.errors import ConfigError
+from kvredis.storage.files import RealFiles
+from kvredis.storage.segment import HEADER_BYTES, KEY_BYTES_MAX, Facts, scratch
+
+from .fake_files import FakeFiles, Fault, on
+from .small_disk import KIB, SEGMENT_BYTES, SEGMENTS, content, got, image_of, keys, options, put, small_disk, written
+
+FILLS_A_SEGMENT = SEGMENT_BYTES - HEADER_BYTES
+ONE_GRAIN = GRAIN_BYTES - HEADER_BYTES
+
+
+@pytest.mark.parametrize("length", [0, 1, ONE_GRAIN, ONE_GRAIN + 1, FILLS_A_SEGMENT])
+def test_what_was_put_is_got(tmp_path: Path, length: int) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        assert put(disk, b"key", content(length, length))
+        assert got(disk, b"key") == content(length, length)
+        disk.check_integrity()
+
+
+def test_nobody_sees_a_block_before_it_is_published(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        record = written(disk, b"key", b"payload")
+        assert got(disk, b"key") is None
+        assert record is not None
+        assert disk.publish(record)
+        assert got(disk, b"key") == b"payload"
+
+
+def test_a_key_is_another_one_in_another_database(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        assert put(disk, b"key", b"three", space=3)
+        assert got(disk, b"key") is None
+        assert got(disk, b"key", space=3) == b"three"
+
+
+def test_blocks_go_from_an_arena_to_disk_and_back_with_o_direct_where_the_file_system_has_it(tmp_path: Path) -> None:
+    if (obstacle := RealFiles().direct_obstacle(tmp_path)) is not None:
+        pytest.skip(obstacle)
+    with Arena.create(8 * KIB * KIB, HugepageMode.OFF) as arena:
+        disk = DiskTier.open(DiskOptions(tmp_path, 4 * KIB * KIB))
+        assert disk.direct
+        assert disk.fallback is None
+        extent, _ = disk.place(KIB * KIB)
+        assert extent is not None
+        payload = content(1, KIB * KIB)
+        with arena.view[GRAIN_BYTES:] as image, arena.view[4 * KIB * KIB :] as into:
+            image[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+            record = disk.write(extent, image, Facts(b"key", 0, len(payload), 0))
+            assert record is not None
+            disk.publish(record)
+            assert disk.read(record, into)
+            assert into[HEADER_BYTES : HEADER_BYTES + len(payload)] == payload
+        disk.close()
+
+
+def test_a_file_system_without_o_direct_is_used_buffered_and_named(tmp_path: Path) -> None:
+    with closing(DiskTier.open(options(tmp_path, direct=True), FakeFiles(direct=False))) as disk:
+        assert not disk.direct
+        assert disk.fallback == "the fake refuses O_DIRECT"
+        assert put(disk, b"key", b"payload")
+
+
+# ---- room --------------------------------------------------------------------------------------------------------
+
+
+def test_reserve_takes_only_room_that_is_there_and_place_begins_segments_up_to_the_limit(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        assert disk.reserve(100) is None, "no segment yet, and reserve does no I/O"
+        for count in range(1, SEGMENTS + 1):
+            assert put(disk, b"%d" % count, bytes(FILLS_A_SEGMENT))
+            assert disk.file_bytes == count * SEGMENT_BYTES
+        assert disk.reserve(100) is None
+        assert put(disk, b"more", b"")
+        assert disk.file_bytes == disk.limit_bytes == SEGMENTS * SEGMENT_BYTES
+        files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segment-*"))
+        assert files <= disk.limit_bytes
+
+
+def test_the_coldest_leave_for_new_ones_and_are_named(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        for name in (b"a", b"b", b"c"):
+            assert put(disk, name, bytes(FILLS_A_SEGMENT))
+        coldest = disk.get(b"a", 0)
+        assert coldest is not None
+        disk.touch(coldest)
+        extent, left = disk.place(FILLS_A_SEGMENT)
+        assert extent is not None
+        assert [record.key for record in left] == [b"b"]
+        assert keys(disk) == [b"c", b"a"]
+        disk.check_integrity()
+        disk.abandon(extent)
+        disk.check_integrity()
+
+
+def test_no_record_lies_across_two_segments(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        for number in range(40):
+            assert put(disk, b"%d" % number, content(number, 11 * KIB))
+            disk.check_integrity()
+        for record in disk.records():
+            _, offset = disk.geometry.locate(record.extent)
+            assert offset + record.extent.length <= SEGMENT_BYTES
+            assert got(disk, record.key) == content(int(record.key), 11 * KIB)
+
+
+def test_what_can_never_be_stored_is_said_and_costs_nothing(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        assert put(disk, b"x" * KEY_BYTES_MAX, b"payload")
+        assert not disk.storable(b"x" * (KEY_BYTES_MAX + 1), 1)
+        assert not put(disk, b"x" * (KEY_BYTES_MAX + 1), b"payload")
+        assert not disk.storable(b"key", FILLS_A_SEGMENT + 1)
+        assert disk.place(FILLS_A_SEGMENT + 1) == (None, [])
+        assert len(disk) == 1
+        disk.check_integrity()
+
+
+def test_nobody_leaves_while_being_read_so_a_disk_full_of_readers_has_no_room(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path, segments=1)) as disk:
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        record = disk.get(b"key", 0)
+        assert record is not None
+        record.readers += 1
+        assert disk.place(100) == (None, [])
+        assert disk.stats.no_room == 1
+        record.readers -= 1
+        assert disk.place(100)[0] is not None
+
+
+def test_a_full_device_means_fewer_segments_and_is_asked_again_only_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvredis.storage.disk.GROW_PAUSE_TRIES", 2)
+    files = FakeFiles(on("allocate segment-0001", Fault.ENOSPC))
+    with closing(small_disk(tmp_path, files)) as disk:
+        for name in (b"a", b"b", b"c"):
+            assert put(disk, name, bytes(FILLS_A_SEGMENT))
+            assert keys(disk) == [name]
+        assert disk.file_bytes == SEGMENT_BYTES
+        assert not (tmp_path / "segment-0001.kv").exists()
+        files.plan = None
+        assert put(disk, b"d", bytes(FILLS_A_SEGMENT))
+        assert keys(disk) == [b"d"]
+        assert files.words.count("allocate segment-0001.kv") == 1
+        assert put(disk, b"e", bytes(FILLS_A_SEGMENT))
+        assert keys(disk) == [b"d", b"e"], "asked again, the device had room"
+        disk.check_integrity()
+
+
+# ---- overwriting and forgetting --------------------------------------------------------------------------------------
+
+
+def test_the_newer_record_of_a_key_wins_in_whichever_order_they_are_published(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        older, newer = written(disk, b"key", b"older"), written(disk, b"key", b"newer")
+        assert older is not None
+        assert newer is not None
+        assert disk.publish(newer)
+        assert not disk.publish(older)
+        assert got(disk, b"key") == b"newer"
+        assert put(disk, b"key", b"newest")
+        assert got(disk, b"key") == b"newest"
+        assert not disk.read(newer, scratch(5)), "a record that was replaced is gone"
+        assert len(disk) == 1
+        disk.check_integrity()
+
+
+def test_what_is_forgotten_is_gone_and_its_room_comes_back_once_the_index_knows(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path, segments=1)) as disk:
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        assert disk.forget(b"key", 0)
+        assert not disk.forget(b"key", 0)
+        assert got(disk, b"key") is None
+        assert disk.reserve(0) is None
+        disk.check_integrity()
+        assert disk.settle()
+        assert disk.reserve(0) is not None
+        disk.check_integrity()
+
+
+def test_an_extent_is_not_used_again_under_a_reader(tmp_path: Path) -> None:
+    class SlowFiles(FakeFiles):
+        """Forgets the record and fills the disk in the middle of a read."""
+
+        def happen(self, what: str) -> Fault | None:
+            if what.startswith("pread") and disk.forget(b"key", 0):
+                assert disk.settle()
+                disk.check_integrity()
+                assert disk.place(FILLS_A_SEGMENT) == (None, [])
+            return super().happen(what)
+
+    disk = small_disk(tmp_path, files := SlowFiles(), segments=1)
+    with closing(disk):
+        assert put(disk, b"key", content(1, FILLS_A_SEGMENT))
+        assert got(disk, b"key") == content(1, FILLS_A_SEGMENT)
+        assert files.dead is False
+        assert disk.reserve(FILLS_A_SEGMENT) is not None
+        disk.check_integrity()
+
+
+# ---- bad devices -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP, Fault.HALF])
+def test_a_record_that_came_out_wrong_is_quarantined_and_its_room_is_not_used_again(
+    tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = FakeFiles(on("pwrite", fault))
+    with closing(small_disk(tmp_path, files, segments=1)) as disk:
+        put(disk, b"key", content(1, 50 * KIB))
+        assert got(disk, b"key") is None
+        assert got(disk, b"key") is None
+        assert disk.get(b"key", 0) is None
+        assert disk.stats.quarantined == 1
+        assert "quarantined, a miss: segment-0000.kv at 0: payload checksum" in caplog.text
+        disk.check_integrity()
+        assert disk.place(50 * KIB) == (None, [])
+        files.plan = None
+        assert put(disk, b"key", b"in what is left")
+        assert got(disk, b"key") == b"in what is left"
+    with closing(small_disk(tmp_path, segments=1)) as disk:
+        assert got(disk, b"key") == b"in what is left"
+        assert disk.stats.dropped == 0
+        disk.check_integrity()
+
+
+def test_a_record_that_cannot_be_read_is_a_miss(tmp_path: Path) -> None:
+    files = FakeFiles(on("pread", Fault.EIO))
+    with closing(small_disk(tmp_path, files)) as disk:
+        assert put(disk, b"key", b"payload")
+        assert got(disk, b"key") is None
+        assert (disk.stats.read_errors, disk.stats.quarantined) == (1, 1)
+        disk.check_integrity()
+
+
+@pytest.mark.parametrize(("fault", "again"), [(Fault.EIO, False), (Fault.ENOSPC, True)])
+def test_a_spot_that_cannot_be_written_is_tried_again_only_if_it_was_for_want_of_room(
+    tmp_path: Path, fault: Fault, again: bool
+) -> None:
+    files = FakeFiles(on("pwrite", fault))
+    with closing(small_disk(tmp_path, files, segments=1)) as disk:
+        assert not put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        assert disk.stats.write_errors == 1
+        disk.check_integrity()
+        files.plan = None
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT)) is again
+
+
+def test_after_a_refused_sync_nothing_is_confirmed_any_more(tmp_path: Path) -> None:
+    files = FakeFiles()
+    with closing(small_disk(tmp_path, files)) as disk:
+        assert put(disk, b"key", b"payload")
+        assert disk.sync()
+        steps = len(files.words)
+        assert disk.sync()
+        assert len(files.words) == steps, "with nothing to do nothing is waited for"
+        assert put(disk, b"key", b"payload")
+        files.plan = on("sync segment", Fault.EIO)
+        assert not disk.sync()
+        files.plan = None
+        assert not disk.sync()
+        assert disk.stats.sync_errors == 1
+        assert got(disk, b"key") == b"payload"
+
+
+def test_only_a_sync_waits_for_the_device_that_holds_the_index(tmp_path: Path) -> None:
+    class Watching(FakeFiles):
+        """Asks SQLite how it is going to commit: 1 is NORMAL, which waits for nothing, 2 is FULL, which does."""
+
+        def happen(self, what: str) -> Fault | None:
+            if what == "index: commit" and started:
+                seen.append(disk._index._do("PRAGMA synchronous").fetchone()[0])
+            return super().happen(what)
+
+    seen: list[int] = []
+    started = False
+    with closing(small_disk(tmp_path, Watching())) as disk:
+        started = True
+        assert put(disk, b"key", b"payload")
+        assert disk.settle()
+        assert disk.sync()
+        assert put(disk, b"key", b"payload")
+        assert disk.settle()
+        assert seen == [1, 2, 1]
+
+
+def test_an_index_that_cannot_be_written_confirms_nothing_and_frees_nothing(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path, segments=1)) as disk:
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        assert disk.sync()
+        disk._index._do("PRAGMA query_only=1")
+        extent, left = disk.place(100)
+        assert extent is None
+        assert [record.key for record in left] == [b"key"]
+        assert not disk.sync()
+        assert disk.stats.index_errors == 2
+        disk.check_integrity()
+        disk._index._do("PRAGMA query_only=0")
+        assert disk.sync()
+        assert disk.place(100)[0] is not None
+        disk.check_integrity()
+
+
+def test_many_changes_are_settled_by_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvredis.storage.disk.CHANGES_HIGH", 4)
+    files = FakeFiles()
+    with closing(small_disk(tmp_path, files)) as disk:
+        begun = files.words.count("index: commit")
+        for number in range(9):
+            assert put(disk, b"%d" % number, b"x")
+        assert files.words.count("index: commit") == begun + 2
+
+
+def test_a_second_tier_on_a_directory_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)), pytest.raises(ConfigError, match="another server has it open"):
+        small_disk(tmp_path)
+    small_disk(tmp_path).close()
+
+
+# ---- everything at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_walk_agrees_with_a_dict(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    files = FakeFiles(lambda _, what: Fault.EIO if what.startswith("pwrite") and rng.random() < 0.01 else None)
+    disk = small_disk(tmp_path, files)
+    model: dict[tuple[bytes, int], bytes] = {}
+    for step in range(400):
+        key, space = b"k%d" % rng.randrange(12), rng.randrange(2)
+        verb = rng.choice(("put", "put", "put", "get", "get", "forget", "settle", "sync", "touch", "reopen"))
+        if verb == "put":
+            payload = content(step, rng.choice((10, 4000, 9000, 30_000)))
+            extent, left = disk.place(len(payload))
+            for gone in left:
+                del model[gone.name]
+            record = extent and disk.write(extent, image_of(payload), Facts(key, space, len(payload), 0))
+            if record:
+                disk.publish(record)
+                model[key, space] = payload
+        elif verb == "forget":
+            assert disk.forget(key, space) == (model.pop((key, space), None) is not None)
+        elif verb == "touch" and (found := disk.get(key, space)) is not None:
+            disk.touch(found)
+        elif verb == "settle":
+            assert disk.settle()
+        elif verb == "sync":
+            assert disk.sync()
+        elif verb == "reopen" and rng.random() < 0.2:
+            order = [each.name for each in disk.records()]
+            disk.close()
+            disk = small_disk(tmp_path, files)
+            assert [each.name for each in disk.records()] == order
+        assert got(disk, key, space) == model.get((key, space))
+        assert len(disk) == len(model)
+        disk.check_integrity()
+    disk.close()
+
+
+def test_threads_that_write_read_and_forget_never_see_wrong_bytes(tmp_path: Path) -> None:
+    disk = small_disk(tmp_path, segments=4)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for step in range(120):
+            key = b"k%d" % rng.randrange(6)
+            verb = rng.randrange(5)
+            if verb < 2:
+                length = rng.choice((100, 20_000))
+                put(disk, key, key + content(f"{seed} {step}", length))
+            elif verb == 4:
+                disk.forget(key, 0)
+            elif (payload := got(disk, key)) is not None and not payload.startswith(key):
+                failures.append(f"{key!r} got {payload[:4]!r}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert disk.stats.quarantined == 0
+    disk.check_integrity()
+    disk.close()

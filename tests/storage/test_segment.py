@@ -1,0 +1,106 @@
+"""The record on disk: what its header says, and that no bit of it can turn unnoticed."""
+
+import random
+
+import pytest
+
+from kvredis.storage.allocator import GRAIN_BYTES, Extent
+from kvredis.storage.entry import extent_length
+from kvredis.storage.segment import (
+    HEADER_BYTES,
+    KEY_BYTES_MAX,
+    SEGMENTS_MAX,
+    Facts,
+    Record,
+    fault,
+    geometry,
+    record_bytes,
+    scratch,
+    seal,
+    segment_name,
+    segment_number,
+)
+
+KIB = 1024
+
+
+def sealed(facts: Facts, payload: bytes, seq: int = 7) -> tuple[memoryview, Record]:
+    """A record's image and what the index would say of it."""
+    image = scratch(len(payload))
+    image[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    checksum = seal(image, facts, seq)
+    extent = Extent(0, record_bytes(len(payload)))
+    return image, Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
+
+
+@pytest.mark.parametrize("key", [b"", b"k", bytes(range(256)), b"x" * KEY_BYTES_MAX], ids=len)
+@pytest.mark.parametrize("length", [0, 1, 3584, 3585, 70_000])
+def test_what_was_sealed_is_found_to_be_sound(key: bytes, length: int) -> None:
+    image, record = sealed(Facts(key, 15, length, 2**63 - 1), random.Random(length).randbytes(length), seq=2**63 - 1)
+    assert fault(image, record) is None
+
+
+def test_every_bit_of_header_and_payload_is_covered() -> None:
+    payload = random.Random(1).randbytes(300)
+    image, record = sealed(Facts(b"key", 3, len(payload), 0), payload)
+    for byte in range(HEADER_BYTES + len(payload)):
+        image[byte] ^= 1 << byte % 8
+        assert fault(image, record) is not None, byte
+        image[byte] ^= 1 << byte % 8
+    image[-1] ^= 1
+    assert fault(image, record) is None, "what lies behind the payload belongs to nobody"
+
+
+def test_a_sound_record_of_another_block_is_a_fault() -> None:
+    payload = b"p" * 100
+    image, record = sealed(Facts(b"key", 3, 100, 0), payload)
+    for other in (
+        sealed(Facts(b"kez", 3, 100, 0), payload)[1],
+        sealed(Facts(b"key", 4, 100, 0), payload)[1],
+        sealed(Facts(b"key", 3, 99, 0), payload[:99])[1],
+        sealed(Facts(b"key", 3, 100, 0), b"q" * 100)[1],
+        sealed(Facts(b"key", 3, 100, 0), payload, seq=8)[1],
+    ):
+        assert fault(image, other) == "another record"
+    assert fault(image, record) is None
+
+
+def test_memory_that_was_never_written_is_no_record() -> None:
+    assert fault(scratch(10), sealed(Facts(b"k", 0, 10, 0), b"x" * 10)[1]) == "no record"
+
+
+def test_a_record_never_needs_more_than_its_extent_in_the_arena() -> None:
+    for length in (0, 1, 3583, 3584, 3585, 4096, 2 * KIB * KIB):
+        assert HEADER_BYTES + length <= record_bytes(length) <= extent_length(length)
+        assert record_bytes(length) % GRAIN_BYTES == 0
+
+
+@pytest.mark.parametrize(
+    ("limit_kib", "segment_kib"), [(4, 4), (5, 256), (1000, 256), (1024, 256), (1 << 20, 4), (1 << 30, 256 * KIB)]
+)
+def test_segments_stay_within_the_limit_and_are_not_too_many(limit_kib: int, segment_kib: int) -> None:
+    cut = geometry(limit_kib * KIB, segment_kib * KIB)
+    assert cut.segment_bytes % GRAIN_BYTES == 0
+    assert 1 <= cut.count <= SEGMENTS_MAX
+    assert limit_kib * KIB - cut.count * GRAIN_BYTES < cut.count * cut.segment_bytes <= limit_kib * KIB
+
+
+def test_an_address_and_its_place_in_a_file_are_one_another_s_inverse() -> None:
+    cut = geometry(1024 * KIB, 256 * KIB)
+    for segment in range(cut.count):
+        for offset in (0, GRAIN_BYTES, cut.segment_bytes - GRAIN_BYTES):
+            assert cut.locate(cut.address(segment, offset, GRAIN_BYTES)) == (segment, offset)
+
+
+def test_only_the_names_we_give_are_taken_for_segments() -> None:
+    assert [segment_number(segment_name(number)) for number in (0, 7, 12345)] == [0, 7, 12345]
+    for name in (
+        "segment-1.kv",
+        "segment-0001",
+        "segment-.kv",
+        "segment-00a1.kv",
+        "0001.kv",
+        "segment--001.kv",
+        "lock",
+    ):
+        assert segment_number(name) is None
