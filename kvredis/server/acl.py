@@ -7,7 +7,7 @@ of a deleted user are closed) is the business of the commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvredis.storage.errors import ConfigError
@@ -116,10 +116,6 @@ class Acl:
             return None
         self._note_denial(session, command, args, denial, in_multi=session.transaction is not None)
         return error(b"NOPERM " + refused(session.user, command, denial))
-
-    def permits(self, user: User, command: Command, args: Sequence[object]) -> bool:
-        """Whether a user might run a line, of which keys and channels must be there as bytes; nothing is noted."""
-        return user.unrestricted or user.denial(command, args) is None
 
     def exec_refusal(self, session: Session, command: Command, args: list[bytes]) -> bytes | None:
         """The same for a line that EXEC is about to run: rights may have changed since it was queued."""

@@ -55,6 +55,10 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
         return pause.postpone(session, args)
     if session.transaction is not None and command.name not in NOT_QUEUED:
         session.transaction.queue(command, args)
+        if session.transaction.held_bytes > session.server.query_bytes_max:  # as long a query as Redis hangs up on
+            session.server.stats.query_limit_disconnections += 1
+            session.close_after_reply = True
+            return b""
         return _spoken(session, QUEUED)
     session.last_command = command.name
     mode, lent = session.reply_mode, session.lent
@@ -74,8 +78,6 @@ def _objection(session: Session, command: Command, words: list[bytes], *, refuse
     if not session.authenticated and "no_auth" not in command.flags:
         return NO_AUTH
     if session.transaction is not None and "no_multi" in command.flags:
-        if command.name == "watch":
-            return error("ERR WATCH inside MULTI is not allowed")
         return error("ERR Command not allowed inside a transaction")
     if not session.user.unrestricted:
         denied = server.acl.refusal(session, command, words)

@@ -104,11 +104,6 @@ def verbatim(session: Peer, text: bytes | str) -> bytes:
     return b"=%d\r\ntxt:%b\r\n" % (len(text) + 4, text) if session.resp == 3 else bulk(text)
 
 
-def is_error(reply: Reply) -> bool:
-    """Whether a reply is an error, for the counts in `INFO commandstats` and `errorstats`."""
-    return isinstance(reply, bytes) and reply[:1] == b"-"
-
-
 def joined(reply: Reply) -> bytes:
     """One reply in one piece. For tests and logs: it copies payloads."""
     return reply if isinstance(reply, bytes) else b"".join(reply)

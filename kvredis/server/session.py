@@ -349,9 +349,7 @@ class Session(Outgoing):
         took_ns = now_ns - began_ns
         stats = self.server.stats
         record = stats.commands.get(command.name) or stats.command(command.name)
-        record.calls += calls  # record.observe(calls, took_ns), spelled out
-        record.nanoseconds += took_ns
-        record.counts[(took_ns // calls).bit_length()] += calls
+        record.observe(calls, took_ns)
         stats.commands_processed += calls
         self.last_command = command.name
         self.last_command_s = now_ns / 1e9  # on Linux perf_counter and monotonic are one clock

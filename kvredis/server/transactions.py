@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from kvredis.storage.entry import Reservation
 
 from .calling import call
-from .commands import Command, command
+from .commands import Command, command, shown
+from .intake import ARGUMENT_BYTES
 from .pending import Pending
 from .replies import NULL, OK, Reply, array, error
 
@@ -43,7 +44,7 @@ class Transaction:
     def queue(self, queued: Command, args: list[Argument]) -> None:
         """Remember a command for EXEC, with all that it holds."""
         self.commands.append((queued, args))
-        self.held_bytes += sum(len(arg) for arg in args if isinstance(arg, bytes))
+        self.held_bytes += sum(len(arg) + ARGUMENT_BYTES for arg in args if isinstance(arg, bytes))
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -191,8 +192,7 @@ def _has_expired(session: Session) -> bool:
 def _run(session: Session, queued: Command, words: list[Argument]) -> Reply:
     """One command of a transaction; its user's rights are asked for again, because they may have changed."""
     if not session.user.unrestricted:
-        shown = [word if isinstance(word, bytes) else b"" for word in words]
-        denied = session.server.acl.exec_refusal(session, queued, shown)
+        denied = session.server.acl.exec_refusal(session, queued, shown(words))
         if denied is not None:
             session.give_back(words)
             return denied

@@ -73,12 +73,12 @@ def test_a_queued_command_is_refused_in_other_words_when_its_time_has_come(sessi
         assert session.server.acl.log.entries[0].context == "multi"
 
 
-def test_permits_asks_without_a_note(session: FakeSession) -> None:
+def test_whether_a_user_might_run_a_line_is_found_out_without_a_note(session: FakeSession) -> None:
     acl = session.server.acl
     found = lookup([b"SET", b"k", b"v"])
     assert isinstance(found, Command)
-    assert not acl.permits(session.user, found, [b"SET", b"a1", b""])
-    assert acl.permits(acl.default, found, [b"SET", b"a1", b""])
+    assert session.user.denial(found, [b"SET", b"a1", b""]) is not None
+    assert acl.default.denial(found, [b"SET", b"a1", b""]) is None
     assert not acl.log.entries
 
 

@@ -47,9 +47,3 @@ def test_a_payload_goes_through_an_array_as_the_same_view() -> None:
 def test_an_array_of_plain_replies_is_plain_bytes() -> None:
     nested = replies.array([replies.bulks([b"a", "b"]), replies.EMPTY_ARRAY])
     assert nested == b"*2\r\n*2\r\n$1\r\na\r\n$1\r\nb\r\n*0\r\n"
-
-
-def test_only_errors_count_as_errors() -> None:
-    assert replies.is_error(replies.SYNTAX_ERROR)
-    assert not replies.is_error(replies.integer(-1))
-    assert not replies.is_error(replies.payload(b"-"))

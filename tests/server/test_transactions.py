@@ -228,3 +228,21 @@ def test_a_key_that_had_expired_before_it_was_watched_is_no_change(loop: str, tm
             assert await other.ask("EXEC") == b"*0\r\n"
 
     run_on(loop, story())
+
+
+def test_a_queue_that_grows_beyond_the_query_buffer_limit_ends_the_connection(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, client_query_buffer_limit=2 * MIB) as live:
+            client, other = await live.connect(), await live.connect()
+            await client.ask("MULTI")
+            assert await client.ask("SET", "large", pattern(MIB)) == b"+QUEUED\r\n"
+            queued = 0
+            while await client.ask("SET", "k", pattern(15_000)) == b"+QUEUED\r\n":
+                queued += 1
+                assert queued < 1000
+            assert 100 < queued < 2 * MIB // 15_000
+            await until(lambda: len(live.server.sessions) == 1)
+            assert live.server.stats.query_limit_disconnections == 1
+            assert await other.get("k") is None
+
+    run_on(loop, story())
