@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check bench fuzz clean
+.PHONY: demo test check bench fuzz crash clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -22,6 +22,10 @@ check: $(VENV)/test.stamp
 # 200,000 mutated sessions; FUZZ="--seed 7 --cases 1000" asks for others.
 fuzz: $(VENV)/test.stamp
 	scripts/fuzz $(FUZZ)
+
+# 300 deaths of a server under load; CRASH_ROUNDS=1000 asks for more, CRASH_SEED=7 for the course of a run that failed.
+crash: $(VENV)/test.stamp
+	CRASH_ROUNDS=$${CRASH_ROUNDS:-300} $(BIN)/python -m pytest -q -s tests/faults/test_crash_rounds.py
 
 bench: $(VENV)/bench.stamp
 	scripts/system-packages

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvredis.storage.arena import HugepageMode
+from kvredis.storage.disk_recovery import DiskOptions
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.options import GIB, StoreOptions
 from kvredis.storage.policy import POLICIES
@@ -71,9 +72,11 @@ class Config:
     max_local_cpu_size: float = _key(5.0, values.size_gib, "SIZE", "the arena, in GiB or with a unit (5GB, 512MB)")
     local_cpu_use_hugepages: bool = _key(False, values.flag, "BOOL", "2 MiB pages, or fail with what is missing")
     local_disk: str | None = _key(
-        None, values.optional(values.directory), "DIR", "directory of the disk tier", later=True
+        None, values.optional(values.directory), "DIR", "directory of the disk tier; needs max_local_disk_size as well"
     )
-    max_local_disk_size: float = _key(0.0, values.size_gib_or_none, "SIZE", "the disk tier, 0 = none", later=True)
+    max_local_disk_size: float = _key(
+        0.0, values.size_gib_or_none, "SIZE", "the disk tier, in GiB or with a unit, 0 = none; needs local_disk as well"
+    )
     remote_url: str | None = _key(
         None,
         values.optional(values.server_url),
@@ -147,6 +150,15 @@ class Config:
     body_timeout: float = _server(
         30.0, values.seconds, "SECONDS", "give up a value whose bytes have stopped coming for so long"
     )
+    # -- the server: its disk tier
+    disk_io_threads: int = _server(4, values.whole(1, 64), "N", "threads that write to and read from the disk tier")
+    spill_wait: float = _server(
+        0.5,
+        values.seconds_or_none,
+        "SECONDS",
+        "how long a SET may wait for the disk to make room before the coldest blocks leave unwritten, 0 = not at all",
+    )
+    disk_direct: bool = _server(True, values.flag, "BOOL", "O_DIRECT: keep the disk tier out of the page cache")
     # -- the server: what it does
     maxmemory_policy: str = _server(
         "allkeys-lru",
@@ -204,6 +216,7 @@ class Config:
         for key in KEYS.values():
             if key.later and found.values.get(key.name, key.default) != key.default:
                 found.warnings.append(f"{found.origin[key.name]}: {key.name} has no effect yet in this version")
+        _check_disk(found)
         for line in found.warnings:
             logger.warning("%s", line)
         _check_policies(found)
@@ -219,6 +232,18 @@ class Config:
     def capacity_bytes(self) -> int:
         """Return the arena's size in bytes."""
         return int(self.max_local_cpu_size * GIB)
+
+    @property
+    def disk(self) -> DiskOptions | None:
+        """Return what the disk tier is opened with; None unless both of its keys are given."""
+        if self.local_disk is None or not self.max_local_disk_size:
+            return None
+        return DiskOptions(
+            Path(self.local_disk),
+            int(self.max_local_disk_size * GIB),
+            direct=self.disk_direct,
+            source=self.origin.get("local_disk", DEFAULT_ORIGIN),
+        )
 
     @property
     def hugepage_mode(self) -> HugepageMode:
@@ -249,6 +274,10 @@ class Config:
             cache_policy=self.eviction_policy,
             prefault_threads=self.prefault,
             page_lock=self.page_lock,
+            disk=self.disk,
+            keep=self.local_cpu,
+            io_threads=self.disk_io_threads,
+            spill_wait_s=self.spill_wait,
         )
 
     def shown(self) -> dict[str, Any]:
@@ -262,6 +291,14 @@ class Config:
                 value = redact(value)
             result[key.name] = list(value) if isinstance(value, tuple) else value
         return result
+
+
+def _check_disk(found: Found) -> None:
+    """Warn of half a disk tier: a directory without a size, or a size without a directory."""
+    local_disk, size = found.values.get("local_disk"), found.values.get("max_local_disk_size")
+    if bool(local_disk) != bool(size):
+        given, missing = ("local_disk", "max_local_disk_size") if local_disk else ("max_local_disk_size", "local_disk")
+        found.warnings.append(f"{found.origin[given]}: {given}: there is no disk tier without {missing}")
 
 
 def _check_policies(found: Found) -> None:

@@ -82,6 +82,15 @@ def seconds(raw: Any, key: str, source: str) -> float:
     return number
 
 
+def seconds_or_none(raw: Any, key: str, source: str) -> float:
+    """Read a number of seconds where 0 means: none."""
+    reason = "want a number of seconds from 0 to 86400"
+    number = _number(raw, key, source, reason)
+    if not 0 <= number <= 86_400:
+        raise ConfigError(key, raw, source, reason)
+    return number
+
+
 def size_gib(raw: Any, key: str, source: str) -> float:
     """Read a size greater than 0 and return it in GiB, exactly: a division by a power of two loses no bit."""
     if not isinstance(raw, str | int | float) or isinstance(raw, bool):
@@ -144,7 +153,10 @@ def server_url(raw: Any, key: str, source: str) -> str:
 
 def directory(raw: Any, key: str, source: str) -> str:
     """Read a directory or a file:// URL of one and return the path."""
-    return text(raw, key, source).strip().removeprefix("file://")
+    path = text(raw, key, source).strip().removeprefix("file://")
+    if not path or "\0" in path:
+        raise ConfigError(key, raw, source, "want a directory, or file:// and a directory")
+    return path
 
 
 def words(raw: Any, key: str, source: str) -> tuple[str, ...]:

@@ -18,7 +18,14 @@ EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"
 """Names the event loop for tests; not a configuration key, so Config must not see it."""
 
 # Keys of the engine's part that shape the server's store as well.
-_STORE_KEYS = ("max_local_cpu_size", "local_cpu_use_hugepages", "local_disk", "max_local_disk_size", "cache_policy")
+_STORE_KEYS = (
+    "local_cpu",
+    "max_local_cpu_size",
+    "local_cpu_use_hugepages",
+    "local_disk",
+    "max_local_disk_size",
+    "cache_policy",
+)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -33,6 +40,13 @@ def server_options_of(config: Config) -> ServerOptions:
     """Pick the server's part of the configuration: every option of a server is a key of the same name."""
     chosen = {field.name: getattr(config, field.name) for field in fields(ServerOptions) if field.name in KEYS}
     return ServerOptions(**chosen, config_file=config.file)
+
+
+def check_store(config: Config) -> None:
+    """Raise ConfigError for a server that would keep nothing. An engine may be so: its blocks can be on a server."""
+    if not config.local_cpu and config.disk is None:
+        reason = "a server without a disk tier keeps nothing then: set local_disk and max_local_disk_size too"
+        raise ConfigError("local_cpu", config.local_cpu, config.origin.get("local_cpu", "default"), reason)
 
 
 @contextlib.contextmanager
@@ -57,11 +71,11 @@ def config_file_option(command: Decorated) -> Decorated:
 def server_options(command: Decorated) -> Decorated:
     """Add a flag for each configuration key that the server reads; one that is not given is None."""
     for key in reversed([key for key in KEYS.values() if key.server or key.name in _STORE_KEYS]):
-        command = _option(key)(command)
+        command = option_of(key)(command)
     return command
 
 
-def _option(key: Key) -> Callable[[Decorated], Decorated]:
+def option_of(key: Key) -> Callable[[Decorated], Decorated]:
     """Make one flag; the value is checked by Config, which knows what the flag's key allows."""
     text = key.help[0].upper() + key.help[1:]
     if key.name == "prefault":  # a number of threads everywhere else; here the machine's processors decide it

@@ -28,8 +28,6 @@ STOP_TIMEOUT_S = 10
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ROOM_BYTES = 64 * 1024 * 1024
 """What server and engine get beyond the KV that they must hold: headers, alignment, the tokens that follow."""
-STAGING_CHUNKS = 4
-"""Chunks under way at a time. A staging arena no larger than these stays warm: a fresh process faults in less of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +100,13 @@ def _compare(wish: Wish, shape: Shape) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvredis-demo-")))
         spec = _spec(wish, shape, folder)
-        kv_bytes, chunk_bytes = shape.bytes_per_token * len(spec.ids), shape.bytes_per_token * wish.chunk_size
+        kv_bytes = shape.bytes_per_token * len(spec.ids)
         _say(wish, f"Prompt: {len(spec.ids)} tokens of text; its KV: {kv_bytes / 1e6:.0f} MB in float32")
         if wish.tier == "cpu":
             spec.config["max_local_cpu_size"] = f"{_megabytes(kv_bytes + ROOM_BYTES)}mb"
             cold, warm = _run(wish, replace(spec, runs=2), folder, "Cold and warm, in one process")
         else:
-            spec.config["max_local_cpu_size"] = f"{_megabytes(max(STAGING_CHUNKS * chunk_bytes, ROOM_BYTES))}mb"
+            spec.config["max_local_cpu_size"] = f"{_megabytes(2 * kv_bytes + ROOM_BYTES)}mb"
             spec.config["remote_url"] = wish.url or stack.enter_context(_server(kv_bytes + ROOM_BYTES, folder))
             (cold,) = _run(wish, spec, folder, "Cold, in a fresh process")
             if cold["hit_tokens"]:

@@ -30,7 +30,8 @@ from kvredis.storage.limits import gib, memory_obstacle
 from kvredis.storage.options import parse_size
 from kvredis.storage.pagelock import cuda_driver
 
-from .configuring import config_file_option, load_config, server_options_of, told_where
+from .configuring import check_store, config_file_option, load_config, server_options_of, told_where
+from .doctor_disk import disk, disk_facts
 
 FILES_BESIDE_CLIENTS = 32
 """Open files that the server needs besides its connections, as Redis counts them."""
@@ -81,6 +82,9 @@ def hugepages(ctx: click.Context, size: str, as_json: bool) -> None:
     ctx.exit(0 if facts["ok"] else 1)
 
 
+doctor.add_command(disk)
+
+
 def hugepage_facts(nbytes: int, machine: Machine) -> dict[str, int | str | bool]:
     """Compare the 2 MiB pool with what an arena of `nbytes` needs, with the lines that grow it."""
     pool = HugepagePool.read(machine.sys_root, machine.proc_root)
@@ -107,7 +111,7 @@ def hugepage_facts(nbytes: int, machine: Machine) -> dict[str, int | str | bool]
 
 
 def examine(config: Config, machine: Machine) -> list[Finding]:
-    """Look at everything that the store and the server depend on. Reads only; allocates nothing."""
+    """Look at everything that the store and the server depend on. Allocates nothing, and leaves nothing behind."""
     nbytes = config.capacity_bytes
     return [
         _memory(nbytes, machine),
@@ -115,6 +119,7 @@ def examine(config: Config, machine: Machine) -> list[Finding]:
         _shmem_thp(config, machine),
         Finding("THP (process memory)", None, anonymous_thp(machine.sys_root)),
         _memlock(config),
+        _disk(config, machine),
         _open_files(config),
         _server_options(config),
         Finding("uvloop", None, *_uvloop()),
@@ -184,6 +189,20 @@ def _memlock(config: Config) -> Finding:
         f"{config.capacity_bytes // 1024} KiB",
         "" if enough else "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit file",
     )
+
+
+def _disk(config: Config, machine: Machine) -> Finding:
+    try:
+        if config.remote_url is None:  # else it is an engine's configuration, and those may keep nothing
+            check_store(config)
+    except ConfigError as error:
+        return Finding("disk tier", False, str(error))
+    facts = disk_facts(config, machine)
+    if facts is None:
+        return Finding("disk tier", None, "none is configured")
+    asked = config.disk is not None
+    needed = gib(facts.limit_bytes) if asked else ""
+    return Finding("disk tier", facts.obstacle is None if asked else None, facts.told(), needed, facts.fix)
 
 
 def _open_files(config: Config) -> Finding:

@@ -1,8 +1,10 @@
 """`kvredis serve`: the composition root. Configuration, arena, store, server and event loop meet here and nowhere else.
 
-Order at the start: everything that can be refused (configuration, memory, addresses) before the line "Ready to accept
-connections". Faulting in and page-locking a large arena takes seconds and can be done while it serves, so by default it
-comes after that line, on a thread; --prefault puts it before.
+Order at the start: everything that can be refused (configuration, memory, disk, addresses) before the line "Ready to
+accept connections". Faulting in and page-locking a large arena takes seconds and can be done while it serves, so by
+default it comes after that line, on a thread; --prefault puts it before.
+
+Order at the end: clients first, then the event loop, then the blocks that the disk tier has not got yet.
 """
 
 import asyncio
@@ -29,12 +31,15 @@ from kvredis.server.server import Server
 from kvredis.server.settings import begin
 from kvredis.server.startup import check_options
 from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.disk import DiskTier
 from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
 from kvredis.storage.limits import gib
+from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 
 from .configuring import (
     EVENT_LOOP_VARIABLE,
+    check_store,
     config_file_option,
     load_config,
     server_options,
@@ -65,22 +70,34 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     logging.getLogger().setLevel(_LEVELS[config.loglevel])
     loop_factory = event_loop_factory(os.environ.get(EVENT_LOOP_VARIABLE, ""))
     options = replace(server_options_of(config), maxclients=raise_open_files(config.maxclients))
+    check_store(config)
     with told_where(config):
         check_options(options)
+    # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for. The disk tier comes by
+    # itself, for its line tells a time of its own.
+    parts = config.store_options()
     started_s = time.monotonic()
-    # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for.
-    store = Store.open(replace(config.store_options(), prefault_threads=0, page_lock=False))
+    store = Store.open(replace(parts, prefault_threads=0, page_lock=False, disk=None))
+    gc.disable()  # until calm_collector: a hundred thousand blocks that come off the disk are no garbage
+    arena_s = time.monotonic() - started_s
+    server: Server | None = None
     try:
+        with told_where(config):
+            told_of_disk = add_disk(store, parts)
         warming = Warming(store.arena, config)
+        started_s = time.monotonic()
         warming.before_ready()
-        click.echo(arena_line(store.arena, time.monotonic() - started_s))
+        click.echo(arena_line(store.arena, arena_s + time.monotonic() - started_s))
+        if told_of_disk:
+            click.echo(told_of_disk)
         with told_where(config):
             server = Server(store, options)
             begin(server)
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(serve_until_signal(server, warming))
     finally:
-        store.close()
+        gc.enable()
+        store.close(save=server is None or server.save_on_exit)
 
 
 def event_loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -118,6 +135,24 @@ def arena_line(arena: Arena, seconds: float) -> str:
     return (
         f"Arena: {gib(arena.nbytes)}, {arena.nbytes // arena.page_bytes} pages of {unit} ({arena.pages}), "
         f"page-locked: {arena.page_locked}, {seconds:.3f} s{why}"
+    )
+
+
+def add_disk(store: Store, options: StoreOptions) -> str:
+    """Put the disk tier below the store and say what it is and what it has kept; "" when the options have none.
+
+    Blocks. Raises ConfigError when the directory cannot be used.
+    """
+    if options.disk is None:
+        return ""
+    started_s = time.monotonic()
+    disk = DiskTier.open(options.disk)
+    recovered = f"{disk.stats.recovered} blocks ({gib(disk.live_bytes)}) recovered"
+    store.add_disk(disk, io_threads=options.io_threads, spill_wait_s=options.spill_wait_s, keep=options.keep)
+    return (
+        f"Disk tier: {options.disk.directory}, {gib(options.disk.limit_bytes)} in segments of "
+        f"{gib(disk.geometry.segment_bytes)}, {'O_DIRECT' if disk.direct else f'buffered: {disk.fallback}'}, "
+        f"{recovered}, {time.monotonic() - started_s:.3f} s"
     )
 
 
@@ -176,7 +211,8 @@ class Warming:
 
 async def serve_until_signal(server: Server, warming: Warming) -> None:
     """Listen, say so, and serve until SIGTERM, SIGINT or SHUTDOWN; then drain. A second signal ends the process at
-    once, with status 1; nothing is left on disk by then, since draining begins with closing the listeners."""
+    once, with status 1, also while the store is being saved; no socket file is left by then, since draining begins with
+    closing the listeners, and the disk tier comes back from that as from any other crash."""
     try:
         await server.start()
     except OSError as error:
@@ -205,6 +241,7 @@ def calm_collector() -> None:
 
     Blocks, replies and ended sessions form no cycles and are freed by their counts.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)

@@ -6,26 +6,26 @@ rests on an order: `sync` makes rows durable only after their payloads, and the 
 from the index before its extent is used again. The second on checking every record whenever it is read; one that is not
 as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
 
-Two kinds of methods. Those that decide (`reserve`, `publish`, `abandon`, `get`, `touch`, `forget`, `set_expiry`: see
-disk_ledger.py) take one short lock, never wait for a device and suit the event loop. Those that do (`place`, `write`,
-`read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided reaches the index in batches,
-through `settle`: a crash forgets what was not settled, as it forgets what memory held.
+Two kinds of methods. Those that decide (`reserve`, `publish`, `abandon`, `get`, `touch`, `forget`, `rename`, `swap`,
+`clear`, `set_expiry`: see disk_ledger.py) take one short lock, never wait for a device and suit the event loop. Those
+that do (`place`, `write`, `read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided
+reaches the index in batches, through `settle`: a crash forgets what was not settled, as it forgets what memory held.
 """
 
 import logging
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from errno import ENOSPC
 from pathlib import Path
 from typing import Self
 
 from .allocator import Extent
-from .disk_index import Name
+from .disk_index import Batch
 from .disk_ledger import DiskLedger, DiskStats
 from .disk_recovery import DiskOptions, Opened, open_directory
 from .files import Files, RealFiles
-from .segment import Facts, Record, fault, record_bytes, seal, segment_name
+from .segment import HEADER_BYTES, Facts, Name, Record, fault, record_bytes, scratch, seal, segment_name
 
 __all__ = ["DiskOptions", "DiskStats", "DiskTier"]
 
@@ -40,6 +40,12 @@ PLACE_TRIES = 8
 GROW_PAUSE_TRIES = 256
 """How many blocks are placed without asking for a segment again, after the device had no room for one."""
 
+FREED_AT_ONCE = 32
+"""Extents that become free under one lock: some 10 us each where free room is in a hundred thousand pieces."""
+
+TOGETHER_BYTES_MAX = 1024 * 1024
+"""What short blocks that are written together may come to."""
+
 _LOG_LINES_MAX = 50
 """Failures told of one by one; a dying disk has too many to tell. All are counted."""
 
@@ -49,14 +55,10 @@ class DiskTier(DiskLedger):
 
     def __init__(self, opened: Opened) -> None:
         super().__init__(opened)
-        self.direct = opened.direct
-        self.fallback = opened.fallback
-        """Why files are read and written through the page cache; None when they are not."""
         self._directory: Path = opened.directory
         self._files = opened.files
         self._held = opened.lock
         self._index = opened.index
-        self._seq = opened.first_seq
         self._unsynced: set[int] = set()  # segments
         self._loose = False  # whether the index holds commits that a loss of power would undo
         self._distrusted = False
@@ -73,26 +75,42 @@ class DiskTier(DiskLedger):
         now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         return cls(open_directory(options, files or RealFiles(), now_ms))
 
-    def place(self, length: int) -> tuple[Extent | None, list[Record]]:
-        """As `reserve`, but another segment is begun, or the coldest records leave, for want of room.
+    def place(self, length: int, *, evict: bool = True) -> tuple[Extent | None, list[Record]]:
+        """As `reserve`, but another segment is begun, or, with `evict`, the coldest records leave, for want of room.
 
         Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
-        that are being read or written, or the block is longer than a segment, or the index cannot be written.
+        that are being read or written, or the block is longer than a segment, or the index cannot be written. Records
+        leave for want of room for one more row, too.
         """
         nbytes = record_bytes(length)
         left: list[Record] = []
         if nbytes <= self.geometry.segment_bytes:
             for _ in range(PLACE_TRIES):
                 with self._lock:
+                    if self._is_crowded:
+                        leaving = self._evict(nbytes)
+                        if leaving is None:
+                            break
+                        left += leaving
                     extent = self._take(nbytes)
-                    waiting = bool(self._retiring)
+                    waiting = bool(self._retiring or self._freeing)
+                    segments = len(self._segments)
                 if extent is not None:
                     return extent, left
-                if self._grow():
+                if self._grow(segments):
                     continue
+                with self._lock:
+                    spared = not evict or self._spares()
+                    if spared and self._acquit():
+                        continue
                 if not waiting:
+                    if spared:
+                        break
                     with self._lock:
-                        leaving = self._evict(nbytes)
+                        extent = self._take(nbytes)  # another thread may have made room meanwhile
+                        leaving = [] if extent is not None else self._evict_some(nbytes)
+                    if extent is not None:
+                        return extent, left
                     if leaving is None:
                         break
                     left += leaving
@@ -112,30 +130,43 @@ class DiskTier(DiskLedger):
         if not self.storable(facts.key, facts.length) or record_bytes(facts.length) != extent.length:
             self.abandon(extent)
             return None
-        if len(self._changes) >= CHANGES_HIGH:
-            self.settle()
         with self._lock:
-            seq = self._seq
-            self._seq += 1
+            seq = self._next_seq()
         checksum = seal(image, facts, seq)
-        number, offset = self.geometry.locate(extent)
-        try:
-            self._segments[number].pwrite(image[: extent.length], offset)
-        except OSError as error:
-            with self._lock:
-                self.stats.write_errors += 1
-                self._reserved.remove(extent)
-                if error.errno == ENOSPC:
-                    self._allocator.free(extent)
-                else:
-                    self._set_aside.append(extent)  # best fit would go for the same bad spot again and again
-            self._complain("a record could not be written to %s: %s", segment_name(number), error.strerror or error)
+        if not self._put(extent, image, 1):
             return None
-        with self._lock:
-            self._unsynced.add(number)
-            self.stats.written += 1
-            self.stats.written_bytes += extent.length
         return Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
+
+    def write_together(
+        self, blocks: Sequence[tuple[Facts, bytes]], *, evict: bool = True
+    ) -> tuple[list[Record] | None, list[Record]]:
+        """Place and write storable blocks side by side, in one piece: a device takes as long for one of a page.
+
+        Gives a record for each block, to be published or abandoned one by one, or None when it came to nothing; and who
+        had to leave. The blocks may come to TOGETHER_BYTES_MAX, headers included, and to no more than a segment has.
+        """
+        lengths = [record_bytes(facts.length) for facts, _ in blocks]
+        whole, left = self.place(sum(lengths) - HEADER_BYTES, evict=evict)
+        if whole is None:
+            return None, left
+        image = scratch(whole.length - HEADER_BYTES)
+        records = []
+        at = 0
+        with self._lock:
+            seqs = [self._next_seq() for _ in blocks]
+        for (facts, value), nbytes, seq in zip(blocks, lengths, seqs, strict=True):
+            part = image[at : at + nbytes]
+            part[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
+            extent = Extent(whole.offset + at, nbytes)
+            checksum = seal(part, facts, seq)
+            records.append(Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum))
+            at += nbytes
+        if not self._put(whole, image, len(blocks)):
+            return None, left
+        with self._lock:
+            self._reserved.remove(whole)
+            self._reserved.update(record.extent for record in records)
+        return records, left
 
     def read(self, record: Record, into: memoryview) -> bool:
         """Read a record into page-aligned memory at least as long as its extent, payload HEADER_BYTES behind its start.
@@ -144,25 +175,28 @@ class DiskTier(DiskLedger):
         damaged and has just been put into quarantine. The record may be forgotten while it is read: that is still True.
         """
         with self._lock:
-            if self._order.get(record.name) is not record:
+            if record not in self._order:
                 return False
             record.readers += 1
+            name = record.written_as
         number, offset = self.geometry.locate(record.extent)
         failed = reason = None
         try:
             count = self._segments[number].pread(into[: record.extent.length], offset)
-            reason = fault(into, record) if count == record.extent.length else "the segment is too short"
+            reason = fault(into, record, name) if count == record.extent.length else "the segment is too short"
         except OSError as error:
             failed = reason = error.strerror or str(error)
+        finally:
+            with self._lock:
+                record.readers -= 1
+                if record.retired and not record.readers:
+                    self._lingering.remove(record)
+                    self._allocator.free(record.extent)
         with self._lock:
-            record.readers -= 1
-            if record.retired and not record.readers:
-                self._lingering.remove(record)
-                self._allocator.free(record.extent)
             self.stats.read += reason is None
             self.stats.read_bytes += 0 if reason else record.extent.length
             self.stats.read_errors += failed is not None
-            if reason is not None and self._order.get(record.name) is record:
+            if reason is not None and record in self._order:
                 self._put_in_quarantine(record, reason)
         if reason is not None:
             self._complain("quarantined, a miss: %s at %d: %s", segment_name(number), offset, reason)
@@ -194,13 +228,13 @@ class DiskTier(DiskLedger):
         self._closed = True
         ranks = list(self._order)
         if order is not None:
-            named = dict.fromkeys(name for name in order if name in self._order)
-            ranks = [*(name for name in ranks if name not in named), *named]
+            named = dict.fromkeys(record for name in order if (record := self.get(*name)) is not None)
+            ranks = [*(record for record in ranks if record not in named), *named]
         with self._settling:
             if not self._sync():
                 log.warning("Disk tier: what was written last may be missing at the next start")
             try:
-                self._index.close(ranks)
+                self._index.close([record.seq for record in ranks])
             except sqlite3.Error as error:
                 log.warning("Disk tier: the order of eviction could not be kept: %s", error)
         for file in self._segments.values():
@@ -209,9 +243,32 @@ class DiskTier(DiskLedger):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _grow(self) -> bool:
-        """Begin another segment, if the limit and the device let us."""
+    def _put(self, extent: Extent, image: memoryview, count: int) -> bool:
+        """Write `count` sealed records to their extent; False, and the extent given back, when the device refuses."""
+        if len(self._pending) >= CHANGES_HIGH:
+            self.settle()
+        number, offset = self.geometry.locate(extent)
+        try:
+            self._segments[number].pwrite(image[: extent.length], offset)
+        except OSError as error:
+            with self._lock:
+                self.stats.write_errors += 1
+                self._reserved.remove(extent)
+                self._suspect(extent, refused=error.errno != ENOSPC)
+            self._complain("a record could not be written to %s: %s", segment_name(number), error.strerror or error)
+            return False
+        with self._lock:
+            self._unsynced.add(number)
+            self._convict()
+            self.stats.written += count
+            self.stats.written_bytes += extent.length
+        return True
+
+    def _grow(self, seen: int) -> bool:
+        """Begin another segment, if limit and device let us; True also when there are more than `seen` by now."""
         with self._settling:
+            if len(self._segments) > seen:
+                return True
             number = next((each for each in range(self.geometry.count) if each not in self._segments), None)
             if number is None or self._grow_pause:
                 self._grow_pause -= number is not None
@@ -244,7 +301,7 @@ class DiskTier(DiskLedger):
     def _sync(self) -> bool:
         with self._lock:
             unsynced, self._unsynced = self._unsynced, set()
-            idle = not (unsynced or self._changes or self._quarantine or self._loose)
+            idle = not (unsynced or self._pending or self._loose)
         if idle:
             return not self._distrusted
         try:
@@ -259,29 +316,37 @@ class DiskTier(DiskLedger):
 
     def _settle(self, *, durable: bool) -> bool:
         with self._lock:
-            changes, self._changes = self._changes, {}
-            retiring, self._retiring = self._retiring, []
-            quarantine, self._quarantine = self._quarantine, []
+            batch, self._pending = self._pending, Batch()
+            self._freeing, self._retiring = self._retiring, []
         try:
-            if changes or quarantine or durable:
-                self._index.apply(changes, quarantine, self.geometry, durable=durable)
+            if batch or durable:
+                self._index.apply(batch, self.geometry, durable=durable)
                 self._loose = not durable
         except sqlite3.Error as error:
             with self._lock:
-                self._changes = {**changes, **self._changes}
-                self._retiring = retiring + self._retiring
-                self._quarantine = quarantine + self._quarantine
+                batch.add(self._pending)
+                self._pending = batch
+                self._retiring += self._freeing
+                self._freeing = []
                 self.stats.index_errors += 1
             self._complain("the index could not be written: %s", error)
             return False
-        with self._lock:
-            for record in retiring:
-                if record.readers:
-                    record.retired = True
-                    self._lingering.add(record)
-                else:
-                    self._allocator.free(record.extent)
+        self._free()
         return True
+
+    def _free(self) -> None:
+        """Give back the extents of records that the index knows nothing of any more, a few at a time: whoever waits for
+        the lock or the interpreter meanwhile gets it in between."""
+        while self._freeing:
+            with self._lock:
+                for record in self._freeing[-FREED_AT_ONCE:]:
+                    if record.readers:
+                        record.retired = True
+                        self._lingering.add(record)
+                    else:
+                        self._allocator.free(record.extent)
+                del self._freeing[-FREED_AT_ONCE:]
+            time.sleep(0)
 
     def _complain(self, text: str, *what: object) -> None:
         self._log_lines += 1

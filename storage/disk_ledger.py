@@ -9,12 +9,25 @@ device or the bytes there were bad. `check_integrity` adds them up.
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 
 from .allocator import Allocator, Extent
-from .disk_index import Name, Quarantined
+from .disk_index import STAY, Batch, Quarantined, row_of
 from .disk_recovery import Opened, free_room
-from .segment import KEY_BYTES_MAX, Record, record_bytes
+from .index import SPACES
+from .segment import KEY_BYTES_MAX, Name, Record, record_bytes
+
+EVICT_PART = 64
+EVICT_BLOCKS_MAX = 16
+"""As many blocks leave at a time as make room for 16 of the one that needs it, but no more than a 64th of the disk."""
+
+PROBE_AFTER = 1024
+"""After so many writes in a row that the device refused, and after each power of two from there, some other spot is
+tried at the expense of the coldest."""
+
+SET_ASIDE_PART = 16
+"""Bad spots that are kept out of use are at most a sixteenth of the disk."""
 
 
 @dataclass(slots=True)
@@ -36,25 +49,39 @@ class DiskStats:
     recovered: int = 0
     dropped: int = 0
 
+    def as_dict(self) -> dict[str, int]:
+        """Every counter by name."""
+        return asdict(self)
+
 
 class DiskLedger:
     """What is where on one disk. Public methods take the lock, others expect it; none blocks beyond it."""
 
     def __init__(self, opened: Opened) -> None:
         self.geometry = opened.geometry
+        self.direct = opened.direct
+        self.fallback = opened.fallback
+        """Why files are read and written through the page cache; None when they are not."""
         self.stats = DiskStats(recovered=len(opened.records), dropped=opened.dropped)
         self.live_bytes = sum(record.extent.length for record in opened.records)
         """Extents of records that can be read."""
         self._segments = opened.segments
         self._allocator: Allocator = free_room(opened)
-        self._order: OrderedDict[Name, Record] = OrderedDict((each.name, each) for each in opened.records)
-        self._lock = threading.Lock()  # what is where; never held across I/O
+        self._spaces: list[dict[bytes, Record]] = [{} for _ in range(SPACES)]
+        for record in opened.records:
+            self._spaces[record.space][record.key] = record
+        self._order = OrderedDict.fromkeys(opened.records)  # coldest first; a rename changes nothing here
+        self._records_max = opened.records_max
+        self._seq = opened.first_seq
+        self._lock = threading.Lock()  # what is where; never held across I/O, nor for longer than a millisecond or so
         self._settling = threading.Lock()  # the index and the list of segments; held across I/O; taken first
         self._reserved: set[Extent] = set()
-        self._changes: dict[Name, Record | None] = {}
+        self._pending = Batch()  # what the index has yet to learn
         self._retiring: list[Record] = []  # their rows may still be in the index on disk
+        self._freeing: list[Record] = []  # of these whoever is settling takes care
         self._lingering: set[Record] = set()  # their rows are gone, a reader is not
-        self._quarantine: list[Quarantined] = []  # not yet in the index
+        self._suspects: list[Extent] = []  # could not be written, and nothing could since
+        self._refused_in_a_row = 0
         self._set_aside: list[Extent] = []  # not used again before the next start
 
     # ---- deciding: short, suits the event loop -------------------------------------------------------------------
@@ -78,53 +105,119 @@ class DiskLedger:
             self._allocator.free(extent)
 
     def publish(self, record: Record) -> bool:
-        """Make a written record the one of its key, and the hottest. False: a newer one is there, this one is gone."""
+        """Make a written record the one of its key, and the hottest. False: a newer one is there, this one is gone.
+
+        Newer is what was written later, or came by the name later. A block that was renamed while it was being written
+        is given its new name (`Record.rename`) before this.
+        """
         with self._lock:
             self._reserved.remove(record.extent)
-            old = self._order.get(record.name)
-            if old is not None and old.seq > record.seq:
+            old = self._spaces[record.space].get(record.key)
+            if old is not None and max(old.seq, old.named_seq) > record.seq:
                 self._allocator.free(record.extent)
                 return False
             if old is not None:
                 self._retire(old)
-            self._order[record.name] = record
-            self._changes[record.name] = record
+            self._spaces[record.space][record.key] = record
+            self._order[record] = None
+            self._pending.changes[record.name] = row_of(record)
             self.live_bytes += record.extent.length
             return True
 
     def get(self, key: bytes, space: int) -> Record | None:
         """The record of a key. It may be gone by the time that it is read: then `read` says so."""
-        return self._order.get((key, space))
+        return self._spaces[space].get(key)
 
     def touch(self, record: Record) -> None:
         """Note that a record was used: it leaves last. One that has left meanwhile is nothing."""
         with self._lock:
-            if self._order.get(record.name) is record:
-                self._order.move_to_end(record.name)
+            if record in self._order:
+                self._order.move_to_end(record)
 
     def forget(self, key: bytes, space: int) -> bool:
         """Drop a key's record; False when there is none. Until `sync` a crash may bring it back."""
         with self._lock:
-            record = self._order.get((key, space))
+            record = self._spaces[space].get(key)
             if record is None:
                 return False
             self._retire(record)
             return True
 
+    def rename(self, old: Name, new: Name) -> bool:
+        """Have the record of one name be that of another, in place of the one that is there; False when there is none.
+
+        It stays the same object, and as hot as it was. After a crash it has one of the two names.
+        """
+        with self._lock:
+            record = self._spaces[old[1]].get(old[0])
+            if record is None or old == new:
+                return record is not None
+            replaced = self._spaces[new[1]].get(new[0])
+            if replaced is not None:
+                self._retire(replaced)
+            del self._spaces[old[1]][old[0]]
+            self._spaces[new[1]][new[0]] = record
+            record.rename(*new)
+            record.named_seq = self._next_seq()
+            self._pending.changes[old] = None
+            self._pending.changes[new] = row_of(record)
+            return True
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange two databases. Costs a step a record in them, and none of I/O."""
+        with self._lock:
+            spaces = self._spaces
+            if first == second or not (spaces[first] or spaces[second]):
+                return
+            spaces[first], spaces[second] = spaces[second], spaces[first]
+            named_seq = self._next_seq()
+            for space in (first, second):
+                for record in spaces[space].values():
+                    record.move(space)
+                    record.named_seq = named_seq
+            step = list(STAY)
+            step[first], step[second] = second, first
+            self._pending.move(tuple(step))
+
+    def clear(self, space: int | None = None) -> int:
+        """Drop every record, or those of one database; gives how many. Until `sync` a crash may bring them back.
+
+        The room comes back as with `forget`. Takes milliseconds for a hundred thousand records.
+        """
+        with self._lock:
+            leaving = range(SPACES) if space is None else (space,)
+            count = sum(len(self._spaces[each]) for each in leaving)
+            if not count:  # then the index will have no such row either, once it knows what is pending
+                return 0
+            if count == len(self._order):
+                self._retiring += self._order
+                self._order = OrderedDict()
+                self.live_bytes = 0
+            else:
+                order, records = self._order, list(self._spaces[leaving[0]].values())
+                for record in records:
+                    del order[record]
+                self.live_bytes -= sum([record.extent.length for record in records])
+                self._retiring += records
+            for each in leaving:
+                self._spaces[each] = {}
+            self._pending.move(tuple(None if each in leaving else each for each in STAY))
+            return count
+
     def set_expiry(self, key: bytes, space: int, expire_at_ms: int) -> bool:
         """Note when a block shall be gone (0 = never); False when it is not on disk."""
         with self._lock:
-            record = self._order.get((key, space))
+            record = self._spaces[space].get(key)
             if record is None:
                 return False
             record.expire_at_ms = expire_at_ms
-            self._changes[record.name] = record
+            self._pending.changes[record.name] = row_of(record)
             return True
 
     def records(self) -> Iterator[Record]:
         """Every record, coldest first, as of now."""
         with self._lock:
-            return iter(list(self._order.values()))
+            return iter(list(self._order))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -139,14 +232,42 @@ class DiskLedger:
         """What the segments come to now, free room in them included."""
         return len(self._segments) * self.geometry.segment_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Room for records that nobody has to leave for: free in the segments, and what these may still grow by."""
+        return self._allocator.free_bytes + self.limit_bytes - self.file_bytes
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether `settle` has anything to do."""
+        return bool(self._pending or self._retiring)
+
+    def figures(self) -> dict[str, int | str]:
+        """What an operator wants to know, cheaply; sizes in bytes."""
+        return {
+            "capacity": self.limit_bytes,
+            "used": self.live_bytes,
+            "files": self.file_bytes,
+            "free": self.free_bytes,
+            "entries": len(self),
+            "entries_max": self._records_max,
+            "segments": len(self._segments),
+            "segment_size": self.geometry.segment_bytes,
+            "direct": "yes" if self.fallback is None else self.fallback,
+            **self.stats.as_dict(),
+        }
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every byte of every segment is accounted for, once. Waits for who is settling."""
         with self._settling, self._lock:
             self._allocator.check_integrity()
-            live = [record.extent for record in self._order.values()]
+            assert not self._freeing
+            live = [record.extent for record in self._order]
             assert sum(extent.length for extent in live) == self.live_bytes
             retired = [record.extent for record in (*self._retiring, *self._lingering)]
-            taken = sorted([*live, *retired, *self._reserved, *self._set_aside, *self._allocator.holes()])
+            taken = sorted(
+                [*live, *retired, *self._reserved, *self._suspects, *self._set_aside, *self._allocator.holes()]
+            )
             stride = self.geometry.stride_bytes
             for number in range(self.geometry.count):
                 pieces = [extent for extent in taken if extent.offset // stride == number]
@@ -156,40 +277,115 @@ class DiskLedger:
                     at += extent.length
                 expected = self.geometry.segment_bytes if number in self._segments else 0
                 assert at - number * stride == expected, "a segment is not fully accounted for"
-            assert all(record.name == name for name, record in self._order.items())
-            assert all(self._changes[record.name] is not record for record in self._retiring)
+            named = {(key, space): each for space, keys in enumerate(self._spaces) for key, each in keys.items()}
+            assert len(named) == len(self._order)
+            assert all(record.name == name and record in self._order for name, record in named.items())
+            for name, row in self._pending.changes.items():
+                assert row == (row_of(named[name]) if name in named else None), f"the index will not learn of {name}"
+            assert len(self._order) + len(self._reserved) <= self._records_max
             assert self.file_bytes <= self.limit_bytes
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
+    def _next_seq(self) -> int:
+        seq = self._seq
+        self._seq += 1
+        return seq
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether there are as many records, or are about to be, as there may."""
+        return len(self._order) + len(self._reserved) >= self._records_max
+
     def _take(self, nbytes: int) -> Extent | None:
-        extent = self._allocator.allocate(nbytes)
+        extent = None if self._is_crowded else self._allocator.allocate(nbytes)
         if extent is not None:
             self._reserved.add(extent)
         return extent
 
+    def _leave(self, record: Record) -> None:
+        """Let a record go from memory, and soon from the index."""
+        del self._order[record]
+        del self._spaces[record.space][record.key]
+        self.live_bytes -= record.extent.length
+        self._pending.changes[record.name] = None
+
     def _retire(self, record: Record) -> None:
         """Let a record go; its extent is free once the index knows and nobody reads it."""
-        del self._order[record.name]
-        self.live_bytes -= record.extent.length
-        self._changes[record.name] = None
+        self._leave(record)
         self._retiring.append(record)
 
     def _put_in_quarantine(self, record: Record, reason: str) -> None:
-        del self._order[record.name]
-        self.live_bytes -= record.extent.length
-        self._changes[record.name] = None
-        self._quarantine.append(Quarantined(record, reason))
-        self._set_aside.append(record.extent)
+        self._leave(record)
+        self._pending.quarantined.append(Quarantined(record, reason))
+        if not self._shuns(record.extent):
+            self._retiring.append(record)
         self.stats.quarantined += 1
 
+    def _shuns(self, extent: Extent) -> bool:
+        """Keep a bad spot of the device out of use until the next start, or best fit would go for it again and again.
+        False, and it is still the caller's, when there is too much of that already: a device that refuses everything
+        for a while must not be left without room."""
+        aside_bytes = sum(each.length for each in self._set_aside)
+        if self._set_aside and (aside_bytes + extent.length) * SET_ASIDE_PART > self.limit_bytes:
+            return False
+        self._set_aside.append(extent)
+        return True
+
+    def _suspect(self, extent: Extent, *, refused: bool) -> None:
+        """A write came to nothing: it is the spot, or all of the device. Until a write elsewhere succeeds nobody knows,
+        and nobody who can be read shall leave to find out: other holes are tried, and then the same again."""
+        self._refused_in_a_row += refused
+        if refused:
+            self._suspects.append(extent)
+        else:
+            self._allocator.free(extent)
+
+    def _acquit(self) -> bool:
+        """No other hole is left: take suspected spots into use again. False when there is none."""
+        for extent in self._suspects:
+            self._allocator.free(extent)
+        acquitted, self._suspects = bool(self._suspects), []
+        return acquitted
+
+    def _spares(self) -> bool:
+        """Whether nobody shall leave for a write that will most likely be refused like the last; now and then somebody
+        does, so that a full disk whose one hole is bad is not stuck with it."""
+        in_a_row = self._refused_in_a_row
+        if in_a_row >= PROBE_AFTER and in_a_row & (in_a_row - 1) == 0:
+            self._refused_in_a_row += 1  # one such try is enough
+            return False
+        return in_a_row > 0
+
+    def _convict(self) -> None:
+        """A write has succeeded, so it was those spots."""
+        if self._refused_in_a_row:
+            self._refused_in_a_row = 0
+            for extent in self._suspects:
+                if not self._shuns(extent):
+                    self._allocator.free(extent)
+            self._suspects.clear()
+
+    def _evict_some(self, nbytes: int) -> list[Record] | None:
+        """Evict for a few blocks of `nbytes` at a time, since the index learns of it in one step; None when not even
+        one would find room."""
+        left = self._evict(nbytes)
+        for _ in range(min(EVICT_BLOCKS_MAX, self.limit_bytes // EVICT_PART // nbytes) - 1):
+            if left is not None:
+                left += self._evict(nbytes) or []
+        return left
+
     def _evict(self, nbytes: int) -> list[Record] | None:
-        """Let the coldest records go between which `nbytes` will be free; None when even all of them would not do."""
-        found = self._allocator.window(nbytes, (each for each in self._order.values() if not each.readers))
-        if found is None:
-            return None
-        for record in found[1]:
+        """Let the coldest records go between which `nbytes` will be free, or the coldest one if there are too many;
+        None when even all of them would not do."""
+        idle = (each for each in self._order if not each.readers)
+        if self._is_crowded:
+            leaving = list(islice(idle, 1))
+        else:
+            found = self._allocator.window(nbytes, idle)
+            leaving = [] if found is None else found[1]
+        for record in leaving:
             self._retire(record)
             self.stats.evicted += 1
             self.stats.evicted_bytes += record.extent.length
-        return found[1]
+        return leaving or None

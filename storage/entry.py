@@ -1,8 +1,9 @@
 """Where a block lives now, and the two holds on it: a writer's Reservation and a reader's Lease.
 
 An Entry's state is not stored but read off what it holds: bytes of its own (`value`) or an extent of the arena, a
-number of leases, and whether the index still maps its key to it. An entry that left the index while leased keeps
-its extent until the last lease ends; that is what makes "delete", "overwrite" and "evict" safe under a slow reader.
+record on disk, a number of leases, and whether the index still maps its key to it. An entry that left the index while
+leased keeps its extent until the last lease ends; that is what makes "delete", "overwrite" and "evict" safe under a
+slow reader.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from .allocator import GRAIN_BYTES, Extent
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from .segment import Record
     from .store import Store
 
 INLINE_BYTES_MAX: Final = 16 * 1024
@@ -36,11 +38,11 @@ def extent_length(length: int) -> int:
 
 
 NOWHERE: Final = Extent(0, 0)
-"""The extent of an inline value."""
+"""The extent of an inline value, and of one whose bytes are not in memory."""
 
 
 class Entry:
-    """One block: `key` in database `space`, `length` bytes in `value` or, when that is None, in `extent`."""
+    """One block: `key` in database `space`, `length` bytes in `value`, else in `extent`, else in `record` on disk."""
 
     __slots__ = (
         "accessed_s",
@@ -53,6 +55,7 @@ class Entry:
         "key",
         "leases",
         "length",
+        "record",
         "space",
         "value",
     )
@@ -63,6 +66,8 @@ class Entry:
         self.length = length
         self.extent = extent
         self.value = value
+        self.record: Record | None = None
+        """Where the same bytes lie on disk; None for a block that is in memory alone."""
         self.expire_at_ms = 0
         """Unix time in ms at which the block is gone; 0 = never."""
         self.hits = 0
@@ -75,9 +80,14 @@ class Entry:
         """The store's turn in which somebody was told that the key is there; 0 = never."""
 
     @property
+    def is_resident(self) -> bool:
+        """Whether the bytes are in memory."""
+        return self.value is not None or self.extent is not NOWHERE
+
+    @property
     def tier(self) -> str:
-        """The tier that holds the bytes."""
-        return "memory"
+        """The fastest tier that holds the bytes."""
+        return "memory" if self.is_resident else "disk"
 
     @property
     def memory_bytes(self) -> int:

@@ -9,7 +9,7 @@ import threading
 
 from .allocator import Allocator
 from .deadlines import Deadlines
-from .entry import Entry
+from .entry import NOWHERE, Entry
 from .ledger import Ledger
 
 SLICE_ENTRIES = 10_000
@@ -36,7 +36,8 @@ class Discarded:
         entries = self._entries[-1]
         for _ in range(min(entries_max, len(entries))):
             _, entry = entries.popitem()
-            (self._policy if entry.value is None else self._inline_policy).forget(entry)
+            if entry.is_resident:
+                (self._policy if entry.value is None else self._inline_policy).forget(entry)
         return True
 
 
@@ -53,6 +54,8 @@ class Flushes(Ledger):
             spaces = range(len(self.index.spaces)) if space is None else (space,)
             leaving = [self.index.take(each) for each in spaces]
             count = sum(map(len, leaving))
+            if self.tiering is not None:
+                self.tiering.clear(space)
             if len(self.index):
                 for entries in leaving:
                     for entry in entries.values():
@@ -71,7 +74,7 @@ class Flushes(Ledger):
         if self.leases or self.reserved_bytes:
             for entries in leaving:  # somebody reads or writes, so extents are given back one by one
                 for entry in entries.values():
-                    if entry.value is None:
+                    if entry.extent is not NOWHERE:
                         self.live_bytes -= entry.extent.length
                         if entry.leases:
                             self.retired_bytes += entry.extent.length
@@ -80,7 +83,8 @@ class Flushes(Ledger):
         else:
             self.allocator = Allocator(self.arena.nbytes)
             self.live_bytes = 0
-        self.inline_bytes = 0
+        self.inline_bytes = self.away = 0
+        self.unsaved.clear()
         # One at a time: what an earlier flush left goes now, or flushing in a loop would pile garbage up.
         self._discarded = Discarded(leaving, self)
         self.policy, self.inline_policy = type(self.policy)(), type(self.policy)()

@@ -92,10 +92,10 @@ class _Job:
 class IoThreads:
     """A bounded priority queue of blocking jobs, and `threads` daemon threads that run them once `start` is called.
 
-    For each priority at most `queue_jobs_max` jobs of together `queue_bytes_max` bytes wait; a job longer than that is
-    admitted when no other of its priority waits. Running jobs are bounded by the threads. `clock_s` is monotonic, the
-    clock of the deadlines. Any thread may call any method; callbacks of the futures run without a lock held, in the
-    thread that completes them: an I/O thread, or whoever calls `cancel`, `drop_overdue`, `submit` or `close`.
+    For each priority at most `queue_jobs_max` jobs of together `queue_bytes_max` bytes wait; a longer job is admitted
+    when no other of its priority waits. `clock_s` is monotonic, the clock of the deadlines. Any thread may call any
+    method; callbacks of the futures run without a lock held, in the thread that completes them: an I/O thread, or
+    whoever calls `cancel`, `drop_overdue`, `submit` or `close`.
     """
 
     def __init__(
@@ -145,11 +145,8 @@ class IoThreads:
             self._work.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or under way; False when that took too long.
-
-        The callbacks of what has run have returned then; those of what somebody cancels are his. Not to be called from
-        a job or a callback, which would wait for itself.
-        """
+        """Wait until nothing is queued or under way, callbacks included; False when that took too long. Not to be
+        called from a job or a callback, which would wait for itself."""
         with self._lock:
             return self._idle.wait_for(self._is_idle, timeout_s)
 

@@ -6,14 +6,19 @@ or calls out. Store adds the lock and the verbs.
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from .allocator import Allocator, Extent
 from .arena import Arena
 from .deadlines import Deadlines
-from .entry import ENTRY_OVERHEAD_BYTES, Entry, Lease
+from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease
 from .index import Index
 from .policy import LRU, Policy
 from .stats import StoreStats
+
+if TYPE_CHECKING:
+    from .tiering import Tiering
 
 INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
@@ -25,6 +30,18 @@ GRACE_TURNS = 50
 
 PUT_OFF_ENTRIES_MAX = 8 * 1024
 """How many entries that were looked up may wait for the order of eviction to learn of it."""
+
+UNWRITTEN_PASSED_MAX = 512
+UNWRITTEN_PART = 8
+"""How many blocks that the disk has not yet, and what part of the arena, are passed over in search of some that can
+leave at once."""
+
+INLINE_LOOK_ENTRIES_MAX = 64
+"""How many of the coldest small values are looked at for some that the disk has, while most wait to be written."""
+
+HALVES = {b"kv_bytes": b"metadata", b"metadata": b"kv_bytes"}
+HALF_BYTES = 8
+"""How the two keys end under which LMCache's redis:// connector keeps one chunk (lmcache, redis_connector.py)."""
 
 Change = tuple[str, bytes, int]
 """What has happened ("set", "del", "expired", "evicted") to which key of which database."""
@@ -72,6 +89,16 @@ class Ledger:
         self.inline_bytes = 0
         """Cost of values outside the arena, overhead included."""
         self.leases = 0
+        self.away = 0
+        """Visible entries whose bytes are on disk alone."""
+        self.tiering: Tiering | None = None
+        """What moves blocks between memory and disk; None where memory is the only tier."""
+        self.keep = True
+        """False: a block stays in memory only until it is on disk and nobody holds it."""
+        self.unsaved: dict[Entry, int] = {}
+        """With a disk: entries whose bytes are not there, each with the number of its write, in the order of those."""
+        self.writes = 0
+        """How often something was made visible; the number of a write."""
         self.now_ms = clock_ms
         self.now_s = clock_s
         self.affirmed_turn = 0
@@ -102,6 +129,8 @@ class Ledger:
         if entry is None or (entry.expire_at_ms and self._visible(key, space) is None):
             self.stats.misses += 1
             return None
+        if entry.value is None and entry.extent is NOWHERE:
+            return None  # neither hit nor miss: who wants it has it brought first
         if self._put_off_entries:
             self._catch_up()
         self.stats.hits += 1
@@ -113,9 +142,14 @@ class Ledger:
     def _release(self, entry: Entry) -> None:
         entry.leases -= 1
         self.leases -= 1
-        if not entry.leases and entry.value is None and self.index.get(entry.key, entry.space) is not entry:
-            self.retired_bytes -= entry.extent.length
-            self.allocator.free(entry.extent)
+        if entry.leases:
+            return
+        if self.index.get(entry.key, entry.space) is not entry:
+            if entry.extent is not NOWHERE:
+                self.retired_bytes -= entry.extent.length
+                self.allocator.free(entry.extent)
+        elif not self.keep and entry.record is not None:
+            self._unload(entry)
 
     def _put_off(self, kind: list[Lookup], entries: list[Entry]) -> None:
         """Note what was looked up, for when somebody asks for the order: a lookup of a thousand keys answers sooner."""
@@ -146,8 +180,10 @@ class Ledger:
         now_s = self.now_s() if when_s is None else when_s
         for entry in run:
             entry.accessed_s = now_s
-        self.policy.touch_run([entry for entry in run if entry.value is None])
+        self.policy.touch_run([entry for entry in run if entry.extent is not NOWHERE])
         self.inline_policy.touch_run([entry for entry in run if entry.value is not None])
+        if self.away and self.tiering is not None:
+            self.tiering.touch_run([entry.record for entry in run if entry.record is not None])
 
     def _publish(self, entry: Entry, expire_at_ms: int) -> None:
         """Make an entry visible whose bytes are already counted; what it replaces is retired."""
@@ -164,8 +200,17 @@ class Ledger:
         (self.policy if entry.value is None else self.inline_policy).admit(entry)
         if expire_at_ms:
             self._remember_expiry(entry)
+        if self.tiering is not None:
+            self.writes += 1
+            self.unsaved[entry] = self.writes
         if self.journal is not None:
             self.journal.append(("set", entry.key, entry.space))
+
+    def _renumber(self, entry: Entry) -> None:
+        """An entry was changed: whoever did so waits for it to be on disk, if he waits."""
+        if self.unsaved.pop(entry, None) is not None:
+            self.writes += 1
+            self.unsaved[entry] = self.writes
 
     def _remove(self, entry: Entry, why: str) -> None:
         self.index.remove(entry)
@@ -174,7 +219,13 @@ class Ledger:
             self.journal.append((why, entry.key, entry.space))
 
     def _retire(self, entry: Entry) -> None:
-        """Let go of an entry that has just left the index."""
+        """Let go of an entry that has just left the index, on disk too."""
+        if self.tiering is not None:
+            self.unsaved.pop(entry, None)
+            self.tiering.forget(entry)
+        if entry.extent is NOWHERE and entry.value is None:
+            self.away -= 1
+            return
         if entry.value is not None:
             self.inline_policy.forget(entry)
             self.inline_bytes -= entry.memory_bytes
@@ -190,12 +241,20 @@ class Ledger:
         if entry.expire_at_ms:
             self._expiries.add(entry.expire_at_ms, (entry.key, entry.space), len(self.index))
 
-    def _place(self, length: int) -> Extent | None:
-        """An extent of `length` bytes, by eviction if need be."""
+    def _place(self, length: int, *, drop: bool = True) -> Extent | None:
+        """An extent of `length` bytes, by eviction if need be. Without `drop` nobody leaves whom the disk shall have
+        and has not yet."""
         extent = self.allocator.allocate(length)
-        if extent is not None or length > self.arena.nbytes or not self.evicts:
+        lossless = self.tiering is not None and (not drop or not self.evicts)
+        if extent is not None or length > self.arena.nbytes or not (self.evicts or lossless):
             return extent
-        found = self.allocator.window(length, self._victims(self.policy))
+        found = None
+        if self.tiering is not None:
+            found = self.allocator.window(length, self._ready_victims(drop=drop))
+            if found is None and lossless:
+                return None
+        if found is None:
+            found = self.allocator.window(length, self._victims(self.policy))
         if found is None and self._revoke_overdue():
             extent = self.allocator.allocate(length)  # what was revoked may have been deleted before: then it is free
             if extent is not None:
@@ -216,26 +275,87 @@ class Ledger:
         oldest = self.turn - GRACE_TURNS
         return policy.victims() if self.affirmed_turn < oldest else _spared_last(policy, oldest)
 
+    def _ready_victims(self, *, drop: bool) -> Iterator[Entry]:
+        """Who may leave at once, coldest first. Those who are to be written first are passed over, but not many: behind
+        them are blocks that are used, and a look through a full arena would take longer than the disk. Who will drop
+        some of them otherwise looks further."""
+        passed = passed_bytes = 0
+        for entry in self._victims(self.policy):
+            if self._may_leave(entry):
+                yield entry
+                continue
+            passed, passed_bytes = passed + 1, passed_bytes + entry.extent.length
+            if passed > UNWRITTEN_PASSED_MAX or (not drop and passed_bytes * UNWRITTEN_PART > self.arena.nbytes):
+                return
+
+    def _may_leave(self, entry: Entry) -> bool:
+        """Whether an entry can go without being written: the disk has it, or never shall."""
+        return entry.record is not None or (self.evicts and not self._is_due(entry))
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether the disk shall have an entry before it leaves, and has not yet."""
+        if entry.record is not None or self.tiering is None or not self.tiering.storable(entry):
+            return False
+        policy = self.policy if entry.value is None else self.inline_policy
+        return policy.spills(entry) or not self.evicts
+
     def _evict(self, entry: Entry) -> None:
-        self._remove(entry, "evicted")
-        self.stats.evicted += 1
-        self.stats.evicted_bytes += entry.length
+        if entry.record is not None:
+            self._unload(entry)
+            return
+        if self.index.get(entry.key, entry.space) is not entry:
+            return  # it has just gone with its other half
+        if self.tiering is not None and self._is_due(entry):
+            self.tiering.stats.spill_dropped += 1
+        self._lapse(entry)
+
+    def _lapse(self, entry: Entry) -> None:
+        """An entry leaves all tiers, and with it the other half of what LMCache keeps under two keys: one alone would
+        be found by a lookup and then not be there."""
+        other = HALVES.get(entry.key[-HALF_BYTES:])
+        twin = None if other is None else self.index.get(entry.key[:-HALF_BYTES] + other, entry.space)
+        for leaving in (entry,) if twin is None else (entry, twin):
+            self._remove(leaving, "evicted")
+            self.stats.evicted += 1
+            self.stats.evicted_bytes += leaving.length
+
+    def _unload(self, entry: Entry) -> None:
+        """Drop a block from memory that is on disk too: it stays visible."""
+        assert self.tiering is not None
+        assert entry.record is not None, "nobody else has the bytes"
+        if entry.value is not None:
+            self.inline_policy.forget(entry)
+            self.inline_bytes -= entry.memory_bytes
+            entry.value = None
+        else:
+            self.policy.forget(entry)
+            self.live_bytes -= entry.extent.length
+            self.allocator.free(entry.extent)
+            entry.extent = NOWHERE
+        self.away += 1
+        self.tiering.stats.unloaded += 1
+        self.tiering.unloaded(entry, entry.record)
 
     def _fits_inline(self, old: Entry | None, length: int) -> bool:
         """Whether an inline value may take the place of `old`: one that needs no more than that always may."""
         growth = ENTRY_OVERHEAD_BYTES + length
         if old is not None and old.value is not None:
             growth -= old.memory_bytes
+        if growth > 0 and self.tiering is not None and self.inline_bytes + growth > self.inline_bytes_high:
+            self._evict_inline(old, growth)
         return growth <= 0 or self.inline_bytes + growth <= self.inline_bytes_high
 
-    def _evict_inline(self, newest: Entry) -> None:
+    def _evict_inline(self, newest: Entry | None, coming_bytes: int = 0) -> None:
+        """Bring small values within their bound, less what is coming; `newest` stays."""
         victims = self._victims(self.inline_policy)
         leaving: list[Entry] = []
-        excess = self.inline_bytes - self.inline_bytes_high
-        for entry in victims:
+        excess = self.inline_bytes + coming_bytes - self.inline_bytes_high
+        # They cannot wait for the disk, which is slower than small values come: a quarter more is its head start.
+        lossless = self.tiering is not None and (excess * 4 < self.inline_bytes_high or not self.evicts)
+        for entry in islice(victims, INLINE_LOOK_ENTRIES_MAX) if lossless and self.evicts else victims:
             if excess <= 0:
                 break
-            if entry is not newest:
+            if entry is not newest and not (lossless and not self._may_leave(entry)):
                 leaving.append(entry)
                 excess -= entry.memory_bytes
         for entry in leaving:

@@ -32,13 +32,17 @@ class Moves(Ledger):
             if replaced is not None:
                 self._retire(replaced)
                 self.stats.overwritten += 1
+            if self.journal is not None:
+                self.journal += [("del", *old), ("set", *new)]
+            if self.tiering is not None and not self.tiering.rename(entry, old):
+                self._lapse(entry)  # the disk has let go of it a moment ago
+                return True
+            self._renumber(entry)
             if entry.value is not None:
                 self.inline_bytes += entry.memory_bytes - cost_bytes  # the key is part of it
                 if self.inline_bytes > self.inline_bytes_high:
                     self._evict_inline(entry)
             self._remember_expiry(entry)
-            if self.journal is not None:
-                self.journal += [("del", *old), ("set", *new)]
             return True
 
     def swap(self, first: int, second: int) -> None:
@@ -47,7 +51,10 @@ class Moves(Ledger):
             return
         with self._lock:
             self.index.swap(first, second)
+            if self.tiering is not None:
+                self.tiering.swap(first, second)
             for space in (first, second):
                 for entry in self.index.spaces[space].values():
                     entry.space = space
+                    self._renumber(entry)
                     self._remember_expiry(entry)

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from .arena import HugepageMode
+from .disk_recovery import DiskOptions
 from .errors import ConfigError
 
 GIB = 1024**3
@@ -41,6 +42,9 @@ class StoreOptions:
     """What `Store.open` makes: an arena of `capacity_bytes` and the policy that decides what leaves it.
 
     `prefault_threads` 0 leaves the pages untouched until they are used; `page_lock` locks them before `open` returns.
+    With `disk` blocks that leave the arena go there, by `io_threads` threads; `keep` false makes the arena a place of
+    passage: blocks stay in it only until they are on disk and nobody reads them. `spill_wait_s` is how long somebody
+    who stores may be kept waiting for the disk before the coldest blocks leave unwritten.
     """
 
     capacity_bytes: int
@@ -48,3 +52,7 @@ class StoreOptions:
     cache_policy: str = "LRU"
     prefault_threads: int = 0
     page_lock: bool = False
+    disk: DiskOptions | None = None
+    keep: bool = True
+    io_threads: int = 4
+    spill_wait_s: float = 0.5

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from .transfers import State, Transfer
+from .transfers import Kind, State, Transfer
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-Begin: TypeAlias = Callable[[bytes, int, Callable[[Transfer[T]], None]], Transfer[T] | State]
-"""Puts the block of a key and database on its way, or joins it: `join_or_start(Kind.PREFETCH, key, space, start, done)`
-with the `done` given. Or says a State when there is nothing to do: DONE when it is in memory already, CANCELLED when it
+Begin: TypeAlias = Callable[[Kind, bytes, int, Callable[[Transfer[T]], None]], Transfer[T] | State]
+"""Puts the block of a key and database on its way, or joins it: `join_or_start(kind, key, space, start, done)` with the
+kind and `done` given. Or says a State when there is nothing to do: DONE when it is in memory already, CANCELLED when it
 is in no tier any more, REFUSED when there is no room; then `done` is not called. Must not raise. A job that is refused
 while other blocks of its own are moving tries again when one of those has arrived; else it gives up its list."""
 
@@ -76,9 +76,12 @@ class PrefetchJob(Generic[T]):
     Any thread may call any method. `deadline_s` is on the clock of PrefetchJobs; None = never.
     """
 
-    def __init__(self, number: int, begin: Begin[T], bounds: PrefetchBounds, deadline_s: float | None) -> None:
+    def __init__(
+        self, number: int, begin: Begin[T], bounds: PrefetchBounds, deadline_s: float | None, kind: Kind
+    ) -> None:
         self.number = number
         self.deadline_s = deadline_s
+        self.kind = kind
         self._begin = begin
         self._bounds = bounds
         self._lock = threading.Lock()
@@ -193,7 +196,7 @@ class PrefetchJob(Generic[T]):
                 self._moving += 1
                 self._stirred = False
             begun += 1
-            outcome = self._begin(key, space, self._settle)
+            outcome = self._begin(self.kind, key, space, self._settle)
             if isinstance(outcome, State):
                 self._note(outcome, key, space)
                 continue
@@ -289,7 +292,7 @@ class PrefetchJobs(Generic[T]):
         self._jobs: dict[int, PrefetchJob[T]] = {}
         self._last_number = 0
 
-    def open(self, deadline_s: float | None = None) -> PrefetchJob[T] | None:
+    def open(self, deadline_s: float | None = None, kind: Kind = Kind.PREFETCH) -> PrefetchJob[T] | None:
         """A new job, to be filled and sealed; None when there are `jobs_max` that are not finished."""
         with self._lock:
             if len(self._jobs) >= self.bounds.jobs_max:
@@ -298,7 +301,7 @@ class PrefetchJobs(Generic[T]):
                     return None
                 del self._jobs[finished]
             self._last_number += 1
-            job = PrefetchJob(self._last_number, self._begin, self.bounds, deadline_s)
+            job = PrefetchJob(self._last_number, self._begin, self.bounds, deadline_s, kind)
             self._jobs[job.number] = job
             return job
 

@@ -97,8 +97,9 @@ class S3FIFO:
         return self._foreseen()
 
     def spills(self, entry: Entry) -> bool:
-        """As Policy: not when it was used, if at all, as long as it was new."""
-        return entry in self._main
+        """As Policy: not when it has not been used since it came, and is new."""
+        seat = self._small.get(entry)
+        return seat is None or seat.uses > 0
 
     def uses(self, entry: Entry) -> int | None:
         """As Policy: two bits are no frequency."""

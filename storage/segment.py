@@ -9,7 +9,8 @@ of it are free, and a record's header is made to fit them, so that a block goes 
 Header, little-endian: magic (8), format version (u16), key length (u16), database (u16), 0 (u16), payload length (u64),
 expire_at_ms (u64), sequence number (u64), xxh3-128 of the payload (16), key, zeros, crc32 of all before it (u32, the
 header's last four bytes). A header is a statement that the index must confirm: a record is what was asked for only if
-both agree on key, database, length, sequence number and checksum, and the payload has that checksum.
+both agree on key, database, length, sequence number and checksum, and the payload has that checksum. A block that is
+renamed stays where it lies, header and all: then the index knows both names.
 
 The disk is one row of equally long segments, addressed by one number: segment i begins at i x (segment_bytes + one
 grain). The grain between two segments belongs to nobody, so the allocator that is used for the arena never makes a hole
@@ -42,6 +43,15 @@ SEGMENTS_MAX: Final = 256
 """Files that are open at once; larger disks get longer segments."""
 
 
+SEGMENT_BYTES: Final = 256 * 1024**2
+LONG_SEGMENT_BYTES: Final = 1024**3
+"""Room for Redis' longest value, 512 MB."""
+LONG_SEGMENTS_FROM_BYTES: Final = 16 * 1024**3
+
+Name = tuple[bytes, int]
+"""A key and its database."""
+
+
 class Facts(NamedTuple):
     """What a header says of a block, beside what is derived from the payload."""
 
@@ -63,15 +73,42 @@ class Record:
     seq: int
     """Ever growing, over restarts too: of two records of one key the one with the higher number is the newer."""
     checksum: bytes
+    written_key: bytes | None = None
+    written_space: int | None = None
+    """The name in the header, as far as that is not the record's own any more."""
+    named_seq: int = 0
+    """The sequence number that was due when it got its present name by a rename; 0 = it never did."""
     readers: int = 0
     """Reads under way; the extent is not used again before they have ended."""
     retired: bool = False
     """Gone from the index on disk, so that the last reader frees the extent."""
 
     @property
-    def name(self) -> tuple[bytes, int]:
+    def name(self) -> Name:
         """What the index knows it by."""
         return self.key, self.space
+
+    @property
+    def written_as(self) -> Name:
+        """What its header knows it by."""
+        return (
+            self.key if self.written_key is None else self.written_key,
+            self.space if self.written_space is None else self.written_space,
+        )
+
+    def rename(self, key: bytes, space: int) -> None:
+        """Give it another name; the bytes stay as they are. A published record is renamed by its tier alone."""
+        written_key = self.key if self.written_key is None else self.written_key
+        self.key, self.written_key = key, None if written_key == key else written_key
+        self.move(space)
+
+    def move(self, space: int) -> None:
+        """As `rename`, to another database under the same key; makes no object, for where many are moved at once."""
+        if self.written_space is None:
+            self.written_space = self.space
+        if self.written_space == space:
+            self.written_space = None
+        self.space = space
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +137,11 @@ def geometry(limit_bytes: int, segment_bytes: int) -> Geometry:
     wanted = max(segment_bytes, -(-limit_bytes // SEGMENTS_MAX), GRAIN_BYTES)
     count = -(-limit_bytes // wanted)
     return Geometry(max(GRAIN_BYTES, limit_bytes // count // GRAIN_BYTES * GRAIN_BYTES), count)
+
+
+def default_segment_bytes(limit_bytes: int) -> int:
+    """How long segments are when nobody says: a record lies in one, so disks that can afford it get longer ones."""
+    return LONG_SEGMENT_BYTES if limit_bytes >= LONG_SEGMENTS_FROM_BYTES else SEGMENT_BYTES
 
 
 def segment_name(segment: int) -> str:
@@ -133,8 +175,11 @@ def seal(image: memoryview, facts: Facts, seq: int) -> bytes:
     return checksum
 
 
-def fault(image: memoryview, record: Record) -> str | None:
-    """What is wrong with the record in `image`, in a word or two; None when it is, to the bit, what `record` says."""
+def fault(image: memoryview, record: Record, name: Name | None = None) -> str | None:
+    """What is wrong with the record in `image`, in a word or two; None when it is, to the bit, what `record` says.
+
+    `name` is what the header should say, for a caller whose record others may rename meanwhile.
+    """
     magic, version, key_length, space, _, length, _, seq, checksum = _HEADER.unpack_from(image)
     if magic != MAGIC:
         return "no record"
@@ -143,7 +188,7 @@ def fault(image: memoryview, record: Record) -> str | None:
     if version != FORMAT_VERSION:
         return "format version"
     key = bytes(image[_HEADER.size : _HEADER.size + key_length])
-    if (key, space, length, seq, checksum) != (record.key, record.space, record.length, record.seq, record.checksum):
+    if ((key, space), length, seq, checksum) != (name or record.written_as, record.length, record.seq, record.checksum):
         return "another record"
     if xxh3_128_digest(image[HEADER_BYTES : HEADER_BYTES + length]) != record.checksum:
         return "payload checksum"

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from . import survey
 from .arena import Arena
+from .disk import DiskTier
 from .entry import (
     INLINE_BYTES_MAX,
     NOWHERE,
@@ -23,10 +24,17 @@ from .entry import (
     extent_length,
 )
 from .flushing import Flushes
+from .io_threads import IoThreads
 from .ledger import unix_ms
 from .moves import Moves
 from .options import StoreOptions
 from .policy import Policy, make_policy
+from .tiering import Tiering
+
+QUEUE_JOBS_MAX = 8192
+"""Disk jobs of one priority that may wait."""
+QUEUE_BYTES_LOW = 1024**3
+"""What they may move together, at least; more where the arena is larger."""
 
 
 class Store(Moves, Flushes):
@@ -53,28 +61,51 @@ class Store(Moves, Flushes):
     def open(cls, options: StoreOptions) -> "Store":
         """A store over a new arena, as `options` describe it. Raises what Arena.create and make_policy raise."""
         policy = make_policy(options.cache_policy)
-        arena = Arena.create(options.capacity_bytes, options.hugepages)
+        disk = None if options.disk is None else DiskTier.open(options.disk)
+        try:
+            arena = Arena.create(options.capacity_bytes, options.hugepages)
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
         if options.prefault_threads:
             arena.prefault(options.prefault_threads)
         if options.page_lock:
             arena.lock()
-        return cls(arena, policy=policy)
+        store = cls(arena, policy=policy)
+        if disk is not None:
+            store.add_disk(disk, io_threads=options.io_threads, spill_wait_s=options.spill_wait_s, keep=options.keep)
+        return store
+
+    def add_disk(self, disk: DiskTier, *, io_threads: int = 4, spill_wait_s: float = 0.5, keep: bool = True) -> None:
+        """Put a disk tier, which is the store's from here on, below an empty store; what it holds is there at once."""
+        io = IoThreads(io_threads, QUEUE_JOBS_MAX, max(QUEUE_BYTES_LOW, 2 * self.arena.nbytes), clock_s=self.now_s)
+        self.keep = keep
+        self.tiering = Tiering(self, disk, io, spill_wait_s)
+        self.tiering.load()
+        io.start()
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def reserve(self, key: bytes, length: int, space: int = 0) -> Reservation | None:
+    def reserve(self, key: bytes, length: int, space: int = 0, *, drop: bool = True) -> Reservation | None:
         """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller.
 
-        Whoever must leave for it leaves now. An older value under `key` stays visible until `commit`.
+        Whoever must leave for it leaves now. An older value under `key` stays visible until `commit`. Without `drop`
+        nobody leaves who shall go to disk and is not there yet: None then also means that the disk has been told to
+        make room, and that `tiering.makes_room` says whether it is worth asking again.
         """
         if length < INLINE_BYTES_MAX:
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
         with self._lock:
-            extent = self._place(extent_length(length))
-            if extent is None:
+            extent = self._place(extent_length(length), drop=drop)
+            if extent is not None:
+                self.reserved_bytes += extent.length
+            elif drop:
                 self.stats.refused += 1
-                return None
-            self.reserved_bytes += extent.length
+        if self.tiering is not None:
+            self.tiering.make_room(extent_length(length), urgent=extent is None)
+        if extent is None:
+            return None
         start = extent.offset + PAYLOAD_OFFSET_BYTES
         return Reservation(self, key, space, self.arena.view[start : start + length + SLACK_BYTES], extent)
 
@@ -89,6 +120,8 @@ class Store(Moves, Flushes):
             self.reserved_bytes -= entry.extent.length
             self.live_bytes += entry.extent.length
             self._publish(entry, expire_at_ms)
+        if not self.keep and self.tiering is not None:
+            self.tiering.spill([entry])
 
     def abort(self, reservation: Reservation) -> None:
         """Free what a reservation holds; called by Reservation.abort."""
@@ -115,6 +148,7 @@ class Store(Moves, Flushes):
             if (
                 entry is not None
                 and entry.value is not None
+                and entry.record is None
                 and not (expire_at_ms or entry.expire_at_ms or entry.leases)
             ):
                 # The commonest small write, onto an entry that nobody holds: it may change.
@@ -125,6 +159,7 @@ class Store(Moves, Flushes):
                 entry.created_s = entry.accessed_s = self.now_s()
                 self.inline_policy.touch(entry)
                 self.stats.overwritten += 1
+                self._renumber(entry)
                 if self.journal is not None:
                     self.journal.append(("set", key, space))
             else:
@@ -133,6 +168,8 @@ class Store(Moves, Flushes):
                 self._publish(entry, expire_at_ms)
             if self.inline_bytes > self.inline_bytes_high:
                 self._evict_inline(entry)
+        if self.tiering is not None:
+            self.tiering.make_inline_room(entry)
         return True
 
     def expire(self, key: bytes, at_ms: int, space: int = 0) -> bool:
@@ -147,6 +184,9 @@ class Store(Moves, Flushes):
                 self.stats.deleted += 1
             else:
                 self._remember_expiry(entry)
+                if self.tiering is not None:
+                    self.tiering.set_expiry(entry)
+                self._renumber(entry)
                 if self.journal is not None:
                     self.journal.append(("set", key, space))
             return True
@@ -154,12 +194,15 @@ class Store(Moves, Flushes):
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def fetch(self, key: bytes, space: int = 0) -> bytes | Lease | None:
-        """The value as the server sends it: small ones as bytes, which need no hold, the others under a Lease."""
+        """The value as the server sends it: small ones as bytes, which need no hold, the others under a Lease.
+
+        None, as of every method that gives bytes, also for a block that is on disk alone: `find` tells the two apart,
+        and `tiering.bring` fetches it.
+        """
         entry = self._spaces[space].get(key)
-        if entry is not None and entry.value is not None and not entry.expire_at_ms:
+        if entry is not None and (value := entry.value) is not None and not entry.expire_at_ms:
             # _hit for the commonest case, spelled out: half of a small GET's time is here. It needs no lock, because
             # each step is one that the interpreter does whole, and nothing that must add up is changed.
-            value = entry.value
             try:  # noqa: SIM105  # suppress() would cost more than all the rest
                 self.inline_policy.touch(entry)
             except KeyError:
@@ -180,6 +223,8 @@ class Store(Moves, Flushes):
             entry = self._visible(key, space)
             if entry is None:
                 self.stats.misses += 1
+                return None
+            if not entry.is_resident:
                 return None
             self.stats.hits += 1
             return self._lease(entry) if entry.value is None else entry.value
@@ -212,7 +257,7 @@ class Store(Moves, Flushes):
         """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
         with self._lock:
             entry = self._visible(key, space)
-            return None if entry is None else self._lease(entry)
+            return None if entry is None or not entry.is_resident else self._lease(entry)
 
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
@@ -290,8 +335,11 @@ class Store(Moves, Flushes):
         with self._lock:
             return self._revoke_overdue()
 
-    def close(self) -> None:
-        """Give the arena back. No Reservation or Lease may be used afterwards."""
+    def close(self, *, save: bool = True) -> None:
+        """Give the arena back, with `save` after writing to disk, where there is one, all that is not there; that takes
+        as long as it takes. No Reservation or Lease may be used afterwards."""
+        if self.tiering is not None:
+            self.tiering.close(save=save)
         self._memory.release()
         self.arena.close()
 

@@ -7,6 +7,8 @@ the doors.
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from .entry import NOWHERE
+
 if TYPE_CHECKING:
     from .store import Store
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
     """Figures of each tier, sizes in bytes: room, entries, holds and what the memory is made of."""
     arena = store.arena
-    return {
+    figures: dict[str, dict[str, int | str]] = {
         "memory": {
             "capacity": arena.nbytes,
             "used": store.used_bytes,
@@ -22,7 +24,7 @@ def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
             "largest_free": max((hole.length for hole in store.allocator.holes()), default=0),
             "reserved": store.reserved_bytes,
             "inline": store.inline_bytes,
-            "entries": len(store.index),
+            "entries": len(store.index) - store.away,
             "leases": store.leases,
             "pages": arena.nbytes // arena.page_bytes,
             "page_size": arena.page_bytes,
@@ -31,6 +33,10 @@ def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
             "policy": store.policy.name,
         }
     }
+    if store.tiering is not None:
+        figures["memory"]["unsaved"] = len(store.unsaved)
+        figures["disk"] = store.tiering.figures()
+    return figures
 
 
 def ends(store: "Store") -> list[tuple[int, int]]:
@@ -55,7 +61,12 @@ def check_integrity(store: "Store") -> None:
     """Raise AssertionError unless index, policies, allocator and byte accounts agree; the store's lock is held."""
     store.index.check_integrity()
     store.allocator.check_integrity()
-    in_arena = [entry for entry in store.index if entry.value is None]
+    in_arena = [entry for entry in store.index if entry.extent is not NOWHERE]
+    away = [entry for entry in store.index if not entry.is_resident]
+    assert len(away) == store.away
+    assert all(entry.record is not None for entry in away), "a block is nowhere"
+    if store.tiering is not None:
+        assert set(store.unsaved) == {entry for entry in store.index if entry.record is None}
     inline = [entry for entry in store.index if entry.value is not None]
     assert sum(entry.extent.length for entry in in_arena) == store.live_bytes
     assert sum(entry.memory_bytes for entry in inline) == store.inline_bytes

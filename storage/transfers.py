@@ -17,6 +17,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from .errors import KVRedisError
 from .io_threads import JobOverdue, Priority
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Kind(Enum):
     """From disk to memory: somebody waits for it."""
     PREFETCH = "prefetch"
     """From disk to memory, ahead of need."""
+    IDLE = "idle"
+    """The same, when the disk has nothing else to do."""
     SPILL = "spill"
     """From memory to disk."""
 
@@ -40,7 +43,19 @@ class Kind(Enum):
         return _PRIORITIES[self]
 
 
-_PRIORITIES = {Kind.PROMOTE: Priority.DEMAND, Kind.PREFETCH: Priority.PREFETCH, Kind.SPILL: Priority.SPILL}
+_PRIORITIES = {
+    Kind.PROMOTE: Priority.DEMAND,
+    Kind.PREFETCH: Priority.PREFETCH,
+    Kind.IDLE: Priority.SPILL,
+    Kind.SPILL: Priority.SPILL,
+}
+
+
+class NoRoom(KVRedisError):
+    """What a job raises that finds no room in memory: its transfer is REFUSED."""
+
+    def __init__(self) -> None:
+        super().__init__("there is no room in memory for the block")
 
 
 class State(Enum):
@@ -281,7 +296,8 @@ class Transfers(Generic[T]):
         if error is None:
             self._end(transfer, State.DONE, result=future.result())
         else:
-            self._end(transfer, State.OVERDUE if isinstance(error, JobOverdue) else State.FAILED, error=error)
+            outcome = State.OVERDUE if isinstance(error, JobOverdue) else State.FAILED
+            self._end(transfer, State.REFUSED if isinstance(error, NoRoom) else outcome, error=error)
 
     def _end(
         self, transfer: Transfer[T], outcome: State, *, result: T | None = None, error: BaseException | None = None

@@ -8,10 +8,9 @@ through or not as in Redis.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .commands import Command
+from .commands import Command, keys_end
 
 READ, WRITE = 1, 2
 """Bits: the value of a key is seen; a key is made, changed or taken away. Asking whether a key exists needs neither."""
@@ -38,7 +37,7 @@ class Touched(NamedTuple):
 
 def touched_by(command: Command, args: Sequence[object]) -> Touched:
     """What the line `args`, which calls for `command` and has an arity that fits, touches."""
-    argc = len(args)
+    argc = keys_end(command.behind_keys, args) if command.behind_keys else len(args)
     if command.name in _CHANNELS:
         to_the_end, literal = _CHANNELS[command.name]
         return Touched((), range(1, argc if to_the_end else min(argc, 2)), literal)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from kvredis.storage.entry import Lease
+
 from .calling import call, mind_broken_clients
 from .commands import SPELLINGS, Command, lookup, shown
 from .pending import Answer, Pending
@@ -60,13 +62,22 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
             session.close_after_reply = True
             return b""
         return _spoken(session, QUEUED)
+    held: list[Lease] = []
+    if session.store.tiering is not None and (command.reads or command.name == "exec"):
+        found = session.server.away.hold(session, command, args)
+        if isinstance(found, Pending):
+            return found
+        held = found or held
+        if found is None and (command.writes or command.name == "exec"):  # what it cannot see is not absent
+            return _spoken(session, _reject(session, OUT_OF_MEMORY, args, command))
     session.last_command = command.name
     mode, lent = session.reply_mode, session.lent
     session.begin_answer()
     reply = call(session, command, args)
+    for lease in held:
+        lease.release()
     if isinstance(reply, Pending):
-        session.end_answer(b"")
-        return reply
+        return session.end_answer(reply)
     if command.name == "client|reply" and reply == OK:
         mode = "on"  # it has set the mode anew: SKIP after SKIP skips once more
     return session.end_answer(_spoken(session, reply, mode, lent))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.storage.entry import Reservation, extent_length
 
 from .commands import SPELLINGS
+from .disk_room import DiskRoom
 from .pending import Pending
 from .request import LATER, REFUSED, Argument, Later, Refused
 
@@ -48,6 +49,7 @@ class Claims:
         self._called: set[Session] = set()  # whose turn it is
         self._starved: list[Session] = []  # who wait until a slow reader is gone
         self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
+        self.disk_room = DiskRoom(server)
         self.given_up = 0
         """Values whose bytes stopped coming."""
 
@@ -82,7 +84,7 @@ class Claims:
         if store.reserved_bytes:  # else nobody else's value is coming in
             room = self._out_of_turn(session, extent_length(length))
         if room is None:
-            room = store.reserve(key, length, session.space) or self._wait_for_reader(session, length)
+            room = self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
             if self._called:
                 self._called.discard(session)
             if session not in self._receiving:
@@ -119,13 +121,19 @@ class Claims:
                 session.waiting.resolve(b"")
 
     def keeps_waiting(self, session: Session) -> bool:
-        """Whether it is here that a client waits: what it has sent is still to be received."""
-        return session in self._starved or any(each is session for each, _ in self.queue)
+        """Whether it is here that a client waits, or for a block from disk: what it has sent is to be answered."""
+        return (
+            self._server.away.keeps_waiting(session)
+            or self.disk_room.keeps_waiting(session)
+            or session in self._starved
+            or any(each is session for each, _ in self.queue)
+        )
 
     def forget(self, session: Session) -> None:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)
         self._called.discard(session)
+        self.disk_room.forget(session)
         left = [each for each in self.queue if each[0] is not session]
         self.queue.clear()  # in place: sessions look at this very object
         self.queue.extend(left)
@@ -150,6 +158,7 @@ class Claims:
                 session.close()
 
     def _wait_for_turn(self, session: Session, wanted: int) -> Later:
+        self.disk_room.forget(session)  # or it would be called there while it waits here
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
             self.queue.appendleft((session, wanted))

@@ -9,7 +9,7 @@ empty, so a test can build a server out of the families that it needs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
@@ -42,6 +42,10 @@ class Command:
 
     arity: the number of arguments with the name itself; negative means at least that many.
     keys: first and last argument that is a key and the step between them, (0, 0, 0) for none; last -1 is the end.
+    behind_keys: options that may stand behind keys which go on to the end, and how many words belong to each.
+    reads: the keys whose values the handler looks at, in the same notation, () for none: they are brought into memory
+        before it runs.
+    waits: the handler itself waits for them.
     payload_args: (first, step) of the arguments that may be received straight into the arena (SET is (2, 0): just the
         one; MSET is (2, 2): every second one from there), () for none.
     access: what the command does with its keys, in the words of Redis' key specifications; `|` stands between what it
@@ -57,6 +61,9 @@ class Command:
     flags: tuple[str, ...] = ()
     keys: tuple[int, int, int] = (0, 0, 0)
     categories: tuple[str, ...] = ()
+    behind_keys: Mapping[bytes, int] = field(default_factory=dict)
+    reads: tuple[int, int, int] | tuple[()] = ()
+    waits: bool = False
     payload_args: tuple[int, int] | tuple[()] = ()
     group: str = "generic"
     since: str = "1.0.0"
@@ -67,6 +74,13 @@ class Command:
     tips: tuple[str, ...] = ()
     subcommands: dict[str, Command] = field(default_factory=dict)
     plain: range = range(0)
+    writes: bool = False
+    """It may change values: one of its flags says so."""
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it is not run before what it reads is in memory."""
+        return bool(self.reads) and not self.waits
 
 
 COMMANDS: dict[bytes, Command] = {}
@@ -131,6 +145,21 @@ def takes_payload(name: bytes) -> bool:
     return found is not None and bool(found.payload_args)
 
 
+def keys_end(options: Mapping[bytes, int], args: Sequence[object]) -> int:
+    """Where the keys of a line end that has options behind them: what reads like one, from the end on, is one. The
+    first key is a key whatever it reads like."""
+    end = len(args)
+    while end > 2:
+        for words in (1, 2):
+            option = args[end - words] if end - words >= 2 else b""
+            if isinstance(option, bytes) and options.get(option.upper(), -1) == words - 1:
+                end -= words
+                break
+        else:
+            break
+    return end
+
+
 def shown(args: list[Argument]) -> list[bytes]:
     """A command's arguments for whoever only decides: in place of a payload there is nothing."""
     if isinstance(args[0], bytes) and not takes_payload(args[0]):
@@ -181,6 +210,7 @@ def _describe(name: str, arity: int, handler: Handler, facts: dict[str, object])
     for ours, words in (("flags", "flags"), ("categories", "acl"), ("access", "access"), ("tips", "tips")):
         fields[ours] = tuple(str(fields.pop(words, "")).split())
     fields["payload_args"] = fields.pop("payload", ())
+    fields["writes"] = "write" in cast("tuple[str, ...]", fields["flags"])
     fields["plain"] = _plain(name, arity, cast("tuple[str, ...]", fields["flags"]))
     return Command(name=name, arity=arity, handler=handler, **fields)  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import Lease
 
+from .pending import Answer, Pending
 from .replies import Buffer, Reply
 
 if TYPE_CHECKING:
@@ -62,11 +63,14 @@ class Outgoing(asyncio.BufferedProtocol):
         self._reply_bytes = 0
         self._lent: list[Lease] = []
         self._backlog: deque[Buffer] = deque()  # only for transports that copy
-        self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made as the client takes it
+        self._stream: Iterator[Reply | Pending] | None = None  # the rest of a reply that is made as the client takes it
         self._pushes: list[bytes] = []
         self._push_bytes = 0
         self._answering = False  # a command is running whose reply goes before what is pushed meanwhile
         self._over_soft_limit_s: float | None = None
+        self.close_after_reply = False
+        self.waiting: Pending | None = None
+        """What this client waits for; until then nothing of it is run."""
 
     def hold(self, lease: Lease) -> None:
         """Keep a lease whose view is part of the reply being made until that reply has left the process."""
@@ -98,8 +102,8 @@ class Outgoing(asyncio.BufferedProtocol):
         """A command runs now: what is pushed to this client meanwhile goes behind its reply."""
         self._answering = True
 
-    def end_answer(self, reply: Reply | Iterator[Reply]) -> Reply | Iterator[Reply]:
-        """The reply with what was pushed meanwhile."""
+    def end_answer(self, reply: Answer) -> Answer:
+        """The reply with what was pushed meanwhile; of one that comes later, or in parts, it goes by itself."""
         self._answering = False
         if not self._pushes or not isinstance(reply, bytes | list):
             return reply
@@ -109,6 +113,12 @@ class Outgoing(asyncio.BufferedProtocol):
         """Hang up now; what is not sent is lost."""
         if self._transport is not None:
             self._transport.abort()
+
+    def finish(self) -> None:
+        """Hang up once what is queued has been sent."""
+        self.close_after_reply = True
+        if not self._paused and self._transport is not None:
+            self._transport.close()
 
     @property
     def unsent_bytes(self) -> int:
@@ -150,6 +160,11 @@ class Outgoing(asyncio.BufferedProtocol):
         assert self._stream is not None
         try:
             for part in self._stream:
+                if isinstance(part, Pending):
+                    if self._replies:
+                        self._flush()
+                    self.waiting = part
+                    return False
                 if isinstance(part, bytes):
                     self._replies.append(part)
                     self._reply_bytes += len(part)
@@ -228,6 +243,12 @@ class Outgoing(asyncio.BufferedProtocol):
             self._pushes.clear()
             self._push_bytes = 0
             self.close()
+
+    def _hang_up(self) -> None:
+        """Close once everything written is out. Not at once: closed within resume_writing, asyncio's own transport
+        reports its end twice."""
+        if self._transport is not None and not self._transport.is_closing():
+            asyncio.get_running_loop().call_soon(self._transport.close)
 
     def _open_outgoing(self, transport: asyncio.Transport) -> None:
         """The connection is there."""

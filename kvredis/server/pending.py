@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import select
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
@@ -10,8 +12,9 @@ if TYPE_CHECKING:
     from .replies import Reply
     from .session import Session
 
-Answer: TypeAlias = "Reply | Pending | Iterator[Reply]"
-"""What a handler returns: the reply, one that comes later, or one that is made while the client takes it."""
+Answer: TypeAlias = "Reply | Pending | Iterator[Reply | Pending]"
+"""What a handler returns: the reply, one that comes later, or one that is made while the client takes it, and that may
+have to wait in between."""
 
 
 class Pending:
@@ -38,6 +41,12 @@ class Pending:
             self._session = None
             if self.on_cancel is not None:
                 self.on_cancel()
+
+
+def tell_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Have `call` run on the server's loop; for other threads. A loop that is closed needs to be told nothing more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 def has_hung_up(fd: int, *, wholly: bool) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.storage.store import Store
 
 from .acl import Acl
+from .away import Away
 from .claims import Claims
 from .events import publish_event
 from .families import load_families
@@ -79,6 +80,7 @@ class Server:
         self.slowlog = SlowLog()
         self.latency = LatencyMonitor()
         self.claims = Claims(self)
+        self.away = Away(self)
         self.pause = Pause(self)
         self.monitors: dict[int, Session] = {}
         self.watchers: dict[tuple[int, bytes], set[Session]] = {}
@@ -113,6 +115,8 @@ class Server:
         self.watches_every_command = False
         """No command may take the plain way."""
         self.shutdown_wanted = asyncio.Event()
+        self.save_on_exit = True
+        """What memory holds shall be on disk when the process has ended (SHUTDOWN NOSAVE)."""
         self._session_ids = 0
         self.listeners = Listeners(options, self._accept, lambda: self.maxclients - len(self.sessions))
         self._tick: asyncio.TimerHandle | None = None
@@ -147,6 +151,7 @@ class Server:
         loop = asyncio.get_running_loop()
         self.transport_lends = type(loop).__module__.startswith("uvloop")
         self.listeners.open()
+        self.claims.disk_room.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
 
     async def serve_forever(self) -> None:
@@ -154,13 +159,13 @@ class Server:
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Close the listeners, let values that are coming in and replies that are going out come to their end, hang up;
-        may be called twice."""
+        """Close the listeners, let values that are coming in, replies that are going out and blocks that come off the
+        disk for somebody come to their end, hang up; may be called twice."""
         self.listeners.close()
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
             for session in list(self.sessions.values()):
-                if not session.is_receiving:
+                if not (session.is_receiving or self.away.keeps_waiting(session)):
                     session.finish()
             await asyncio.sleep(0.01)
         for session in list(self.sessions.values()):
@@ -194,6 +199,10 @@ class Server:
             store.collect_expired()
             self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
         store.revoke_overdue()
+        if store.tiering is not None:
+            store.tiering.tick()
+            self.away.tick()
+            self.claims.disk_room.tick()
         self.drain_journal(None)
         self.claims.give_up_stalled()
         self.claims.admit()
@@ -277,6 +286,7 @@ class Server:
         self.pubsub.forget(session)
         self.tracking.forget(session)
         self.claims.forget(session)
+        self.away.forget(session)
         self.blocked.pop(session.id, None)
         self.stop_monitoring(session)
         unwatch_all(session)

@@ -54,7 +54,6 @@ class Session(Outgoing):
         self.lib_ver = b""
         self.no_evict = False
         self.no_touch = False
-        self.close_after_reply = False
         self.laddr: str = ""
         self.created_s = self.last_command_s = monotonic()
         self.last_command = "NULL"
@@ -78,7 +77,11 @@ class Session(Outgoing):
         """Somebody wants to know of changes, so handlers must tell: keyspace events or client-side caches."""
         self.refused = False
         """The command being read brings a payload that there was no room for."""
-        self.waiting: Pending | None = None
+        self.unsaved_since = 0
+        """Number of the store's write from which on this client may have written what is not known to be on disk; 0:
+        it has written nothing."""
+        self._writes_before = 0  # the store's, when what is being run began to be run
+        self._tiered = server.store.tiering is not None
         self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
@@ -144,11 +147,11 @@ class Session(Outgoing):
         self._commands = iter([args, *rest])
         return Pending(self)
 
-    def finish(self) -> None:
-        """Hang up once what is queued has been sent."""
-        self.close_after_reply = True
-        if not self._paused and self._transport is not None:
-            self._transport.close()
+    def upcoming(self) -> Iterator[list[Argument]]:
+        """The commands that are parsed and not yet run, in their order."""
+        waiting = list(self._commands)
+        self._commands = iter(waiting)
+        return iter(waiting)
 
     @property
     def pending_bytes(self) -> int:
@@ -203,6 +206,7 @@ class Session(Outgoing):
         current: Command | None = None
         handler: Handler | None = None  # of `current`, unless its calls need care
         argc = calls = 0
+        self._writes_before = self.store.writes
         began_ns = perf_counter_ns()
         if self._paused or self.waiting is not None:
             # While it waits a client is read a little on, or it could go without being noticed; and TLS may bring bytes
@@ -218,6 +222,8 @@ class Session(Outgoing):
                         began_ns = self.account(current, calls, began_ns)
                     current, argc, calls = command, len(args), 0
                     handler = command.handler if command is not None and argc in command.plain else None
+                    if self._tiered and command is not None and command.held_up and (argc, command.name) != (3, "set"):
+                        handler = None
                 if handler is not None and self._may_run:
                     calls += 1
                     try:
@@ -245,9 +251,10 @@ class Session(Outgoing):
                     self._reply_bytes += sum(map(len, reply))
                 elif isinstance(reply, Pending):
                     self.waiting = reply
+                    calls -= bool(calls)  # a plain command that waits runs again, and counts then
                     break
                 else:
-                    self._stream = cast(Iterator[Reply], reply)
+                    self._stream = cast("Iterator[Reply | Pending]", reply)
                     complete = self._pump()
                     replies = self._replies
                     if not complete:
@@ -306,7 +313,7 @@ class Session(Outgoing):
         """The client sends no more; what it has sent is still answered, but for what would still have to wait."""
         self._ended = True
         self.rest()
-        if not self._paused:
+        if not self._paused and not self.server.away.keeps_waiting(self):
             self._hang_up()
         return not self.encrypted  # TLS knows no half-closed connection: it ends when what is written has gone
 
@@ -350,6 +357,8 @@ class Session(Outgoing):
         stats = self.server.stats
         record = stats.commands.get(command.name) or stats.command(command.name)
         record.observe(calls, took_ns)
+        if command.writes and not self.unsaved_since:
+            self.unsaved_since = self._writes_before + 1
         stats.commands_processed += calls
         self.last_command = command.name
         self.last_command_s = now_ns / 1e9  # on Linux perf_counter and monotonic are one clock
@@ -388,9 +397,3 @@ class Session(Outgoing):
             if self.reply_mode == "on":
                 self._replies.append(reply)
             self.server.stats.count_error(reply)
-
-    def _hang_up(self) -> None:
-        """Close once everything written is out. Not at once: closed within resume_writing, asyncio's own transport
-        reports its end twice."""
-        if self._transport is not None and not self._transport.is_closing():
-            asyncio.get_running_loop().call_soon(self._transport.close)

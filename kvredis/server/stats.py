@@ -122,14 +122,16 @@ class ServerStats:
     """The most memory that values held at one of the ticks or when somebody asked."""
     saves: int = 0
     last_save_s: int = field(default_factory=lambda: int(time.time()))
-    """When SAVE or BGSAVE was last asked for, in Unix seconds; the start before that."""
+    """When SAVE or BGSAVE has last succeeded, in Unix seconds; the start before that."""
+    last_save_failed: bool = False
+    saving: bool = False
     operations: Rate = field(default_factory=Rate)
     input_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
 
     def reset(self) -> None:
         """Back to zero, in place, because sessions hold on to this object."""
-        fresh = ServerStats(last_save_s=self.last_save_s)
+        fresh = ServerStats(last_save_s=self.last_save_s, last_save_failed=self.last_save_failed, saving=self.saving)
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
@@ -146,10 +148,13 @@ class ServerStats:
             self.used_peak_bytes = used_bytes
         return self.used_peak_bytes
 
-    def note_save(self) -> None:
-        """Somebody wants all that is to be on disk to be there: it is, because nothing is to be."""
-        self.saves += 1
-        self.last_save_s = int(time.time())
+    def note_save(self, *, saved: bool) -> None:
+        """All that is to be on disk is there now, or could not be brought there."""
+        self.saving = False
+        self.last_save_failed = not saved
+        if saved:
+            self.saves += 1
+            self.last_save_s = int(time.time())
 
     def command(self, name: str) -> CommandStats:
         """The record of a command, a new one at its first call."""

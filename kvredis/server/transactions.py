@@ -14,7 +14,7 @@ from .calling import call
 from .commands import Command, command, shown
 from .intake import ARGUMENT_BYTES
 from .pending import Pending
-from .replies import NULL, OK, Reply, array, error
+from .replies import NULL, OK, Buffer, Reply, array, error
 
 if TYPE_CHECKING:
     from .request import Argument
@@ -200,8 +200,11 @@ def _run(session: Session, queued: Command, words: list[Argument]) -> Reply:
         if isinstance(word, Reservation):
             word.space = session.space  # which a SELECT within the transaction may have changed since it was opened
     reply = call(session, queued, words)
-    if isinstance(reply, Pending):  # nothing blocks here, so this one would be left without an answer
-        raise TypeError(f"{queued.name} waits inside a transaction")
     if isinstance(reply, bytes | list):
         return reply
-    return [buffer for part in reply for buffer in ([part] if isinstance(part, bytes) else part)]
+    whole: list[Buffer] = []
+    for part in (reply,) if isinstance(reply, Pending) else reply:
+        if isinstance(part, Pending):  # nothing blocks here, so this one would be left without an answer
+            raise TypeError(f"{queued.name} waits inside a transaction")
+        whole += [part] if isinstance(part, bytes) else part
+    return whole

@@ -106,8 +106,6 @@ def test_a_full_file_is_read_and_what_has_no_effect_yet_is_said(written: Path) -
     assert config.origin["unixsocket"] == f"{written}:20"
     said = {line.split(": ", 1)[1].split()[0].rstrip(":") for line in config.warnings}
     assert said == {
-        "local_disk",
-        "max_local_disk_size",
         "use_layerwise",
         "min_retrieve_tokens",
         "extra_config",

@@ -15,11 +15,11 @@ EXIT_S = 30
 
 
 class ServeProcess:
-    """A `kvredis serve` process and the lines it has printed so far."""
+    """A `kvredis serve` process and the lines it has printed so far; `program` is the module that is kvredis."""
 
-    def __init__(self, args: list[str], env: dict[str, str]) -> None:
+    def __init__(self, args: list[str], env: dict[str, str], program: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "kvredis", "serve", *args],
+            [sys.executable, "-m", program, "serve", *args],
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -68,9 +68,9 @@ def serve() -> Iterator[Serve]:
     """Give a function that starts `kvredis serve ARGS` with only the environment that it is given."""
     started: list[ServeProcess] = []
 
-    def start(*args: str, **env: str) -> ServeProcess:
+    def start(*args: str, program: str = "kvredis", **env: str) -> ServeProcess:
         base = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
-        started.append(ServeProcess(list(args), base | env))
+        started.append(ServeProcess(list(args), base | env, program))
         return started[-1]
 
     yield start

@@ -42,7 +42,8 @@ ALLOWED = {
 """What may differ, and why."""
 
 NOT_IN_7_0 = {
-    "client|no-touch", "client|setinfo", "cluster|myshardid", "waitaof", "kv.match", "kv.meta", "kv.tiers", "prefetch",
+    "client|no-touch", "client|setinfo", "cluster|myshardid", "waitaof", "kv.job", "kv.match", "kv.meta",
+    "kv.prefetch", "kv.tiers", "prefetch",
 }  # fmt: skip
 """Commands of Redis 7.2, and our own."""
 

@@ -55,6 +55,7 @@ class FakeSession:
         self.tracking: Tracking | None = None
         self.pushed: list[bytes] = []
         self.reconsidered = 0
+        self.unsaved_since = 0
         server.sessions[number] = cast(Session, self)
 
     def speak(self, resp: int) -> None:
@@ -86,8 +87,11 @@ class FakeSession:
         found = lookup(args)
         reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
         if not isinstance(reply, bytes | list):
-            assert not isinstance(reply, Pending), "the reply comes later"
-            reply = [buffer for part in reply for buffer in ([part] if isinstance(part, bytes) else part)]
+            parts = [reply] if isinstance(reply, Pending) else list(reply)
+            reply = []
+            for part in parts:
+                assert not isinstance(part, Pending), "the reply comes later"
+                reply += [part] if isinstance(part, bytes) else part
         return joined(reply)
 
 

@@ -18,7 +18,7 @@ from tests.server.fake_session import FakeSession, make_server
 
 load_families()
 
-OURS = {"kv.match", "kv.meta", "kv.tiers", "prefetch"}
+OURS = {"kv.job", "kv.match", "kv.meta", "kv.prefetch", "kv.tiers", "prefetch"}
 """Commands that Redis does not have."""
 
 LEFT_OUT = {

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk_index import row_of
 from kvredis.storage.files import Files
 from kvredis.storage.segment import HEADER_BYTES, Facts, Record, scratch
 
@@ -57,6 +58,15 @@ def got(disk: DiskTier, key: bytes, space: int = 0) -> bytes | None:
     if not disk.read(record, into):
         return None
     return bytes(into[HEADER_BYTES : HEADER_BYTES + record.length])
+
+
+def index_agrees(disk: DiskTier) -> None:
+    """Raise AssertionError unless the index, once settled, says of every record what memory says, and of no other."""
+    assert disk.settle()
+    assert not disk.unsettled
+    rows = {row.name: row_of(row) for row in disk._index.rows(disk.geometry)}
+    assert rows == {record.name: row_of(record) for record in disk.records()}
+    disk.check_integrity()
 
 
 def keys(disk: DiskTier) -> list[bytes]:

@@ -1,8 +1,7 @@
 """The disk tier at work: what goes to disk comes back, who leaves for it, and what a bad device can and cannot do."""
 
-import random
-import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,19 @@ from kvredis.storage.files import RealFiles
 from kvredis.storage.segment import HEADER_BYTES, KEY_BYTES_MAX, Facts, scratch
 
 from .fake_files import FakeFiles, Fault, on
-from .small_disk import KIB, SEGMENT_BYTES, SEGMENTS, content, got, image_of, keys, options, put, small_disk, written
+from .small_disk import (
+    KIB,
+    SEGMENT_BYTES,
+    SEGMENTS,
+    content,
+    got,
+    index_agrees,
+    keys,
+    options,
+    put,
+    small_disk,
+    written,
+)
 
 FILLS_A_SEGMENT = SEGMENT_BYTES - HEADER_BYTES
 ONE_GRAIN = GRAIN_BYTES - HEADER_BYTES
@@ -158,6 +169,47 @@ def test_a_full_device_means_fewer_segments_and_is_asked_again_only_now_and_then
         disk.check_integrity()
 
 
+def test_there_are_never_more_records_than_may_be_though_there_is_room(tmp_path: Path) -> None:
+    def limited(records_max: int) -> DiskTier:
+        return DiskTier.open(replace(options(tmp_path), records_max=records_max), now_ms=0)
+
+    with closing(limited(3)) as disk:
+        for number in range(5):
+            assert put(disk, b"%d" % number, b"x")
+            disk.check_integrity()
+        assert keys(disk) == [b"2", b"3", b"4"]
+        assert disk.stats.evicted == 2
+        assert disk.reserve(1) is None, "who may not evict has no room"
+        extent, left = disk.place(1)
+        assert extent is not None
+        assert [record.key for record in left] == [b"2"]
+        for record in disk.records():
+            record.readers += 1
+        assert disk.place(1) == (None, []), "what is being written counts, and who is read cannot leave"
+        for record in disk.records():
+            record.readers -= 1
+        disk.abandon(extent)
+    with closing(limited(1)) as disk:
+        assert keys(disk) == [b"4"], "a smaller bound costs the coldest"
+        index_agrees(disk)
+
+
+def test_what_it_tells_operators_adds_up(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        for number in range(4):
+            assert put(disk, b"%d" % number, bytes(9000))
+        assert disk.forget(b"0", 0)
+        assert disk.settle()
+        figures = disk.figures()
+        assert figures["capacity"] == SEGMENTS * SEGMENT_BYTES
+        assert (figures["files"], figures["segments"], figures["segment_size"]) == (SEGMENT_BYTES, 1, SEGMENT_BYTES)
+        assert (figures["used"], figures["entries"]) == (3 * 12 * KIB, 3)
+        assert figures["free"] == SEGMENTS * SEGMENT_BYTES - 3 * 12 * KIB
+        assert figures["direct"] == "O_DIRECT was not asked for"
+        assert (figures["written"], figures["quarantined"]) == (4, 0)
+        assert disk.stats.as_dict().items() <= figures.items()
+
+
 # ---- overwriting and forgetting --------------------------------------------------------------------------------------
 
 
@@ -244,17 +296,25 @@ def test_a_record_that_cannot_be_read_is_a_miss(tmp_path: Path) -> None:
         disk.check_integrity()
 
 
-@pytest.mark.parametrize(("fault", "again"), [(Fault.EIO, False), (Fault.ENOSPC, True)])
-def test_a_spot_that_cannot_be_written_is_tried_again_only_if_it_was_for_want_of_room(
-    tmp_path: Path, fault: Fault, again: bool
-) -> None:
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC])
+def test_a_device_that_refused_a_write_is_used_again_when_it_is_well(tmp_path: Path, fault: Fault) -> None:
     files = FakeFiles(on("pwrite", fault))
     with closing(small_disk(tmp_path, files, segments=1)) as disk:
         assert not put(disk, b"key", bytes(FILLS_A_SEGMENT))
         assert disk.stats.write_errors == 1
         disk.check_integrity()
         files.plan = None
-        assert put(disk, b"key", bytes(FILLS_A_SEGMENT)) is again
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
+
+
+def test_a_spot_that_cannot_be_written_while_others_can_is_not_tried_again(tmp_path: Path) -> None:
+    files = FakeFiles(on("pwrite segment-0000", Fault.EIO))
+    with closing(small_disk(tmp_path, files, segments=2)) as disk:
+        assert not put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
+        files.plan = None
+        assert disk.place(FILLS_A_SEGMENT, evict=False) == (None, [])
+        disk.check_integrity()
 
 
 def test_after_a_refused_sync_nothing_is_confirmed_any_more(tmp_path: Path) -> None:
@@ -326,71 +386,3 @@ def test_a_second_tier_on_a_directory_is_refused_until_the_first_is_closed(tmp_p
     with closing(small_disk(tmp_path)), pytest.raises(ConfigError, match="another server has it open"):
         small_disk(tmp_path)
     small_disk(tmp_path).close()
-
-
-# ---- everything at once ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_walk_agrees_with_a_dict(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    files = FakeFiles(lambda _, what: Fault.EIO if what.startswith("pwrite") and rng.random() < 0.01 else None)
-    disk = small_disk(tmp_path, files)
-    model: dict[tuple[bytes, int], bytes] = {}
-    for step in range(400):
-        key, space = b"k%d" % rng.randrange(12), rng.randrange(2)
-        verb = rng.choice(("put", "put", "put", "get", "get", "forget", "settle", "sync", "touch", "reopen"))
-        if verb == "put":
-            payload = content(step, rng.choice((10, 4000, 9000, 30_000)))
-            extent, left = disk.place(len(payload))
-            for gone in left:
-                del model[gone.name]
-            record = extent and disk.write(extent, image_of(payload), Facts(key, space, len(payload), 0))
-            if record:
-                disk.publish(record)
-                model[key, space] = payload
-        elif verb == "forget":
-            assert disk.forget(key, space) == (model.pop((key, space), None) is not None)
-        elif verb == "touch" and (found := disk.get(key, space)) is not None:
-            disk.touch(found)
-        elif verb == "settle":
-            assert disk.settle()
-        elif verb == "sync":
-            assert disk.sync()
-        elif verb == "reopen" and rng.random() < 0.2:
-            order = [each.name for each in disk.records()]
-            disk.close()
-            disk = small_disk(tmp_path, files)
-            assert [each.name for each in disk.records()] == order
-        assert got(disk, key, space) == model.get((key, space))
-        assert len(disk) == len(model)
-        disk.check_integrity()
-    disk.close()
-
-
-def test_threads_that_write_read_and_forget_never_see_wrong_bytes(tmp_path: Path) -> None:
-    disk = small_disk(tmp_path, segments=4)
-    failures: list[str] = []
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        for step in range(120):
-            key = b"k%d" % rng.randrange(6)
-            verb = rng.randrange(5)
-            if verb < 2:
-                length = rng.choice((100, 20_000))
-                put(disk, key, key + content(f"{seed} {step}", length))
-            elif verb == 4:
-                disk.forget(key, 0)
-            elif (payload := got(disk, key)) is not None and not payload.startswith(key):
-                failures.append(f"{key!r} got {payload[:4]!r}")
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert disk.stats.quarantined == 0
-    disk.check_integrity()
-    disk.close()

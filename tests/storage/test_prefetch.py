@@ -28,14 +28,16 @@ class Desk:
         self.told: list[int] = []
         self.on_read: Callable[[], object] = bool
 
-    def begin(self, key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
+    def begin(
+        self, kind: Kind, key: bytes, space: int, done: Callable[[Transfer[bytes]], None]
+    ) -> Transfer[bytes] | State:
         """As a store would."""
         self.begun.append(key)
         if key in self.resident:
             return State.DONE
         if key in self.deleted:
             return State.CANCELLED
-        return self.ask(Kind.PREFETCH, key, done)
+        return self.ask(kind, key, done)
 
     def ask(self, kind: Kind, key: bytes, done: Callable[[Transfer[bytes]], None] | None = None) -> Transfer[bytes]:
         """Have a key brought into memory."""
@@ -124,10 +126,10 @@ def test_a_job_that_is_refused_tries_again_when_one_of_its_own_has_arrived() -> 
 def test_a_refusal_that_the_last_arrival_has_overtaken_is_no_reason_to_give_up() -> None:
     desk = Desk()
 
-    def begin(key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
+    def begin(kind: Kind, key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
         if key == b"b" and desk.io.run():  # `a` arrives between the refusal of `b` and our hearing of it
             return State.REFUSED
-        return desk.begin(key, space, done)
+        return desk.begin(kind, key, space, done)
 
     job = PrefetchJobs(begin).open()
     assert job is not None
@@ -147,8 +149,8 @@ def test_what_exceeds_a_jobs_list_has_no_room() -> None:
 def test_beginning_a_long_list_costs_the_begin_of_a_few_though_the_disk_is_quick() -> None:
     desk = Desk(bounds=PrefetchBounds(moving_max=3))
 
-    def begin(key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
-        transfer = desk.begin(key, space, done)
+    def begin(kind: Kind, key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
+        transfer = desk.begin(kind, key, space, done)
         if len(desk.begun) > 1:
             desk.io.run(1)  # one arrives for each that is begun, as with threads
         return transfer
@@ -310,7 +312,7 @@ def test_with_threads_every_block_is_settled_once_and_the_job_is_told_of_once() 
     transfers: Transfers[bytes] = Transfers(io)
     finished = threading.Semaphore(0)
 
-    def begin(key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
+    def begin(kind: Kind, key: bytes, space: int, done: Callable[[Transfer[bytes]], None]) -> Transfer[bytes] | State:
         return transfers.join_or_start(
             Kind.PREFETCH, key, space, lambda: io.submit(Priority.PREFETCH, 1, lambda: key), done
         )

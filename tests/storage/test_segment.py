@@ -12,6 +12,7 @@ from kvredis.storage.segment import (
     SEGMENTS_MAX,
     Facts,
     Record,
+    default_segment_bytes,
     fault,
     geometry,
     record_bytes,
@@ -65,6 +66,20 @@ def test_a_sound_record_of_another_block_is_a_fault() -> None:
     assert fault(image, record) is None
 
 
+def test_a_renamed_record_is_sound_as_what_it_was_written_as_until_it_has_that_name_again() -> None:
+    image, record = sealed(Facts(b"a", 0, 100, 0), b"p" * 100)
+    record.rename(b"b", 0)
+    record.rename(b"c", 1)
+    assert (record.name, record.written_as) == ((b"c", 1), (b"a", 0))
+    assert fault(image, record) is None
+    other, _ = sealed(Facts(b"c", 1, 100, 0), b"p" * 100)
+    assert fault(other, record) == "another record"
+    record.rename(b"a", 0)
+    assert (record.name, record.written_as) == ((b"a", 0), (b"a", 0))
+    assert (record.written_key, record.written_space) == (None, None)
+    assert fault(image, record) is None
+
+
 def test_memory_that_was_never_written_is_no_record() -> None:
     assert fault(scratch(10), sealed(Facts(b"k", 0, 10, 0), b"x" * 10)[1]) == "no record"
 
@@ -83,6 +98,15 @@ def test_segments_stay_within_the_limit_and_are_not_too_many(limit_kib: int, seg
     assert cut.segment_bytes % GRAIN_BYTES == 0
     assert 1 <= cut.count <= SEGMENTS_MAX
     assert limit_kib * KIB - cut.count * GRAIN_BYTES < cut.count * cut.segment_bytes <= limit_kib * KIB
+
+
+def test_a_disk_that_can_afford_it_has_room_for_redis_longest_value() -> None:
+    for limit_gib in (1, 15, 16, 17, 100, 10_000):
+        limit_bytes = limit_gib * KIB**3
+        cut = geometry(limit_bytes, default_segment_bytes(limit_bytes))
+        assert cut.count * cut.segment_bytes <= limit_bytes
+        assert (cut.segment_bytes > record_bytes(512 * KIB**2)) is (limit_gib >= 16)
+    assert geometry(5 * KIB**2, default_segment_bytes(5 * KIB**2)).segment_bytes == 5 * KIB**2
 
 
 def test_an_address_and_its_place_in_a_file_are_one_another_s_inverse() -> None:

@@ -90,6 +90,8 @@ def config_resetstat(session: Session, args: list[bytes]) -> Reply:
     """CONFIG RESETSTAT."""
     session.server.stats.reset()
     session.store.stats.reset()
+    if session.store.tiering is not None:
+        session.store.tiering.stats.reset()
     session.server.acl.log.reset_counts()
     return OK
 

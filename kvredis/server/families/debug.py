@@ -70,6 +70,7 @@ _HELP = (
     flags="admin noscript loading stale",
     acl="admin slow dangerous",
     group="server",
+    reads=(2, 2, 1),
     syntax="subcommand [argument ...]",
     summary="Means for tests; off by default.",
 )

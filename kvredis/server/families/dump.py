@@ -50,6 +50,7 @@ _RESTORE = {
     arity=2,
     flags="readonly",
     keys=(1, 1, 1),
+    reads=(1, 1, 1),
     acl="keyspace read slow",
     since="2.6.0",
     summary="Returns a value in the form that RESTORE takes.",

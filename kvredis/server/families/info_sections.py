@@ -169,17 +169,20 @@ def memory(server: Server) -> Iterator[Field]:
 
 
 def persistence(server: Server) -> Iterator[Field]:
-    """Nothing is kept on disk, and what is asked for in spite of that succeeds: server_commands.py says why."""
+    """What was saved, where there is a disk tier; durability.py says what the words of Redis mean here."""
+    tiering = server.store.tiering
     yield from zeros("loading", "async_loading", "current_cow_peak", "current_cow_size", "current_cow_size_age")
     yield "current_fork_perc", "0.00"
-    yield from zeros("current_save_keys_processed", "current_save_keys_total", "rdb_changes_since_last_save")
-    yield "rdb_bgsave_in_progress", 0
+    yield from zeros("current_save_keys_processed", "current_save_keys_total")
+    yield "rdb_changes_since_last_save", len(server.store.unsaved)
+    yield "rdb_bgsave_in_progress", int(server.stats.saving)
     yield "rdb_last_save_time", server.stats.last_save_s
-    yield "rdb_last_bgsave_status", "ok"
+    yield "rdb_last_bgsave_status", "err" if server.stats.last_save_failed else "ok"
     yield "rdb_last_bgsave_time_sec", -1
     yield "rdb_current_bgsave_time_sec", -1
     yield "rdb_saves", server.stats.saves
-    yield from zeros("rdb_last_cow_size", "rdb_last_load_keys_expired", "rdb_last_load_keys_loaded")
+    yield from zeros("rdb_last_cow_size", "rdb_last_load_keys_expired")
+    yield "rdb_last_load_keys_loaded", 0 if tiering is None else tiering.disk.stats.recovered
     yield from zeros("aof_enabled", "aof_rewrite_in_progress", "aof_rewrite_scheduled")
     yield "aof_last_rewrite_time_sec", -1
     yield "aof_current_rewrite_time_sec", -1

@@ -126,8 +126,12 @@ def kv(server: Server) -> Iterator[Field]:
     yield "bodies_in_flight", server.claims.receiving
     yield "bodies_waiting", len(server.claims.queue)
     yield "bodies_given_up", server.claims.given_up
+    yield "bodies_waiting_for_disk", len(server.claims.disk_room)
     for name, value in store.stats.as_dict().items():
         yield f"store_{name}", value
+    if store.tiering is not None:
+        for name, value in store.tiering.stats.as_dict().items():
+            yield f"tier_{name}", value
     yield from _sets(server)
 
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kvredis.server.commands import command
-from kvredis.server.replies import ZERO, Reply, array, bulk, integer, map_reply
+from kvredis.server.replies import Reply, array, bulk, integer, map_reply
 
 if TYPE_CHECKING:
     from kvredis.server.session import Session
@@ -34,25 +34,6 @@ def match(session: Session, args: list[bytes]) -> Reply:
 
 
 @command(
-    "prefetch",
-    arity=-2,
-    flags="readonly fast",
-    keys=(1, -1, 1),
-    acl="read fast",
-    group="kv",
-    since="0.1.0",
-    summary="Brings blocks from disk into memory; returns how many transfers were queued.",
-    complexity="O(N) where N is the number of keys.",
-    syntax="key [key ...]",
-    access="RO",
-)
-def prefetch(session: Session, args: list[bytes]) -> Reply:
-    """With memory as the only tier every block is resident or missing, so nothing is ever queued."""
-    session.store.touch(args[1:], session.space)
-    return ZERO
-
-
-@command(
     "kv.meta",
     arity=2,
     flags="readonly fast",
@@ -65,12 +46,18 @@ def prefetch(session: Session, args: list[bytes]) -> Reply:
     access="RO access",
 )
 def meta(session: Session, args: list[bytes]) -> Reply:
-    """nil without the key; the tensor facts are nil for a value that is no safetensors file."""
-    lease = session.store.peek(args[1], session.space)
-    if lease is None:
+    """nil without the key; the tensor facts are nil for a value that is no safetensors file, and for one on disk
+    alone: who looks around must not move what he sees. Of this the checksum is the record's, xxh3-128."""
+    entry = session.store.find(args[1], session.space)
+    if entry is None:
         return session.nil
-    with lease:
-        entry, facts = lease.entry, tensor_facts(lease.view)
+    facts: dict[str, int | str | list[int]] = {}
+    lease = session.store.peek(args[1], session.space)
+    if lease is not None:
+        with lease:
+            entry, facts = lease.entry, tensor_facts(lease.view)
+    elif entry.record is not None:
+        facts = {"checksum": entry.record.checksum.hex()}
     now_s = session.store.now_s()
 
     def known(name: str) -> Reply:

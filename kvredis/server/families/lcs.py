@@ -58,6 +58,7 @@ class Options(NamedTuple):
     arity=-3,
     flags="readonly",
     keys=(1, 2, 1),
+    reads=(1, 2, 1),
     acl="read string slow",
     group="string",
     since="7.0.0",

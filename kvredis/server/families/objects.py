@@ -28,6 +28,7 @@ container("object", since="2.2.3", complexity="Depends on subcommand.", summary=
     arity=3,
     flags="readonly",
     keys=(2, 2, 1),
+    reads=(2, 2, 1),
     acl="keyspace read slow",
     access="RO",
     tips="nondeterministic_output",

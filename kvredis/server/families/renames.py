@@ -114,6 +114,7 @@ def move(session: Session, args: list[bytes]) -> Reply:
     arity=-3,
     flags="write denyoom",
     keys=(1, 2, 1),
+    reads=(1, 1, 1),
     acl="keyspace write slow",
     access="RO access | OW update",
     since="6.2.0",

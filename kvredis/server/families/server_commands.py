@@ -1,9 +1,7 @@
 """The small commands about the server as a whole: the time, what role it plays, and what it does not do.
 
-Values are not kept on disk and not copied to other servers. What Redis has for that answers as a Redis does that has
-nothing to do: SAVE, BGSAVE and BGREWRITEAOF succeed (all that was promised to be on disk, which is nothing, is there),
-and LASTSAVE moves on, so that a script which waits for it ends. WAIT finds no replicas; WAITAOF is refused where a
-local copy is asked for. REPLICAOF NO ONE is what this server always is; any other master is refused.
+Values are not copied to other servers. WAIT finds no replicas; REPLICAOF NO ONE is what this server always is, and any
+other master is refused.
 """
 
 from __future__ import annotations
@@ -27,8 +25,6 @@ from kvredis.server.replies import (
     bulk,
     bulks,
     error,
-    integer,
-    simple,
     verbatim,
 )
 
@@ -42,7 +38,6 @@ NO_MODULES = error(
     'ERR MODULE command not allowed. If the enable-module-command option is set to "local", you can run it from a local'
     " connection, otherwise you need to set this option in the configuration file, and then restart the server."
 )
-NO_AOF = error("ERR WAITAOF cannot be used when numlocal is set but appendonly is disabled.")
 
 _ADMIN = {"group": "server", "acl": "admin slow dangerous"}
 
@@ -61,61 +56,6 @@ def time_(session: Session, args: list[bytes]) -> Reply:
     """TIME."""
     seconds, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
     return bulks([str(seconds), str(microseconds)])
-
-
-@command(
-    "lastsave",
-    arity=1,
-    flags="loading stale fast",
-    acl="admin fast dangerous",
-    group="server",
-    tips="nondeterministic_output",
-    summary="When SAVE or BGSAVE was last asked for, else the start.",
-)
-def lastsave(session: Session, args: list[bytes]) -> Reply:
-    """LASTSAVE, in Unix seconds."""
-    return integer(session.server.stats.last_save_s)
-
-
-@command(
-    "save",
-    arity=1,
-    flags="admin noscript no_async_loading no_multi",
-    summary="Nothing: values are not kept on disk.",
-    **_ADMIN,
-)
-def save(session: Session, args: list[bytes]) -> Reply:
-    """SAVE."""
-    session.server.stats.note_save()
-    return OK
-
-
-@command(
-    "bgsave",
-    arity=-1,
-    flags="admin noscript no_async_loading",
-    syntax="[SCHEDULE]",
-    summary="Nothing: values are not kept on disk.",
-    **_ADMIN,
-)
-def bgsave(session: Session, args: list[bytes]) -> Reply:
-    """BGSAVE [SCHEDULE]."""
-    if len(args) > 2 or (len(args) == 2 and args[1].upper() != b"SCHEDULE"):
-        return SYNTAX_ERROR
-    session.server.stats.note_save()
-    return simple("Background saving started")
-
-
-@command(
-    "bgrewriteaof",
-    arity=1,
-    flags="admin noscript no_async_loading",
-    summary="Nothing: there is no log of writes.",
-    **_ADMIN,
-)
-def bgrewriteaof(session: Session, args: list[bytes]) -> Reply:
-    """BGREWRITEAOF."""
-    return simple("Background append only file rewriting started")
 
 
 @command(
@@ -179,41 +119,10 @@ def wait(session: Session, args: list[bytes]) -> Answer:
     replicas = parse_integer(args[1])
     if replicas is None:
         return NOT_AN_INTEGER
-    wrong = _timeout_error(args[2])
+    wrong = timeout_error(args[2])
     if wrong is not None:
         return wrong
-    return ZERO if replicas <= 0 else _in_time(session, int(args[2]), ZERO)
-
-
-@command(
-    "waitaof",
-    arity=4,
-    flags="noscript",
-    acl="slow connection",
-    since="7.2.0",
-    syntax="numlocal numreplicas timeout",
-    tips="request_policy:all_shards response_policy:agg_min",
-    group="generic",
-    summary="Wait until all writes are in that many logs on disk, of which there are none.",
-)
-def waitaof(session: Session, args: list[bytes]) -> Answer:
-    """WAITAOF local replicas milliseconds: [0, 0] when the time is up."""
-    local, replicas = parse_integer(args[1]), parse_integer(args[2])
-    if local is None:
-        return NOT_AN_INTEGER
-    if local not in (0, 1):
-        return error("ERR value is out of range, must be between 0 and 1")
-    if replicas is None:
-        return NOT_AN_INTEGER
-    if replicas < 0:
-        return error("ERR value is out of range, must be positive")
-    wrong = _timeout_error(args[3])
-    if wrong is not None:
-        return wrong
-    if local:
-        return NO_AOF
-    none = array([ZERO, ZERO])
-    return none if not replicas else _in_time(session, int(args[3]), none)
+    return ZERO if replicas <= 0 else in_time(session, int(args[2]), ZERO)
 
 
 @command(
@@ -225,13 +134,14 @@ def waitaof(session: Session, args: list[bytes]) -> Answer:
     **_ADMIN,
 )
 def shutdown(session: Session, args: list[bytes]) -> Answer:
-    """SHUTDOWN: what SIGTERM does, so NOW and FORCE change nothing and there is nothing to SAVE. It is not answered:
-    the client sees its connection end."""
+    """SHUTDOWN: what SIGTERM does, so NOW, FORCE and SAVE change nothing; with NOSAVE what the disk has not yet is
+    given up. It is not answered: the client sees its connection end."""
     asked = {arg.upper() for arg in args[1:]}
     if asked - {b"NOSAVE", b"SAVE", b"NOW", b"FORCE", b"ABORT"} or {b"SAVE", b"NOSAVE"} <= asked:
         return SYNTAX_ERROR
     if b"ABORT" in asked:
         return SYNTAX_ERROR if len(asked) > 1 else error("ERR No shutdown in progress.")
+    session.server.save_on_exit = b"NOSAVE" not in asked
     session.server.request_shutdown()
     return session.wait()
 
@@ -287,7 +197,7 @@ def module_help(session: Session, args: list[bytes]) -> Reply:
     return help_reply("module")
 
 
-def _timeout_error(arg: bytes) -> bytes | None:
+def timeout_error(arg: bytes) -> bytes | None:
     """What is wrong with a timeout in milliseconds."""
     milliseconds = parse_integer(arg)
     if milliseconds is None:
@@ -299,14 +209,17 @@ def _timeout_error(arg: bytes) -> bytes | None:
     return None
 
 
-def _in_time(session: Session, milliseconds: int, reply: Reply) -> Answer:
-    """`reply`, but only when the time is up; at once inside a transaction, where nothing waits."""
+def in_time(session: Session, milliseconds: int, reply: Reply) -> Answer:
+    """`reply`, or what the pending answer's `timeout_reply` has become by then, but only when the time is up; at once
+    inside a transaction, where nothing waits."""
     if session.transaction is not None:
         return reply
     pending = session.wait()
     pending.timeout_reply = reply
     session.server.blocked[session.id] = pending
     if milliseconds:
-        timer = asyncio.get_running_loop().call_later(milliseconds / 1000, pending.resolve, reply)
+        timer = asyncio.get_running_loop().call_later(
+            milliseconds / 1000, lambda: pending.resolve(pending.timeout_reply)
+        )
         pending.on_cancel = timer.cancel
     return pending

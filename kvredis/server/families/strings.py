@@ -30,7 +30,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 from .values import EXPIRE, SET, UNITS, give_back, look_up, missing, option_expiry_ms, placed, publish
 
 if TYPE_CHECKING:
-    from kvredis.server.pending import Answer
+    from kvredis.server.pending import Answer, Pending
     from kvredis.server.session import Session
 
 MGET_BYTES_HIGH = 1024 * 1024
@@ -45,18 +45,26 @@ _HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
     arity=2,
     flags="readonly fast",
     keys=(1, 1, 1),
+    reads=(1, 1, 1),
+    waits=True,
     acl="read string fast",
     group="string",
     summary="Returns the string value of a key.",
     syntax="key",
     access="RO access",
 )
-def get(session: Session, args: list[bytes]) -> Reply:
+def get(session: Session, args: list[bytes]) -> Answer:
     """The value, lent if it lies in the arena."""
     value = session.fetch(args[1], session.space)
     if type(value) is bytes:
         return _HEADS[len(value)] + value + CRLF
-    return missing(session, args[1]) if value is None else _lent(session, value)  # type: ignore[arg-type]
+    if value is not None:
+        return _lent(session, value)  # type: ignore[arg-type]
+    if session.store.tiering is not None and session.transaction is None:
+        waiting = session.server.away.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
+        if waiting is not None:
+            return waiting
+    return missing(session, args[1])
 
 
 @command(
@@ -64,6 +72,7 @@ def get(session: Session, args: list[bytes]) -> Reply:
     arity=-3,
     flags="write denyoom",
     keys=(1, 1, 1),
+    reads=(1, 1, 1),
     acl="write string slow",
     payload=(2, 0),
     group="string",
@@ -152,6 +161,8 @@ def setnx(session: Session, args: list[bytes]) -> Reply:
     arity=-2,
     flags="readonly fast",
     keys=(1, -1, 1),
+    reads=(1, -1, 1),
+    waits=True,
     acl="read string fast",
     group="string",
     summary="Atomically returns the string values of one or more keys.",
@@ -168,6 +179,8 @@ def mget(session: Session, args: list[bytes]) -> Answer:
     """
     parts: list[Buffer] = [b"*%d\r\n" % (len(args) - 1)]
     left_bytes = MGET_BYTES_HIGH
+    if session.store.tiering is not None:
+        return _values_from(session, args, 1, parts)
     for at in range(1, len(args)):
         value = _value(session, args[at])
         if isinstance(value, bytes):
@@ -183,11 +196,19 @@ def mget(session: Session, args: list[bytes]) -> Answer:
     return parts
 
 
-def _values_from(session: Session, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply]:
-    """What MGET has found so far, then the values from argument `at` on as they are asked for."""
+def _values_from(session: Session, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Pending]:
+    """What MGET has found so far, then the values from argument `at` on as they are asked for, each waited for if it
+    is on disk."""
     yield parts
-    for key in args[at:]:
-        yield _value(session, key)
+    keys = args[at:]
+    if session.store.tiering is None:
+        yield from (_value(session, key) for key in keys)
+    else:
+        arrivals = session.server.away.stream(session, [(key, session.space) for key in keys])
+        for key in keys:
+            while (waiting := next(arrivals)) is not None:
+                yield waiting
+            yield _value(session, key)
     if not session.no_touch:
         session.store.touch(args[1:], session.space)
 
@@ -262,6 +283,7 @@ def _set_pairs(session: Session, args: list[bytes]) -> bytes:
     arity=4,
     flags="readonly",
     keys=(1, 1, 1),
+    reads=(1, 1, 1),
     acl="read string slow",
     group="string",
     since="2.4.0",
@@ -298,6 +320,7 @@ def getrange(session: Session, args: list[bytes]) -> Reply:
     arity=4,
     flags="readonly",
     keys=(1, 1, 1),
+    reads=(1, 1, 1),
     acl="read string slow",
     group="string",
     summary="The old name of GETRANGE.",

@@ -1,0 +1,270 @@
+"""What one of the disk's threads does for one block: write it out, or read it in.
+
+Bytes move without any lock. What came of it becomes true in the store afterwards, and only if the entry is still the
+one that was meant: a block that was deleted, written over or renamed on its way loses nothing but the way. While it is
+written a block is held like a reader's, so its bytes stay; while it is read its extent is a reservation.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from .allocator import Extent
+from .disk import TOGETHER_BYTES_MAX, DiskTier
+from .entry import INLINE_BYTES_MAX, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, extent_length
+from .errors import KVRedisError
+from .ledger import INLINE_LOOK_ENTRIES_MAX
+from .segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
+from .stats import TierStats
+from .transfers import NoRoom
+
+if TYPE_CHECKING:
+    from .store import Store
+
+assert HEADER_BYTES == PAYLOAD_OFFSET_BYTES, "a record is an extent's own image"
+
+ROOM_TRIES: Final = 64
+"""How often a block that comes back makes room that others take before it gives up."""
+
+
+class BlockLost(KVRedisError):
+    """What the transfer of a block ends with that the disk no longer has as it was."""
+
+    def __init__(self) -> None:
+        super().__init__("the block could not be read from disk, or was not what had been written")
+
+
+class Carrier:
+    """Carries the blocks of one store to its disk and back. Its methods block and belong on I/O threads; none is called
+    with the store's lock held, but for `let_go`."""
+
+    def __init__(self, store: "Store", disk: DiskTier, stats: TierStats) -> None:
+        self.failing = False
+        """The last write came to nothing."""
+        self.stalled = False
+        """Somebody has waited in vain for a write; the next one that succeeds clears it."""
+        self.written_s = store.now_s()
+        """When a block has last reached the disk."""
+        self.written = threading.Condition(store._lock)
+        """Notified after every attempt to write a block."""
+        self.on_room: Callable[[], None] | None = None
+        self._store = store
+        self._disk = disk
+        self._stats = stats
+        self._writing: set[Entry] = set()
+
+    def parcels(self, entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+        """Unsaved entries as `write_out` takes them: small ones many together, others one by one; in their order."""
+        bytes_max = min(TOGETHER_BYTES_MAX, self._disk.geometry.segment_bytes)
+        parcel: list[Entry] = []
+        parcel_bytes = 0
+        for entry in entries:
+            nbytes = record_bytes(entry.length)
+            if parcel and (entry.length >= INLINE_BYTES_MAX or parcel_bytes + nbytes > bytes_max):
+                yield parcel
+                parcel, parcel_bytes = [], 0
+            if entry.length >= INLINE_BYTES_MAX:
+                yield [entry]
+            else:
+                parcel.append(entry)
+                parcel_bytes += nbytes
+        if parcel:
+            yield parcel
+
+    def write_out(self, parcel: Sequence[Entry]) -> list[bool]:
+        """Write a parcel to disk, here and now. For each entry True when it is there, or nobody wants it any more."""
+        store = self._store
+        with self.written:
+            while not self._writing.isdisjoint(parcel):  # another thread is at it
+                self.written.wait()
+            going = [each for each in parcel if each in store.unsaved and self._disk.storable(each.key, each.length)]
+            blocks = [
+                (Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent) for each in going
+            ]
+            for entry in going:
+                entry.leases += 1
+                store.leases += 1
+            self._writing.update(going)
+        records: Sequence[Record | None] = [None] * len(going)
+        try:
+            if going:
+                records = self._write_together(blocks) or [self._write(*block) for block in blocks]
+        finally:
+            with self.written:
+                self._writing.difference_update(going)
+                for entry, record in zip(going, records, strict=True):
+                    self._publish(entry, record)
+                    store._release(entry)
+                if going:
+                    self.failing = None in records
+                if any(records):
+                    self.stalled, self.written_s = False, store.now_s()
+                safe = [each not in store.unsaved for each in parcel]
+                self.written.notify_all()
+        if self.on_room is not None:
+            self.on_room()
+        return safe
+
+    def _write_together(self, blocks: list[tuple[Facts, bytes | None, Extent]]) -> Sequence[Record] | None:
+        small = [(facts, value) for facts, value, _ in blocks if value is not None]
+        if len(small) < 2:
+            return None
+        records, left = self._disk.write_together(small, evict=self._store.evicts)
+        self._have_left(left)
+        return records
+
+    def _write(self, facts: Facts, value: bytes | None, extent: Extent) -> Record | None:
+        if value is None:
+            image = self._store.arena.view[extent.offset : extent.offset + extent.length]
+        else:
+            image = scratch(facts.length)
+            image[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
+        place, left = self._disk.place(facts.length, evict=self._store.evicts)
+        self._have_left(left)
+        return None if place is None else self._disk.write(place, image, facts)
+
+    def _publish(self, entry: Entry, record: Record | None) -> None:
+        """The store's lock is held: let a record be that of its entry, if this is still what it was written for."""
+        store = self._store
+        if record is None:
+            self._stats.spill_failed += 1
+            return
+        if entry not in store.unsaved:
+            self._disk.abandon(record.extent)
+            return
+        if (entry.key, entry.space) != record.name:  # it was renamed on its way
+            record.rename(entry.key, entry.space)
+        if self._disk.publish(record):
+            entry.record = record
+            del store.unsaved[entry]
+            if entry.expire_at_ms != record.expire_at_ms:
+                self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
+            self._stats.spilled += 1
+            self._stats.spilled_bytes += record.length
+
+    def _have_left(self, records: Sequence[Record]) -> None:
+        """The disk has let records go to make room: what memory does not have is gone."""
+        if not records:
+            return
+        store = self._store
+        with store._lock:
+            for record in records:
+                # A record that has left keeps its name, but the database of its entry may have been exchanged since.
+                named = (entries.get(record.key) for entries in store.index.spaces)
+                entry = next((each for each in named if each is not None and each.record is record), None)
+                if entry is not None:
+                    self.let_go(entry)
+                    if not entry.is_resident:
+                        store._lapse(entry)
+
+    def let_go(self, entry: Entry) -> None:
+        """The store's lock is held: an entry has no record any more, so that it is to be written again."""
+        entry.record = None
+        if entry.is_resident:
+            self._store.unsaved[entry] = self._store.writes
+
+    def read_in(self, key: bytes, space: int, *, drop: bool) -> None:
+        """Bring a block in. NoRoom when there is none; without `drop` nobody leaves unwritten for it."""
+        store = self._store
+        with store._lock:
+            entry = store.index.get(key, space)
+            if entry is None or entry.is_resident or entry.record is None:
+                return
+            record = entry.record
+        if record.length < INLINE_BYTES_MAX:
+            extent, image = NOWHERE, scratch(record.length)
+            self._make_inline_room(entry.memory_bytes + record.length)
+        else:
+            room = self._room(extent_length(record.length), drop=drop)
+            if room is None:
+                raise NoRoom
+            extent = room
+            image = store.arena.view[extent.offset : extent.offset + extent.length]
+        intact = None  # an exception tells nothing of the record
+        lost = False
+        try:
+            intact = self._disk.read(record, image)
+        finally:
+            with store._lock:
+                if extent is not NOWHERE:
+                    store.reserved_bytes -= extent.length
+                if not (intact and self._arrive(entry, record, extent, image)) and extent is not NOWHERE:
+                    store.allocator.free(extent)
+                if intact is False:
+                    lost = self._lose(entry, record)
+        if lost:
+            raise BlockLost
+
+    def _arrive(self, entry: Entry, record: Record, extent: Extent, image: memoryview) -> bool:
+        """The store's lock is held: a block has come in. False when it is not wanted any more, or is there."""
+        store = self._store
+        if not self._is_meant(entry, record) or entry.is_resident:
+            return False
+        store.away -= 1
+        self._stats.promoted += 1
+        self._stats.promoted_bytes += entry.length
+        if extent is NOWHERE:
+            entry.value = bytes(image[HEADER_BYTES : HEADER_BYTES + entry.length])  # readers share bytes without a hold
+            store.inline_bytes += entry.memory_bytes
+            store.inline_policy.admit(entry)
+            if store.inline_bytes > store.inline_bytes_high:
+                store._evict_inline(entry)
+        else:
+            entry.extent = extent
+            store.live_bytes += extent.length
+            store.policy.admit(entry)
+        return True
+
+    def _lose(self, entry: Entry, record: Record) -> bool:
+        """The store's lock is held: a record was not what had been written, and the disk has let go of it. False when
+        nobody misses it."""
+        if not self._is_meant(entry, record):
+            return False
+        self.let_go(entry)
+        if not entry.is_resident:
+            self._stats.lost += 1
+            self._store._lapse(entry)
+        return True
+
+    def _is_meant(self, entry: Entry, record: Record) -> bool:
+        """Whether a record that was read is still that of an entry, and this still in the index."""
+        return entry.record is record and self._store.index.get(entry.key, entry.space) is entry
+
+    def _room(self, nbytes: int, *, drop: bool) -> Extent | None:
+        """An extent for a block that comes in, the caller's as a reservation; whoever must be written for it is written
+        by this thread, which waits for no other."""
+        store = self._store
+        for _ in range(ROOM_TRIES):
+            with store._lock:
+                extent = store._place(nbytes, drop=False)
+                if extent is not None:
+                    store.reserved_bytes += nbytes
+                    return extent
+                found = store.allocator.window(nbytes, store._victims(store.policy))
+                standing = [] if found is None else [each for each in found[1] if not store._may_leave(each)]
+            if not standing or not all(self.write_out([entry])[0] for entry in standing):
+                break
+        if not drop:
+            return None
+        with store._lock:
+            extent = store._place(nbytes)
+            if extent is not None:
+                store.reserved_bytes += nbytes
+            return extent
+
+    def _make_inline_room(self, nbytes: int) -> None:
+        """The same for a small value: those are written that would have to leave for it."""
+        store = self._store
+        standing = []
+        with store._lock:
+            excess = store.inline_bytes + nbytes - store.inline_bytes_high
+            if excess > 0:
+                for entry in islice(store._victims(store.inline_policy), INLINE_LOOK_ENTRIES_MAX):
+                    if store._is_due(entry):
+                        standing.append(entry)
+                    excess -= entry.memory_bytes
+                    if excess <= 0:
+                        break
+        for parcel in self.parcels(standing):
+            self.write_out(parcel)

@@ -1,0 +1,368 @@
+"""What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
+
+The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which carrier.py
+does.
+
+Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that whoever stores
+finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they wait a
+bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave unwritten,
+and are counted.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Final
+
+from .bringing import Bringing
+from .carrier import Carrier
+from .disk import DiskTier
+from .entry import NOWHERE, Entry, extent_length
+from .index import SPACES
+from .io_threads import IoThreads, Priority
+from .prefetch import PrefetchJob, PrefetchJobs
+from .saving import Saving
+from .segment import Record
+from .stats import TierStats
+from .transfers import Kind, State, Transfer, Transfers
+
+if TYPE_CHECKING:
+    from .store import Store
+
+log = logging.getLogger(__name__)
+
+AHEAD_PART: Final = 8
+AHEAD_BYTES_MAX: Final = 256 * 1024 * 1024
+"""An eighth of the arena, but no more than this, is kept free or on disk already: what stores come to in the time that
+the disk needs to be woken, a few tenths of a second."""
+
+AHEAD_ENTRIES_MAX: Final = 512
+"""How many of the coldest entries are looked through for that: a tenth of a millisecond."""
+
+URGENT_ENTRIES: Final = 16
+"""How many of the coldest are written for somebody who waits, when none of them stands in his way."""
+
+INLINE_AHEAD_PART: Final = 8
+"""Small values are written when less than an eighth of their bound is left."""
+
+INLINE_LOOK_PART: Final = 128
+"""... and when another 128th of that bound has come since we last looked."""
+
+
+class Tiering:
+    """The ways between one store's memory and its disk. Any thread may call any public method without the store's lock,
+    but for those that say that they want it held."""
+
+    def __init__(self, store: "Store", disk: DiskTier, io: IoThreads, spill_wait_s: float) -> None:
+        self.disk = disk
+        self.io = io
+        self.transfers: Transfers[None] = Transfers(io)
+        self.jobs: PrefetchJobs[None] = PrefetchJobs(self._begin, clock_s=store.now_s)
+        self.saving = Saving(self, io)
+        self.spill_wait_s = spill_wait_s
+        """How long somebody who stores should wait for the disk to make room."""
+        self._store = store
+        self.stats = TierStats()
+        self.carrier = Carrier(store, disk, self.stats)
+        self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX)
+        self._taken_bytes = self._ahead_bytes  # since we last looked
+        self._listed_bytes = 0  # of prefetches that are not over
+        self._inline_taken_bytes = 0
+        self._inline_spill: Future[None] | None = None
+        self._settling: Future[bool] | None = None
+
+    # ---- for the store, its lock held --------------------------------------------------------------------------------
+
+    def storable(self, entry: Entry) -> bool:
+        """Whether such a block can be put on this disk at all."""
+        return self.disk.storable(entry.key, entry.length)
+
+    def touch_run(self, records: Sequence[Record]) -> None:
+        """Note that records were used, given head first: of these the last is the coldest."""
+        for record in reversed(records):
+            self.disk.touch(record)
+
+    def forget(self, entry: Entry) -> None:
+        """An entry has left the index."""
+        if len(self.transfers):
+            self.transfers.forget(entry.key, entry.space)
+        if entry.record is not None:
+            self.disk.forget(entry.key, entry.space)
+            entry.record = None
+
+    def unloaded(self, entry: Entry, record: Record) -> None:
+        """An entry has left memory. What is still in flight for it brings nothing to who sends for it from now on."""
+        if len(self.transfers):
+            self.transfers.forget(entry.key, entry.space)
+        self.disk.touch(record)
+
+    def clear(self, space: int | None) -> None:
+        """A database, or all, is emptied."""
+        self.transfers.forget_all(space)
+        self.disk.clear(space)
+
+    def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
+        """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
+        self.transfers.forget(*old)
+        if entry.record is not None and not self.disk.rename(old, (entry.key, entry.space)):
+            self.carrier.let_go(entry)
+        return entry.is_resident or entry.record is not None
+
+    def swap(self, first: int, second: int) -> None:
+        """Two databases are exchanged."""
+        for space in (first, second):
+            self.transfers.forget_all(space)
+        self.disk.swap(first, second)
+
+    def set_expiry(self, entry: Entry) -> None:
+        """An entry has another end."""
+        if entry.record is not None:
+            self.disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Make everything that the disk holds visible in a store that is empty."""
+        store, now_s = self._store, self._store.now_s()
+        for record in self.disk.records():
+            if record.space >= SPACES:
+                self.disk.forget(record.key, record.space)
+                continue
+            entry = Entry(record.key, record.space, record.length, NOWHERE, None)
+            entry.record, entry.expire_at_ms = record, record.expire_at_ms
+            entry.created_s = entry.accessed_s = now_s
+            store.index.put(entry)
+            store.away += 1
+            store._remember_expiry(entry)
+
+    def tick(self) -> None:
+        """To be called some ten times a second: what is due by the clock."""
+        self.io.drop_overdue()
+        self.jobs.cancel_overdue()
+        if self.disk.unsettled and (self._settling is None or self._settling.done()):
+            self._settling = self.io.submit(Priority.SPILL, 0, self.disk.settle)
+
+    def close(self, *, save: bool) -> None:
+        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk."""
+        store = self._store
+        self.carrier.on_room = None
+        if save:
+            self._save_all()
+        if not self.io.close():
+            log.warning("Disk tier: the device does not answer; what it was asked for last is given up")
+        self.saving.close()
+        with store._lock:
+            store._catch_up()
+        order = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
+        self.disk.close([(entry.key, entry.space) for entry in order])
+
+    def _save_all(self) -> None:
+        store = self._store
+        with store._lock:
+            count, nbytes = len(store.unsaved), sum(entry.length for entry in store.unsaved)
+        if not count:
+            return
+        began_s = store.now_s()
+        log.info("Disk tier: saving %d blocks (%.2f GiB)", count, nbytes / 1024**3)
+        done = threading.Event()
+        self.saving.save(0, lambda _: done.set())
+        done.wait()
+        if store.unsaved:
+            log.warning("Disk tier: %d blocks could not be saved and are lost", len(store.unsaved))
+        log.info("Disk tier: saved in %.1f s", store.now_s() - began_s)
+
+    # ---- making room -------------------------------------------------------------------------------------------------
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether it is worth waiting for the disk."""
+        return not (self.carrier.failing or self.carrier.stalled)
+
+    def call_on_room(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, in an I/O thread, when a block has reached the disk or could not be written, so that
+        it is worth asking for room again; there is one such callback."""
+        self.carrier.on_room = callback
+
+    def waited_in_vain(self, since_s: float) -> None:
+        """Somebody has waited from `since_s`, on the store's clock, without room coming for him. When no block at all
+        has reached the disk since, nobody shall wait until one does."""
+        self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
+
+    def make_room(self, nbytes: int, *, urgent: bool) -> None:
+        """Somebody has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
+        self._taken_bytes += nbytes
+        if urgent or self._taken_bytes * 4 >= self._ahead_bytes:
+            with self._store._lock:
+                self._taken_bytes = 0
+                plan = self._plan(nbytes if urgent else 0)
+            self.spill(plan)
+
+    def make_inline_room(self, newest: Entry) -> None:
+        """The same for small values, of which `newest` has just arrived."""
+        store, high = self._store, self._store.inline_bytes_high
+        self._inline_taken_bytes += newest.memory_bytes
+        if not store.keep:
+            self.spill([newest])
+        elif self._inline_taken_bytes * INLINE_LOOK_PART > high and store.inline_bytes * INLINE_AHEAD_PART > high * (
+            INLINE_AHEAD_PART - 1
+        ):
+            if self._inline_spill is not None and not self._inline_spill.done():
+                return
+            with store._lock:
+                self._inline_taken_bytes = 0
+                coldest = islice(store._victims(store.inline_policy), AHEAD_ENTRIES_MAX)
+                plan = [entry for entry in coldest if store._is_due(entry)]
+            if plan:
+                job = partial(self._write_all, plan)
+                self._inline_spill = self._submit(Priority.SPILL, sum(entry.length for entry in plan), job)
+
+    def wait_for_room(self, timeout_s: float) -> bool:
+        """Block until something has been written; False when nothing was. Not for an event loop."""
+        with self.carrier.written:
+            return self.carrier.written.wait(timeout_s)
+
+    def spill(self, entries: Iterable[Entry]) -> None:
+        """Have blocks written that are not on their way; those that the queue has no room for are met again."""
+        for entry in entries:
+            if self.transfers.find(entry.key, entry.space) is None:
+                start = partial(self._submit, Priority.SPILL, entry.length, partial(self._write_all, [entry]))
+                self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
+
+    def _plan(self, wanted_bytes: int) -> list[Entry]:
+        """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
+        store = self._store
+        found = store.allocator.window(wanted_bytes, store._victims(store.policy)) if wanted_bytes else None
+        plan = [] if found is None else [entry for entry in found[1] if store._is_due(entry)]
+        short_bytes = self._ahead_bytes - store.allocator.free_bytes
+        if short_bytes > 0:
+            for entry in islice(store._victims(store.policy), AHEAD_ENTRIES_MAX):
+                if store._is_due(entry):
+                    plan.append(entry)
+                short_bytes -= entry.extent.length
+                if short_bytes <= 0:
+                    break
+        if wanted_bytes and not plan:  # a window lies behind more unwritten ones than the store passes over
+            coldest = islice(store._victims(store.policy), AHEAD_ENTRIES_MAX)
+            plan = list(islice(filter(store._is_due, coldest), URGENT_ENTRIES))
+        return plan
+
+    def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
+        """The entries whose write had number `since` or a later one and that the disk has not, with those numbers. All
+        of them (0) in the order in which they would leave: if the disk is too small it has the hottest in the end."""
+        store = self._store
+        with store._lock:
+            if since > 0:
+                return list(takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items())))
+            ordered = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
+            ordered = [entry for entry in ordered if entry in store.unsaved]
+            leased = store.unsaved.keys() - set(ordered)
+            return [(entry, store.unsaved[entry]) for entry in (*ordered, *leased)]
+
+    def _write_all(self, entries: Sequence[Entry]) -> None:
+        for parcel in self.carrier.parcels(entries):
+            self.carrier.write_out(parcel)
+
+    # ---- asking for blocks -------------------------------------------------------------------------------------------
+
+    def bring(self, names: Iterable[tuple[bytes, int]], done: Callable[[Bringing], None]) -> Bringing | None:
+        """Have blocks, each a key and its database, brought into memory and held there; None when none of them is away.
+
+        `done` is called with what this returns once all that can be had is there: in an I/O thread as a rule, perhaps
+        before this returns. Whoever asked ends the hold with `release`.
+        """
+        wanted = dict.fromkeys(names)
+        if all((entry := self._store.find(*name)) is None or entry.is_resident for name in wanted):
+            return None
+        bringing = Bringing(self._store, done)
+        bringing.start(wanted, self.promote)
+        return bringing
+
+    def promote(self, key: bytes, space: int, done: Callable[[Transfer[None]], None]) -> Transfer[None] | None:
+        """Have a block brought in for somebody who waits; None when it is in memory or nowhere."""
+        entry = self._store.find(key, space)
+        if entry is None or entry.is_resident:
+            return None
+        return self._send_for(Kind.PROMOTE, entry, done)
+
+    def prefetch(
+        self, keys: Sequence[bytes], space: int = 0, *, kind: Kind = Kind.PREFETCH, deadline_s: float | None = None
+    ) -> PrefetchJob[None] | None:
+        """Have blocks brought in ahead of need, head first; answers at once. None when there are too many such jobs.
+
+        What is here counts as used now, and the rest when it has come, its tail as the coldest. What memory could not
+        hold at one time has no room from the start. `deadline_s` is on the store's monotonic clock.
+        """
+        store = self._store
+        job = self.jobs.open(deadline_s, kind)
+        if job is None:
+            return None
+        left_bytes = store.arena.nbytes - store.retired_bytes - store.reserved_bytes - self._listed_bytes
+        here: list[bytes] = []
+        wanted: list[bytes] = []
+        wanted_bytes = missing = no_room = 0
+        for key in keys:
+            entry = store.find(key, space)
+            if entry is None:
+                missing += 1
+                continue
+            needed = extent_length(entry.length)
+            if entry.is_resident:
+                here.append(key)
+                left_bytes -= needed
+            elif needed > left_bytes - wanted_bytes:
+                no_room += 1
+            else:
+                wanted.append(key)
+                wanted_bytes += needed
+        job.count(resident=len(here), missing=missing, no_room=no_room)
+        job.fetch(wanted, space)
+        store.touch(here, space)
+        if wanted:
+            with store._lock:
+                self._listed_bytes += wanted_bytes
+            job.add_done(partial(self._prefetched, wanted, space, wanted_bytes))
+        job.seal()
+        return job
+
+    def _prefetched(self, keys: list[bytes], space: int, nbytes: int, job: PrefetchJob[None]) -> None:
+        with self._store._lock:
+            self._listed_bytes -= nbytes
+        self._store.touch(keys, space)  # they came head first, and would leave so
+
+    def _begin(
+        self, kind: Kind, key: bytes, space: int, done: Callable[[Transfer[None]], None]
+    ) -> Transfer[None] | State:
+        """Put one block of a prefetch on its way."""
+        entry = self._store.find(key, space)
+        if entry is None:
+            return State.CANCELLED
+        if entry.is_resident:
+            return State.DONE
+        return self._send_for(kind, entry, done)
+
+    def _send_for(self, kind: Kind, entry: Entry, done: Callable[[Transfer[None]], None]) -> Transfer[None]:
+        record = entry.record
+        if record is not None:  # else what has to leave memory for it could push it off a full disk
+            self.disk.touch(record)
+        read = partial(self.carrier.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
+        start = partial(self._submit, kind.priority, entry.length, read)
+        return self.transfers.join_or_start(kind, entry.key, entry.space, start, done)
+
+    def _submit(self, priority: Priority, nbytes: int, job: Callable[[], None]) -> "Future[None] | None":
+        return self.io.submit(priority, nbytes, job)
+
+    # ---- figures -----------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, int | str]:
+        """What KV.TIERS tells of the disk; sizes in bytes."""
+        jobs = self.io.figures()
+        return {
+            **self.disk.figures(),
+            "queued_promotes": jobs[Priority.DEMAND].queued,
+            "queued_prefetches": jobs[Priority.PREFETCH].queued,
+            "queued_spills": jobs[Priority.SPILL].queued,
+            "prefetch_jobs": len(self.jobs),
+        }
