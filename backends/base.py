@@ -8,6 +8,7 @@ and is tried again later.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -52,6 +53,62 @@ class Lease(Protocol):
     ) -> None: ...
 
 
+class Prefetch(Protocol):
+    """Blocks on their way to be near. It holds no bytes: what has come may leave again like any other block.
+
+    The counts are blocks, each in one of the four; a queued one for which there is no room after all moves to no_room.
+    """
+
+    @property
+    def queued(self) -> int:
+        """Are on their way, or have come."""
+
+    @property
+    def resident(self) -> int:
+        """Were near already."""
+
+    @property
+    def missing(self) -> int:
+        """Are in no tier."""
+
+    @property
+    def no_room(self) -> int:
+        """Have no room where they should come."""
+
+    @property
+    def refused(self) -> str:
+        """Why nothing is fetched at all; "" when nobody refused."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is on its way any more, or nobody can tell. May ask a server."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is finished, at most so long; say whether it is."""
+
+    def cancel(self) -> None:
+        """Want no more of it: what has not begun is not fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class NothingToFetch:
+    """A Prefetch of which nothing is on its way."""
+
+    resident: int = 0
+    missing: int = 0
+    refused: str = ""
+    queued: int = 0
+    no_room: int = 0
+    is_finished: bool = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """As Prefetch.wait."""
+        return True
+
+    def cancel(self) -> None:
+        """As Prefetch.cancel."""
+
+
 class Backend(Protocol):
     """Blocks under keys, in batches. Every method may be called from any thread."""
 
@@ -59,10 +116,16 @@ class Backend(Protocol):
         """Count how many of `keys`, from the first on, are present without a gap; the run is touched."""
 
     def reserve(self, key: bytes, length: int) -> Reservation | None:
-        """Get room for a value of `length` bytes, or None: there is none, or nobody would take it."""
+        """Get room for a value of `length` bytes, or None: there is none, or nobody would take it.
+
+        May block for a moment, for a disk to make room.
+        """
+
+    def room(self, length: int) -> int:
+        """Count the values of `length` bytes that would be taken now; any number where others leave for them."""
 
     def load(self, keys: Sequence[bytes]) -> Generator[Lease | None, None, None]:
-        """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive.
+        """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive, some way ahead of the reader.
 
         The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
         makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.
@@ -76,8 +139,8 @@ class Backend(Protocol):
     def delete(self, keys: Sequence[bytes]) -> int:
         """Take keys away and count how many there were."""
 
-    def prefetch(self, keys: Sequence[bytes]) -> int:
-        """Ask for blocks to be brought near and answer at once with the number of transfers queued."""
+    def prefetch(self, keys: Sequence[bytes]) -> Prefetch:
+        """Ask for blocks, the most urgent first, to be brought near; answers at once."""
 
     def flush(self) -> int:
         """Wait until every commit so far is answered; count those refused since the last flush."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Final, Self
 
@@ -159,6 +160,13 @@ class Connection(Wire):
         """SET; the reply is "OK" or an error."""
         self.send_set(key, *views)
         return self.read()
+
+    def interrupt(self) -> None:
+        """Make whatever waits on it fail at once, and all that is tried on it later: the one call for other threads."""
+        sock = self._sock
+        if sock is not None:
+            with suppress(OSError):  # closed meanwhile
+                sock.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self

@@ -1,21 +1,25 @@
 """Connections with requests under way: SETs whose answers are still out, and GETs asked for ahead of their reading.
 
-A lane is used for one of the two only, so that all replies on it are of one kind and none has to be put aside. Errors
-of the connection pass through: BackendError, and the lane is done for.
+A lane is used for one of the two only, so that no reply has to be put aside. Errors of the connection pass through:
+BackendError, and the lane is done for.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from kvredis.storage.errors import BackendError
 
 from .connection import Allocate, Connection, Reply
+from .remote_holds import RemoteReservation
+from .remote_prefetch import QUESTION_KEYS, parts_of
 
 SETS_UNANSWERED_MAX: Final = 64
 """Answers are short, so this many fit into any socket buffer; reading half of them at once saves system calls."""
+SETS_UNANSWERED_BYTES: Final = 8 * 1024 * 1024
+"""Of values on a lane, beyond the one sent last: what the kernel holds on both sides, and no memory to spare."""
 AHEAD_MIN: Final = 2
 """GETs asked for ahead on a lane: one being sent by the server while the next is known to it."""
 AHEAD_MAX: Final = 64
@@ -25,26 +29,51 @@ DRAIN_BYTES_MAX: Final = 4 * 1024 * 1024
 """What is read and dropped to save a connection whose load was given up; beyond it a new one is cheaper."""
 
 
-class SetLane:
-    """SETs in flight on one connection."""
+class Touch:
+    """Keys to be touched, head of the prefix first, in between the SETs."""
 
-    __slots__ = ("connection", "unanswered")
+    __slots__ = ("keys",)
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+
+
+class SetLane:
+    """SETs, and touches, in flight on one connection."""
+
+    __slots__ = ("connection", "unanswered", "unanswered_bytes")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.unanswered = 0
+        self.unanswered: deque[RemoteReservation | Touch | None] = deque()  # None: a part of the touch that follows
+        self.unanswered_bytes = 0
 
-    def send(self, key: bytes, view: memoryview) -> None:
-        """Send one SET; on return `view` is the caller's again."""
-        self.unanswered += 1  # before it is sent: one that fails halfway is never answered and counts as refused
-        self.connection.send_set(key, view)
+    @property
+    def is_full(self) -> bool:
+        """Say whether it is time to read some answers."""
+        count = len(self.unanswered)
+        return count >= SETS_UNANSWERED_MAX or (count > 1 and self.unanswered_bytes > SETS_UNANSWERED_BYTES)
 
-    def answers(self, keep: int = 0) -> Iterator[Reply]:
-        """Read answers until `keep` are left; waits for them."""
-        while self.unanswered > keep:
+    def send(self, item: RemoteReservation | Touch) -> None:
+        """Send a SET, or a TOUCH, its tail first: what is touched last stays longest."""
+        if isinstance(item, Touch):
+            parts = parts_of(item.keys, QUESTION_KEYS)[::-1]
+            self.unanswered += [None] * (len(parts) - 1)
+            self.unanswered.append(item)
+            self.connection.send_many((b"TOUCH", *part) for part in parts)
+        else:
+            self.unanswered.append(item)  # before it is sent: one that fails halfway is never answered
+            self.unanswered_bytes += len(item.view)
+            self.connection.send_set(item.key, item.view)
+
+    def answers(self, keep: int, keep_bytes: int) -> Iterator[tuple[RemoteReservation | Touch | None, Reply]]:
+        """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them."""
+        while len(self.unanswered) > keep or (len(self.unanswered) > 1 and self.unanswered_bytes > keep_bytes):
             reply = self.connection.read()
-            self.unanswered -= 1
-            yield reply
+            item = self.unanswered.popleft()
+            if isinstance(item, RemoteReservation):
+                self.unanswered_bytes -= len(item.view)
+            yield item, reply
 
 
 class GetLane:

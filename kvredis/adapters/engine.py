@@ -4,7 +4,8 @@ The cache must never be the reason that an engine fails: trouble of the backend,
 what its layout says are misses, counted and logged once per spell. Only the caller's own mistakes raise: KV whose shape
 or dtype is not the layout's (LayoutError), tokens that are not integers (TypeError).
 
-Bytes are copied once per side, between the engine's tensors and the backend's memory.
+Bytes are copied once per side, between the engine's tensors and the backend's memory. `store` waits for that copy and
+not for the network behind it: what a server cannot take in time is dropped and counted.
 """
 
 import logging
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from kvredis.backends.base import Backend
+from kvredis.backends.base import Backend, NothingToFetch, Prefetch
 from kvredis.backends.config import Config
 from kvredis.backends.opening import open_backend
 from kvredis.storage.errors import LayoutError
@@ -46,8 +47,10 @@ class EngineStats:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
+    dropped_stores: int = 0
+    """Chunks that were not handed over: too much that was stored before is still on its way, or the server is lost."""
     refused_stores: int = 0
-    """Chunks for which there was no room, or which the server did not take."""
+    """Chunks for which there was no room after all, and those that flush() has found were not taken."""
     refused_blocks: int = 0
     """Blocks that were found but were not what the layout says."""
     errors: int = 0
@@ -71,12 +74,51 @@ class LoadPlan:
         return max(self.hit - self.cached, 0)
 
 
-@dataclass(frozen=True, slots=True)
 class Job:
-    """A prefetch that was asked for: the prompt's `tokens` that chunks can cover, the transfers that were `queued`."""
+    """A prefetch that was asked for: `tokens` of the prompt that chunks can cover, and what became of its chunks.
 
-    tokens: int
-    queued: int
+    Of these `queued` are on their way or have come, `resident` were near already, `missing` are stored nowhere, and
+    for `no_room` there is no room where they should come. `refused` says why nothing is fetched at all, else "". What
+    has come is held by nobody: it may leave again. A job may be let go of at any time.
+    """
+
+    def __init__(self, tokens: int, prefetch: Prefetch) -> None:
+        self.tokens = tokens
+        self.refused = prefetch.refused
+        self._prefetch = prefetch
+
+    @property
+    def queued(self) -> int:
+        """Chunks that are on their way or have come."""
+        return self._prefetch.queued
+
+    @property
+    def resident(self) -> int:
+        """Chunks that were near already."""
+        return self._prefetch.resident
+
+    @property
+    def missing(self) -> int:
+        """Chunks that are stored nowhere."""
+        return self._prefetch.missing
+
+    @property
+    def no_room(self) -> int:
+        """Chunks that would not fit."""
+        return self._prefetch.no_room
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is on its way any more. With a server this asks it."""
+        return self._prefetch.is_finished
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is done, at most so long; say whether it is."""
+        return self._prefetch.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Want no more of it: what has not begun is not fetched."""
+        self._prefetch.cancel()
 
 
 class CacheEngine:
@@ -93,6 +135,7 @@ class CacheEngine:
         self.stats = EngineStats()
         self._recent: tuple[bytes, list[ChunkKey]] = (b"", [])
         self._failing = False
+        self._refusal_told = False
 
     @classmethod
     def from_env(cls, layout: ChunkLayout) -> Self:
@@ -125,11 +168,13 @@ class CacheEngine:
         return plan
 
     def store(self, tokens: Tokens, kv: KV, *, request: str = "-") -> int:
-        """Stores the chunks that are not stored yet; returns their tokens (a lower bound if the server refused some).
+        """Stores the chunks that are not stored yet; returns the tokens of those that the backend has taken over.
 
         `kv` holds K and V of at least the chunked tokens, from position 0 on; it is the caller's again on return.
         Chunks go tail first, each behind a touch of the head that is there, so that what eviction leaves of a prompt is
-        a prefix. Returns when the backend has acknowledged all. Raises LayoutError when `kv` is not of the layout.
+        a prefix. As much goes as is taken without waiting: when the queue to a server has not room for all, the first
+        chunks go, so that the next time it goes on from there, and the rest is dropped. Waits for one question and the
+        copy; flush() waits for what is on its way. Raises LayoutError when `kv` is not of the layout.
         """
         keys = self._keys(tokens)
         if not keys:
@@ -142,8 +187,9 @@ class CacheEngine:
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
             total = len(tokens)
             logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, total, request)
-            if missing:
-                stored = self._store_chunks(keys, present, kv)
+            stored = self._store_missing(keys, present, kv)
+            if stored < missing:
+                logger.info("Dropped %d tokens of request %s: no more is taken for now", missing - stored, request)
         seconds = time.perf_counter() - started_s
         self.stats.stored_tokens += stored
         self.stats.stored_bytes += stored * self.layout.bytes_per_token
@@ -182,15 +228,27 @@ class CacheEngine:
         return position
 
     def prefetch(self, tokens: Tokens) -> Job:
-        """Asks the backend to bring the prompt's chunks near; answers at once."""
+        """Asks the backend to bring the prompt's chunks near, head first; answers at once."""
         keys = self._keys(tokens)
-        queued = 0
+        prefetch: Prefetch = NothingToFetch()
         with self._forgiving("prefetch"):
-            queued = self.backend.prefetch([chunk.key for chunk in keys]) if keys else 0
-        return Job(keys[-1].stop if keys else 0, queued)
+            if keys:
+                prefetch = self.backend.prefetch([chunk.key for chunk in keys])
+        if prefetch.refused and not self._refusal_told:
+            self._refusal_told = True
+            logger.warning("KV cache prefetch is refused: %s (said once)", prefetch.refused)
+        return Job(keys[-1].stop if keys else 0, prefetch)
+
+    def flush(self) -> int:
+        """Waits until all that was stored so far has arrived; returns how many chunks since the last flush have not."""
+        refused = 0
+        with self._forgiving("flush"):
+            refused = self.backend.flush()
+        self.stats.refused_stores += refused
+        return refused
 
     def close(self) -> None:
-        """Closes the backend."""
+        """Closes the backend, which may wait for blocking_timeout_secs: what is on its way then is dropped."""
         self.backend.close()
 
     def __enter__(self) -> Self:
@@ -201,27 +259,42 @@ class CacheEngine:
 
     # -- one chunk at a time ------------------------------------------------------------------------------------------
 
+    def _store_missing(self, keys: list[ChunkKey], present: int, kv: KV) -> int:
+        """Writes keys[present:], all at once or from the head on as many at a time as there is room for; returns the
+        tokens that were taken. Ends at the first chunk that is not: what is behind a gap is worth nothing."""
+        head, stored, refused = present, 0, self.stats.refused_stores
+        while self.stats.refused_stores == refused and (stop := self._room(keys, head)) > head:
+            stored += self._store_chunks(keys[:stop], head, kv)
+            head = stop
+        self.stats.dropped_stores += len(keys) - head
+        return stored
+
+    def _room(self, keys: list[ChunkKey], head: int) -> int:
+        """How many of `keys` can be stored now if the first `head` are; no more if it is not worth a touch of these."""
+        left = len(keys) - head
+        if left:
+            room = self.backend.room(block_bytes(self.layout, self.layout.chunk_tokens))
+            return head + min(room, left) if room >= min(left, self._touch_every(head)) else head
+        return len(keys)
+
+    def _touch_every(self, head: int) -> int:
+        """Chunks to be written for each touch of `head` others."""
+        return 1 + head * TOUCH_KEY_BYTES * TOUCH_SHARE // self.layout.chunk_bytes()
+
     def _store_chunks(self, keys: list[ChunkKey], present: int, kv: KV) -> int:
         """Writes keys[present:] from the last to the first; returns the tokens that were taken."""
         head = [chunk.key for chunk in keys[:present]]
-        touch_bytes = len(head) * TOUCH_KEY_BYTES * TOUCH_SHARE
-        touch_every = 1 + touch_bytes // self.layout.chunk_bytes()
-        refused_s, stored = 0.0, 0
+        touch_every = self._touch_every(present)
+        stored = 0
         for count, chunk in enumerate(reversed(keys[present:])):
             if head and count % touch_every == 0:
                 self.backend.touch(head)
-            started_s = time.perf_counter()
             if self._store_chunk(chunk, kv):
                 stored += chunk.stop - chunk.start
-                continue
-            self.stats.refused_stores += 1
-            refused_s += time.perf_counter() - started_s
-            if refused_s > self.config.blocking_timeout_secs:
-                break
-        refused = self.backend.flush()
-        self.stats.refused_stores += refused
+            else:  # those nearer to the head are still worth storing
+                self.stats.refused_stores += 1
         self.backend.touch([chunk.key for chunk in keys])
-        return max(stored - refused * self.layout.chunk_tokens, 0)
+        return stored
 
     def _store_chunk(self, chunk: ChunkKey, kv: KV) -> bool:
         tokens = chunk.stop - chunk.start

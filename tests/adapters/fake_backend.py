@@ -4,6 +4,8 @@ from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from types import TracebackType
 
+from kvredis.backends.base import NothingToFetch
+
 
 class FakeReservation:
     """Room for one value; visible after commit."""
@@ -54,6 +56,7 @@ class FakeBackend:
         self.written: list[bytes] = []
         self.leases = 0
         self.refused = 0
+        self.refusal = ""
         self.full = self.broken = self.closed = False
 
     def put(self, key: bytes, value: bytes) -> None:
@@ -91,9 +94,12 @@ class FakeBackend:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
 
-    def prefetch(self, keys: Sequence[bytes]) -> int:
+    def room(self, length: int) -> int:
+        return 1 << 30
+
+    def prefetch(self, keys: Sequence[bytes]) -> NothingToFetch:
         self._try()
-        return 0
+        return NothingToFetch(resident=len(keys), refused=self.refusal)
 
     def flush(self) -> int:
         self._try()

@@ -204,18 +204,46 @@ def test_a_broken_backend_is_a_miss_logged_once_per_spell(
         assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == spell
 
 
+def test_a_prefetch_is_a_job_that_counts_chunks(engine: CacheEngine) -> None:
+    job = engine.prefetch(list(range(100)))
+    assert (job.tokens, job.queued, job.resident, job.missing, job.no_room, job.refused) == (96, 0, 6, 0, 0, "")
+    job.cancel()
+    assert job.wait(0)
+    assert job.done
+
+
+def test_a_prefetch_that_fails_or_is_refused_is_done_and_says_so_once(
+    engine: CacheEngine, backend: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.refusal = "no memory to keep it in"
+    for _ in range(3):
+        job = engine.prefetch(list(range(64)))
+        assert job.refused == backend.refusal
+        assert job.done
+    assert caplog.messages == ["KV cache prefetch is refused: no memory to keep it in (said once)"]
+    backend.broken = True
+    job = engine.prefetch(list(range(64)))
+    assert (job.tokens, job.queued, job.resident, job.done, job.wait(0)) == (64, 0, 0, True, True)
+
+
 def test_a_full_backend_is_counted_and_stores_nothing(engine: CacheEngine, backend: FakeBackend) -> None:
     backend.full = True
     assert engine.store(list(range(64)), kv_of(64)) == 0
     assert engine.stats.refused_stores == 4
 
 
-def test_chunks_that_the_server_refused_later_are_not_reported_as_stored(
+def test_chunks_that_did_not_arrive_are_counted_when_somebody_waits_for_them(
     engine: CacheEngine, backend: FakeBackend
 ) -> None:
     backend.refused = 1
-    assert engine.store(list(range(64)), kv_of(64)) == 48
+    assert engine.store(list(range(64)), kv_of(64)) == 64
+    assert engine.stats.refused_stores == 0
+    assert engine.flush() == 1
+    assert engine.flush() == 0
     assert engine.stats.refused_stores == 1
+    backend.broken = True
+    assert engine.flush() == 0
+    assert engine.stats.errors == 1
 
 
 def test_kv_of_another_layout_is_the_callers_mistake_and_raises(engine: CacheEngine, backend: FakeBackend) -> None:

@@ -13,9 +13,10 @@ import pytest
 from kvredis.backends.address import parse_url
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.disk import DiskOptions, DiskTier
 from kvredis.storage.store import Store
 
-from .fake_server import FakeServer
+from .fake_server import FakeServer, Shelf
 
 ROOT = Path(__file__).parents[2]
 EXIT_S = 30
@@ -123,6 +124,11 @@ def small_store(nbytes: int = 32 << 20) -> Store:
     return Store(Arena.create(nbytes, HugepageMode.OFF))
 
 
+def small_disk(directory: Path, nbytes: int = 64 << 20) -> DiskTier:
+    """A disk tier to put below a store, in segments of 4 MiB."""
+    return DiskTier.open(DiskOptions(directory, nbytes, direct=False, segment_bytes=4 << 20))
+
+
 class Clock:
     """Time that passes when the test says so."""
 
@@ -167,3 +173,12 @@ def connect(store: Store, clock: Clock) -> Iterator[Connect]:
     yield make
     for backend in made:
         backend.close()
+
+
+@pytest.fixture
+def shelf(fake: FakeServer, connect: Connect) -> Iterator[Shelf]:
+    """What the fake server answers with; it takes SETs when the test says so, and before the backends are closed."""
+    fake.answer = shelf = Shelf()
+    shelf.open.clear()
+    yield shelf
+    shelf.open.set()

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,53 @@ def polite(args: list[bytes]) -> bytes | Leave:
         case b"EXISTS" | b"TOUCH" | b"UNLINK":
             return b":0\r\n"
     return b"-ERR unknown command '%b', with args beginning with: \r\n" % args[0]
+
+
+class Shelf:
+    """Keeps what it was given, of `blocks_max` values those that were used last; of what is touched the first stays
+    longest, as with kvredis.
+
+    While `open` is not set it takes no SET, and then each one `lag_s` late, or when something else comes meanwhile:
+    what must not overtake a SET is caught in the act. `log` has the commands in the order of their answers.
+    """
+
+    def __init__(self, blocks_max: int = 1000) -> None:
+        self.values: OrderedDict[bytes, bytes] = OrderedDict()
+        self.blocks_max = blocks_max
+        self.open = threading.Event()
+        self.open.set()
+        self.lag_s = 0.0
+        self._overtaken = threading.Event()
+        self.log: list[tuple[bytes, ...]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, args: list[bytes]) -> bytes | Leave:
+        """Answer a command."""
+        if args[0] == b"SET":
+            self.open.wait()
+            self._overtaken.wait(self.lag_s)
+        elif args[0] != b"PING":
+            self._overtaken.set()
+        with self._lock:
+            self.log.append((args[0], args[1] if len(args) > 1 else b""))
+            present = [key for key in args[1:] if key in self.values]
+            match args[0]:
+                case b"SET":
+                    self.values.pop(args[1], None)
+                    while len(self.values) >= self.blocks_max:
+                        self.values.popitem(last=False)
+                    self.values[args[1]] = args[2]
+                case b"GET" if present:
+                    return b"$%d\r\n%b\r\n" % (len(self.values[args[1]]), self.values[args[1]])
+                case b"EXISTS":
+                    return b":%d\r\n" % len(present)
+                case b"TOUCH":
+                    for key in reversed(present):
+                        self.values.move_to_end(key)
+                    return b":%d\r\n" % len(present)
+                case b"UNLINK":
+                    return b":%d\r\n" % sum(self.values.pop(key, None) is not None for key in present)
+        return polite(args)
 
 
 class FakeServer:

@@ -1,21 +1,21 @@
 """A remote backend and servers that go, come back or refuse: it answers as an empty cache, says so once, and mends."""
 
 import signal
-import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvredis.backends.address import parse_url
-from kvredis.backends.lanes import SETS_UNANSWERED_MAX
+from kvredis.backends.lanes import SETS_UNANSWERED_MAX, SetLane, Touch
 from kvredis.backends.link import RETRY_S_MAX, RETRY_S_MIN
 from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.remote_holds import RemoteReservation
 from kvredis.storage.store import Store
 
 from .conftest import Clock, Connect, StartServer, small_store
-from .fake_server import FakeServer, Leave, polite
-from .verbs import content, keys_of, loaded, put
+from .fake_server import FakeServer, Leave, Shelf, polite
+from .verbs import content, keys_of, loaded, put, put_through
 
 
 def lost_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -30,7 +30,7 @@ def test_an_absent_server_is_an_empty_cache_said_once(
 ) -> None:
     backend = connect(f"unix://{tmp_path}/fake")
     keys = keys_of(3)
-    assert backend.match(keys) == backend.touch(keys) == backend.delete(keys) == backend.prefetch(keys) == 0
+    assert backend.match(keys) == backend.touch(keys) == backend.delete(keys) == backend.prefetch(keys).queued == 0
     assert loaded(backend, keys) == [None] * 3
     assert not put(backend, b"k", b"x")
     assert backend.flush() == 0
@@ -88,8 +88,7 @@ def test_a_server_killed_within_a_load_gives_misses_and_is_used_again_after_its_
     backend = connect(server.url)
     keys = keys_of(20)
     for key in keys:
-        assert put(backend, key, content(key))
-    assert backend.flush() == 0
+        assert put_through(backend, key, content(key))
     values: list[bytes | None] = []
     for number, lease in enumerate(backend.load(keys)):
         values.append(None if lease is None else bytes(lease.view))
@@ -134,7 +133,7 @@ def test_a_server_that_hangs_is_a_miss_within_the_timeout(
     server = server_of("redis")
     backend = connect(server.url, timeout_s=0.2)
     keys = keys_of(4)
-    assert put(backend, keys[0], content(keys[0], 20_000))
+    assert put_through(backend, keys[0], content(keys[0], 20_000))
     assert backend.match(keys) == 1
     server.signal(signal.SIGSTOP)
     assert loaded(backend, keys) == [None] * 4
@@ -160,7 +159,7 @@ def test_a_password_opens_and_a_wrong_one_is_a_lost_server(
     server = server_of("redis", "--requirepass", "open sesame")
     right = server.url.replace("unix://", "unix://:open%20sesame@") + "?db=3"
     with closing(RemoteBackend(parse_url(right), small_store())) as backend:
-        assert put(backend, b"k", b"value")
+        assert put_through(backend, b"k", b"value")
         assert backend.match([b"k"]) == 1
     assert not caplog.records
     for url in (server.url, server.url.replace("unix://", "unix://:wrong@")):
@@ -204,13 +203,30 @@ def test_closing_waits_for_the_answers_to_what_was_sent(fake: FakeServer, connec
     assert backend.stats()["stored"] == 5
 
 
-def test_answers_to_sets_do_not_pile_up(fake: FakeServer, connect: Connect) -> None:
-    backend = connect(fake.url)
-    for number in range(5 * SETS_UNANSWERED_MAX):
-        assert put(backend, b"k%d" % number, b"x")
-    assert int(backend.stats()["stored"]) >= 2 * SETS_UNANSWERED_MAX
-    assert backend.flush() == 0
-    assert backend.stats()["stored"] == 5 * SETS_UNANSWERED_MAX
+@pytest.mark.parametrize(
+    ("length", "count", "most"), [(1, 5 * SETS_UNANSWERED_MAX, SETS_UNANSWERED_MAX), (1 << 20, 24, 9), (10 << 20, 3, 2)]
+)
+def test_answers_to_sets_do_not_pile_up(
+    fake: FakeServer, clock: Clock, monkeypatch: pytest.MonkeyPatch, length: int, count: int, most: int
+) -> None:
+    unanswered = []
+    send = SetLane.send
+
+    def watched(lane: SetLane, item: RemoteReservation | Touch) -> None:
+        send(lane, item)
+        unanswered.append(len(lane.unanswered))
+
+    monkeypatch.setattr(SetLane, "send", watched)
+    fake.answer = shelf = Shelf()
+    shelf.open.clear()
+    staging = small_store(64 << 20)
+    with closing(RemoteBackend(parse_url(fake.url), staging, connections=1, clock=clock)) as backend:
+        for number in range(count):
+            assert put(backend, b"k%d" % number, bytes(length))
+        shelf.open.set()
+        assert backend.flush() == 0
+        assert backend.stats()["stored"] == count
+    assert max(unanswered) == most
 
 
 def test_an_error_in_place_of_a_body_is_a_miss_and_said_once(
@@ -233,29 +249,7 @@ def test_a_server_without_kv_match_is_asked_for_it_once_and_without_prefetch_too
     backend = connect(fake.url)
     for _ in range(3):
         assert backend.match(keys_of(5)) == 2
-        assert backend.prefetch(keys_of(5)) == 0
-    assert len(fake.named(b"KV.MATCH")) == len(fake.named(b"PREFETCH")) == 1
+        assert backend.prefetch(keys_of(5)).queued == 0
+    for name in (b"KV.MATCH", b"KV.PREFETCH", b"PREFETCH"):
+        assert len(fake.named(name)) == 1
     assert fake.named(b"TOUCH") == [keys_of(2)] * 3
-
-
-def test_a_block_is_not_asked_for_before_its_set_is_answered(fake: FakeServer, connect: Connect) -> None:
-    order: list[bytes] = []
-    asked = threading.Event()
-
-    def slow(args: list[bytes]) -> bytes | Leave:
-        if args[0] == b"SET":
-            asked.wait(0.1)  # a backend that asks at once is caught in the act
-        elif args[0] != b"PING":
-            asked.set()
-        order.append(args[0])
-        return polite(args)
-
-    backend = connect(fake.url)
-    assert backend.match([b"other"]) == 0
-    fake.answer = slow
-    assert put(backend, b"k", b"x")
-    assert backend.match([b"k"]) == 0
-    asked.clear()
-    assert put(backend, b"k", b"x")
-    assert loaded(backend, [b"k"]) == [None]
-    assert [name for name in order if name != b"PING"] == [b"SET", b"EXISTS", b"SET", b"GET"]

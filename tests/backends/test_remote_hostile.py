@@ -12,7 +12,7 @@ from kvredis.storage.store import Store
 
 from .conftest import Clock, Connect, ServerProcess
 from .fake_server import FakeServer, Leave, polite
-from .verbs import BLOCK, content, keys_of, loaded, put
+from .verbs import BLOCK, content, keys_of, loaded, put, put_through
 
 # ---- a server that lies ------------------------------------------------------------------------------------------
 
@@ -73,13 +73,14 @@ def test_leases_that_fill_the_staging_memory_make_later_blocks_misses_until_rele
     backend = connect(redis_server.url)
     keys = keys_of(20)  # 40 MiB, and the staging memory has 32
     for key in keys:
-        assert put(backend, key, content(key))
+        assert put_through(backend, key, content(key))
     leases = list(backend.load(keys))
     held = [lease for lease in leases if lease is not None]
     assert leases[len(held)] is None
     assert 8 <= len(held) < 16
     assert [bytes(lease.view) for lease in held] == [content(key) for key in keys[: len(held)]]
     assert backend.reserve(b"more", BLOCK) is None
+    assert (backend.stats()["dropped"], backend.stats()["queued_bytes"]) == (1, 0)
     for lease in held:
         lease.release()
     assert loaded(backend, keys) == [content(key) for key in keys]
@@ -93,7 +94,7 @@ def test_an_exception_out_of_the_staging_memory_does_not_mix_up_blocks(
     backend = connect(redis_server.url)
     keys = keys_of(8)
     for key in keys:
-        assert put(backend, key, content(key, 300_000))
+        assert put_through(backend, key, content(key, 300_000))
     backend.flush()
     reserve, calls = store.reserve, iter(range(100))
 
@@ -118,7 +119,7 @@ def test_threads_share_a_backend(redis_server: ServerProcess, connect: Connect, 
         keys = [b"thread:%d:%d" % (name, number) for number in range(12)]
         for _ in range(3):
             for key in keys:
-                if not put(backend, key, content(key, 100_000)):
+                if not put_through(backend, key, content(key, 100_000)):
                     wrong.append(key)
             if backend.match(keys) != len(keys):
                 wrong.append("match")
@@ -143,7 +144,7 @@ def test_an_interrupt_within_a_body_does_not_take_its_rest_for_answers(
     keys = keys_of(6)
     value = b"$-1\r\n" * 20_000  # as answers these would be misses, all of them well formed
     for key in keys:
-        assert put(backend, key, value)
+        assert put_through(backend, key, value)
     assert backend.flush() == 0
 
     def interrupted(wire: Wire, view: memoryview) -> None:
@@ -163,7 +164,7 @@ def test_a_load_given_up_reads_little_of_what_it_asked_for(redis_server: ServerP
     keys = keys_of(4)
     length = DRAIN_BYTES_MAX + 1
     for key in keys:
-        assert put(backend, key, content(key, length))
+        assert put_through(backend, key, content(key, length))
     assert backend.flush() == 0
     before = int(backend.stats()["bytes_in"])
     leases = backend.load(keys)
@@ -178,7 +179,7 @@ def test_a_load_given_up_reads_little_of_what_it_asked_for(redis_server: ServerP
 
 def test_bytes_in_and_out_are_counted(redis_server: ServerProcess, connect: Connect) -> None:
     backend = connect(redis_server.url)
-    assert put(backend, b"counted", content(b"counted"))
+    assert put_through(backend, b"counted", content(b"counted"))
     assert loaded(backend, [b"counted"]) == [content(b"counted")]
     stats = backend.stats()
     assert BLOCK < int(stats["bytes_in"]) < BLOCK + 1000

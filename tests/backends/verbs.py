@@ -24,6 +24,11 @@ def put(backend: Backend, key: bytes, value: bytes) -> bool:
     return True
 
 
+def put_through(backend: Backend, key: bytes, value: bytes) -> bool:
+    """Store one value, and wait until it is where it shall be."""
+    return put(backend, key, value) and backend.flush() == 0
+
+
 def loaded(backend: Backend, keys: list[bytes]) -> list[bytes | None]:
     """Load and release one after the other, and give copies."""
     values: list[bytes | None] = []

@@ -1,0 +1,106 @@
+"""Holds on room in a staging arena: a value on its way to a server, and one that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvredis.storage.arena import Arena
+
+from . import base
+
+
+class Staging(Protocol):
+    """What a remote backend needs of a Store: room, which it never commits."""
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that there is."""
+
+    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+        """Get room for `length` bytes, None when there is none."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class RemoteReservation:
+    """A value on its way out. To whoever fills it a base.Reservation; once committed it is the outbox's, which counts
+    in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done.
+    """
+
+    __slots__ = ("_abort", "_commit", "_ended", "_room", "holds", "key", "view")
+
+    def __init__(
+        self,
+        key: bytes,
+        room: base.Reservation,
+        commit: Callable[[RemoteReservation], None],
+        abort: Callable[[RemoteReservation], None],
+    ) -> None:
+        self.key = key
+        self.view = room.view
+        self.holds = 1
+        self._room = room
+        self._commit = commit
+        self._abort = abort
+        self._ended = False
+
+    @property
+    def keys(self) -> tuple[bytes]:
+        """The key, as a Touch has several."""
+        return (self.key,)
+
+    def commit(self) -> None:
+        """Put the value into the queue, as it is now; nobody waits for the network here."""
+        if not self._ended:
+            self._ended = True
+            self._commit(self)
+
+    def abort(self) -> None:
+        """Give the room back; after a commit it does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._abort(self)
+
+    def free(self) -> None:
+        """End the hold on the memory; for the outbox."""
+        self._room.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+class RemoteLease:
+    """A value that has arrived, or has not left yet; a base.Lease. `end` is called once."""
+
+    __slots__ = ("_end", "view")
+
+    def __init__(self, view: memoryview, end: Callable[[], None]) -> None:
+        self.view = view.toreadonly()
+        self._end: Callable[[], None] | None = end
+
+    @property
+    def length(self) -> int:
+        """Bytes of payload."""
+        return len(self.view)
+
+    def release(self) -> None:
+        """End the hold; a second call does nothing."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
