@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -88,6 +88,13 @@ def _memcached_arguments(at: Address, folder: Path) -> list[str]:
 def _kvredis_arguments(at: Address, folder: Path) -> list[str]:
     where = ["--port", "0", "--unixsocket", at.path] if at.path else ["--bind", at.host, "--port", str(at.port)]
     return ["-m", "kvredis", "serve", *where, "--max-local-cpu-size", "1GB", "--prefault"]
+
+
+def kvredis_recipe(name: str, *flags: str) -> Recipe:
+    """Give our own server under another name, with more flags; one that the bench gives too is overridden."""
+    return replace(
+        RECIPES["kvredis"], name=name, arguments=lambda at, folder: [*_kvredis_arguments(at, folder), *flags]
+    )
 
 
 def _first_line(*command: str) -> str:

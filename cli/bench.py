@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,22 +29,8 @@ from kvredis.bench.servers import RECIPES, Recipe, before_recipe
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
-
-def _words(allowed: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
-    """Make a click callback that reads `a,b` and refuses what is not in `allowed`."""
-
-    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-        if value is None:
-            return None
-        words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
-        for word in words:
-            if word not in allowed:
-                raise click.BadParameter(f"{word!r} is not one of {', '.join(allowed)}")
-        if not words:
-            raise click.BadParameter("names nothing")
-        return words
-
-    return read
+from .bench_disk import disk
+from .bench_options import counts_of, progress_bar, terminated_as_exit, words_of
 
 
 def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -59,18 +42,12 @@ def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | No
         raise click.BadParameter(str(error)) from None
 
 
-def _counts(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    words = value.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= 64 for word in words):
-        raise click.BadParameter("want numbers from 1 to 64, as in 1,4")
-    return tuple(int(word) for word in words)
-
-
 @click.group(epilog="Example: kvredis bench server --quick")
 def bench() -> None:
     """Measure kvredis against what else there is, on this machine."""
+
+
+bench.add_command(disk)
 
 
 @bench.command(
@@ -79,7 +56,7 @@ Example: kvredis bench server --quick --arms kvredis,redis --json quick.json
 Example: git worktree add ../before HEAD~1; kvredis bench server --before ../before"""
 )
 @click.option("--quick", is_flag=True, help="About a minute: three sizes, two repeats, one connection.")
-@click.option("--arms", callback=_words(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
+@click.option("--arms", callback=words_of(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
 @click.option(
     "--before",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -88,13 +65,13 @@ Example: git worktree add ../before HEAD~1; kvredis bench server --before ../bef
 )
 @click.option(
     "--parts",
-    callback=_words(PARTS),
+    callback=words_of(PARTS),
     metavar="LIST",
     help="Any of transfers,small,head-of-line,lookup; default all but lookup, with --before all.",
 )
 @click.option("--sizes", callback=_sizes, metavar="LIST", help="Value sizes, as 64KiB,2MiB (powers of 1024).")
-@click.option("--connections", callback=_counts, metavar="LIST", help="Client connections (threads); default 1,4.")
-@click.option("--transport", callback=_words(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
+@click.option("--connections", callback=counts_of, metavar="LIST", help="Client connections (threads); default 1,4.")
+@click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option(
     "--pin/--no-pin", default=None, help="Transfers with client and server on one CPU, or without; else both."
@@ -127,7 +104,7 @@ def server(
     parts = parts or (PARTS if before else DEFAULT_PARTS)
     plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
     try:
-        with _terminated_as_exit(), _progress(plan.steps()) as progress:
+        with terminated_as_exit(), progress_bar(plan.steps(), "starting servers") as progress:
             result = run(plan, progress, skipped)
     except KVRedisError as error:
         raise click.ClickException(str(error)) from error
@@ -185,29 +162,3 @@ def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]
             lookup=replace(plan.lookup, **every),
         )
     return plan
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on a terminal (standard error, so that a pipe gets the report alone); quiet otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda _step: None
-        return
-    with click.progressbar(
-        length=steps, file=sys.stderr, width=24, item_show_func=lambda step: step or "starting servers"
-    ) as bar:
-        yield lambda step: bar.update(1, step)
-
-
-@contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
-
-    def leave(_number: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,85 @@
+"""`kvredis bench disk`: what the disk tier makes of a disk, and what clients feel of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from kvredis.bench.disk import PARTS, QUICK, DiskPlan, own_directory, run
+from kvredis.bench.disk_gate import disk_gate
+from kvredis.bench.disk_report import gate_lines, table_lines
+from kvredis.bench.report import default_path, save
+from kvredis.storage.errors import KVRedisError
+
+from .bench_options import counts_of, progress_bar, terminated_as_exit, words_of
+
+
+@click.command(
+    epilog="""\b
+Example: kvredis bench disk --quick
+Example: kvredis bench disk --dir /mnt/nvme/bench --threads 1,4 --parts rates --json disk.json"""
+)
+@click.option("--quick", is_flag=True, help="Under a minute: small files, one size, two repeats, 1 and 2 threads.")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Where to measure; empty or not there yet, before and after. Default: a new one in the current directory.",
+)
+@click.option("--parts", callback=words_of(PARTS), metavar="LIST", help="Any of rates,gets,pings; default all.")
+@click.option("--threads", callback=counts_of, metavar="LIST", help="Threads of the rates; default 1,2,4,8.")
+@click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
+@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
+def disk(quick: bool, directory: Path | None, json_path: str | None, judge: bool, **shape: Any) -> None:
+    """Measure the disk tier: GB/s against fio on the same directory, GETs from disk, PINGs while it spills.
+
+    The device, a plain pread and pwrite loop and the tier take turns within each repeat, with O_DIRECT and without,
+    cold and warm. Every byte that comes back is compared. Prints medians and paired ratios; the JSON file holds every
+    sample.
+    """
+    plan = _plan(QUICK if quick else DiskPlan(), shape)
+    try:
+        with (
+            terminated_as_exit(),
+            own_directory(directory, Path.cwd()) as place,
+            progress_bar(plan.steps(), "laying out files") as step,
+        ):
+            result = run(plan, place, step)
+    except KVRedisError as error:
+        raise click.ClickException(str(error)) from error
+    if json_path == "-":
+        click.echo(json.dumps(result, indent=1))
+    else:
+        path = Path(json_path) if json_path else default_path(Path.cwd(), "disk")
+        save(cast(Any, result), path)  # it writes any result, whatever its schema
+        for line in [*table_lines(result), *gate_lines(disk_gate(result)), "", f"Result: {path}"]:
+            click.echo(line)
+    if judge and not all(row["passed"] for row in result["gate"]):
+        sys.exit(1)
+
+
+def _plan(plan: DiskPlan, shape: dict[str, Any]) -> DiskPlan:
+    """Narrow `plan` by each of parts, threads, transport and repeats that was given."""
+    if shape["parts"]:
+        plan = replace(plan, parts=shape["parts"])
+    if shape["transport"]:
+        plan = replace(plan, transports=shape["transport"])
+    if shape["threads"]:
+        plan = replace(plan, rates=replace(plan.rates, threads=shape["threads"]))
+    if shape["repeats"]:
+        every: Any = {"repeats": shape["repeats"]}
+        plan = replace(
+            plan,
+            rates=replace(plan.rates, **every),
+            gets=replace(plan.gets, **every),
+            pings=replace(plan.pings, **every),
+        )
+    return plan

@@ -1,0 +1,64 @@
+"""What the commands of `kvredis bench` share: how they read lists, show progress and end early."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+
+
+def words_of(
+    allowed: tuple[str, ...],
+) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...] | None]:
+    """Make a click callback that reads `a,b` and refuses what is not in `allowed`."""
+
+    def read(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
+        for word in words:
+            if word not in allowed:
+                raise click.BadParameter(f"{word!r} is not one of {', '.join(allowed)}")
+        if not words:
+            raise click.BadParameter("names nothing")
+        return words
+
+    return read
+
+
+def counts_of(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read `1,4` for click."""
+    if value is None:
+        return None
+    words = value.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= 64 for word in words):
+        raise click.BadParameter("want numbers from 1 to 64, as in 1,4")
+    return tuple(int(word) for word in words)
+
+
+@contextmanager
+def progress_bar(steps: int, first: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar on a terminal (standard error, so that a pipe gets the report alone), with `first` beside it until the
+    first step; quiet otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda _step: None
+        return
+    with click.progressbar(length=steps, file=sys.stderr, width=24, item_show_func=lambda step: step or first) as bar:
+        yield lambda step: bar.update(1, step)
+
+
+@contextmanager
+def terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
+
+    def leave(_number: int, _frame: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
