@@ -21,10 +21,10 @@ from kvredis.backends.connection import Connection
 from .disk_result import WITHOUT_DISK, PingRow, PingSample
 from .errors import BenchError
 from .figures import GB, by_repeat, middle, paired_ratio, percentile, rotated
+from .head_of_line import pings
 from .servers import ServerProcess, Transport, child_environment, info_lines
 from .transfer import MIB, Progress
 
-_PING_EVERY_S: Final = 0.001
 _MOVER_WAIT_S: Final = 120.0
 _CALM_WAIT_S: Final = 30.0
 _COUNTED: Final = ("spilled", "spilled_bytes", "spill_dropped", "spill_failed", "spill_waits", "lost", "unloaded")
@@ -58,7 +58,7 @@ def run_pings(
 
 def _measure(plan: PingPlan, server: ServerProcess, repeat: int) -> PingSample:
     _calm(server)
-    quiet_s = _pings(server, plan.run_s)
+    quiet_s = pings(server, plan.run_s)
     command = ["-m", "kvredis.bench.disk_mover", str(server.address), str(plan.size_bytes), str(plan.keys)]
     mover = subprocess.Popen(
         [sys.executable, *command],
@@ -74,7 +74,7 @@ def _measure(plan: PingPlan, server: ServerProcess, repeat: int) -> PingSample:
         if mover.stdout.readline().strip() != "ready":
             raise BenchError(f"the mover did not start: {mover.communicate(timeout=_MOVER_WAIT_S)[1].strip()}")
         counted, cpu_s = _counters(server), server.cpu_s()
-        busy_s = _pings(server, plan.run_s)
+        busy_s = pings(server, plan.run_s)
         mover.stdin.close()
         mover.stdout.readline()  # stopped, or the end of its output
         cpu_s = server.cpu_s() - cpu_s
@@ -132,20 +132,6 @@ def summarize(transport: str, samples: dict[str, list[PingSample]]) -> list[Ping
             )
         )
     return rows
-
-
-def _pings(server: ServerProcess, run_s: float) -> list[float]:
-    took_s: list[float] = []
-    with server.connect() as wire:
-        start_s = due_s = time.perf_counter()
-        while due_s - start_s < run_s:
-            sent_s = time.perf_counter()
-            wire.ping()
-            answered_s = time.perf_counter()
-            took_s.append(answered_s - sent_s)
-            due_s = max(due_s + _PING_EVERY_S, answered_s)
-            time.sleep(max(0.0, due_s - answered_s))
-    return took_s
 
 
 def _counters(server: ServerProcess) -> dict[str, int]:

@@ -87,7 +87,7 @@ def _measure(server: ServerProcess, background: str, run_s: float) -> HeadOfLine
         assert mover.stdout is not None
         if mover.stdout.readline().strip() != "ready":
             raise BenchError(f"the mover did not start: {mover.communicate(timeout=_MOVER_WAIT_S)[1].strip()}")
-        took_s = _pings(server, run_s)
+        took_s = pings(server, run_s)
         output, complaint = mover.communicate("", timeout=_MOVER_WAIT_S)
     except BaseException:
         mover.kill()
@@ -105,7 +105,8 @@ def _measure(server: ServerProcess, background: str, run_s: float) -> HeadOfLine
     )
 
 
-def _pings(server: ServerProcess, run_s: float) -> list[float]:
+def pings(server: ServerProcess, run_s: float) -> list[float]:
+    """Ask every millisecond, for `run_s`, how long an answer takes, in seconds; late ones delay those that follow."""
     took_s: list[float] = []
     with server.connect() as wire:
         start_s = due_s = time.perf_counter()

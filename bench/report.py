@@ -24,7 +24,7 @@ def default_path(folder: Path, name: str) -> Path:
     return (results if results.is_dir() else folder) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
 
 
-def save(result: BenchResult, path: Path) -> None:
+def save(result: Mapping[str, object], path: Path) -> None:
     """Write a result: a line for each row of it, numbers to six significant digits, which is more than noise leaves."""
     fields = []
     for name, value in _rounded(result).items():

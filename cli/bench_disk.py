@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 
@@ -59,7 +59,7 @@ def disk(quick: bool, directory: Path | None, json_path: str | None, judge: bool
         click.echo(json.dumps(result, indent=1))
     else:
         path = Path(json_path) if json_path else default_path(Path.cwd(), "disk")
-        save(cast(Any, result), path)  # it writes any result, whatever its schema
+        save(result, path)
         for line in [*table_lines(result), *gate_lines(disk_gate(result)), "", f"Result: {path}"]:
             click.echo(line)
     if judge and not all(row["passed"] for row in result["gate"]):

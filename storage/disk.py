@@ -6,7 +6,7 @@ rests on an order: `sync` makes rows durable only after their payloads, and the 
 from the index before its extent is used again. The second on checking every record whenever it is read; one that is not
 as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
 
-Two kinds of methods. Those that decide (`reserve`, `publish`, `abandon`, `get`, `touch`, `forget`, `rename`, `swap`,
+Two kinds of methods. Those that decide (`publish`, `abandon`, `get`, `touch`, `forget`, `rename`, `swap`,
 `clear`, `set_expiry`: see disk_ledger.py) take one short lock, never wait for a device and suit the event loop. Those
 that do (`place`, `write`, `read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided
 reaches the index in batches, through `settle`: a crash forgets what was not settled, as it forgets what memory held.
@@ -76,7 +76,8 @@ class DiskTier(DiskLedger):
         return cls(open_directory(options, files or RealFiles(), now_ms))
 
     def place(self, length: int, *, evict: bool = True) -> tuple[Extent | None, list[Record]]:
-        """As `reserve`, but another segment is begun, or, with `evict`, the coldest records leave, for want of room.
+        """Room for the record of a payload of `length` bytes; it ends in `write`, or in `abandon`. For want of it
+        another segment is begun, or, with `evict`, the coldest records leave.
 
         Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
         that are being read or written, or the block is longer than a segment, or the index cannot be written. Records

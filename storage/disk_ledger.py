@@ -1,7 +1,7 @@
 """The state behind the disk tier's door, and the steps that keep it true: who lies where, who may leave, what the index
 has yet to learn. No file is touched here.
 
-An extent always has exactly one owner: a hole of the allocator, a writer (`reserve`), a record that can be read, one
+An extent always has exactly one owner: a hole of the allocator, a writer (`place`), a record that can be read, one
 that has left but whose row may still be in the index, one that has left under a reader, or it is set aside because the
 device or the bytes there were bad. `check_integrity` adds them up.
 """
@@ -89,14 +89,6 @@ class DiskLedger:
     def storable(self, key: bytes, length: int) -> bool:
         """Whether such a block can ever be put on this disk."""
         return len(key) <= KEY_BYTES_MAX and record_bytes(length) <= self.geometry.segment_bytes
-
-    def reserve(self, length: int) -> Extent | None:
-        """Room for the record of a payload of `length` bytes, out of what is free now; None when nothing is.
-
-        It ends in `write`, or in `abandon`.
-        """
-        with self._lock:
-            return self._take(record_bytes(length))
 
     def abandon(self, extent: Extent) -> None:
         """Give back an extent that was reserved, or written and shall not be published."""

@@ -56,7 +56,11 @@ class Saving:
     def _work(self) -> None:
         current = self._round
         if current is not None and current.work():
-            self._over(current, saved=self._tiering.disk.sync())
+            saved = False
+            try:
+                saved = self._tiering.disk.sync()
+            finally:  # whatever comes of it: those who wait must hear
+                self._over(current, saved=saved)
 
     def close(self) -> None:
         """The disk's threads have ended: tell those who still wait that nothing more is safe."""

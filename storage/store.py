@@ -8,6 +8,7 @@ they hold. Ordinary outcomes (a miss, no room) are None or a count.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 
 from . import survey
@@ -25,7 +26,7 @@ from .entry import (
 )
 from .flushing import Flushes
 from .io_threads import IoThreads
-from .ledger import unix_ms
+from .ledger import Change, unix_ms
 from .moves import Moves
 from .options import StoreOptions
 from .policy import Policy, make_policy
@@ -59,22 +60,24 @@ class Store(Moves, Flushes):
 
     @classmethod
     def open(cls, options: StoreOptions) -> "Store":
-        """A store over a new arena, as `options` describe it. Raises what Arena.create and make_policy raise."""
+        """A store over a new arena, as `options` describe it. Raises what make_policy, DiskTier.open and
+        Arena raise, and then nothing stays open."""
         policy = make_policy(options.cache_policy)
         disk = None if options.disk is None else DiskTier.open(options.disk)
-        try:
-            arena = Arena.create(options.capacity_bytes, options.hugepages)
-        except BaseException:
+        with ExitStack() as undo:
             if disk is not None:
-                disk.close()
-            raise
-        if options.prefault_threads:
-            arena.prefault(options.prefault_threads)
-        if options.page_lock:
-            arena.lock()
-        store = cls(arena, policy=policy)
-        if disk is not None:
-            store.add_disk(disk, io_threads=options.io_threads, spill_wait_s=options.spill_wait_s, keep=options.keep)
+                undo.callback(disk.close)  # or its directory stays locked
+            arena = Arena.create(options.capacity_bytes, options.hugepages)
+            if options.prefault_threads:
+                arena.prefault(options.prefault_threads)
+            if options.page_lock:
+                arena.lock()
+            store = cls(arena, policy=policy)
+            if disk is not None:
+                store.add_disk(
+                    disk, io_threads=options.io_threads, spill_wait_s=options.spill_wait_s, keep=options.keep
+                )
+            undo.pop_all()
         return store
 
     def add_disk(self, disk: DiskTier, *, io_threads: int = 4, spill_wait_s: float = 0.5, keep: bool = True) -> None:
@@ -300,6 +303,24 @@ class Store(Moves, Flushes):
             return Lease(self, entry, memoryview(entry.value))
         start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
         return Lease(self, entry, self._memory[start : start + entry.length])
+
+    # ---- telling of changes ------------------------------------------------------------------------------------------
+
+    def keep_journal(self, wanted: bool) -> None:
+        """Begin or end to list what changes. Under the lock, as is all that follows: the disk's threads write to it."""
+        with self._lock:
+            if not wanted:
+                self.journal = None
+            elif self.journal is None:
+                self.journal = []
+
+    def take_journal(self) -> list[Change]:
+        """What has changed since the last time, in order; nothing while nobody wants to know."""
+        with self._lock:
+            if not self.journal:
+                return []
+            taken, self.journal = self.journal, []
+            return taken
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from .bringing import Bringing
 from .carrier import Carrier
 from .disk import DiskTier
 from .entry import NOWHERE, Entry, extent_length
-from .index import SPACES
 from .io_threads import IoThreads, Priority
 from .prefetch import PrefetchJob, PrefetchJobs
 from .saving import Saving
@@ -128,9 +127,6 @@ class Tiering:
         """Make everything that the disk holds visible in a store that is empty."""
         store, now_s = self._store, self._store.now_s()
         for record in self.disk.records():
-            if record.space >= SPACES:
-                self.disk.forget(record.key, record.space)
-                continue
             entry = Entry(record.key, record.space, record.length, NOWHERE, None)
             entry.record, entry.expire_at_ms = record, record.expire_at_ms
             entry.created_s = entry.accessed_s = now_s
@@ -217,7 +213,7 @@ class Tiering:
                 plan = [entry for entry in coldest if store._is_due(entry)]
             if plan:
                 job = partial(self._write_all, plan)
-                self._inline_spill = self._submit(Priority.SPILL, sum(entry.length for entry in plan), job)
+                self._inline_spill = self.io.submit(Priority.SPILL, sum(entry.length for entry in plan), job)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Block until something has been written; False when nothing was. Not for an event loop."""
@@ -228,7 +224,7 @@ class Tiering:
         """Have blocks written that are not on their way; those that the queue has no room for are met again."""
         for entry in entries:
             if self.transfers.find(entry.key, entry.space) is None:
-                start = partial(self._submit, Priority.SPILL, entry.length, partial(self._write_all, [entry]))
+                start = partial(self.io.submit, Priority.SPILL, entry.length, partial(self._write_all, [entry]))
                 self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
 
     def _plan(self, wanted_bytes: int) -> list[Entry]:
@@ -348,11 +344,8 @@ class Tiering:
         if record is not None:  # else what has to leave memory for it could push it off a full disk
             self.disk.touch(record)
         read = partial(self.carrier.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
-        start = partial(self._submit, kind.priority, entry.length, read)
+        start = partial(self.io.submit, kind.priority, entry.length, read)
         return self.transfers.join_or_start(kind, entry.key, entry.space, start, done)
-
-    def _submit(self, priority: Priority, nbytes: int, job: Callable[[], None]) -> "Future[None] | None":
-        return self.io.submit(priority, nbytes, job)
 
     # ---- figures -----------------------------------------------------------------------------------------------------
 

@@ -73,9 +73,11 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     session.last_command = command.name
     mode, lent = session.reply_mode, session.lent
     session.begin_answer()
-    reply = call(session, command, args)
-    for lease in held:
-        lease.release()
+    try:
+        reply = call(session, command, args)
+    finally:
+        for lease in held:
+            lease.release()
     if isinstance(reply, Pending):
         return session.end_answer(reply)
     if command.name == "client|reply" and reply == OK:

@@ -228,11 +228,7 @@ class Server:
 
     def keep_journal(self) -> None:
         """Have the store list what changes while somebody wants to know."""
-        if self.observed or self.watchers:
-            if self.store.journal is None:
-                self.store.journal = []
-        else:
-            self.store.journal = None
+        self.store.keep_journal(bool(self.observed or self.watchers))
 
     def drain_journal(self, by: Session | None) -> None:
         """Tell of everything that has changed since the last time; `by` is the client whose command did it."""
@@ -240,8 +236,7 @@ class Server:
             if self.store.journal is not None:
                 self.keep_journal()
             return
-        journal, self.store.journal = self.store.journal, []
-        for what, key, space in journal:
+        for what, key, space in self.store.take_journal():
             mark_changed(self, key, space)
             if self.tracking.clients:
                 self.tracking.touched(key, None if what in UNASKED else by)

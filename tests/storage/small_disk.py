@@ -6,7 +6,7 @@ from pathlib import Path
 from kvredis.storage.disk import DiskOptions, DiskTier
 from kvredis.storage.disk_index import row_of
 from kvredis.storage.files import Files
-from kvredis.storage.segment import HEADER_BYTES, Facts, Record, scratch
+from kvredis.storage.segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
 
 KIB = 1024
 SEGMENT_BYTES = 64 * KIB
@@ -47,6 +47,12 @@ def put(disk: DiskTier, key: bytes, payload: bytes, space: int = 0, expire_at_ms
     """Write a block and publish it."""
     record = written(disk, key, payload, space, expire_at_ms)
     return record is not None and disk.publish(record)
+
+
+def taken(disk: DiskTier, length: int) -> bool:
+    """Take room for a payload out of what is free now, as a write that never comes; False when nothing is."""
+    with disk._lock:
+        return disk._take(record_bytes(length)) is not None
 
 
 def got(disk: DiskTier, key: bytes, space: int = 0) -> bytes | None:

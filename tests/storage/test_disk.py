@@ -25,6 +25,7 @@ from .small_disk import (
     options,
     put,
     small_disk,
+    taken,
     written,
 )
 
@@ -86,13 +87,13 @@ def test_a_file_system_without_o_direct_is_used_buffered_and_named(tmp_path: Pat
 # ---- room --------------------------------------------------------------------------------------------------------
 
 
-def test_reserve_takes_only_room_that_is_there_and_place_begins_segments_up_to_the_limit(tmp_path: Path) -> None:
+def test_free_room_is_taken_where_it_is_and_place_begins_segments_up_to_the_limit(tmp_path: Path) -> None:
     with closing(small_disk(tmp_path)) as disk:
-        assert disk.reserve(100) is None, "no segment yet, and reserve does no I/O"
+        assert not taken(disk, 100), "no segment yet"
         for count in range(1, SEGMENTS + 1):
             assert put(disk, b"%d" % count, bytes(FILLS_A_SEGMENT))
             assert disk.file_bytes == count * SEGMENT_BYTES
-        assert disk.reserve(100) is None
+        assert not taken(disk, 100)
         assert put(disk, b"more", b"")
         assert disk.file_bytes == disk.limit_bytes == SEGMENTS * SEGMENT_BYTES
         files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("segment-*"))
@@ -179,7 +180,7 @@ def test_there_are_never_more_records_than_may_be_though_there_is_room(tmp_path:
             disk.check_integrity()
         assert keys(disk) == [b"2", b"3", b"4"]
         assert disk.stats.evicted == 2
-        assert disk.reserve(1) is None, "who may not evict has no room"
+        assert not taken(disk, 1), "who may not evict has no room"
         extent, left = disk.place(1)
         assert extent is not None
         assert [record.key for record in left] == [b"2"]
@@ -234,10 +235,10 @@ def test_what_is_forgotten_is_gone_and_its_room_comes_back_once_the_index_knows(
         assert disk.forget(b"key", 0)
         assert not disk.forget(b"key", 0)
         assert got(disk, b"key") is None
-        assert disk.reserve(0) is None
+        assert not taken(disk, 0)
         disk.check_integrity()
         assert disk.settle()
-        assert disk.reserve(0) is not None
+        assert taken(disk, 0)
         disk.check_integrity()
 
 
@@ -257,7 +258,7 @@ def test_an_extent_is_not_used_again_under_a_reader(tmp_path: Path) -> None:
         assert put(disk, b"key", content(1, FILLS_A_SEGMENT))
         assert got(disk, b"key") == content(1, FILLS_A_SEGMENT)
         assert files.dead is False
-        assert disk.reserve(FILLS_A_SEGMENT) is not None
+        assert taken(disk, FILLS_A_SEGMENT)
         disk.check_integrity()
 
 

@@ -15,7 +15,7 @@ from kvredis.storage.files import RealFiles
 from kvredis.storage.segment import HEADER_BYTES, Record, geometry
 
 from .fake_files import FakeFiles, Fault, on
-from .small_disk import SEGMENT_BYTES, content, got, index_agrees, keys, put, small_disk, written
+from .small_disk import SEGMENT_BYTES, content, got, index_agrees, keys, put, small_disk, taken, written
 
 FILLS_A_SEGMENT = SEGMENT_BYTES - HEADER_BYTES
 NAMES = (b"a", b"b", b"c")
@@ -143,7 +143,7 @@ def test_a_bit_that_turned_on_disk_is_a_miss_wherever_it_is(tmp_path: Path, seed
         assert disk._index.quarantined()[0][:2] == (b"b", 0)
     with closing(small_disk(tmp_path)) as disk:
         assert sound(disk) == [b"a", b"c"]
-        assert disk.reserve(FILLS_A_SEGMENT) is not None, "after a restart the room is free again"
+        assert taken(disk, FILLS_A_SEGMENT), "after a restart the room is free again"
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 400, b"\xff" * 100], ids=["all", "head"])

@@ -7,6 +7,8 @@ from kvredis.storage.entry import INLINE_BYTES_MAX
 from kvredis.storage.ledger import GRACE_TURNS
 from kvredis.storage.store import Store
 
+from .small_store import small_store
+
 MIB = 1024 * 1024
 
 
@@ -165,3 +167,37 @@ def test_inline_values_beyond_their_bound_are_refused_too(store: Store) -> None:
     assert store.count() == n
     assert store.put(b"0", bytes(5)), "what makes a value smaller is never refused"
     store.check_integrity()
+
+
+class LateWriter:
+    """A store's lock that a thread of the disk has held a moment ago, and written to the journal meanwhile."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        if self._store.journal is not None:
+            self._store.journal.append(("evicted", b"late", 0))
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_what_another_thread_writes_while_the_journal_is_asked_for_is_in_it() -> None:
+    store = small_store()
+    store.keep_journal(True)
+    store.put(b"key", b"value")
+    store._lock = LateWriter(store)  # type: ignore[assignment]
+    assert store.take_journal() == [("set", b"key", 0), ("evicted", b"late", 0)]
+
+
+def test_nobody_who_wants_to_know_takes_away_what_is_already_listed() -> None:
+    store = small_store()
+    store.keep_journal(True)
+    store.put(b"key", b"value")
+    store.keep_journal(True)
+    assert store.take_journal() == [("set", b"key", 0)]
+    assert store.take_journal() == []
+    store.keep_journal(False)
+    store.put(b"key", b"value")
+    assert store.take_journal() == []

@@ -10,6 +10,7 @@ import pytest
 from kvredis.storage.arena import HugepageMode
 from kvredis.storage.disk import DiskOptions
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.io_threads import IoThreads
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 
@@ -207,3 +208,17 @@ def test_a_block_whose_time_came_while_nobody_ran_is_not_there(tmp_path: Path) -
         clock.now_s += 4
         assert tiers.store.collect_expired() == 1
         assert tiers.store.keys_in() == []
+
+
+def test_a_store_that_cannot_begin_its_threads_lets_go_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(io: IoThreads) -> None:
+        raise RuntimeError("can't start new thread")
+
+    options = StoreOptions(MIB, HugepageMode.OFF, disk=DiskOptions(tmp_path, 4 * MIB, direct=False))
+    monkeypatch.setattr(IoThreads, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Store.open(options)
+    monkeypatch.undo()
+    Store.open(options).close()
