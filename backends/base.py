@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
+
+Tier = Literal["memory", "disk", "remote"]
+"""Where a block is, nearest first: in this process, on its disk, behind a socket."""
 
 
 class Reservation(Protocol):
@@ -115,6 +118,9 @@ class Backend(Protocol):
     def match(self, keys: Sequence[bytes]) -> int:
         """Count how many of `keys`, from the first on, are present without a gap; the run is touched."""
 
+    def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
+        """Say for each key where its block would come from if it is anywhere; asks nobody and touches nothing."""
+
     def reserve(self, key: bytes, length: int) -> Reservation | None:
         """Get room for a value of `length` bytes, or None: there is none, or nobody would take it.
 
@@ -124,8 +130,11 @@ class Backend(Protocol):
     def room(self, length: int) -> int:
         """Count the values of `length` bytes that would be taken now; any number where others leave for them."""
 
-    def load(self, keys: Sequence[bytes]) -> Generator[Lease | None, None, None]:
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive, some way ahead of the reader.
+
+        Blocks that have not come when `within_s` have been waited for, all waits of this load together, are misses;
+        None stands for the backend's own bound.
 
         The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
         makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.

@@ -48,6 +48,13 @@ class LocalBackend:
         """As Backend.match."""
         return self.store.match(keys)
 
+    def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
+        """As Backend.tiers_of."""
+        if self.store.tiering is None:
+            return ["memory"] * len(keys)
+        found = map(self.store.find, keys)
+        return ["memory" if entry is None or entry.is_resident else "disk" for entry in found]
+
     def reserve(self, key: bytes, length: int) -> Reservation | None:
         """As Backend.reserve. Waits for the disk if it takes that to lose nothing: up to spill_wait_s, and again as
         time passes, one second in WAIT_SHARE. Else the coldest leave unwritten, and are counted."""
@@ -60,7 +67,7 @@ class LocalBackend:
         """As Backend.room: others leave."""
         return sys.maxsize if self.keep or self.store.tiering is not None else 0
 
-    def load(self, keys: Sequence[bytes]) -> Generator[Lease | None, None, None]:
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """As Backend.load; the leases are on the store's own bytes. Waits `load_wait_s` at most for a disk that does
         not answer; what is still away after that is a miss."""
         if self.store.tiering is None:

@@ -50,15 +50,18 @@ class RemoteBackend:
         connections: int = CONNECTIONS,
         timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        keep: bool = False,
     ) -> None:
+        """With `keep` what passes through `staging` stays in it, under its key: a tier nearer than the server."""
         self.address = address
         self._staging = staging
+        self._keep = keep
         self._connections = connections
         self._link = Link(address, timeout_s, clock)
         self._lock = threading.RLock()  # reentrant: a collected generator may settle its load anywhere
         self._asking: Connection | None = None
         self._unknown: set[bytes] = set()  # commands that the server of `_asking` does not know
-        self._outbox = Outbox(self._link, staging, connections, self._hang_up)
+        self._outbox = Outbox(self._link, staging, connections, self._hang_up, keep=keep)
         self._idle: list[Connection] = []
         self._closed = False
         self._counts = dict.fromkeys(COUNTERS, 0)
@@ -93,6 +96,10 @@ class RemoteBackend:
         prefetch.resident = len(keys) - len(away)
         self._ask(away, lambda connection, asked: prefetch.ask(partial(self._call, connection), asked))
         return prefetch
+
+    def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
+        """As Backend.tiers_of; the server may have them on a disk of its own."""
+        return ["remote"] * len(keys)
 
     def _ask(self, keys: Sequence[bytes], question: Callable[[Connection, Sequence[bytes]], int]) -> int:
         with self._lock:
@@ -188,7 +195,9 @@ class RemoteBackend:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def load(self, keys: Sequence[bytes]) -> Generator[RemoteLease | None, None, None]:
+    def load(
+        self, keys: Sequence[bytes], *, within_s: float | None = None
+    ) -> Generator[RemoteLease | None, None, None]:
         """As Backend.load: the keys in turn over the load's connections, several GETs under way on each; what has not
         left yet from here."""
         here = self._outbox.hold(keys)
@@ -244,7 +253,9 @@ class RemoteBackend:
                 room.abort()
         if isinstance(got, BackendError):
             self._link.complain(got)
-        return RemoteLease(room.view, room.abort) if room is not None and isinstance(got, int) else None
+        if room is None or not isinstance(got, int):
+            return None
+        return RemoteLease(room.view, room.commit if self._keep else room.abort)
 
     def _borrow(self, count: int, keys: Sequence[bytes]) -> list[GetLane]:
         """Up to `count` connections, the keys of a load dealt out over them; none when the server is lost."""

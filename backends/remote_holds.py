@@ -12,7 +12,7 @@ from . import base
 
 
 class Staging(Protocol):
-    """What a remote backend needs of a Store: room, which it never commits."""
+    """What a remote backend needs of a Store: room, which it commits only to let what has passed through stay there."""
 
     @property
     def arena(self) -> Arena:
@@ -30,7 +30,7 @@ class RemoteReservation:
     in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done.
     """
 
-    __slots__ = ("_abort", "_commit", "_ended", "_room", "holds", "key", "view")
+    __slots__ = ("_abort", "_commit", "_ended", "_filled", "_keep", "_room", "holds", "key", "view")
 
     def __init__(
         self,
@@ -38,14 +38,17 @@ class RemoteReservation:
         room: base.Reservation,
         commit: Callable[[RemoteReservation], None],
         abort: Callable[[RemoteReservation], None],
+        keep: bool = False,
     ) -> None:
         self.key = key
         self.view = room.view
         self.holds = 1
         self._room = room
+        self._keep = keep
         self._commit = commit
         self._abort = abort
         self._ended = False
+        self._filled = False
 
     @property
     def keys(self) -> tuple[bytes]:
@@ -55,7 +58,7 @@ class RemoteReservation:
     def commit(self) -> None:
         """Put the value into the queue, as it is now; nobody waits for the network here."""
         if not self._ended:
-            self._ended = True
+            self._ended = self._filled = True
             self._commit(self)
 
     def abort(self) -> None:
@@ -65,8 +68,11 @@ class RemoteReservation:
             self._abort(self)
 
     def free(self) -> None:
-        """End the hold on the memory; for the outbox."""
-        self._room.abort()
+        """End the hold on the memory; for the outbox. A value that was given up does not stay, whatever `keep` says."""
+        if self._keep and self._filled:
+            self._room.commit()
+        else:
+            self._room.abort()
 
     def __enter__(self) -> Self:
         return self

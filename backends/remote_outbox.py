@@ -46,9 +46,13 @@ class Outbox:
     say so. `on_lost` is called in the sending thread, without a lock.
     """
 
-    def __init__(self, link: Link, staging: Staging, connections: int, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, link: Link, staging: Staging, connections: int, on_lost: Callable[[], None], *, keep: bool = False
+    ) -> None:
+        """With `keep` a value stays in `staging` when it has left."""
         self._link = link
         self._staging = staging
+        self._keep = keep
         self._connections = connections
         self._on_lost = on_lost
         self._bytes_max = staging.arena.nbytes // QUEUE_PART
@@ -85,7 +89,7 @@ class Outbox:
             self._bytes += length if taken else 0
         room = self._staging.reserve(key, length) if taken else None
         if room is not None:
-            return RemoteReservation(key, room, self._take, self._give_up)
+            return RemoteReservation(key, room, self._take, self._give_up, self._keep)
         with self._changed:
             self._bytes -= length if taken else 0
             self._counts["dropped"] += not self._closed

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from types import TracebackType
 
-from kvredis.backends.base import NothingToFetch
+from kvredis.backends.base import NothingToFetch, Tier
 
 
 class FakeReservation:
@@ -78,7 +78,10 @@ class FakeBackend:
         self._try()
         return None if self.full else FakeReservation(self, key, length)
 
-    def load(self, keys: Sequence[bytes]) -> Generator[FakeLease | None, None, None]:
+    def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
+        return ["memory"] * len(keys)
+
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
         self._try()
         for key in keys:
             value = self.values.get(key)
