@@ -58,7 +58,7 @@ class Bringing:
             leases, self._leases = self._leases, []
             transfers, self._transfers = self._transfers, set()
         for transfer in transfers:
-            transfer.withdraw(self._arrived)
+            transfer.withdraw(self._arrived, None if self._store.keep else self._let_go)
         for lease in leases:
             lease.release()
 
@@ -79,7 +79,15 @@ class Bringing:
             self.refused = self.refused or transfer.state is State.REFUSED
         if not self._released:
             self._hold(transfer.key, transfer.space)
+        elif not self._store.keep:
+            self._let_go(transfer)
         self._one_less()
+
+    def _let_go(self, transfer: Transfer[None]) -> None:
+        """What was under way has come though nobody wants it: a memory that keeps nothing lets it go as a hold ends."""
+        lease = self._store.peek(transfer.key, transfer.space) if transfer.state is State.DONE else None
+        if lease is not None:
+            lease.release()
 
     def _one_less(self) -> None:
         with self._lock:

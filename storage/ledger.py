@@ -6,6 +6,7 @@ or calls out. Store adds the lock and the verbs.
 
 import time
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from .allocator import Allocator, Extent
 from .arena import Arena
 from .deadlines import Deadlines
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease
+from .halves import Departed, other_half
 from .index import Index
 from .policy import LRU, Policy
 from .stats import StoreStats
@@ -24,9 +26,10 @@ INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
 INLINE_BYTES_LOW = 4 * 1024 * 1024
 
-
 GRACE_TURNS = 50
-"""How many turns a key whose presence was affirmed is spared by eviction, as long as others can go instead."""
+SPARED_PART = 2
+"""How many turns a key whose presence was affirmed is spared by eviction, as long as others can go instead, and which
+part of the room is spared at most: or what is new would leave for what is newer when a client affirms all there is."""
 
 PUT_OFF_ENTRIES_MAX = 8 * 1024
 """How many entries that were looked up may wait for the order of eviction to learn of it."""
@@ -39,13 +42,11 @@ leave at once."""
 INLINE_LOOK_ENTRIES_MAX = 64
 """How many of the coldest small values are looked at for some that the disk has, while most wait to be written."""
 
-HALVES = {b"kv_bytes": b"metadata", b"metadata": b"kv_bytes"}
-HALF_BYTES = 8
-"""How the two keys end under which LMCache's redis:// connector keeps one chunk (lmcache, redis_connector.py)."""
+LONG_AGO_MS = 1
+"""When what is stored too late has expired."""
 
 Change = tuple[str, bytes, int]
 """What has happened ("set", "del", "expired", "evicted") to which key of which database."""
-
 
 Lookup = tuple[list[Entry], float, int]
 """What was found, when (monotonic seconds), and in which turn."""
@@ -54,17 +55,6 @@ Lookup = tuple[list[Entry], float, int]
 def unix_ms() -> int:
     """Wall-clock time as Redis counts expiry: milliseconds since 1970."""
     return time.time_ns() // 1_000_000
-
-
-def _spared_last(policy: Policy, oldest: int) -> Iterator[Entry]:
-    """The policy's victims, those that were affirmed in turn `oldest` or later behind all others."""
-    spared = []
-    for entry in policy.victims():
-        if entry.affirmed_turn < oldest:
-            yield entry
-        else:
-            spared.append(entry)
-    yield from spared
 
 
 class Ledger:
@@ -112,6 +102,7 @@ class Ledger:
         """False: a full store refuses new values instead of letting old ones go (Redis' noeviction)."""
         self.turn = GRACE_TURNS + 1
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
+        self._departed = Departed()
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
         self._limits: Deadlines[Lease] = Deadlines(lambda _, lease: not lease.released)
@@ -189,6 +180,8 @@ class Ledger:
         """Make an entry visible whose bytes are already counted; what it replaces is retired."""
         if self._put_off_entries:
             self._catch_up()
+        if self._departed.turns and self._departed.left_behind(entry.key, entry.space, self.turn):
+            expire_at_ms = LONG_AGO_MS
         entry.expire_at_ms = expire_at_ms
         entry.created_s = entry.accessed_s = self.now_s()
         old = self.index.put(entry)
@@ -273,7 +266,29 @@ class Ledger:
         if self._put_off_entries:
             self._catch_up()
         oldest = self.turn - GRACE_TURNS
-        return policy.victims() if self.affirmed_turn < oldest else _spared_last(policy, oldest)
+        return policy.victims() if self.affirmed_turn < oldest else self._spared_last(policy, oldest)
+
+    def _spared_last(self, policy: Policy, oldest: int) -> Iterator[Entry]:
+        """The policy's victims; behind all others those that were affirmed in turn `oldest` or later, as far as the
+        bound goes, whoever was affirmed last being the last to go. Who is told of one half of a chunk comes back for
+        both."""
+        room_bytes = self.arena.nbytes if policy is self.policy else self.inline_bytes_high
+        spared: list[tuple[int, int, Entry]] = []
+        spared_bytes = 0
+        for place, entry in enumerate(policy.victims()):
+            twin = self._twin(entry)
+            turn = entry.affirmed_turn if twin is None else max(entry.affirmed_turn, twin.affirmed_turn)
+            if turn < oldest:
+                yield entry
+                continue
+            heappush(spared, (turn, place, entry))
+            spared_bytes += entry.memory_bytes
+            while spared_bytes * SPARED_PART > room_bytes:
+                _, _, entry = heappop(spared)
+                spared_bytes -= entry.memory_bytes
+                yield entry
+        while spared:
+            yield heappop(spared)[2]
 
     def _ready_victims(self, *, drop: bool) -> Iterator[Entry]:
         """Who may leave at once, coldest first. Those who are to be written first are passed over, but not many: behind
@@ -312,12 +327,18 @@ class Ledger:
     def _lapse(self, entry: Entry) -> None:
         """An entry leaves all tiers, and with it the other half of what LMCache keeps under two keys: one alone would
         be found by a lookup and then not be there."""
-        other = HALVES.get(entry.key[-HALF_BYTES:])
-        twin = None if other is None else self.index.get(entry.key[:-HALF_BYTES] + other, entry.space)
+        twin = self._twin(entry)
+        if twin is None:
+            self._departed.note(entry.key, entry.space, self.turn)
         for leaving in (entry,) if twin is None else (entry, twin):
             self._remove(leaving, "evicted")
             self.stats.evicted += 1
             self.stats.evicted_bytes += leaving.length
+
+    def _twin(self, entry: Entry) -> Entry | None:
+        """The other half of what LMCache keeps under two keys, if there is one."""
+        other = other_half(entry.key)
+        return None if other is None else self.index.get(other, entry.space)
 
     def _unload(self, entry: Entry) -> None:
         """Drop a block from memory that is on disk too: it stays visible."""

@@ -276,8 +276,8 @@ class Store(Moves, Flushes):
     def affirm(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys` are present, one named twice counting twice; for a grace time they are evicted last.
 
-        Whoever is told that a block is there comes back for it at once: LMCache looks up first and then gets, and some
-        of its clients wait for ever for a value that has left in between. It is no use, so no order changes.
+        Whoever is told that a block is there comes back at once: LMCache looks up first and then gets, and some of its
+        clients wait for ever for a value that has left in between. No order changes, and half the room may be spared.
         """
         with self._lock:
             found = list(filter(None, map(self._spaces[space].get, keys)))

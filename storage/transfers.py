@@ -94,6 +94,7 @@ class Transfer(Generic[T]):
         "_kept",
         "_outcome",
         "_owner",
+        "_unwanted",
         "error",
         "key",
         "kind",
@@ -117,6 +118,7 @@ class Transfer(Generic[T]):
         self._callbacks: list[Callable[[Transfer[T]], None]] = []
         self._joined = False
         self._kept = False  # somebody asked without waiting, so it does not depend on those who do
+        self._unwanted: Callable[[Transfer[T]], None] | None = None
 
     @property
     def state(self) -> State:
@@ -137,13 +139,18 @@ class Transfer(Generic[T]):
         if not self._owner._add(self, callback):
             self._owner._call(callback, self)
 
-    def withdraw(self, callback: "Callable[[Transfer[T]], None]") -> bool:
+    def withdraw(
+        self,
+        callback: "Callable[[Transfer[T]], None]",
+        unwanted: "Callable[[Transfer[T]], None] | None" = None,
+    ) -> bool:
         """Take a callback back: who gave it no longer waits. When he was the last, and nobody had asked without
-        waiting, a transfer not yet begun is cancelled; one under way goes on to its end.
+        waiting, a transfer not yet begun is cancelled; one under way goes on to its end, of which `unwanted` is told,
+        as by add_done, if nobody has asked for the block by then.
 
         False when it was not there, or has been or is about to be called.
         """
-        return self._owner._withdraw(self, callback)
+        return self._owner._withdraw(self, callback, unwanted)
 
 
 class Transfers(Generic[T]):
@@ -242,11 +249,17 @@ class Transfers(Generic[T]):
                 transfer._callbacks.append(callback)
             return transfer._outcome is None
 
-    def _withdraw(self, transfer: Transfer[T], callback: Callable[[Transfer[T]], None]) -> bool:
+    def _withdraw(
+        self,
+        transfer: Transfer[T],
+        callback: Callable[[Transfer[T]], None],
+        unwanted: Callable[[Transfer[T]], None] | None,
+    ) -> bool:
         with self._lock:
             if callback not in transfer._callbacks:
                 return False
             transfer._callbacks.remove(callback)
+            transfer._unwanted = unwanted
             dropped = self._drop(transfer)
         if dropped is not None:
             dropped.cancel()
@@ -307,6 +320,8 @@ class Transfers(Generic[T]):
             transfer.result, transfer.error, transfer._outcome = result, error, outcome
             transfer._future = None
             callbacks, transfer._callbacks = transfer._callbacks, []
+            if transfer._unwanted is not None and not callbacks and not transfer._kept:
+                callbacks = [transfer._unwanted]
             self._counts[transfer.kind, outcome.value] += 1
         for callback in callbacks:
             self._call(callback, transfer)

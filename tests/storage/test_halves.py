@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.halves import DEPARTED_TURNS
 from kvredis.storage.store import Store
 
 from .small_store import small_store
@@ -66,3 +67,60 @@ def test_a_half_that_the_disk_lets_go_takes_the_other_one_along(tmp_path: Path) 
         assert [False, True] not in there
         assert tiers.tiering.disk.stats.evicted > 0
         tiers.store.check_integrity()
+
+
+def test_a_chunk_of_which_one_half_was_affirmed_keeps_both_while_others_can_go() -> None:
+    store = small_store(nbytes=4 * MIB)
+    for number in range(8):
+        store_chunk(store, number)
+    assert store.affirm([halves(0)[1]]) == 1
+    for number in range(100, 130):
+        store_chunk(store, number)
+    assert [store.find(key) is not None for key in (*halves(0), *halves(1))] == [True, True, False, False]
+    store.check_integrity()
+
+
+def test_when_all_were_affirmed_who_was_affirmed_last_stays_longest() -> None:
+    store = small_store(nbytes=4 * MIB)
+    for number in range(8):
+        store_chunk(store, number)
+    for number in reversed(range(8)):
+        store.turn += 1
+        assert store.affirm([halves(number)[1]]) == 1
+    for number in range(100, 112):
+        store_chunk(store, number)
+        store.affirm([halves(number)[1]])
+    there = [store.find(halves(number)[0]) is not None for number in range(8)]
+    assert True in there
+    assert there == sorted(there, reverse=True)
+    store.check_integrity()
+
+
+def test_metadata_that_comes_after_its_data_was_evicted_does_not_stay() -> None:
+    store = small_store(nbytes=4 * MIB)
+    for number in range(40):
+        assert store.put(halves(number)[0], VALUE)
+    for number in range(40):
+        assert store.put(halves(number)[1], b"f" * 28)
+    there = [[store.find(key) is not None for key in halves(number)] for number in range(40)]
+    assert [False, True] not in there
+    assert there.count([True, True]) > 8
+    store.check_integrity()
+
+
+def test_metadata_stays_when_its_data_came_again() -> None:
+    store = small_store(nbytes=MIB)
+    for number in range(10):
+        assert store.put(halves(number)[0], VALUE)
+    store_chunk(store, 0)
+    assert all(store.find(key) is not None for key in halves(0))
+
+
+def test_metadata_of_data_that_left_long_ago_or_never_was_stays() -> None:
+    store = small_store(nbytes=MIB)
+    for number in range(10):
+        assert store.put(halves(number)[0], VALUE)
+    store.turn += DEPARTED_TURNS
+    for number in (0, 100):
+        assert store.put(halves(number)[1], b"f" * 28)
+        assert store.find(halves(number)[1]) is not None

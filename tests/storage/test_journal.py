@@ -137,6 +137,30 @@ def test_affirmed_keys_do_leave_when_nothing_else_can(store: Store) -> None:
     store.check_integrity()
 
 
+def test_what_is_new_stays_though_all_the_rest_was_affirmed(store: Store) -> None:
+    keys = [b"%d" % n for n in range(7)]
+    for key in keys:
+        store.put(key, bytes(MIB))
+    assert store.affirm(keys) == 7
+    for new in (b"new", b"newer"):
+        assert store.put(new, bytes(MIB))
+    assert [key for key in (*keys, b"new", b"newer") if store.find(key) is None] == [b"0", b"1"]
+    store.check_integrity()
+
+
+def test_small_values_that_are_new_stay_though_all_the_rest_was_affirmed(store: Store) -> None:
+    keys = [b"%d" % n for n in range(store.inline_bytes_high // 9000)]
+    for key in keys:
+        store.put(key, bytes(8192))
+    store.affirm(keys)
+    new = [b"new:%d" % n for n in range(len(keys) // 4)]
+    for key in new:
+        assert store.put(key, bytes(8192))
+    assert all(store.find(key) is not None for key in new)
+    assert store.stats.evicted > 0
+    store.check_integrity()
+
+
 def test_affirming_moves_nothing_in_the_order_of_eviction(store: Store) -> None:
     for n in range(7):
         store.put(b"%d" % n, bytes(MIB))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.bringing import Bringing
+
 from .small_store import BLOCKS, content, fill, present, read
 from .tiered_store import MIB, TieredStore
 
@@ -133,6 +135,51 @@ def test_a_block_that_is_read_passes_through_and_leaves_with_its_last_reader(tmp
         lease.release()
         assert tiers.tier(b"a") == "disk"
         assert (tiers.steps("pread"), tiers.steps("pwrite")) == (1, 1)
+
+
+def test_a_block_under_way_that_nobody_waits_for_any_more_leaves_as_it_comes(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, keep=False) as tiers:
+        tiers.put(b"a")
+        tiers.io.run()
+        waiting = tiers.bring((b"a", 0))
+        assert waiting is not None
+        tiers.during("pread", waiting.release)
+        tiers.io.run()
+        assert tiers.tier(b"a") == "disk"
+        assert tiers.store.used_bytes == 0
+
+
+def test_who_asks_for_a_block_after_another_gave_it_up_under_way_holds_it(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, keep=False) as tiers:
+        tiers.put(b"a")
+        tiers.io.run()
+        first, others = tiers.bring((b"a", 0)), list[Bringing | None]()
+        assert first is not None
+
+        def change_hands() -> None:
+            first.release()
+            others.append(tiers.bring((b"a", 0)))
+
+        tiers.during("pread", change_hands)
+        tiers.io.run()
+        assert tiers.tier(b"a") == "memory"
+        assert others[0] is not None
+        others[0].release()
+        assert tiers.tier(b"a") == "disk"
+        assert tiers.steps("pread") == 1
+
+
+def test_a_block_that_two_have_given_up_before_it_was_begun_is_not_read(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, keep=False) as tiers:
+        tiers.put(b"a")
+        tiers.io.run()
+        waits = [tiers.bring((b"a", 0)), tiers.bring((b"a", 0))]
+        for waiting in waits:
+            assert waiting is not None
+            waiting.release()
+        tiers.io.run()
+        assert tiers.tier(b"a") == "disk"
+        assert tiers.steps("pread") == 0
 
 
 def test_a_block_that_is_still_read_when_it_is_on_disk_leaves_with_its_reader(tmp_path: Path) -> None:
