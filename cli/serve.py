@@ -27,8 +27,10 @@ from typing import Any
 import click
 
 from kvredis.backends.config import Config
+from kvredis.server.cluster import Cluster
 from kvredis.server.server import Server
 from kvredis.server.settings import begin
+from kvredis.server.slots import SLOTS
 from kvredis.server.startup import check_options
 from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
 from kvredis.storage.disk import DiskTier
@@ -73,6 +75,8 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     check_store(config)
     with told_where(config):
         check_options(options)
+    if options.cluster_topology is not None:
+        hold_sighup(held=True)
     # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for. The disk tier comes by
     # itself, for its line tells a time of its own.
     parts = config.store_options()
@@ -93,6 +97,8 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         with told_where(config):
             server = Server(store, options)
             begin(server)
+        if server.cluster is not None:
+            click.echo(cluster_line(server.cluster))
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(serve_until_signal(server, warming))
     finally:
@@ -154,6 +160,18 @@ def add_disk(store: Store, options: StoreOptions) -> str:
         f"{gib(disk.geometry.segment_bytes)}, {'O_DIRECT' if disk.direct else f'buffered: {disk.fallback}'}, "
         f"{recovered}, {time.monotonic() - started_s:.3f} s"
     )
+
+
+def cluster_line(cluster: Cluster) -> str:
+    """Say which node of a cluster this is."""
+    node, nodes = cluster.myself, len(cluster.topology.nodes)
+    return f"Cluster: node {node.name} ({node.id}), {node.slots} of {SLOTS} slots, one of {nodes} nodes"
+
+
+def hold_sighup(*, held: bool) -> None:
+    """Have the node of a cluster get SIGHUP later, or from now on. Whoever deals slots out anew tells all nodes, and
+    one that is still recovering its disk tier, or saving it, would end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, (signal.SIGHUP,))
 
 
 class Warming:
@@ -222,12 +240,17 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.request_shutdown)
+        if server.reread is not None:
+            loop.add_signal_handler(signal.SIGHUP, server.reread.ask)
+            hold_sighup(held=False)
         click.echo("Ready to accept connections on " + ", ".join(server.addresses))
         sys.stdout.flush()
         notify("READY=1")
         warming.after_ready()
         await server.shutdown_wanted.wait()
         notify("STOPPING=1")
+        if server.reread is not None:
+            hold_sighup(held=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, lambda *_: os._exit(1))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvredis.storage.entry import Lease
 
 from .calling import call, mind_broken_clients
+from .cluster import REDIRECTIONS
 from .commands import SPELLINGS, Command, lookup, shown
 from .pending import Answer, Pending
 from .replies import NO_AUTH, OK, OUT_OF_MEMORY, error
@@ -39,9 +40,9 @@ QUEUED = b"+QUEUED\r\n"
 
 def run_with_care(session: Session, args: list[Argument]) -> Answer:
     """The reply of a command that is not plain; b"" where the client has asked for silence."""
-    refused = session.refused and REFUSED in args
+    refused = session.refused if REFUSED in args else b""
     if refused:  # whatever the answer is, the next command starts afresh
-        session.refused = False
+        session.refused = b""
         session.reconsider()
     words = shown(args)
     command = lookup(words)
@@ -49,7 +50,7 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
         known = SPELLINGS.get(words[0]) or SPELLINGS.get(words[0].upper())
         refusal = _reject(session, command, args, None if known is None or known.subcommands else known)
         return _spoken(session, refusal)
-    problem = _objection(session, command, words, refused=refused)
+    problem = _objection(session, command, words, refused)
     if problem is not None:
         return _spoken(session, _reject(session, problem, args, command))
     pause = session.server.pause
@@ -85,7 +86,7 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     return session.end_answer(_spoken(session, reply, mode, lent))
 
 
-def _objection(session: Session, command: Command, words: list[bytes], *, refused: bool) -> bytes | None:
+def _objection(session: Session, command: Command, words: list[bytes], refused: bytes) -> bytes | None:
     """Why this command may not run now, or None."""
     server = session.server
     if not session.authenticated and "no_auth" not in command.flags:
@@ -96,8 +97,12 @@ def _objection(session: Session, command: Command, words: list[bytes], *, refuse
         denied = server.acl.refusal(session, command, words)
         if denied is not None:
             return denied
+    if server.cluster is not None:
+        redirection = server.cluster.redirection(session, command, words)
+        if redirection is not None:
+            return redirection
     if refused:
-        return OUT_OF_MEMORY
+        return refused
     if session.id in server.monitors and not TOUCHING_KEYS.isdisjoint(command.flags):
         return error("ERR Replica can't interact with the keyspace")
     if session.subscriptions and session.resp == 2 and command.name not in IN_SUBSCRIBER_MODE:
@@ -116,7 +121,8 @@ def _reject(session: Session, reply: bytes, args: list[Argument], command: Comma
         session.transaction.broken = True
     if command is not None and command.name == "exec":
         end_transaction(session)
-        reply = error(b"EXECABORT Transaction discarded because of: " + reply[1:-2].removeprefix(b"ERR "))
+        if not reply.startswith(REDIRECTIONS):  # which the client is to follow
+            reply = error(b"EXECABORT Transaction discarded because of: " + reply[1:-2].removeprefix(b"ERR "))
     stats = session.server.stats
     stats.count_error(reply)
     if command is not None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import Reservation, extent_length
 
+from .cluster import TRY_AGAIN
 from .commands import SPELLINGS
 from .disk_room import DiskRoom
 from .pending import Pending
+from .replies import OUT_OF_MEMORY
 from .request import LATER, REFUSED, Argument, Later, Refused
 
 if TYPE_CHECKING:
@@ -79,6 +81,10 @@ class Claims:
             return None
         if not session.user.unrestricted and session.user.denial(command, args) is not None:
             return None  # it will be refused: nobody leaves the arena for it
+        cluster = self._server.cluster
+        if cluster is not None and not cluster.serves(key):
+            session.refuse_payload(TRY_AGAIN)  # it will be told where the slot is, unless that is here by then
+            return REFUSED
         store = self._store
         room: Reservation | Refused | Later | None = None
         if store.reserved_bytes:  # else nobody else's value is coming in
@@ -90,7 +96,7 @@ class Claims:
             if session not in self._receiving:
                 self._receiving[session] = session.input_bytes, self._server.now_s()
         if room is REFUSED:
-            session.refuse_payload()
+            session.refuse_payload(OUT_OF_MEMORY)
         return room
 
     def _out_of_turn(self, session: Session, wanted: int) -> Refused | Later | None:

@@ -17,6 +17,7 @@ from kvredis.storage.store import Store
 from .acl import Acl
 from .away import Away
 from .claims import Claims
+from .cluster import Cluster
 from .events import publish_event
 from .families import load_families
 from .latency import LatencyMonitor
@@ -27,6 +28,7 @@ from .outgoing import NO_LIMIT
 from .pausing import Pause
 from .pending import Pending, has_hung_up
 from .pubsub import PubSub
+from .reread import Reread
 from .session import Session
 from .settings import begin
 from .slowlog import SlowLog
@@ -75,6 +77,9 @@ class Server:
         self.settings: dict[str, str] = {}
         self.acl = Acl(options.requirepass.encode(), options.aclfile or "")
         self.acl.load_at_start()
+        self.cluster = None if options.cluster_topology is None else Cluster(options)
+        self.reread = None if self.cluster is None else Reread(self, self.cluster)
+        """For SIGHUP; None, as `cluster`, for a server that stands alone."""
         self.pubsub = PubSub()
         self.tracking = TrackingTable(self)
         self.slowlog = SlowLog()
@@ -153,6 +158,8 @@ class Server:
         self.listeners.open()
         self.claims.disk_room.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
+        if self.reread is not None:
+            self.reread.start()
 
     async def serve_forever(self) -> None:
         """Return when `stop` has been called."""

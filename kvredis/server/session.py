@@ -50,8 +50,7 @@ class Session(Outgoing):
         self.name = b""
         self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
-        self.lib_name = b""
-        self.lib_ver = b""
+        self.lib_name = self.lib_ver = b""
         self.no_evict = False
         self.no_touch = False
         self.laddr: str = ""
@@ -75,13 +74,14 @@ class Session(Outgoing):
         self.reply_mode = "on"
         self.observed = False
         """Somebody wants to know of changes, so handlers must tell: keyspace events or client-side caches."""
-        self.refused = False
-        """The command being read brings a payload that there was no room for."""
+        self.refused = b""
+        """The error for the command being read, a payload of which could not be taken; empty for none."""
         self.unsaved_since = 0
         """Number of the store's write from which on this client may have written what is not known to be on disk; 0:
         it has written nothing."""
         self._writes_before = 0  # the store's, when what is being run began to be run
         self._tiered = server.store.tiering is not None
+        self._checks = None if server.cluster is None else server.cluster.checks
         self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
@@ -127,9 +127,9 @@ class Session(Outgoing):
         self.authenticated = self.user.needs_no_password
         self.reconsider()
 
-    def refuse_payload(self) -> None:
-        """There is no room for a payload of the command that is being read."""
-        self.refused, self._may_run = True, False
+    def refuse_payload(self, why: bytes) -> None:
+        """A payload of the command that is being read is not taken: the error for it, should nothing else be wrong."""
+        self.refused, self._may_run = why, False
 
     def wait(self) -> Pending:
         """Take the place of a reply that comes later; the handler returns what this gives."""
@@ -202,7 +202,7 @@ class Session(Outgoing):
         """
         self.input_bytes += nbytes
         self.reads += 1
-        replies = self._replies
+        replies, checks, serves = self._replies, self._checks, None
         current: Command | None = None
         handler: Handler | None = None  # of `current`, unless its calls need care
         argc = calls = 0
@@ -224,7 +224,8 @@ class Session(Outgoing):
                     handler = command.handler if command is not None and argc in command.plain else None
                     if self._tiered and command is not None and command.held_up and (argc, command.name) != (3, "set"):
                         handler = None
-                if handler is not None and self._may_run:
+                    serves = None if checks is None else checks.get(args[0])  # type: ignore[arg-type]
+                if handler is not None and self._may_run and (serves is None or serves(args)):  # type: ignore[arg-type]
                     calls += 1
                     try:
                         reply: Answer = handler(self, args)  # type: ignore[arg-type]

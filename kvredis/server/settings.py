@@ -214,6 +214,7 @@ def _made_of() -> dict[str, Setting]:
         "tls-protocols": _fixed(read=lambda server: " ".join(server.options.tls_protocols)),
         "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
         "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
+        "cluster-enabled": _fixed(read=lambda server: "no" if server.cluster is None else "yes"),
         "enable-debug-command": _fixed(read=lambda server: server.options.enable_debug_command),
         "dir": Setting(effect=Effect.PROTECTED, read=lambda server: _working_folder()),
         "dbfilename": Setting(effect=Effect.PROTECTED),
@@ -221,7 +222,7 @@ def _made_of() -> dict[str, Setting]:
             name: _fixed(default)
             for name, default in {
                 "acl-pubsub-default": "resetchannels", "always-show-logo": "no", "appenddirname": "",
-                "appendfilename": "", "appendonly": "no", "cluster-enabled": "no", "daemonize": "no",
+                "appendfilename": "", "appendonly": "no", "cluster-require-full-coverage": "no", "daemonize": "no",
                 "enable-module-command": "no", "enable-protected-configs": "no", "io-threads": "1",
                 "io-threads-do-reads": "no", "logfile": "", "pidfile": "", "replicaof": "", "shutdown-timeout": "10",
                 "slaveof": "", "supervised": "no", "syslog-enabled": "no", "tcp-backlog": "511",

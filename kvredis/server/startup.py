@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from kvredis.storage.errors import ConfigError
 
+from .cluster import Cluster
 from .options import ServerOptions
 from .settings import SettingError, checked
 from .tls import OPTION, make_context
@@ -22,6 +23,8 @@ def check_options(options: ServerOptions) -> None:
     check_settings(options.settings)
     if options.tls_port != 0:
         make_context(options)
+    if options.cluster_topology is not None:
+        Cluster(options)
 
 
 def check_settings(settings: Mapping[str, str]) -> None:

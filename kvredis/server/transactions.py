@@ -42,7 +42,12 @@ class Transaction:
         """Arguments outside the arena: `multi-mem` of CLIENT LIST."""
 
     def queue(self, queued: Command, args: list[Argument]) -> None:
-        """Remember a command for EXEC, with all that it holds."""
+        """Remember a command for EXEC, with all that it holds; nothing, as in Redis, when EXEC will run none."""
+        if self.broken:
+            for arg in args:
+                if isinstance(arg, Reservation):
+                    arg.abort()
+            return
         self.commands.append((queued, args))
         self.held_bytes += sum(len(arg) + ARGUMENT_BYTES for arg in args if isinstance(arg, bytes))
 

@@ -50,7 +50,8 @@ OPS_SCRIPTS: dict[str, list[CommandLine]] = {
     "wait": [
         "WAIT 0 0", "WAIT 0 100", "WAIT -1 0", "WAIT 1 1", "WAIT x 0", "WAIT 0 x", "WAIT 0 1.5", "WAIT 0 -1",
         "WAIT 9223372036854775808 0", "WAIT", "WAIT 1", "WAIT 1 2 3", "MULTI", "WAIT 1 0", "WAIT 5 1000000", "EXEC",
-        "MULTI", "MONITOR", "READONLY", "SLOWLOG LEN", "EXEC", "MULTI", "SAVE", "EXEC", "MULTI", "SHUTDOWN", "DISCARD",
+        "MULTI", "MONITOR", "READONLY", "SLOWLOG RESET", "EXEC", "MULTI", "SAVE", "EXEC", "MULTI", "SHUTDOWN",
+        "DISCARD",
     ],
     "cluster": [
         "CLUSTER", "CLUSTER INFO", "CLUSTER SLOTS", "CLUSTER SLOTS x", "CLUSTER SHARDS", "CLUSTER NODES",

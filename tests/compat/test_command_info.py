@@ -15,7 +15,6 @@ from tests.compat.wire import Wire
 FIELDS = ("name", "arity", "flags", "first", "last", "step", "categories", "tips", "key specifications")
 V72 = "Redis 7.2 says so; Debian's is 7.0.15"
 NOTE = "Redis adds a remark in words"
-REFUSED = "it is always refused, so its replies need no tip"
 
 ALLOWED = {
     ("command|getkeys", "arity"): V72,
@@ -28,16 +27,6 @@ ALLOWED = {
     ("cluster|slots", "flags"): V72,
     ("set", "key specifications"): NOTE,
     ("getex", "key specifications"): NOTE,
-    ("cluster|bumpepoch", "tips"): REFUSED,
-    ("cluster|count-failure-reports", "tips"): REFUSED,
-    ("cluster|getkeysinslot", "tips"): REFUSED,
-    ("cluster|info", "tips"): REFUSED,
-    ("cluster|links", "tips"): REFUSED,
-    ("cluster|nodes", "tips"): REFUSED,
-    ("cluster|replicas", "tips"): REFUSED,
-    ("cluster|shards", "tips"): REFUSED,
-    ("cluster|slaves", "tips"): REFUSED,
-    ("cluster|slots", "tips"): REFUSED,
 }
 """What may differ, and why."""
 

@@ -162,6 +162,8 @@ def select(session: Session, args: list[bytes]) -> Reply:
         return NOT_AN_INTEGER
     if not INT32_MIN <= index <= INT32_MAX:
         return error(f"ERR value is out of range, value must between {INT32_MIN} and {INT32_MAX}")
+    if index and session.server.cluster is not None:
+        return error("ERR SELECT is not allowed in cluster mode")
     if not 0 <= index < SPACES:
         return DB_OUT_OF_RANGE
     session.space = index
@@ -237,7 +239,7 @@ def _introduction(session: Session) -> Reply:
             (bulk("version"), bulk(REDIS_VERSION)),
             (bulk("proto"), integer(session.resp)),
             (bulk("id"), integer(session.id)),
-            (bulk("mode"), bulk("standalone")),
+            (bulk("mode"), bulk("standalone" if session.server.cluster is None else "cluster")),
             (bulk("role"), bulk("master")),
             (bulk("modules"), EMPTY_ARRAY),
         ],

@@ -160,6 +160,8 @@ def flushall(session: Session, args: list[bytes]) -> Reply:
 )
 def swapdb(session: Session, args: list[bytes]) -> Reply:
     """SWAPDB index index."""
+    if session.server.cluster is not None:
+        return error("ERR SWAPDB is not allowed in cluster mode")
     first, second = (parse_integer(arg) for arg in args[1:3])
     if first is None or not INT32_MIN <= first <= INT32_MAX:
         return error("ERR invalid first DB index")

@@ -55,7 +55,7 @@ def server_facts(server: Server) -> Iterator[Field]:
     yield "redis_git_sha1", "00000000"
     yield "redis_git_dirty", 0
     yield "redis_build_id", 0
-    yield "redis_mode", "standalone"
+    yield "redis_mode", "standalone" if server.cluster is None else "cluster"
     yield "server_name", "kvredis"
     yield "kvredis_version", __version__
     yield "os", f"{platform.system()} {platform.release()} {platform.machine()}"
@@ -223,5 +223,5 @@ def cpu(server: Server) -> Iterator[Field]:
 
 
 def cluster(server: Server) -> Fields:
-    """There is none."""
-    return [("cluster_enabled", 0)]
+    """Whether this is a node of one; CLUSTER INFO says more."""
+    return [("cluster_enabled", int(server.cluster is not None))]

@@ -78,7 +78,7 @@ def commandstats(server: Server) -> Iterator[Field]:
 
 def errorstats(server: Server) -> Iterator[Field]:
     """Errors that were answered, by their first word."""
-    for code, count in list(server.stats.errors.items()):
+    for code, count in sorted(server.stats.errors.items()):
         yield f"errorstat_{code}", f"count={count}"
 
 

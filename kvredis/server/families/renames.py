@@ -94,6 +94,8 @@ def _rename(session: Session, args: list[bytes], replace: bool) -> Reply:
 )
 def move(session: Session, args: list[bytes]) -> Reply:
     """MOVE key db."""
+    if session.server.cluster is not None:
+        return error("ERR MOVE is not allowed in cluster mode")
     key, source, store = args[1], session.space, session.store
     target = _database(args[2])
     if isinstance(target, bytes):
@@ -139,6 +141,8 @@ def copy(session: Session, args: list[bytes]) -> Reply:
         else:
             return SYNTAX_ERROR
         at += 1
+    if target and session.server.cluster is not None:
+        return error("ERR Copying to another database is not allowed in cluster mode")
     key, new, store = args[1], args[2], session.store
     if key == new and target == session.space:
         return SAME_OBJECT
