@@ -1,15 +1,48 @@
-"""Where a server is, said as a URL: the one place that reads such URLs, so that engine, CLI and bench agree on them."""
+"""Where a server is, said as a URL: the one place that reads such URLs, so that engine, CLI and bench agree on them.
+
+A URL names one server, or those who know where it is (Sentinel), or some nodes of a Redis Cluster. One table says which
+scheme is which; what comes out are values, and nothing here opens a file or a socket.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+from urllib.parse import parse_qs, quote, unquote
 
 from kvredis.storage.errors import ConfigError
 
-PORT_DEFAULT = 6379
-TCP_SCHEMES = ("redis", "valkey", "resp", "kvredis")
-LATER_SCHEMES = ("rediss", "valkeys", "redis-sentinel", "redis-cluster", "valkey-sentinel", "valkey-cluster")
+from .tls import TLS_OPTIONS, Tls
+
+PORT_DEFAULT: Final = 6379
+SENTINEL_PORT_DEFAULT: Final = 26379
+SERVICE_DEFAULT: Final = "mymaster"
+
+Shape = Literal["server", "sentinel", "cluster"]
+
+SCHEMES: Final[dict[str, tuple[Shape, bool]]] = {
+    **dict.fromkeys(("redis", "valkey", "resp", "kvredis", "unix"), ("server", False)),
+    **dict.fromkeys(("rediss", "valkeys"), ("server", True)),
+    **dict.fromkeys(("redis-sentinel", "valkey-sentinel"), ("sentinel", False)),
+    **dict.fromkeys(("rediss-sentinel", "valkeys-sentinel"), ("sentinel", True)),
+    **dict.fromkeys(("redis-cluster", "valkey-cluster"), ("cluster", False)),
+    **dict.fromkeys(("rediss-cluster", "valkeys-cluster"), ("cluster", True)),
+}
+"""What each scheme names, and whether it is reached over TLS."""
+
+FORMS: Final[dict[Shape, str]] = {
+    "server": "redis://HOST:PORT, rediss://HOST:PORT (TLS), unix:///PATH or kvredis://HOST:PORT",
+    "sentinel": "redis-sentinel://HOST:PORT,HOST:PORT/SERVICE",
+    "cluster": "redis-cluster://HOST:PORT,HOST:PORT",
+}
+
+_URL: Final = re.compile(r"([a-z][a-z0-9-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.IGNORECASE | re.DOTALL)
+_HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+(?:%[^\]\s]+)?)\]|([^:\[\]\s]+))(?::([0-9]{1,5}))?", re.IGNORECASE)
+_SECRETS: Final = ("password", "sentinel_password", "ssl_password")
+_SECRET: Final = re.compile(r"(password=).*", re.IGNORECASE | re.DOTALL)
+"""A password in a query that was cut wrongly: behind a second question mark, or a number sign."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,70 +53,231 @@ class Address:
     port: int = PORT_DEFAULT
     path: str = ""
     username: str = ""
-    password: str = ""
+    password: str = field(default="", repr=False)
     db: int = 0
+    tls: Tls | None = None
 
     def __str__(self) -> str:
         """Return a URL that is safe to log: it never holds the password."""
-        who = f"{quote(self.username, safe='')}:***@" if self.password else ""
+        who = _shown_user(self.username, self.password)
         if self.path:
             return f"unix://{who}{self.path}" + (f"?db={self.db}" if self.db else "")
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"redis://{who}{host}:{self.port}" + (f"/{self.db}" if self.db else "")
+        scheme = "redis" if self.tls is None else "rediss"
+        return f"{scheme}://{who}{_joined((self.host, self.port))}" + (f"/{self.db}" if self.db else "")
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelAddress:
+    """A master by the name under which Sentinels watch it. Credentials and `db` are for the master; TLS is for all."""
+
+    sentinels: tuple[tuple[str, int], ...]
+    service: str = SERVICE_DEFAULT
+    username: str = ""
+    password: str = field(default="", repr=False)
+    db: int = 0
+    tls: Tls | None = None
+    sentinel_username: str = ""
+    sentinel_password: str = field(default="", repr=False)
+
+    def server(self, host: str, port: int) -> Address:
+        """Give the master's own address, once it is known."""
+        return Address(host, port, "", self.username, self.password, self.db, self.tls)
+
+    def __str__(self) -> str:
+        """Return a URL that is safe to log: it never holds a password."""
+        scheme = "redis-sentinel" if self.tls is None else "rediss-sentinel"
+        where = f"{_joined(*self.sentinels)}/{quote(self.service, safe='')}" + (f"/{self.db}" if self.db else "")
+        return f"{scheme}://{_shown_user(self.username, self.password)}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAddress:
+    """Some nodes of a Redis Cluster, any of which tells of all others; credentials and TLS are the same everywhere."""
+
+    nodes: tuple[tuple[str, int], ...]
+    username: str = ""
+    password: str = field(default="", repr=False)
+    tls: Tls | None = None
+
+    def server(self, host: str, port: int) -> Address:
+        """Give the address of one node."""
+        return Address(host, port, "", self.username, self.password, 0, self.tls)
+
+    def __str__(self) -> str:
+        """Return a URL that is safe to log: it never holds the password."""
+        scheme = "redis-cluster" if self.tls is None else "rediss-cluster"
+        return f"{scheme}://{_shown_user(self.username, self.password)}{_joined(*self.nodes)}"
+
+
+RemoteAddress = Address | SentinelAddress | ClusterAddress
 
 
 def redact(url: str) -> str:
-    """Return `url` with its password replaced by stars, for messages; works on malformed URLs as well."""
+    """Return `url` with its passwords replaced by stars, for messages; works on malformed URLs as well."""
     scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
     before, query_mark, query = rest.partition("?")
-    who, at, where = before.rpartition("@")
+    words = [_redacted_word(word) for word in query.split("&")]
+    who, at, where = (before + query_mark + "&".join(words)).rpartition("@")
     if at:
-        before = f"{who.partition(':')[0]}:***@{where}" if ":" in who else f"***@{where}"
-    words = ["password=***" if word.startswith("password=") else word for word in query.split("&")]
-    return scheme + mark + before + query_mark + "&".join(words) if mark else url
+        who = f"{who.partition(':')[0]}:***@" if ":" in who else "***@"
+    return scheme + mark + who + where
+
+
+def parse_remote(url: str, *, key: str = "remote_url", source: str = "url") -> RemoteAddress:
+    """Read a URL of any scheme in SCHEMES.
+
+    One server: `scheme://[[user]:password@]host[:port][/db]`, `unix://[[user]:password@]/path[?db=n]`. Behind
+    Sentinels: `scheme://[[user]:password@]host[:port][,host[:port]...][/service[/db]]`, with the options
+    `sentinel_username` and `sentinel_password`. A cluster: the same without service and db. Schemes with an s, as
+    rediss:// and rediss-cluster://, mean TLS and take TLS_OPTIONS. All parts are percent-decoded.
+
+    Raises ConfigError, with the passwords hidden, for anything else.
+    """
+    try:
+        return _parse(url)
+    except ValueError as error:
+        raise ConfigError(key, redact(url), source, _SECRET.sub(r"\1***", str(error))) from None
 
 
 def parse_url(url: str, *, key: str = "remote_url", source: str = "url") -> Address:
-    """Read redis://, valkey://, resp:// and kvredis:// (TCP) and unix:// or kvredis:///path (unix socket).
+    """As parse_remote, for whoever talks to one server that is known beforehand."""
+    address = parse_remote(url, key=key, source=source)
+    if not isinstance(address, Address):
+        raise ConfigError(key, redact(url), source, f"want one server: {FORMS['server']}")
+    return address
 
-    Forms: `scheme://[[user]:password@]host[:port][/db]` and `unix://[[user]:password@]/path[?db=n]`; user and password
-    are percent-decoded. Raises ConfigError, with the password hidden, for anything else.
-    """
 
-    def bad(reason: str) -> ConfigError:
-        return ConfigError(key, redact(url), source, reason)
+# ---- inside ------------------------------------------------------------------------------------------------------
 
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise bad(f"not a URL of a server: {error}") from None
-    if parts.scheme in LATER_SCHEMES:
-        raise bad(f"{parts.scheme}:// is not supported yet; use redis:// or unix://")
-    if parts.scheme != "unix" and parts.scheme not in TCP_SCHEMES:
-        raise bad("want redis://HOST:PORT, unix:///PATH or kvredis://HOST:PORT")
-    query = parse_qs(parts.query, keep_blank_values=True)
-    for name in query:
-        if name not in ("db", "password", "username"):
-            raise bad(f"unknown option {name!r} after the question mark")
-    username = unquote(parts.username or "") or query.get("username", [""])[-1]
-    password = unquote(parts.password or "") or query.get("password", [""])[-1]
-    if parts.username and parts.password is None:
-        raise bad("a user without a password; write user:password@ or :password@")
-    is_unix = parts.scheme == "unix" or (parts.scheme == "kvredis" and not parts.hostname)
-    path = unquote(parts.path) if is_unix else ""
-    if is_unix and (parts.hostname or not path.startswith("/")):
-        raise bad("a unix socket wants an absolute path, as in unix:///run/kvredis.sock")
-    if not is_unix and not parts.hostname:
-        raise bad("no host")
-    db_text = query["db"][-1] if "db" in query else ("" if is_unix else parts.path.strip("/"))
-    if db_text and not (db_text.isascii() and db_text.isdigit()):
-        raise bad(f"the database must be a number, not {db_text!r}")
-    return Address(
-        host=parts.hostname or "",
-        port=PORT_DEFAULT if port is None else port,
-        path=path,
-        username=username,
-        password=password,
-        db=int(db_text or 0),
-    )
+
+@dataclass(slots=True)
+class _Parts:
+    """A URL taken apart; options are taken out of it by those who know them."""
+
+    username: str
+    password: str
+    where: str
+    path: str
+    options: dict[str, str]
+    tls: Tls | None
+
+    def hosts(self, port_default: int) -> tuple[tuple[str, int], ...]:
+        return tuple(_host(word, port_default) for word in self.where.split(","))
+
+    def db(self, in_path: str) -> int:
+        text = self.options.pop("db", in_path)
+        if text and not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise ValueError(f"the database must be a number, not {text!r}")
+        return int(text or 0)
+
+
+def _parse(url: str) -> RemoteAddress:
+    found = _URL.fullmatch(url.strip())
+    shape, secure = SCHEMES.get(found[1].lower(), (None, False)) if found else (None, False)
+    if found is None or shape is None:
+        raise ValueError("want " + "; ".join(FORMS.values()))
+    scheme, who_where, path, query, fragment = found.groups()
+    options = _options(query or "")
+    if fragment is not None or ((shape != "server" or who_where) and "@" in "".join((path, *options))):
+        raise ValueError("a / or ? or # in a user, password or path must be percent-encoded")  # and is shown to nobody
+    who, _, where = who_where.rpartition("@")
+    tls = _tls(scheme, secure, options)
+    before, _, behind = who.partition(":")
+    username, password = _credential("username", before, options), _credential("password", behind, options)
+    if username and not password:
+        raise ValueError("a user without a password; write user:password@ or :password@")
+    parts = _Parts(username, password, where, path, options, tls)
+    is_path = scheme.lower() == "unix" or (scheme.lower() == "kvredis" and not where)
+    address: RemoteAddress = _unix(parts) if is_path else _BY_SHAPE[shape](parts)
+    for name in options:
+        raise ValueError(f"unknown option {name!r} after the question mark")
+    return address
+
+
+def _options(query: str) -> dict[str, str]:
+    options = parse_qs(query, keep_blank_values=True)
+    for name, values in options.items():
+        if len(values) > 1:
+            raise ValueError(f"{name} is given twice")
+    return {name: value for name, (value,) in options.items()}
+
+
+def _credential(name: str, in_front: str, options: dict[str, str]) -> str:
+    as_option = options.pop(name, "")
+    if in_front and as_option:
+        raise ValueError(f"{name} is given twice")
+    return unquote(in_front) or as_option
+
+
+def _tls(scheme: str, secure: bool, options: dict[str, str]) -> Tls | None:
+    given: dict[str, str] = {name: options.pop(name) for name in TLS_OPTIONS if name in options}
+    if secure:
+        return Tls.of(given)
+    if given:
+        raise ValueError(f"{next(iter(given))} is for TLS, and {scheme}:// is not; rediss:// would be")
+    return None
+
+
+def _unix(parts: _Parts) -> Address:
+    path = unquote(parts.path)
+    if parts.where or not path.startswith("/") or "\0" in path:
+        raise ValueError("a unix socket wants an absolute path, as in unix:///run/kvredis.sock")
+    return Address("", PORT_DEFAULT, path, parts.username, parts.password, parts.db(""))
+
+
+def _server(parts: _Parts) -> Address:
+    (host, port), *more = parts.hosts(PORT_DEFAULT)
+    if more:
+        raise ValueError(f"several hosts: {FORMS['sentinel']} and {FORMS['cluster']} take them")
+    db = parts.db(parts.path.strip("/"))
+    return Address(host, port, "", parts.username, parts.password, db, parts.tls)
+
+
+def _sentinel(parts: _Parts) -> SentinelAddress:
+    sentinels = parts.hosts(SENTINEL_PORT_DEFAULT)
+    service, _, db_text = parts.path.strip("/").partition("/")
+    db = parts.db(db_text)
+    user, password = (parts.options.pop(name, "") for name in ("sentinel_username", "sentinel_password"))
+    if user and not password:
+        raise ValueError("a Sentinel user without a password; give sentinel_password as well")
+    service = unquote(service) or SERVICE_DEFAULT
+    return SentinelAddress(sentinels, service, parts.username, parts.password, db, parts.tls, user, password)
+
+
+def _cluster(parts: _Parts) -> ClusterAddress:
+    nodes = parts.hosts(PORT_DEFAULT)
+    if parts.db(parts.path.strip("/")):
+        raise ValueError("a Redis Cluster has no database but 0")
+    return ClusterAddress(nodes, parts.username, parts.password, parts.tls)
+
+
+_BY_SHAPE: Final[dict[Shape, Callable[[_Parts], RemoteAddress]]] = {
+    "server": _server,
+    "sentinel": _sentinel,
+    "cluster": _cluster,
+}
+
+
+def _host(word: str, port_default: int) -> tuple[str, int]:
+    found = _HOST.fullmatch(word)
+    if found is None:
+        raise ValueError("want HOST or HOST:PORT" if word else "no host")
+    port = int(found[3] or port_default)
+    if not 0 < port < 65536:
+        raise ValueError(f"a port is from 1 to 65535, not {port}")
+    return unquote(found[1] or found[2]).lower(), port
+
+
+def _joined(*places: tuple[str, int]) -> str:
+    return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in places)
+
+
+def _shown_user(username: str, password: str) -> str:
+    return f"{quote(username, safe='')}:***@" if password else ""
+
+
+def _redacted_word(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    return f"{name}=***" if equals and unquote(name) in _SECRETS else _SECRET.sub(r"\1***", word)

@@ -59,7 +59,8 @@ class Lease(Protocol):
 class Prefetch(Protocol):
     """Blocks on their way to be near. It holds no bytes: what has come may leave again like any other block.
 
-    The counts are blocks, each in one of the four; a queued one for which there is no room after all moves to no_room.
+    The counts are blocks, each in one of the four; a queued one for which there is no room after all moves to no_room,
+    and one that is far, and proves not to be there, to missing.
     """
 
     @property
@@ -127,14 +128,19 @@ class Backend(Protocol):
         May block for a moment, for a disk to make room.
         """
 
-    def room(self, length: int) -> int:
-        """Count the values of `length` bytes that would be taken now; any number where others leave for them."""
+    def room(self, length: int, at_least: int = 1) -> int:
+        """Count the values of `length` bytes that would be taken now; any number where others leave for them, and 0
+        where it would be fewer than `at_least`.
+
+        Whoever stores several that belong together asks before he reserves, and stores no more than that at a time.
+        """
 
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive, some way ahead of the reader.
 
         Blocks that have not come when `within_s` have been waited for, all waits of this load together, are misses;
-        None stands for the backend's own bound.
+        None stands for the backend's own bound. Opening a connection to a server, where that is needed first, has a
+        bound of its own.
 
         The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
         makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.
@@ -142,7 +148,7 @@ class Backend(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """Note that `keys`, head of the prefix first, were used together, so that the tail goes first; count those
-        that exist.
+        that exist, of several tiers in the nearest.
         """
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -152,7 +158,7 @@ class Backend(Protocol):
         """Ask for blocks, the most urgent first, to be brought near; answers at once."""
 
     def flush(self) -> int:
-        """Wait until every commit so far is answered; count those refused since the last flush."""
+        """Wait until every commit so far is answered; count those since the last that the farthest tier refused."""
 
     def stats(self) -> dict[str, int | float | str]:
         """Give counters since the start, by name; for reading only."""

@@ -5,7 +5,8 @@ and the CLI's options all derive from it. A bad value stops the program with its
 of LMCache that means nothing here and a key that does not take effect yet each give one line of warning.
 
 Precedence, lowest first: defaults, the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* and KVREDIS_* in the
-environment, overrides (command-line flags). Where LMCache differs: it drops the bad value and goes on.
+environment, overrides (command-line flags). Where LMCache differs: it drops the bad value and goes on. The entries of
+extra_config are merged from source to source, where LMCache's environment drops the file's.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, Self
 
 from kvredis.storage.arena import HugepageMode
 from kvredis.storage.disk_recovery import DiskOptions
-from kvredis.storage.errors import ConfigError
 from kvredis.storage.options import GIB, StoreOptions
 from kvredis.storage.policy import POLICIES
 
 from . import values
-from .address import redact
+from .checks import ALLKEYS, check_all
+from .remote_url import CONNECTIONS_DEFAULT, connections_entry, merged_url
 from .sources import FILE_VARIABLE, Found, Key
 from .sources import SECTION as SECTION
 from .values import Parser
@@ -34,8 +35,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ORIGIN = "default"
 MIB = 1024 * 1024
-_ALLKEYS = {f"allkeys-{name.lower()}": name for name in POLICIES}
-"""What redis.conf calls a cache_policy, ours included."""
+HASH_ALGORITHMS = ("sha256_cbor", "sha256", "sha256_cbor_64bit", "xxhash", "xxhash_cbor", "builtin")
 
 
 def _key(
@@ -47,8 +47,9 @@ def _key(
     server: bool = False,
     secret: bool = False,
     later: bool = False,
+    merged: bool = False,
 ) -> Any:
-    declared = Key("", default, parse, help, metavar, server, secret, later)
+    declared = Key("", default, parse, help, metavar, server, secret, later, merged)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata={"key": declared})
     return dataclasses.field(default=default, metadata={"key": declared})
@@ -62,7 +63,8 @@ def _server(default: Any, parse: Parser, metavar: str, help: str, *, secret: boo
 class Config:
     """All settings, checked. Make one with `Config.load()`; the bare constructor gives the defaults, unchecked.
 
-    `origin` says for each key where its value is from: "default", "FILE:LINE", "env NAME" or "--flag".
+    `origin` says for each key where its value is from: "default", "FILE:LINE", "env NAME" or "--flag", for extra_config
+    all of them with commas between. A key that an entry of extra_config stands for has that entry's place and name.
     `entry_origin` says it of "key.entry" for keys that are mappings. `warnings` holds the lines that were logged while
     loading, `file` is the one that was read.
     """
@@ -87,17 +89,20 @@ class Config:
         "naive", values.choice("naive", absent="naive"), "NAME", "how values are encoded; naive = as they are"
     )
     cache_policy: str = _key("LRU", values.choice(*POLICIES), "NAME", f"what is evicted first: {', '.join(POLICIES)}")
-    save_decode_cache: bool = _key(False, values.flag, "BOOL", "store the KV of generated tokens too", later=True)
+    save_decode_cache: bool = _key(False, values.flag, "BOOL", "store the KV of generated tokens too")
     save_unfull_chunk: bool = _key(False, values.flag, "BOOL", "store a prompt's last, partial chunk too")
     use_layerwise: bool = _key(False, values.flag, "BOOL", "store and load layer by layer", later=True)
     min_retrieve_tokens: int | str = _key(
-        0, values.whole_or("auto", 0), "N", "do not load fewer tokens than this; auto = by measured speed", later=True
+        0, values.whole_or("auto", 0), "N", "do not load fewer tokens than this; auto = by measured speed"
     )
     blocking_timeout_secs: float = _key(10.0, values.seconds, "SECONDS", "a slower remote is a miss")
     pre_caching_hash_algorithm: str = _key(
-        "sha256_cbor", values.text, "NAME", "hash of the token chunks; kvredis always chains sha256", later=True
+        "sha256_cbor",
+        values.choice(*HASH_ALGORITHMS),
+        "NAME",
+        "hash of the token chunks; builtin wants PYTHONHASHSEED set to a number",
     )
-    extra_config: Mapping[str, Any] = _key({}, values.mapping, "JSON", "LMCache's bag of further settings", later=True)
+    extra_config: Mapping[str, Any] = _key({}, values.mapping, "JSON", "LMCache's bag of further settings", merged=True)
 
     # -- the server: whom it listens to
     bind: tuple[str, ...] = _server(
@@ -162,7 +167,7 @@ class Config:
     # -- the server: what it does
     maxmemory_policy: str = _server(
         "allkeys-lru",
-        values.choice(*_ALLKEYS, "noeviction"),
+        values.choice(*ALLKEYS, "noeviction"),
         "NAME",
         "make room in a full arena (allkeys-lru and so on, as cache_policy), or refuse",
     )
@@ -185,6 +190,12 @@ class Config:
     page_lock: bool = _server(
         False, values.flag, "BOOL", "lock the arena's pages in memory, for a GPU where there is one"
     )
+    cluster_topology: str | None = _server(
+        None, values.optional(values.text), "FILE", "the nodes of a cluster and the hash slots that each of them serves"
+    )
+    cluster_node: str | None = _server(
+        None, values.optional(values.text), "NODE", "which of these nodes this server is: its name, id or HOST:PORT"
+    )
     metrics_port: int = _server(0, values.whole(0, 65535), "N", "port for /metrics and /health, 0 = none", later=True)
 
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
@@ -204,27 +215,16 @@ class Config:
         `file` wins over LMCACHE_CONFIG_FILE; `env` None means os.environ; an override of None means: not given.
         Raises ConfigError for a value that cannot be used, for a file that cannot be read and for an unknown override.
         """
-        env = os.environ if env is None else env
-        found = Found(KEYS)
-        named = env.get(FILE_VARIABLE, "").strip()
-        if file is None and named:
-            file = Path(values.unquote(named))
-        if file is not None:
-            found.read_file(file)
-        found.read_env(env)
-        found.read_overrides(overrides or {})
-        for key in KEYS.values():
-            if key.later and found.values.get(key.name, key.default) != key.default:
-                found.warnings.append(f"{found.origin[key.name]}: {key.name} has no effect yet in this version")
-        _check_disk(found)
-        for line in found.warnings:
-            logger.warning("%s", line)
-        _check_policies(found)
+        found, file = read(file, os.environ if env is None else env, overrides)
+        if found.errors:
+            raise found.errors[0]
+        for remark in found.remarks:
+            logger.warning("%s", remark)
         return cls(
             **found.values,
             origin={name: found.origin.get(name, DEFAULT_ORIGIN) for name in KEYS},
             entry_origin=found.entry_origin,
-            warnings=tuple(found.warnings),
+            warnings=tuple(map(str, found.remarks)),
             file=file,
         )
 
@@ -264,7 +264,30 @@ class Config:
         """Return the store's policy: `cache_policy`, unless only `maxmemory_policy` was given and names another."""
         if self.origin.get("cache_policy", DEFAULT_ORIGIN) != DEFAULT_ORIGIN or self.cache_policy != "LRU":
             return self.cache_policy
-        return _ALLKEYS.get(self.maxmemory_policy, self.cache_policy)
+        return ALLKEYS.get(self.maxmemory_policy, self.cache_policy)
+
+    @property
+    def effective_remote_url(self) -> str | None:
+        """Return remote_url with the credentials, database, TLS, cluster mode and service that extra_config adds to it.
+
+        What an engine opens. Holds the password in clear, so it is nothing to log.
+        """
+        return None if self.remote_url is None else merged_url(self.remote_url, self.extra_config)[0]
+
+    @property
+    def remote_connections(self) -> int:
+        """Return over how many connections payloads go: 2, or extra_config's resp_num_threads, valkey_num_workers."""
+        name = connections_entry(self.remote_url, self.extra_config)
+        return CONNECTIONS_DEFAULT if name is None else int(self.extra_config[name])
+
+    @property
+    def connect_timeout_s(self) -> float | None:
+        """Return how many seconds a connection may take to come about; None leaves it to who connects.
+
+        It is extra_config's connection_timeout, and for Sentinel and Cluster LMCache's variable REDIS_TIMEOUT.
+        """
+        given = (self.extra_config.get(name) for name in ("connection_timeout", "redis_timeout"))
+        return next((float(each) for each in given if each is not None), None)
 
     def store_options(self) -> StoreOptions:
         """Return what a Store is opened with under this configuration."""
@@ -282,34 +305,26 @@ class Config:
 
     def shown(self) -> dict[str, Any]:
         """Return key -> value fit for JSON and for anyone's eyes: passwords are replaced by stars."""
-        result: dict[str, Any] = {}
-        for key in KEYS.values():
-            value = getattr(self, key.name)
-            if key.secret and value:
-                value = "***"
-            elif key.name == "remote_url" and value:
-                value = redact(value)
-            result[key.name] = list(value) if isinstance(value, tuple) else value
-        return result
+        return {key.name: _shown(key, getattr(self, key.name)) for key in KEYS.values()}
 
 
-def _check_disk(found: Found) -> None:
-    """Warn of half a disk tier: a directory without a size, or a size without a directory."""
-    local_disk, size = found.values.get("local_disk"), found.values.get("max_local_disk_size")
-    if bool(local_disk) != bool(size):
-        given, missing = ("local_disk", "max_local_disk_size") if local_disk else ("max_local_disk_size", "local_disk")
-        found.warnings.append(f"{found.origin[given]}: {given}: there is no disk tier without {missing}")
+def _shown(key: Key, value: Any) -> Any:
+    return "***" if key.secret and value else values.shown(value)
 
 
-def _check_policies(found: Found) -> None:
-    """Raise ConfigError if cache_policy and maxmemory_policy were both given and name different ones."""
-    given = found.values.get("cache_policy")
-    meant = _ALLKEYS.get(found.values.get("maxmemory_policy", ""))
-    if given is not None and meant is not None and given != meant:
-        reason = f"{found.origin['cache_policy']} says cache_policy: {given}"
-        raise ConfigError(
-            "maxmemory_policy", found.values["maxmemory_policy"], found.origin["maxmemory_policy"], reason
-        )
+def read(
+    file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any] | None = None
+) -> tuple[Found, Path | None]:
+    """Read every source to its end: all errors and remarks, and which file it was. Raises and logs nothing."""
+    found = Found(KEYS)
+    if file is None and (named := env.get(FILE_VARIABLE, "").strip()):
+        file = Path(values.unquote(named))
+    if file is not None:
+        found.read_file(file)
+    found.read_env(env)
+    found.read_overrides(overrides or {})
+    check_all(found, env)
+    return found, file
 
 
 KEYS: dict[str, Key] = {

@@ -11,6 +11,7 @@ ordinary value: a BackendError that is returned, with Redis' text, and the conne
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -19,6 +20,8 @@ from typing import Final, Self
 from kvredis.storage.errors import BackendError
 
 from .address import Address, parse_url
+from .sockets import open_socket
+from .tls_wire import TlsWire
 from .wire import CRLF, Buffer, Wire
 
 Reply = str | int | bytes | BackendError | list["Reply"] | None
@@ -47,27 +50,38 @@ class Connection(Wire):
     __slots__ = ()
 
     @classmethod
-    def open(cls, address: Address | str, timeout_s: float = 10.0) -> Self:
-        """Connect, authenticate and select the database.
+    def open(cls, address: Address | str, timeout_s: float = 10.0) -> Connection:
+        """Connect, authenticate and select the database, within `timeout_s` in all.
 
         Raises BackendError when the server is not there or refuses us, ConfigError for a URL that is none.
         """
         address = parse_url(address) if isinstance(address, str) else address
-        connection = cls(_connect(address, timeout_s), timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        sock = open_socket(address, timeout_s)
+        connection = cls(sock, timeout_s) if address.tls is None else TlsConnection(sock, timeout_s)
+        try:
+            connection._greet(address, deadline_s)
+        except BaseException:
+            connection.close()
+            raise
+        connection.set_timeout(timeout_s)
+        return connection
+
+    def _greet(self, address: Address, deadline_s: float) -> None:
         greetings: list[list[Buffer]] = []
         if address.password:
             user = [address.username.encode()] if address.username else []
             greetings.append([b"AUTH", *user, address.password.encode()])
+        greetings.append([b"HELLO", b"2"])  # kvredis hangs up after -OOM on clients that have not said it
         if address.db:
             greetings.append([b"SELECT", b"%d" % address.db])
-        if greetings:
-            connection.send_many(greetings)
+        self.set_timeout(deadline_s - time.monotonic())
+        self.send_many(greetings)
         for greeting in greetings:
-            reply = connection.read()
-            if isinstance(reply, BackendError):
-                connection.close()
+            self.set_timeout(deadline_s - time.monotonic())
+            reply = self.read()
+            if isinstance(reply, BackendError) and greeting[0] != b"HELLO":  # which Redis 5 does not know
                 raise BackendError(f"{address}: {bytes(greeting[0]).decode()} refused: {reply}")
-        return connection
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -98,8 +112,12 @@ class Connection(Wire):
 
     # ---- replies -------------------------------------------------------------------------------------------------
 
-    def read(self, depth_max: int = DEPTH_MAX) -> Reply:
+    def read(self) -> Reply:
         """Read the next reply whole. A bulk string comes as bytes of its own; for payloads use read_bulk_into."""
+        self.begin()
+        return self._item(DEPTH_MAX)
+
+    def _item(self, depth_max: int) -> Reply:
         line = self.line()
         if line[:1] == b"$":
             length = self._count(line, BULK_BYTES_MAX)
@@ -114,7 +132,7 @@ class Connection(Wire):
                 return None
             if depth_max <= 0:
                 raise self.broken(f"arrays nested more than {DEPTH_MAX} deep")
-            return [self.read(depth_max - 1) for _ in range(count)]
+            return [self._item(depth_max - 1) for _ in range(count)]
         return self._scalar(line)
 
     def read_bulk_into(self, allocate: Allocate) -> int | BackendError | None:
@@ -123,6 +141,7 @@ class Connection(Wire):
         When `allocate` gives None the body is read and dropped, and its length is returned all the same. nil gives
         None, and an error of the server its value.
         """
+        self.begin()
         line = self.line()
         if line[:1] != b"$":
             return self._error(line, "a bulk string")
@@ -144,6 +163,7 @@ class Connection(Wire):
 
     def read_array_header(self) -> int | BackendError | None:
         """Read an array's header and return how many replies follow, each to be read: MGET, streamed body by body."""
+        self.begin()
         line = self.line()
         if line[:1] != b"*":
             return self._error(line, "an array")
@@ -166,7 +186,8 @@ class Connection(Wire):
         sock = self._sock
         if sock is not None:
             with suppress(OSError):  # closed meanwhile
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not SSLSocket's own, which forgets TLS first: whoever reads would take what is left for plain bytes.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:
         return self
@@ -205,6 +226,12 @@ class Connection(Wire):
         raise self.broken(f"want {wanted}, got {line[:40]!r}")
 
 
+class TlsConnection(TlsWire, Connection):
+    """The same over TLS."""
+
+    __slots__ = ()
+
+
 def encode(args: Sequence[Buffer]) -> list[Buffer]:
     """Write a command as buffers to send: short arguments joined with the headers, long ones lent as they are."""
     buffers: list[Buffer] = []
@@ -227,21 +254,3 @@ def _flat(buffer: Buffer) -> Buffer:
     if isinstance(buffer, bytes | bytearray):
         return buffer
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
-
-
-def _connect(address: Address, timeout_s: float) -> socket.socket:
-    try:
-        if not address.path:
-            sock = socket.create_connection((address.host, address.port), timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(timeout_s)
-            sock.connect(address.path)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-    except (OSError, UnicodeError) as error:
-        raise BackendError(f"{address}: {getattr(error, 'strerror', None) or error}") from error

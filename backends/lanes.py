@@ -6,15 +6,16 @@ BackendError, and the lane is done for.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from kvredis.storage.errors import BackendError
 
 from .connection import Allocate, Connection, Reply
 from .remote_holds import RemoteReservation
-from .remote_prefetch import QUESTION_KEYS, parts_of
 
 SETS_UNANSWERED_MAX: Final = 64
 """Answers are short, so this many fit into any socket buffer; reading half of them at once saves system calls."""
@@ -27,15 +28,23 @@ AHEAD_BYTES: Final = 32 * 1024 * 1024
 """Bodies asked for ahead, over all lanes of a load: what a server may have to hold, leased or copied, for us."""
 DRAIN_BYTES_MAX: Final = 4 * 1024 * 1024
 """What is read and dropped to save a connection whose load was given up; beyond it a new one is cheaper."""
+DRAIN_S: Final = 0.1
+"""How long a server may keep us waiting for that."""
+DRAIN_S_MIN: Final = 0.001
 
 
 class Touch:
-    """Keys to be touched, head of the prefix first, in between the SETs."""
+    """Keys to be touched in between the SETs, head of the prefix first, in parts that fit one command each."""
 
-    __slots__ = ("keys",)
+    __slots__ = ("parts",)
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self.keys = keys
+    def __init__(self, parts: Sequence[Sequence[bytes]]) -> None:
+        self.parts = parts
+
+    @property
+    def keys(self) -> Iterator[bytes]:
+        """All of them."""
+        return chain.from_iterable(self.parts)
 
 
 class SetLane:
@@ -45,7 +54,7 @@ class SetLane:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.unanswered: deque[RemoteReservation | Touch | None] = deque()  # None: a part of the touch that follows
+        self.unanswered: deque[RemoteReservation | Touch | None] = deque()  # None: an answer that settles nothing
         self.unanswered_bytes = 0
 
     @property
@@ -57,11 +66,13 @@ class SetLane:
     def send(self, item: RemoteReservation | Touch) -> None:
         """Send a SET, or a TOUCH, its tail first: what is touched last stays longest."""
         if isinstance(item, Touch):
-            parts = parts_of(item.keys, QUESTION_KEYS)[::-1]
-            self.unanswered += [None] * (len(parts) - 1)
+            self.unanswered += [None] * (len(item.parts) - 1)
             self.unanswered.append(item)
-            self.connection.send_many((b"TOUCH", *part) for part in parts)
+            self.connection.send_many((b"TOUCH", *part) for part in item.parts[::-1])
         else:
+            if item.asking:
+                self.unanswered.append(None)
+                self.connection.send((b"ASKING",))
             self.unanswered.append(item)  # before it is sent: one that fails halfway is never answered
             self.unanswered_bytes += len(item.view)
             self.connection.send_set(item.key, item.view)
@@ -86,6 +97,13 @@ class GetLane:
         self.unasked = deque(keys)
         self.asked = 0
 
+    def ask_aside(self, key: bytes, *, asking: bool) -> None:
+        """Ask for one more key, the next to be taken, on a lane of which nothing else is asked."""
+        self.connection.send_many(([(b"ASKING",)] if asking else []) + [(b"GET", key)])
+        self.asked += 1
+        if asking:
+            self.connection.read()
+
     def ask(self, ahead: int) -> None:
         """Ask for more, as soon as no more than half of `ahead` is under way."""
         if self.unasked and self.asked <= ahead // 2:
@@ -99,7 +117,7 @@ class GetLane:
         self.asked -= 1
         return got
 
-    def settle(self) -> bool:
+    def settle(self, left_s: float) -> None:
         """Bring the connection to rest after the load: read what is still owed if that is cheap, else close it."""
         left = DRAIN_BYTES_MAX
 
@@ -109,12 +127,13 @@ class GetLane:
             if left < 0:
                 raise BackendError("too much to drain")
 
+        until_s = time.monotonic() + min(left_s, DRAIN_S)
         try:
             while self.asked and self.connection.usable:
+                self.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
                 self.take(drop)
         except BackendError:
             self.connection.close()
-        return self.connection.usable
 
 
 def ahead_for(length: int, lanes: int) -> int:

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from kvredis.storage.store import Store
 
-from .address import parse_url
+from .address import ClusterAddress, RemoteAddress, parse_remote
 from .base import Backend
+from .cluster import ClusterBackend
 from .config import Config
+from .layered import Far, LayeredBackend
+from .layered_passage import Passage
 from .local import LocalBackend
 from .remote import RemoteBackend
+from .remote_holds import Staging
 
 logger = logging.getLogger(__name__)
 
 
 def open_backend(config: Config) -> Backend:
-    """Open what `config` asks for, with memory of max_local_cpu_size and a disk tier below it; the caller closes it.
+    """Open what `config` asks for, with memory of max_local_cpu_size; the caller closes it.
 
-    With remote_url blocks live on that server: the memory here is room for transfers only, and there is no disk tier. A
-    server that is not there is no error: it is a miss until it comes. Raises ConfigError and what Store.open raises.
+    With remote_url blocks are kept on that server, and near as well: in memory if local_cpu is true, and on disk if
+    there is one. With neither of these memory is room for transfers alone. A server that is not there is no error: it
+    is a miss until it comes. Raises ConfigError and what Store.open raises.
     """
     options = config.store_options()
-    if config.remote_url is None:
-        if not config.local_cpu and options.disk is None:
-            logger.warning("local_cpu is false and there is neither disk nor remote_url: nothing will be stored")
-        return LocalBackend(Store.open(options), keep=config.local_cpu)
-    if options.disk is not None:
-        logger.warning("local_disk is not used beside remote_url: give the disk tier to that server")
-    address = parse_url(config.remote_url, source=config.origin.get("remote_url", "remote_url"))
-    staging = Store.open(replace(options, disk=None, keep=True))
-    return RemoteBackend(address, staging, timeout_s=config.blocking_timeout_secs)
+    url = config.effective_remote_url
+    address = None if url is None else parse_remote(url, source=config.origin.get("remote_url", "remote_url"))
+    if address is not None and not config.local_cpu and options.disk is None:
+        return _open_far(config, address, Store.open(replace(options, keep=True)), keep=False)
+    if not config.local_cpu and options.disk is None:
+        logger.warning("local_cpu is false and there is neither disk nor remote_url: nothing will be stored")
+    near = LocalBackend(Store.open(options), keep=config.local_cpu, load_wait_s=config.blocking_timeout_secs)
+    if address is None:
+        return near
+    passage = Passage(near, config.blocking_timeout_secs)
+    return LayeredBackend(near, _open_far(config, address, passage, keep=True), passage)
+
+
+def _open_far(config: Config, address: RemoteAddress, staging: Staging, *, keep: bool) -> Far:
+    """The backend of the server or servers at `address`. With `keep`, `staging` hears what became of each value."""
+    to: Callable[..., Far]
+    to = partial(ClusterBackend, address) if isinstance(address, ClusterAddress) else partial(RemoteBackend, address)
+    return to(
+        staging,
+        connections=config.remote_connections,
+        timeout_s=config.blocking_timeout_secs,
+        connect_timeout_s=config.connect_timeout_s,
+        keep=keep,
+    )

@@ -27,10 +27,12 @@ class Staging(Protocol):
 
 class RemoteReservation:
     """A value on its way out. To whoever fills it a base.Reservation; once committed it is the outbox's, which counts
-    in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done.
+    in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done. The
+    outbox notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking` that the
+    last one did so by ASK.
     """
 
-    __slots__ = ("_abort", "_commit", "_ended", "_filled", "_keep", "_room", "holds", "key", "view")
+    __slots__ = ("_abort", "_commit", "_ended", "_keep", "_room", "asking", "holds", "hops", "key", "taken", "view")
 
     def __init__(
         self,
@@ -48,7 +50,9 @@ class RemoteReservation:
         self._commit = commit
         self._abort = abort
         self._ended = False
-        self._filled = False
+        self.taken = False
+        self.hops = 0
+        self.asking = False
 
     @property
     def keys(self) -> tuple[bytes]:
@@ -58,7 +62,7 @@ class RemoteReservation:
     def commit(self) -> None:
         """Put the value into the queue, as it is now; nobody waits for the network here."""
         if not self._ended:
-            self._ended = self._filled = True
+            self._ended = True
             self._commit(self)
 
     def abort(self) -> None:
@@ -68,8 +72,8 @@ class RemoteReservation:
             self._abort(self)
 
     def free(self) -> None:
-        """End the hold on the memory; for the outbox. A value that was given up does not stay, whatever `keep` says."""
-        if self._keep and self._filled:
+        """End the hold on the memory; for the outbox. With `keep` staging learns by commit that the server has it."""
+        if self._keep and self.taken:
             self._room.commit()
         else:
             self._room.abort()

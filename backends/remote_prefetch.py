@@ -1,4 +1,4 @@
-"""A prefetch on a server: what KV.PREFETCH said, and KV.JOB to ask how far it has come.
+"""A prefetch on a server, or on several: what KV.PREFETCH said, and KV.JOB to ask how far it has come.
 
 A server that is lost, or has forgotten the job, cannot tell any more: then it is finished, because nobody shall wait
 for it. A map is an array of names and values here, since we speak RESP2.
@@ -7,39 +7,29 @@ for it. A map is an array of names and values here, since we speak RESP2.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from .connection import Reply
+from .remote_node import Node
 
 WAIT_SLICE_S: Final = 1.0
 """How long one KV.JOB WAIT takes at most, so that a server that answers late is not taken for one that hangs."""
-QUESTION_KEYS: Final = 4096
-"""Keys in one command."""
-
-Call = Callable[..., Reply]
-"""Sends one command, given as its words, and gives the reply; None: there is no server, or it does not know that."""
 
 
 class RemotePrefetch:
-    """A base.Prefetch, empty until `ask`. `ask_aside` calls on a connection where nobody waits behind it; a wait is cut
-    into slices of `slice_s_max`."""
+    """A base.Prefetch, empty until `add`. It asks where nobody waits behind it; a wait is cut into slices of
+    `slice_s_max`."""
 
-    def __init__(self, ask_aside: Call, slice_s_max: float = WAIT_SLICE_S) -> None:
+    def __init__(self, slice_s_max: float = WAIT_SLICE_S) -> None:
         self.queued = self.resident = self.missing = self.no_room = 0
         self.refused = ""
-        self._ask_aside = ask_aside
         self._slice_s = min(slice_s_max, WAIT_SLICE_S)
-        self._jobs: list[bytes] = []  # those that may be under way
+        self._jobs: list[tuple[Node, bytes]] = []  # those that may be under way
 
-    def ask(self, call: Call, keys: Sequence[bytes]) -> int:
-        """Send for `keys` by KV.PREFETCH, or else by PREFETCH, which tells how many are queued and no more."""
-        for part in parts_of(keys, QUESTION_KEYS):
-            reply = call(b"KV.PREFETCH", *part, b"JOB")
-            self._add(call(b"PREFETCH", *part) if reply is None else reply)
-        return self.queued
-
-    def _add(self, reply: Reply) -> None:
+    def add(self, node: Node, reply: Reply) -> None:
+        """Add what `node` has answered to KV.PREFETCH, or to PREFETCH, which tells how many are queued and no more;
+        None: nothing."""
         if reply is None:
             return
         said = {"queued": reply} if isinstance(reply, int) else read_map(reply)
@@ -54,7 +44,7 @@ class RemotePrefetch:
         self.no_room += counted[3]
         job = said.get("job")
         if isinstance(job, int | bytes):
-            self._jobs.append(job if isinstance(job, bytes) else b"%d" % job)
+            self._jobs.append((node, job if isinstance(job, bytes) else b"%d" % job))
 
     @property
     def is_finished(self) -> bool:
@@ -71,18 +61,19 @@ class RemotePrefetch:
 
     def cancel(self) -> None:
         """As Prefetch.cancel."""
-        for job in self._jobs:
-            self._ask_aside(b"KV.JOB", job, b"CANCEL")
+        for node, job in self._jobs:
+            node.ask_aside(b"KV.JOB", job, b"CANCEL")
 
     def _finish(self, timeout_s: float = 0.0) -> bool:
         """Cross off the jobs that are over, waiting a slice of `timeout_s` for the first that is not."""
         wait_ms = int(min(timeout_s, self._slice_s) * 1000)
         wait = (b"WAIT", b"%d" % wait_ms) if wait_ms else ()
-        while self._jobs:
-            status = read_map(self._ask_aside(b"KV.JOB", self._jobs[0], *wait)).get("status")
+        for node, job in tuple(self._jobs):
+            status = read_map(node.ask_aside(b"KV.JOB", job, *wait)).get("status")
             if status in (b"running", "running"):
                 return False
-            del self._jobs[0]
+            with suppress(ValueError):  # another thread has asked as well
+                self._jobs.remove((node, job))
         return True
 
 
@@ -92,8 +83,3 @@ def read_map(reply: Reply) -> dict[str, Reply]:
         return {}
     names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in reply[::2]]
     return dict(zip(names, reply[1::2], strict=True))
-
-
-def parts_of(keys: Sequence[bytes], size: int) -> list[Sequence[bytes]]:
-    """Cut a long list of keys for several commands."""
-    return [keys[start : start + size] for start in range(0, len(keys), size)]

@@ -1,13 +1,15 @@
 """Where configuration values come from: a YAML file, the environment, overrides; each value keeps its source.
 
-It knows what a key is and nothing of which keys there are: those are declared in config.py, and handed in here.
+It knows what a key is and nothing of which keys there are: those are declared in config.py, and handed in here. Nothing
+stops at the first mistake: what cannot be used becomes an error in a list and reading goes on, so that a file can be
+judged as a whole. Who loads a configuration raises the first of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,22 @@ import yaml
 from kvredis.storage.errors import ConfigError
 
 from . import values
-from .lmcache_names import FOREIGN_ENV, FOREIGN_KEYS
-from .values import Parser
+from .lmcache_names import (
+    BEFORE_V1,
+    BEFORE_V1_PREFIX,
+    EC_PREFIX,
+    FOREIGN_ENV,
+    FOREIGN_KEYS,
+    FORMER_NAMES,
+)
+from .values import Loader, Noted, Parser
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
-OTHER_VARIABLES = frozenset({FILE_VARIABLE, "KVREDIS_EVENT_LOOP"})
+OTHER_VARIABLES = frozenset({FILE_VARIABLE, "KVREDIS_EVENT_LOOP", "LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD"})
 """Read elsewhere and no keys."""
 SECTION = "kvredis"
+NO_MEANING = "a setting of LMCache without a meaning in kvredis"
+_GIVEN_UP = "a setting that LMCache has given up, without a meaning in kvredis"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class Key:
     server: bool  # lives under `kvredis:` in the file and as KVREDIS_* in the environment
     secret: bool  # never shown
     later: bool  # read and checked, without effect so far: a value other than the default gives a warning
+    merged: bool  # a mapping whose entries are laid over those of an earlier source, in place of all of them
 
     @property
     def env(self) -> str:
@@ -55,123 +67,232 @@ class Key:
         return isinstance(self.default, bool)
 
 
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """One line of warning: where it is from, which key or variable it is about, and what is odd about it."""
+
+    source: str
+    key: str
+    text: str
+    nearest: str | None = None  # the known name that was probably meant
+
+    def __str__(self) -> str:
+        """Return the line."""
+        return f"{self.source}: {self.text}" + (f"; did you mean {self.nearest}?" if self.nearest else "")
+
+
 @dataclass(slots=True)
 class Found:
-    """What the sources have said so far, later ones over earlier ones, and the lines of warning on the way."""
+    """What the sources have said so far, later ones over earlier ones, and what was wrong or odd on the way."""
 
     keys: Mapping[str, Key]
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     origin: dict[str, str] = dataclasses.field(default_factory=dict)
     entry_origin: dict[str, str] = dataclasses.field(default_factory=dict)  # of "key.entry", for keys that are mappings
-    warnings: list[str] = dataclasses.field(default_factory=list)
+    remarks: list[Remark] = dataclasses.field(default_factory=list)
+    errors: list[ConfigError] = dataclasses.field(default_factory=list)  # none of which shows a secret
+
+    def get(self, name: str) -> Any:
+        """Return a key's value so far, which is the default where no source has said anything."""
+        return self.values.get(name, self.keys[name].default)
+
+    def remark(self, source: str, key: str, text: str, nearest: str | None = None) -> None:
+        """Keep a line of warning."""
+        self.remarks.append(Remark(source, key, text, nearest))
 
     def take(self, key: Key, raw: Any, source: str, entry_sources: Mapping[str, str] | None = None) -> None:
-        """Check a raw value and keep it. Raises ConfigError, which never shows a secret."""
+        """Check a raw value and keep it, or the error. `entry_sources` says of "key.entry" where it stands."""
         try:
             value = key.parse(raw, key.name, source)
         except ConfigError as error:
-            if key.secret:
-                raise ConfigError(key.name, "***", source, error.reason) from None
-            raise ConfigError(
-                error.key, error.value, (entry_sources or {}).get(error.key, source), error.reason
-            ) from None
-        self.values[key.name], self.origin[key.name] = value, source
+            shown = "***" if key.secret else values.shown(error.value)
+            place = source if key.secret else (entry_sources or {}).get(error.key, source)
+            self.errors.append(ConfigError(key.name if key.secret else error.key, shown, place, error.reason))
+            return
+        if isinstance(value, Noted):
+            self.remark(source, key.name, f"{key.name}: {value.note}")
+            value = value.value
         if isinstance(value, dict):
-            prefix = f"{key.name}."
             lines = {entry.lower(): line for entry, line in (entry_sources or {}).items()}
-            others = {entry: line for entry, line in self.entry_origin.items() if not entry.startswith(prefix)}
-            self.entry_origin = others | {prefix + name: lines.get((prefix + name).lower(), source) for name in value}
+            prefix = f"{key.name}."
+            value = self._lay(key, value, source, {e: lines.get((prefix + e).lower(), source) for e in value})
+        before = self.origin.get(key.name)
+        self.values[key.name] = value
+        self.origin[key.name] = f"{before}, {source}" if key.merged and before else source
+
+    def _lay(self, key: Key, value: dict[str, Any], source: str, places: Mapping[str, str]) -> dict[str, Any]:
+        """Put the entries of a mapping over the earlier ones, or in their place; say which of them that hides."""
+        prefix, earlier = f"{key.name}.", self.values.get(key.name, {})
+        if key.merged:
+            hidden = [name for name in value if name in earlier and earlier[name] != value[name]]
+            if hidden:
+                which = ", ".join(f"{name} ({self.entry_origin[prefix + name]})" for name in hidden)
+                self.remark(source, key.name, f"{key.name}: wins over {which}; earlier entries of other names stay")
+            value = earlier | value
+        else:
+            for name in earlier:
+                del self.entry_origin[prefix + name]
+        self.entry_origin |= {prefix + name: place for name, place in places.items()}
+        return value
+
+    # -- the environment and the command line
 
     def read_env(self, env: Mapping[str, str]) -> None:
         """Take the LMCACHE_* and KVREDIS_* variables."""
         by_env = {key.env: key for key in self.keys.values()}
+        ours = ("LMCACHE_", "KVREDIS_", BEFORE_V1_PREFIX)
         for name in sorted(env):
-            if not name.startswith(("LMCACHE_", "KVREDIS_")) or name in OTHER_VARIABLES:
+            if not name.startswith(ours) or name in OTHER_VARIABLES:
                 continue
+            source, bare = f"env {name}", _bare(name)
             if key := by_env.get(name):
-                self.take(key, values.unquote(env[name]), f"env {name}")
-            elif name in FOREIGN_ENV:
-                self.warnings.append(f"env {name}: a setting of LMCache without a meaning in kvredis")
+                self.take(key, values.unquote(env[name]), source)
+            elif bare in FORMER_NAMES:
+                successor = FORMER_NAMES[bare]
+                if self._former(name, f"LMCACHE_{successor.upper()}", source, env):
+                    self.take(self.keys[successor], values.unquote(env[name]), source)
+            elif name in FOREIGN_ENV or bare in FOREIGN_KEYS or bare.startswith(EC_PREFIX):
+                self.remark(source, name, NO_MEANING)
+            elif bare in BEFORE_V1 or name.startswith(BEFORE_V1_PREFIX):
+                self.remark(source, name, _GIVEN_UP)
             else:
-                near = difflib.get_close_matches(name, by_env, n=1)
-                self.warnings.append(f"env {name}: unknown" + (f"; did you mean {near[0]}?" if near else ""))
+                self.remark(source, name, "unknown", nearest(name, by_env))
 
     def read_overrides(self, overrides: Mapping[str, Any]) -> None:
         """Take what the command line says; None is: not given."""
         for name, raw in overrides.items():
             if raw is None:
                 continue
-            if name not in self.keys:
-                raise ConfigError(name, raw, "flag", "unknown key" + nearest(name, self.keys))
-            self.take(self.keys[name], raw, self.keys[name].flag)
+            if key := self.keys.get(name):
+                self.take(key, raw, key.flag)
+            else:
+                near = nearest(name, self.keys)
+                reason = "unknown key" + (f"; did you mean {near}?" if near else "")
+                self.errors.append(ConfigError(name, raw, "flag", reason))
+
+    def _former(self, name: str, successor: str, source: str, given: Iterable[str]) -> bool:
+        """Say what became of a key's former name; returns whether it is to be taken for the key."""
+        known = self.keys.get(successor.removeprefix("LMCACHE_").lower())
+        says = f"{name} is LMCache's former name of {successor}"
+        if known is None:
+            self.remark(source, name, f"{says}: {NO_MEANING}")
+        elif successor in given:
+            self.remark(source, name, f"{says}, which is given too and wins")
+        else:
+            self.remark(source, name, f"{says} and is taken for it")
+            return True
+        return False
+
+    # -- the file
 
     def read_file(self, path: Path) -> None:
-        """Take a YAML file. Raises ConfigError when it cannot be read."""
+        """Take a YAML file."""
         try:
-            loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+            loader = Loader(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {error}") from None
+            self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {error}"))
+            return
         try:
-            for name, node, line in self._entries(loader, loader.get_single_node(), path):
-                if name == SECTION:
-                    for inner, inner_node, inner_line in self._entries(loader, node, path):
-                        self._take_from_file(inner, _Place(loader, inner_node, path, inner_line), True)
-                else:
-                    self._take_from_file(name, _Place(loader, node, path, line), False)
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ConfigError(FILE_VARIABLE, str(path), f"{path}:{line}", f"not YAML: {error.problem}") from None
+            if (node := loader.get_single_node()) is not None:
+                self._take_entries(_Place(loader, node, path, 1), in_section=False)
+        except _UNREADABLE as error:
+            self.errors.append(_not_yaml(error, path, 1))
         finally:
             loader.dispose()
 
-    def _entries(
-        self, loader: yaml.SafeLoader, node: yaml.Node | None, path: Path
-    ) -> Iterator[tuple[str, yaml.Node, int]]:
-        """Yield (name, value node, line) of a mapping; an empty document or section has none."""
-        if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"):
+    def _take_entries(self, mapping: _Place, in_section: bool) -> None:
+        entries = list(self._entries(mapping))
+        given = [name for name, _ in entries]
+        for name, place in entries:
+            try:
+                if name == SECTION and not in_section:
+                    self._take_entries(place, in_section=True)
+                else:
+                    self._take_from_file(name, place, given, in_section)
+            except _UNREADABLE as error:
+                self.errors.append(self._unreadable(error, name, place))
+
+    def _entries(self, mapping: _Place) -> Iterator[tuple[str, _Place]]:
+        """Yield (name, place of the value) of a mapping; an empty document or section has none."""
+        loader, node, path = mapping.loader, mapping.node, mapping.path
+        if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
             return
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(
-                FILE_VARIABLE, str(path), f"{path}:{node.start_mark.line + 1}", "want a mapping of keys to values"
-            )
+            place = f"{path}:{node.start_mark.line + 1}"
+            self.errors.append(ConfigError(FILE_VARIABLE, str(path), place, "want a mapping of keys to values"))
+            return
         loader.flatten_mapping(node)
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             name, line = str(loader.construct_object(key_node)), key_node.start_mark.line + 1
             if name in seen:
-                self.warnings.append(f"{path}:{line}: {name} is given twice; this line wins over line {seen[name]}")
+                text = f"{name} is given twice; this line wins over line {seen[name]}"
+                self.remark(f"{path}:{line}", name, text)
             seen[name] = line
-            yield name, value_node, line
+            yield name, _Place(loader, value_node, path, line)
 
-    def _take_from_file(self, name: str, place: _Place, in_section: bool) -> None:
+    def _take_from_file(self, name: str, place: _Place, given: Iterable[str], in_section: bool) -> None:
         key, source = self.keys.get(name), f"{place.path}:{place.line}"
         if key is not None and key.server == in_section:
-            entries: dict[str, str] = {}
-            if isinstance(key.default, dict) and isinstance(place.node, yaml.MappingNode):
-                for entry, _, line in self._entries(place.loader, place.node, place.path):
-                    entries[f"{name}.{entry}"] = f"{place.path}:{line}"
-            self.take(key, place.loader.construct_object(place.node, deep=True), source, entries)
+            self._take_key(key, place)
         elif key is not None:
             inside, outside = f"belongs under `{SECTION}:`", f"belongs at the top of the file, not under `{SECTION}:`"
-            self.warnings.append(f"{source}: {name} {inside if key.server else outside}; ignored here")
-        elif name in FOREIGN_KEYS and not in_section:
-            self.warnings.append(f"{source}: {name}: a setting of LMCache without a meaning in kvredis")
+            self.remark(source, name, f"{name} {inside if key.server else outside}; ignored here")
+        elif name in FORMER_NAMES and not in_section:
+            if self._former(name, FORMER_NAMES[name], source, given):
+                self._take_key(self.keys[FORMER_NAMES[name]], place)
+        elif (name in FOREIGN_KEYS or name.startswith(EC_PREFIX)) and not in_section:
+            self.remark(source, name, f"{name}: {NO_MEANING}")
+        elif name in BEFORE_V1 and not in_section:
+            self.remark(source, name, f"{name}: {_GIVEN_UP}")
         else:
             here = {known.name: known for known in self.keys.values() if known.server == in_section}
-            self.warnings.append(f"{source}: {name}: unknown key" + (nearest(name, here) or nearest(name, self.keys)))
+            near = nearest(name, here) or nearest(name, self.keys)
+            self.remark(source, name, f"{name}: unknown key", near)
+
+    def _unreadable(self, error: Exception, name: str, place: _Place) -> ConfigError:
+        found = _not_yaml(error, place.path, place.line)
+        raw = values.shown(place.node.value) if isinstance(place.node, yaml.ScalarNode) else "..."
+        secret = values.is_secret(name) or (name in self.keys and self.keys[name].secret)
+        return ConfigError(name, "***" if secret else raw, found.source, found.reason)
+
+    def _take_key(self, key: Key, place: _Place) -> None:
+        entries: dict[str, str] = {}
+        if isinstance(key.default, dict) and isinstance(place.node, yaml.MappingNode):
+            entries = {f"{key.name}.{name}": f"{at.path}:{at.line}" for name, at in self._entries(place)}
+        self.take(key, place.loader.construct_object(place.node, deep=True), f"{place.path}:{place.line}", entries)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A value in a file that is not yet read."""
 
-    loader: yaml.SafeLoader
+    loader: Loader
     node: yaml.Node
     path: Path
     line: int
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> str:
-    """Name the known key that is spelled most like `name`, if one is."""
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+_UNREADABLE = (yaml.MarkedYAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises: its own errors, and Python's: for a date that there is not, `!!bool maybe`, `!!timestamp soon`, a
+thousand brackets."""
+
+
+def _not_yaml(error: Exception, path: Path, line: int) -> ConfigError:
+    reason = str(error)
+    if isinstance(error, yaml.MarkedYAMLError):
+        reason = str(error.problem)
+        line = error.problem_mark.line + 1 if error.problem_mark else line
+    return ConfigError(FILE_VARIABLE, str(path), f"{path}:{line}", f"not YAML: {reason}")
+
+
+def _bare(variable: str) -> str:
+    """Return the key that a variable of LMCache would be of."""
+    return variable.removeprefix("LMCACHE_").lower() if variable.startswith("LMCACHE_") else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Name the known one that is spelled most like `name`, in any case, if one is."""
+    by_lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[near[0]] if near else None

@@ -3,26 +3,75 @@
 LMCache turns a bad value into None and fails later, far from the line at fault. Here each parser takes the raw value (a
 string from the environment or a flag, any YAML type from a file), and returns the value in its own type or raises
 ConfigError with the key, the value and the source. All of them are total: no other exception leaves them.
+
+What an empty string means is decided by kind: what may be absent (`optional`, a mapping, a password) is not given then;
+for a size, a number, a switch or a name out of a list it is an error, since nobody can have meant it.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.options import GIB, parse_size
 
-from .address import parse_url
+from .address import parse_remote, redact
+
+
+class Loader(yaml.SafeLoader):
+    """YAML of plain values with a bound on whole numbers: Python refuses to print one of 4300 digits, and errors do."""
+
+    def construct_bounded_int(self, node: yaml.ScalarNode) -> int:
+        """Read a whole number of at most 128 bits. Raises ValueError for a longer one."""
+        number = int(self.construct_yaml_int(node))
+        if number.bit_length() > 128:
+            raise ValueError("a whole number of more than 128 bits")
+        return number
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_bounded_int)
 
 # (raw value, key, source) -> value
 Parser = Callable[[Any, str, str], Any]
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
+_ABSENT = frozenset({"", "none", "null"})
+_SECRET = re.compile(r"pass|secret|token\b|access_key|account_key|connection_string|credential", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A parser's value that could be used, with something about it that the user should be told in one line."""
+
+    value: Any
+    note: str
+
+
+def is_secret(name: str) -> bool:
+    """Say whether a name is one of those under which people keep passwords and the like."""
+    return _SECRET.search(name) is not None
+
+
+def shown(value: Any, name: str = "") -> Any:
+    """Return a value fit for JSON and for anyone's eyes: stars for what stands under a secret's name, and in URLs."""
+    if value and is_secret(name):
+        return "***"
+    if isinstance(value, Mapping):
+        return {str(inner): shown(each, str(inner)) for inner, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [shown(each) for each in value]
+    if isinstance(value, str):
+        return redact(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def unquote(text: str) -> str:
@@ -103,7 +152,7 @@ def size_gib_or_none(raw: Any, key: str, source: str) -> float:
     try:
         if not isinstance(raw, bool) and float(raw) == 0:
             return 0.0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     return size_gib(raw, key, source)
 
@@ -121,21 +170,22 @@ def optional(inner: Parser) -> Parser:
     """Let nothing at all, "" and "none" mean None."""
 
     def parse(raw: Any, key: str, source: str) -> Any:
-        if raw is None or (isinstance(raw, str) and raw.strip().lower() in ("", "none", "null")):
-            return None
-        return inner(raw, key, source)
+        return None if _is_absent(raw) else inner(raw, key, source)
 
     return parse
 
 
 def choice(*names: str, absent: str | None = None) -> Parser:
-    """Make a parser of one of `names`, in any case, that gives it as spelled here; null means `absent` if given."""
+    """Make a parser of one of `names`, in any case, that gives it as spelled here.
+
+    With `absent` the key may be absent: nothing at all, "" and "none" mean that name.
+    """
     by_lower = {name.lower(): name for name in names}
 
     def parse(raw: Any, key: str, source: str) -> str:
         # YAML 1.1 reads a bare off, no, on or yes as a truth value; all four are among our names.
         meant = {False: ("off", "no"), True: ("on", "yes")}[raw] if isinstance(raw, bool) else ()
-        word = next((word for word in meant if word in by_lower), absent if raw is None else raw)
+        word = next((word for word in meant if word in by_lower), absent if absent and _is_absent(raw) else raw)
         name = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
         if name is None:
             raise ConfigError(key, raw, source, "want one of " + ", ".join(names))
@@ -145,18 +195,27 @@ def choice(*names: str, absent: str | None = None) -> Parser:
 
 
 def server_url(raw: Any, key: str, source: str) -> str:
-    """Read the URL of a server, checked by the parser that will use it."""
-    url = text(raw, key, source).strip()
-    parse_url(url, key=key, source=source)
+    """Read the URL of a server, checked by the parser that will use it; blanks between its nodes are taken out."""
+    url = re.sub(r"\s*,\s*", ",", text(raw, key, source).strip())
+    # LMCache's way to write a cluster of Valkey; extra_config's valkey_mode makes the same of it.
+    checked = re.sub("^(valkeys?)://", r"\1-cluster://", url) if "," in url else url
+    parse_remote(checked, key=key, source=source)
     return url
 
 
-def directory(raw: Any, key: str, source: str) -> str:
-    """Read a directory or a file:// URL of one and return the path."""
-    path = text(raw, key, source).strip().removeprefix("file://")
-    if not path or "\0" in path:
+def directory(raw: Any, key: str, source: str) -> str | Noted:
+    """Read a directory or a file:// URL of one and return the path; a leading ~ is the home directory.
+
+    LMCache takes several with commas between them and gives each GPU one. Here the first is used and noted: what would
+    be spread over GPUs by LMCache is one tier that all of them share, and a path more would need an arena of its own.
+    """
+    paths = [path.strip().removeprefix("file://") for path in text(raw, key, source).split(",")]
+    first, *others = [os.path.expanduser(path) for path in paths if path] or [""]
+    if not first or "\0" in first:
         raise ConfigError(key, raw, source, "want a directory, or file:// and a directory")
-    return path
+    if not others:
+        return first
+    return Noted(first, f"one directory holds the disk tier: {first} is used, {', '.join(others)} not")
 
 
 def words(raw: Any, key: str, source: str) -> tuple[str, ...]:
@@ -245,24 +304,42 @@ def scalars(raw: Any, key: str, source: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in mapping(raw, key, source).items():
         if not isinstance(value, str | int | float):
-            shown = "***" if "pass" in name.lower() else value
+            shown = "***" if is_secret(name) else value
             raise ConfigError(f"{key}.{name}", shown, source, "want one value: text or a number")
         found[name.strip().lower()] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     return found
 
 
 def mapping(raw: Any, key: str, source: str) -> dict[str, Any]:
-    """Read a mapping: YAML's, or JSON in a string."""
-    if raw is None:
+    """Read a mapping: YAML's, or JSON in a string, or in one the {name: value} that JSON is short of quotes for.
+
+    The latter is what a shell leaves of '{'use_odirect': True}' on LMCache's page about disks.
+    """
+    if _is_absent(raw):
         return {}
-    if isinstance(raw, str):
-        try:
-            raw = json.loads(raw or "{}")
-        except ValueError as error:
-            raise ConfigError(key, raw, source, f"not JSON: {error}") from None
-    if not isinstance(raw, dict) or not all(isinstance(name, str) for name in raw):
-        raise ConfigError(key, raw, source, "want a mapping from names to values, as JSON in the environment")
-    return dict(raw)
+    found = _unpacked(raw, key, source) if isinstance(raw, str) else raw
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        shown = "***" if is_secret(str(raw)) else raw
+        raise ConfigError(key, shown, source, "want a mapping from names to values, as JSON in the environment")
+    return dict(found)
+
+
+def _unpacked(text: str, key: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = f"not JSON: {error}"
+    try:
+        found = yaml.load(text, Loader) if text.lstrip().startswith("{") else None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        found = None
+    if isinstance(found, dict) and None not in found.values():  # a word without a value is a slip, and no name
+        return found
+    raise ConfigError(key, "***" if is_secret(text) else text, source, reason)
+
+
+def _is_absent(raw: Any) -> bool:
+    return raw is None or (isinstance(raw, str) and raw.strip().lower() in _ABSENT)
 
 
 def _number(raw: Any, key: str, source: str, reason: str) -> float:

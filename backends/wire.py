@@ -1,19 +1,23 @@
 """Bytes on a blocking socket, with bounds: lines into a small scratch buffer, bodies straight into a caller's memory.
 
 The socket blocks in the kernel with the kernel's own timeouts (SO_RCVTIMEO, SO_SNDTIMEO) and not in Python's `poll`:
-that saves a system call each time and lets MSG_WAITALL wait for a whole body at once.
+that saves a system call each time and lets MSG_WAITALL wait for a whole body at once. What is set in the kernel is
+corrected only when it is no longer what is left of a reply's time, so that a reply that comes at once costs no call.
 
 After any failure the position in the stream is lost: the wire closes itself and raises BackendError from then on.
 """
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
 from typing import Final
 
 from kvredis.storage.errors import BackendError
+
+from .tls import told
 
 Buffer = bytes | bytearray | memoryview
 
@@ -24,24 +28,42 @@ SEND_BUFFER_BYTES: Final = 512 * 1024
 IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
 DISCARD_BYTES: Final = 256 * 1024
+SLACK_S: Final = 0.01
+"""How much longer than allowed the kernel may wait, rather than be told anew before each receive."""
 CRLF: Final = b"\r\n"
 
 
 class Wire:
     """One connected stream socket, for one thread at a time.
 
-    No call waits longer than about twice the timeout: once inside the kernel and once more for the rest of what came
-    in part. `bytes_in` and `bytes_out` count all that went over the socket.
+    No call to send waits longer than the timeout, and no reply is waited for longer than that from `begin` on, whether
+    nothing comes or too little at a time. `bytes_in` and `bytes_out` count all payload and protocol, without TLS' own.
     """
 
-    __slots__ = ("_end", "_scratch", "_sock", "_start", "_timeout_s", "_view", "bytes_in", "bytes_out")
+    __slots__ = (
+        "_armed_in_s",
+        "_armed_out_s",
+        "_deadline_s",
+        "_end",
+        "_scratch",
+        "_sock",
+        "_start",
+        "_timeout_s",
+        "_view",
+        "bytes_in",
+        "bytes_out",
+    )
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
         """Take over `sock`, which is closed with the wire."""
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._sock: socket.socket | None = sock
-        self.set_timeout(timeout_s)
+        self._timeout_s = timeout_s
+        self._armed_in_s = self._armed_out_s = 0.0
+        self._arm(sock, socket.SO_RCVTIMEO, timeout_s)
+        self._arm(sock, socket.SO_SNDTIMEO, timeout_s)
+        self.begin()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0  # what scratch holds and nobody has read yet
@@ -68,12 +90,13 @@ class Wire:
         return True
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Bound the waits from now on."""
-        interval = struct.pack("ll", *divmod(max(int(timeout_s * 1e6), 1), 1_000_000))
-        sock = self._open_socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        """Bound each send, and each reply as a whole, from the next one on. Costs next to nothing, so that who has a
+        budget for many replies may say before each what is left of it."""
         self._timeout_s = timeout_s
+
+    def begin(self) -> None:
+        """Start the time in which a reply must have come, header and body."""
+        self._deadline_s = time.monotonic() + self._timeout_s
 
     def close(self) -> None:
         """Close the socket; a second call does nothing."""
@@ -92,10 +115,11 @@ class Wire:
         """Send flat byte buffers in order. On return the kernel has copied them: they are the caller's own again."""
         sock = self._open_socket()
         wanted = sum(map(len, buffers))
+        deadline_s = time.monotonic() + self._timeout_s
         try:
-            sent = sock.sendmsg(buffers if len(buffers) <= IOV_MAX else buffers[:IOV_MAX], (), socket.MSG_NOSIGNAL)
-            if sent != wanted:
-                self._send_rest(sock, buffers, sent, wanted)
+            if self._armed_out_s != self._timeout_s:
+                self._arm(sock, socket.SO_SNDTIMEO, self._timeout_s)
+            self._send(sock, buffers, wanted, deadline_s)
         except OSError as error:
             raise self.broken(_why(error, "sending")) from error
         except BaseException:
@@ -103,13 +127,12 @@ class Wire:
             raise
         self.bytes_out += wanted
 
-    def _send_rest(self, sock: socket.socket, buffers: list[Buffer], sent: int, wanted: int) -> None:
-        """Go on after a partial send: a signal came, the timeout struck halfway, or there are too many buffers."""
-        deadline = time.monotonic() + self._timeout_s
+    def _send(self, sock: socket.socket, buffers: list[Buffer], wanted: int, deadline_s: float) -> None:
+        """Send all of the `wanted` bytes in `buffers`, or raise OSError."""
+        sent = sock.sendmsg(buffers if len(buffers) <= IOV_MAX else buffers[:IOV_MAX], (), socket.MSG_NOSIGNAL)
         first, skip = 0, sent
-        while sent < wanted:
-            if time.monotonic() > deadline:
-                raise TimeoutError
+        while sent < wanted:  # a signal came, the timeout struck halfway, or there are too many buffers
+            self._arm_for(sock, socket.SO_SNDTIMEO, self._armed_out_s, deadline_s)
             while skip >= len(buffers[first]):
                 skip -= len(buffers[first])
                 first += 1
@@ -122,7 +145,7 @@ class Wire:
 
     def line(self) -> bytes:
         """Read a line of at most SCRATCH_BYTES and return it without its CRLF."""
-        scanned, deadline = 0, 0.0
+        scanned = 0
         while True:
             at = self._scratch.find(CRLF, self._start + scanned, self._end)
             if at >= 0:
@@ -131,7 +154,6 @@ class Wire:
                 return line
             scanned = max(self._end - self._start - 1, 0)  # its CR may be there already
             self._fill()
-            deadline = self._in_time(deadline)
 
     def body(self, view: memoryview) -> None:
         """Read as many bytes as `view` has into it, and the CRLF behind them."""
@@ -146,12 +168,10 @@ class Wire:
             ending = self._view[self._start : self._start + 2].tobytes()
             self._start += 2
         else:
-            crlf, deadline = self._view[:2], 0.0  # scratch is empty by now
+            crlf = self._view[:2]  # scratch is empty by now
             while done < length + 2:
                 parts = [view[done:], crlf] if done < length else [crlf[done - length :]]
-                done += self._receive(parts, socket.MSG_WAITALL)
-                if done < length + 2:  # a signal or the timeout cut the wait short
-                    deadline = self._in_time(deadline)
+                done += self._receive(parts, socket.MSG_WAITALL)  # less than all: a signal, or out of time
             ending = crlf.tobytes()
             self._start = self._end = 0
         if ending != CRLF:
@@ -162,10 +182,9 @@ class Wire:
         waste = memoryview(bytearray(min(length, DISCARD_BYTES)))
         here = min(self._end - self._start, max(length - DISCARD_BYTES, 0))
         self._start += here
-        left, deadline = length - here, 0.0
+        left = length - here
         while left > DISCARD_BYTES:
             left -= self._receive([waste[: left - DISCARD_BYTES]])
-            deadline = self._in_time(deadline)
         self.body(waste[:left])
 
     def _fill(self) -> None:
@@ -184,7 +203,7 @@ class Wire:
         """Receive at least one byte into `buffers`: the one place where a reply is waited for."""
         sock = self._open_socket()
         try:
-            count = sock.recvmsg_into(buffers, 0, flags)[0]
+            count = self._receive_some(sock, buffers, flags)
         except OSError as error:
             raise self.broken(_why(error, "waiting for a reply")) from error
         except BaseException:
@@ -195,14 +214,33 @@ class Wire:
         self.bytes_in += count
         return count
 
-    def _in_time(self, deadline: float) -> float:
-        """Start a deadline (0.0: none yet) or check it; for what arrives in many small parts."""
-        now = time.monotonic()
-        if deadline == 0.0:
-            return now + self._timeout_s
-        if now > deadline:
-            raise self.broken("timed out within a reply")
-        return deadline
+    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+        """Receive into `buffers` what there is, all of it with MSG_WAITALL; 0 at the end of the stream."""
+        while True:
+            self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
+            try:
+                return sock.recvmsg_into(buffers, 0, flags)[0]
+            except BlockingIOError:
+                self._armed_in_s = math.inf  # it was set for less than is left now
+
+    # ---- time ----------------------------------------------------------------------------------------------------
+
+    def _arm_for(self, sock: socket.socket, option: int, armed_s: float, deadline_s: float) -> None:
+        """See to it that the next call ends at `deadline_s`. Raises TimeoutError when that is past."""
+        left_s = deadline_s - time.monotonic()
+        if armed_s > left_s + SLACK_S or left_s <= 0:
+            if left_s <= 0:
+                raise TimeoutError
+            self._arm(sock, option, left_s)
+
+    def _arm(self, sock: socket.socket, option: int, timeout_s: float) -> None:
+        """Have the kernel end waits of one direction after `timeout_s`."""
+        interval = struct.pack("ll", *divmod(max(int(timeout_s * 1e6), 1), 1_000_000))
+        sock.setsockopt(socket.SOL_SOCKET, option, interval)
+        if option == socket.SO_RCVTIMEO:
+            self._armed_in_s = timeout_s
+        else:
+            self._armed_out_s = timeout_s
 
     def _open_socket(self) -> socket.socket:
         if self._sock is None:
@@ -213,4 +251,4 @@ class Wire:
 def _why(error: OSError, doing: str) -> str:
     if isinstance(error, BlockingIOError | TimeoutError):
         return f"timed out {doing}"
-    return f"{error.strerror or error} while {doing}"
+    return f"{told(error)} while {doing}"

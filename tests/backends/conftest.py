@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.backends import link
 from kvredis.backends.address import parse_url
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.disk import DiskOptions, DiskTier
 from kvredis.storage.store import Store
+from tests.server.certificates import make_papers
 
 from .fake_server import FakeServer, Shelf
+from .topologies import KvredisCluster, RedisCluster, Sentinels
 
 ROOT = Path(__file__).parents[2]
 EXIT_S = 30
@@ -30,6 +33,7 @@ class ServerProcess:
         self.kind = kind
         self.url = f"unix://{folder}/socket"
         self.tcp_url = ""
+        self.tls_address = ""
         if kind == "redis":
             command = ["redis-server", "--port", "0", "--save", "", "--appendonly", "no", "--dir", str(folder)]
         else:
@@ -55,7 +59,9 @@ class ServerProcess:
             said += line
             if "ready to accept connections" in line.lower():
                 if self.kind == "kvredis":
-                    self.tcp_url = "redis://" + line.split(" on ")[1].split(",")[0]
+                    addresses = line.split(" on ")[1].strip().split(", ")
+                    self.tcp_url = f"redis://{addresses[0]}"
+                    self.tls_address = "".join(each[4:] for each in addresses if each.startswith("tls:"))
                 return
         raise AssertionError(f"{self.kind} ended before it was ready: {said}")
 
@@ -102,6 +108,39 @@ def redis_server() -> Iterator[ServerProcess]:
         server.kill()
 
 
+@pytest.fixture(scope="module")
+def tls_url() -> Iterator[str]:
+    """A kvredis with TLS, shared by the tests of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        papers = make_papers(Path(folder))
+        options = ["--tls-port", "free", "--tls-auth-clients", "no", "--tls-ca-cert-file", papers.path("ca")]
+        options += ["--tls-cert-file", papers.path("server"), "--tls-key-file", papers.path("server_key")]
+        server = start_server("kvredis", Path(folder), *options)
+        yield f"rediss://{server.tls_address}?ssl_ca_certs={papers.path('ca')}"
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def sentinels_url() -> Iterator[str]:
+    """Debian's Redis behind Sentinels, shared by the tests of a file."""
+    with Sentinels() as sentinels:
+        yield sentinels.url
+
+
+@pytest.fixture(scope="module")
+def redis_cluster_url() -> Iterator[str]:
+    """Three nodes of Debian's Redis, shared by the tests of a file."""
+    with RedisCluster() as cluster:
+        yield cluster.url
+
+
+@pytest.fixture(scope="module")
+def kvredis_cluster_url() -> Iterator[str]:
+    """Three kvredis nodes behind the Redis Cluster protocol, shared by the tests of a file."""
+    with KvredisCluster() as cluster:
+        yield cluster.url
+
+
 @pytest.fixture
 def server_of() -> Iterator[StartServer]:
     """Starts servers of a test's own: server_of("kvredis" or "redis", *arguments)."""
@@ -139,8 +178,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    """The remote backend's clock."""
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The remote backend's clock. Who sets it forward sees what the next attempt comes to, however slow the machine."""
+    monkeypatch.setattr(link, "RETRY_WAIT_S", EXIT_S)
     return Clock()
 
 

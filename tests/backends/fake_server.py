@@ -16,7 +16,17 @@ class Leave:
     last_words: bytes = b""
 
 
-Answer = Callable[[list[bytes]], bytes | Leave]
+@dataclass(frozen=True)
+class Drip:
+    """Send this in pieces, with a pause before each."""
+
+    words: bytes
+    piece_bytes: int = 1
+    pause_s: float = 0.02
+
+
+Said = bytes | Leave | Drip
+Answer = Callable[[list[bytes]], Said]
 
 
 def polite(args: list[bytes]) -> bytes | Leave:
@@ -81,14 +91,21 @@ class Shelf:
 
 
 class FakeServer:
-    """Listens on a unix socket; each connection has a thread that answers by `answer`, which a test may change."""
+    """Listens on a unix socket in `folder`, or on loopback where there is none; each connection has a thread that
+    answers by `answer`, which a test may change."""
 
-    def __init__(self, folder: Path, answer: Answer = polite) -> None:
+    def __init__(self, folder: Path | None, answer: Answer = polite) -> None:
         self.answer = answer
         self.commands: list[list[bytes]] = []
-        self.url = f"unix://{folder}/fake"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"{folder}/fake")
+        self.port = 0
+        if folder is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.port = self._listener.getsockname()[1]
+            self.url = f"redis://127.0.0.1:{self.port}"
+        else:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.bind(f"{folder}/fake")
+            self.url = f"unix://{folder}/fake"
         self._listener.listen()
         self._clients: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -98,16 +115,20 @@ class FakeServer:
         """The arguments of each command of that name so far."""
         return [args[1:] for args in self.commands if args[0] == name]
 
-    def close(self) -> None:
-        """Hang up on everybody and end."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._threads[0].join()
+    def hang_up(self) -> None:
+        """Hang up on everybody who is connected now."""
         for client in self._clients:
             try:
                 client.shutdown(socket.SHUT_RDWR)
             except OSError:  # gone already
                 continue
+
+    def close(self) -> None:
+        """Hang up on everybody and end."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        self.hang_up()
         for thread in self._threads[1:]:
             thread.join()
 
@@ -128,11 +149,20 @@ class FakeServer:
                 while args := _read_command(requests):
                     self.commands.append(args)
                     said = self.answer(args)
-                    client.sendall(said.last_words if isinstance(said, Leave) else said)
+                    _say(client, said)
                     if isinstance(said, Leave):
                         return
             except OSError:  # the client has hung up first
                 return
+
+
+def _say(client: socket.socket, said: Said) -> None:
+    if isinstance(said, Drip):
+        for start in range(0, len(said.words), said.piece_bytes):
+            threading.Event().wait(said.pause_s)
+            client.sendall(said.words[start : start + said.piece_bytes])
+    else:
+        client.sendall(said.last_words if isinstance(said, Leave) else said)
 
 
 def _read_command(requests: BinaryIO) -> list[bytes]:

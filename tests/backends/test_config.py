@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.layout import ChunkLayout
 from kvredis.backends.config import KEYS, Config
 from kvredis.storage.arena import HugepageMode
 from kvredis.storage.errors import ConfigError
@@ -34,7 +36,7 @@ use_layerwise: true
 min_retrieve_tokens: auto
 blocking_timeout_secs: 3
 pre_caching_hash_algorithm: sha256_cbor
-extra_config: {resp_num_threads: 8}
+extra_config: {connection_timeout: 8}
 enable_p2p: true
 kvredis:
   bind: [127.0.0.1, "::1"]
@@ -98,23 +100,24 @@ def test_a_full_file_is_read_and_what_has_no_effect_yet_is_said(written: Path) -
     assert config.cache_policy == "LRU"
     assert config.save_unfull_chunk
     assert config.min_retrieve_tokens == "auto"
-    assert config.extra_config == {"resp_num_threads": 8}
+    assert config.extra_config == {"connection_timeout": 8.0}
     assert config.bind == ("127.0.0.1", "::1")
     assert (config.port, config.unixsocket, config.requirepass) == (0, "/run/kv.sock", "1234")
     assert (config.prefault, config.page_lock, config.loglevel) == (2, True, "debug")
     assert config.hugepage_mode is HugepageMode.OFF
     assert config.origin["unixsocket"] == f"{written}:20"
     said = {line.split(": ", 1)[1].split()[0].rstrip(":") for line in config.warnings}
-    assert said == {
-        "use_layerwise",
-        "min_retrieve_tokens",
-        "extra_config",
-        "enable_p2p",
-    }
+    assert said == {"use_layerwise", "enable_p2p"}
 
 
 def test_a_key_without_effect_so_far_is_silent_when_it_asks_for_what_is_done_anyway(written: Path) -> None:
     assert load("save_decode_cache: false\nuse_layerwise: 0\nmax_local_disk_size: 0\n", written).warnings == ()
+
+
+@pytest.mark.parametrize(("size", "chunks"), [({}, 2), ({"LMCACHE_CHUNK_SIZE": "16"}, 32)])
+def test_the_chunk_size_decides_how_many_chunks_512_tokens_are(size: dict[str, str], chunks: int) -> None:
+    layout = ChunkLayout(1, 1, 8, "bf16", Config.load(env=size).chunk_size)
+    assert len(chunk_keys(range(512), layout)) == chunks
 
 
 def test_later_sources_win_and_origin_says_which() -> None:
@@ -162,7 +165,9 @@ def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
         ("LMCACHE_MAX_LOCAL_CPU_SIZE", "-1"),
         ("LMCACHE_MAX_LOCAL_CPU_SIZE", "5XB"),
         ("LMCACHE_REMOTE_URL", "ftp://x"),
-        ("LMCACHE_REMOTE_URL", "rediss://x:1"),
+        ("LMCACHE_REMOTE_URL", "valkey://a:1,b:2"),
+        ("LMCACHE_PRE_CACHING_HASH_ALGORITHM", "blake3"),
+        ("LMCACHE_PRE_CACHING_HASH_ALGORITHM", "builtin"),
         ("LMCACHE_REMOTE_SERDE", "cachegen"),
         ("LMCACHE_CACHE_POLICY", "newest"),
         ("LMCACHE_BLOCKING_TIMEOUT_SECS", "0"),
@@ -218,7 +223,13 @@ def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:
         ("kvredis: [1, 2]\n", 1, "LMCACHE_CONFIG_FILE"),
         ("- chunk_size\n", 1, "LMCACHE_CONFIG_FILE"),
         ("chunk_size: 1\n  local_cpu: true\n", 2, "LMCACHE_CONFIG_FILE"),
-        ("chunk_size: !!python/name:os.system\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("chunk_size: !!python/name:os.system\n", 1, "chunk_size"),
+        ("\nkvredis:\n  bind: 2024-13-45\n", 3, "bind"),
+        ("local_cpu: !!bool maybe\n", 1, "local_cpu"),
+        ("local_cpu: !!timestamp soon\n", 1, "local_cpu"),
+        ("chunk_size: !!int ''\n", 1, "chunk_size"),
+        (f"chunk_size: 0x{'f' * 5000}\n", 1, "chunk_size"),
+        (f"chunk_size: {'[' * 5000}\n", 1, "LMCACHE_CONFIG_FILE"),
         ("a: 1\n---\nb: 2\n", 2, "LMCACHE_CONFIG_FILE"),
     ],
 )
@@ -288,6 +299,9 @@ def test_no_password_is_shown_or_put_into_an_error(written: Path) -> None:
     assert "hush" not in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         load("kvredis:\n  requirepass: [hush]\n", written)
+    assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load("remote_url: !!int redis://me:hush@h:1\n", written)
     assert "hush" not in str(caught.value)
 
 

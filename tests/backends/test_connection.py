@@ -2,33 +2,41 @@
 
 import random
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from kvredis.backends.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, encode
 from kvredis.backends.wire import DISCARD_BYTES, SCRATCH_BYTES
 from kvredis.storage.errors import BackendError
+from tests.server.certificates import Papers, make_papers
 
-Pair = tuple[Connection, socket.socket]
+from .pairs import KINDS, MakePair, Pair, in_background, pairs, pattern
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    """Certificates."""
+    return make_papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """What the bytes go over."""
+    return str(request.param)
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def make_pair(kind: str, papers: Papers) -> Iterator[MakePair]:
+    """Makes connections with so long a timeout, each with the peer's end of its socket."""
+    with pairs(kind, papers) as make:
+        yield make
+
+
+@pytest.fixture
+def pair(make_pair: MakePair) -> Pair:
     """A connection, and the peer's end of its socket."""
-    ours, peer = socket.socketpair()
-    connection = Connection(ours, timeout_s=5.0)
-    peer.settimeout(5.0)
-    yield connection, peer
-    connection.close()
-    peer.close()
-
-
-def in_background(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
+    return make_pair(5.0)
 
 
 def read_all(peer: socket.socket, count: int) -> bytes:
@@ -41,10 +49,6 @@ def read_all(peer: socket.socket, count: int) -> bytes:
 def read_for_ever(connection: Connection) -> None:
     while True:
         connection.read()
-
-
-def pattern(length: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(length)
 
 
 def plain(reply: Reply) -> object:
@@ -202,58 +206,17 @@ def test_garbage_and_a_peer_that_leaves_end_the_connection(pair: Pair, sent: byt
         connection.call(b"PING")
 
 
-def test_random_bytes_never_do_more_than_end_the_connection() -> None:
+def test_random_bytes_never_do_more_than_end_the_connection(make_pair: MakePair, kind: str) -> None:
     rng = random.Random(7)
     alphabet = b"$*:+-0123456789\r\n\r\nabc"
-    for _ in range(300):
-        ours, peer = socket.socketpair()
-        with peer, Connection(ours, timeout_s=5.0) as connection:
+    for _ in range(300 if kind == "plain" else 30):
+        connection, peer = make_pair(5.0)
+        with peer, connection:
             peer.sendall(bytes(rng.choices(alphabet, k=rng.randrange(1, 60))))
             peer.shutdown(socket.SHUT_WR)
             with pytest.raises(BackendError):
                 read_for_ever(connection)
             assert not connection.usable
-
-
-def test_a_silent_peer_is_given_up_after_the_timeout() -> None:
-    ours, peer = socket.socketpair()
-    with peer, Connection(ours, timeout_s=0.01) as connection:
-        with pytest.raises(BackendError, match="timed out"):
-            connection.read()
-        assert not connection.usable
-
-
-def test_a_peer_that_stops_within_a_body_is_given_up_after_the_timeout() -> None:
-    ours, peer = socket.socketpair()
-    with peer, Connection(ours, timeout_s=0.01) as connection:
-        peer.sendall(b"$100000\r\nabc")
-        with pytest.raises(BackendError, match="timed out"):
-            connection.read()
-
-
-def test_a_peer_that_dribbles_is_given_up_although_something_comes_each_time() -> None:
-    ours, peer = socket.socketpair()
-    done = threading.Event()
-
-    def dribble() -> None:
-        peer.sendall(b"$100000\r\n" + b"x" * SCRATCH_BYTES)
-        while not done.wait(0.002):
-            peer.sendall(b"x")
-
-    with peer, Connection(ours, timeout_s=0.02) as connection:
-        dribbler = in_background(dribble)
-        with pytest.raises(BackendError, match="timed out within a reply"):
-            connection.read()
-        done.set()
-        dribbler.join()
-
-
-def test_a_peer_that_does_not_read_is_given_up_after_the_timeout() -> None:
-    ours, peer = socket.socketpair()
-    with peer, Connection(ours, timeout_s=0.01) as connection:
-        with pytest.raises(BackendError, match="timed out"):
-            connection.send_set(b"k", bytes(8 << 20))
-        assert not connection.usable
 
 
 def test_lent_memory_of_the_wrong_size_is_the_callers_mistake_and_ends_the_connection(pair: Pair) -> None:

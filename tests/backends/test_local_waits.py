@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.local import LocalBackend
+from kvredis.backends.local_reading import Waits
 from kvredis.storage.io_threads import Priority
 
 from .conftest import Clock
@@ -167,6 +168,61 @@ def test_a_disk_that_does_not_answer_makes_misses_after_one_wait(tmp_path: Path)
             assert io.figures()[Priority.DEMAND].queued == 0, "nobody waits for them any more"
         backend.load_wait_s = 20
         assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
+
+
+def test_a_load_with_little_time_gives_what_is_in_memory_and_waits_no_longer_for_the_rest(
+    backend: LocalBackend,
+) -> None:
+    keys = keys_of(6)
+    put_away(backend, keys)
+    with stuck_disk(backend):
+        began_s = backend.store.now_s()
+        found = loaded(backend, [*keys[:3], b"other:15", *keys[3:]], within_s=0.05)
+        assert found == [None] * 3 + [content(b"other:15", LENGTH)] + [None] * 3
+        assert backend.store.now_s() - began_s < 10, "and not for as long as it usually would"
+        assert loaded(backend, keys, within_s=0.0) == [None] * 6
+    assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
+
+
+def test_time_enough_is_not_used_up_by_a_reader_who_takes_his(backend: LocalBackend) -> None:
+    keys = keys_of(6)
+    put_away(backend, keys)
+    leases = backend.load(keys, within_s=20.0)
+    held = next(leases)
+    assert held is not None
+    with held:
+        drain(backend)
+    with stuck_disk(backend):
+        second = next(leases)
+        assert second is not None, "it had come while the first was used"
+        second.release()
+    for key, lease in zip(keys[2:], leases, strict=True):
+        assert lease is not None
+        with lease:
+            assert lease.view == content(key, LENGTH)
+
+
+def test_turns_that_are_left_out_hold_nothing(backend: LocalBackend) -> None:
+    keys = keys_of(6)
+    put_away(backend, keys)
+    reading = backend.read_ahead(keys, Waits(None))
+    for turn in (0, 3, 5):
+        lease = reading.take(turn)
+        assert lease is not None
+        with lease:
+            assert lease.view == content(keys[turn], LENGTH)
+            drain(backend)
+    assert backend.store.leases == 0
+    assert not reading.drop()
+
+
+def test_what_is_asked_for_is_counted_by_the_tier_it_came_from(backend: LocalBackend) -> None:
+    keys = keys_of(4)
+    put_away(backend, keys)
+    assert loaded(backend, [*keys, b"other:15", b"nowhere"])[5] is None
+    assert loaded(backend, keys[:1]) == [content(keys[0], LENGTH)]
+    stats = backend.stats()
+    assert [stats[name] for name in ("lookups", "disk_hits", "memory_hits", "misses")] == [7, 4, 2, 1]
 
 
 # ---- storing: waiting for the disk, within bounds ----------------------------------------------------------------

@@ -146,6 +146,7 @@ def test_an_interrupt_within_a_body_does_not_take_its_rest_for_answers(
     for key in keys:
         assert put_through(backend, key, value)
     assert backend.flush() == 0
+    assert loaded(backend, keys) == [value] * 6  # and its connections are there
 
     def interrupted(wire: Wire, view: memoryview) -> None:
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import lanes, remote_outbox
+from kvredis.backends import remote_blocks, remote_outbox
 from kvredis.backends.address import parse_url
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.store import Store
@@ -214,7 +214,7 @@ def test_a_touch_waits_for_the_values_it_touches_on_whatever_connection(
 def test_a_long_touch_is_cut_and_its_tail_goes_first(
     fake: FakeServer, shelf: Shelf, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lanes, "QUESTION_KEYS", 2)
+    monkeypatch.setattr(remote_blocks, "QUESTION_KEYS", 2)
     backend = connect(fake.url)
     keys = keys_of(5)
     assert put(backend, b"k", b"x")

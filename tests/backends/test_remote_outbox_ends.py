@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import remote_outbox
+from kvredis.backends import remote_sender
 from kvredis.backends.address import parse_url
 from kvredis.backends.link import RETRY_S_MAX, Link
 from kvredis.backends.local import LocalBackend
@@ -90,7 +90,7 @@ def test_an_attempt_that_began_before_the_loss_does_not_say_that_the_server_is_b
     link = Link(parse_url(fake.url), 5.0, clock)
 
     def lost_meanwhile(args: list[bytes]) -> bytes | Leave:
-        link.lost(BackendError("gone"))
+        link.lost(BackendError("gone"), link.losses)
         return polite(args)
 
     fake.answer = lost_meanwhile
@@ -156,7 +156,7 @@ def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend
 def test_a_thread_that_had_nothing_to_do_has_a_successor(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_outbox, "LINGER_S", 0.0)
+    monkeypatch.setattr(remote_sender, "LINGER_S", 0.0)
     backend = connect(fake.url)
     for number in itertools.count():
         assert put_through(backend, b"%d" % number, b"x" * 20_000)

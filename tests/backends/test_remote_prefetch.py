@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_prefetch import QUESTION_KEYS, RemotePrefetch
+from kvredis.backends.remote_blocks import QUESTION_KEYS
+from kvredis.backends.remote_prefetch import RemotePrefetch
 
 from .conftest import Connect, ServerProcess, StartServer
 from .fake_server import Answer, FakeServer, Leave, polite
@@ -97,6 +98,29 @@ def test_redis_has_nothing_to_prefetch_and_nobody_waits(redis_server: ServerProc
 
 
 # ---- servers that know less, or lie ------------------------------------------------------------------------------
+
+
+def test_two_who_ask_at_once_how_far_a_prefetch_has_come_both_hear_it(fake: FakeServer, connect: Connect) -> None:
+    both = threading.Barrier(2)
+
+    def together(args: list[bytes]) -> bytes | Leave:
+        match args[0]:
+            case b"KV.PREFETCH":
+                return map_of(job=7, queued=2, resident=0, missing=0, no_room=0)
+            case b"KV.JOB":
+                both.wait(WAIT_S)
+                return map_of(status=b"done")
+        return polite(args)
+
+    fake.answer = together
+    prefetch = connect(fake.url).prefetch(keys_of(2))
+    heard: list[bool] = []
+    threads = [threading.Thread(target=lambda: heard.append(prefetch.is_finished)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert heard == [True, True]
 
 
 def test_a_server_that_knows_prefetch_alone_is_asked_that(fake: FakeServer, connect: Connect) -> None:

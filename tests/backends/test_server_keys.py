@@ -34,6 +34,8 @@ kvredis:
   enable_debug_command: yes
   notify_keyspace_events: Ex
   maxmemory_policy: NoEviction
+  cluster_topology: /etc/kvredis/nodes.yaml
+  cluster_node: 127.0.0.1:7000
   settings:
     slowlog-max-len: 1000
     Latency-Tracking: no
@@ -70,8 +72,9 @@ def test_a_full_file_is_read(written: Path) -> None:
         "latency-tracking": "no",
         "slowlog-log-slower-than": "-1",
     }
-    assert config.origin["settings"] == f"{written}:24"
-    assert config.entry_origin["settings.latency-tracking"] == f"{written}:26"
+    assert (config.cluster_topology, config.cluster_node) == ("/etc/kvredis/nodes.yaml", "127.0.0.1:7000")
+    assert config.origin["settings"] == f"{written}:26"
+    assert config.entry_origin["settings.latency-tracking"] == f"{written}:28"
 
 
 def test_defaults_are_redis_own_and_safe() -> None:

@@ -29,10 +29,10 @@ def put_through(backend: Backend, key: bytes, value: bytes) -> bool:
     return put(backend, key, value) and backend.flush() == 0
 
 
-def loaded(backend: Backend, keys: list[bytes]) -> list[bytes | None]:
+def loaded(backend: Backend, keys: list[bytes], *, within_s: float | None = None) -> list[bytes | None]:
     """Load and release one after the other, and give copies."""
     values: list[bytes | None] = []
-    for lease in backend.load(keys):
+    for lease in backend.load(keys, within_s=within_s):
         if lease is None:
             values.append(None)
             continue

@@ -1,0 +1,141 @@
+"""Learning who owns which slot, beside everything else: by a thread that asks one node after the other and ends.
+
+redis-py does the asking, with authentication and TLS; payloads then go over our own connections. Nobody waits for it
+but at the very start. Later a node that has no slot any more says so itself (MOVED), and one that is lost gives misses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from .address import ClusterAddress
+from .bounded import within
+from .cluster_slots import SlotRange, ranges_of
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[str, int]
+"""Host and port."""
+
+REFRESH_S_MIN: Final = 1.0
+"""Between the end of one refresh and the next, or as long as the last one took if that was longer."""
+ASK_S_MAX: Final = 2.0
+"""For one node to answer; also how long the first who come may wait for the first refresh."""
+
+
+class Topology:
+    """Refreshes on demand. Any thread may call anything; `adopt` is called in the refreshing thread, without a lock."""
+
+    def __init__(
+        self,
+        address: ClusterAddress,
+        timeout_s: float,
+        places: Callable[[], Sequence[Place]],
+        adopt: Callable[[list[SlotRange]], None],
+    ) -> None:
+        """`places` are who may know, the likeliest first. Each is given `timeout_s`, and never more than ASK_S_MAX."""
+        self.refreshes = 0
+        self.is_wanted = False  # requested, but too early: to be requested again when somebody comes by
+        self._address = address
+        self._timeout_s = min(timeout_s, ASK_S_MAX)
+        self._places = places
+        self._adopt = adopt
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._next_s = self._began_s = 0.0
+        self._is_down = False
+        self._closed = False
+
+    def request(self) -> None:
+        """Have the topology learnt anew, unless that is under way, or was done just now."""
+        with self._changed:
+            now_s = time.monotonic()
+            self.is_wanted = self._thread is None and now_s < self._next_s
+            if self._thread is not None or self._closed or self.is_wanted:
+                return
+            self._began_s = now_s
+            self._thread = threading.Thread(target=self._run, name="kvredis learns a cluster", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter ends, or has no threads left
+                self._thread = None
+
+    def await_first(self) -> None:
+        """Request, unless it has been learnt before, and wait for the end of that; all who wait do so until the same
+        moment, ASK_S_MAX after its beginning at the latest."""
+        if self.refreshes:
+            return
+        self.request()
+        with self._changed:
+            left_s = self._began_s + self._timeout_s - time.monotonic()
+            self._changed.wait_for(lambda: self._thread is None, max(left_s, 0.0))
+
+    def close(self) -> None:
+        """Learn no more, and wait for the thread, which may be in the middle of a question."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        began_s, ranges = time.monotonic(), []
+        try:
+            ranges = self._learn()
+            if ranges:
+                self._adopt(ranges)
+        finally:
+            with self._changed:
+                self.refreshes += bool(ranges)
+                self._thread = None
+                now_s = time.monotonic()
+                self._next_s = now_s + max(REFRESH_S_MIN, now_s - began_s)
+                self._changed.notify_all()
+
+    def _learn(self) -> list[SlotRange]:
+        """Ask until one node knows; an empty list, and a line in the log once a spell, when none does."""
+        import redis  # noqa: F401  before the clock starts: the first time it may take as long as all the rest
+
+        answers = []
+        for host, port in self._places():
+            if self._closed:
+                return []
+            try:
+                ask = partial(_ask, self._address, host, port, self._timeout_s)
+                ranges = within(self._timeout_s, f"asking {host}:{port} for its cluster", ask)
+            except Exception as error:  # what redis-py makes of an answer that is none may be anything
+                answers.append(f"{host}:{port}: {str(error)[:200]}")
+                continue
+            self._is_down = False
+            return ranges
+        if not self._is_down:
+            logger.warning("%s: no node tells its slots (%s)", self._address, "; ".join(answers))
+        self._is_down = True
+        return []
+
+
+def _ask(address: ClusterAddress, host: str, port: int, timeout_s: float) -> list[SlotRange]:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    options: dict[str, Any] = {} if address.tls is None else address.tls.redis_options()
+    with redis.Redis(
+        host,
+        port,
+        username=address.username or None,
+        password=address.password or None,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,  # one exchange less
+        **options,
+    ) as client:
+        return ranges_of(client.execute_command("CLUSTER", "SLOTS"), host)

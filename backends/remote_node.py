@@ -1,0 +1,217 @@
+"""One server and our connections to it, whoever uses them: questions, loads, and the thread that sends what is stored.
+
+All are opened and retired here, so that one place knows them all: when one of them fails, most likely all have, and
+finding out costs a timeout each; so all go at once, and the server is lost once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from kvredis.storage.errors import BackendError
+
+from .connection import Connection, Reply
+from .link import WAIT_S_MIN, Link
+
+PIPELINE_MAX: Final = 256
+"""Commands sent before their answers are read; these are short, so that neither side waits for the other to read."""
+
+
+class Node:
+    """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and up to
+    `connections` idle ones that loads borrow. Thread-safe; the questions take turns, nothing else waits for them.
+    """
+
+    def __init__(self, link: Link, connections: int) -> None:
+        self.link = link
+        self.connections = connections
+        self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
+        self._question = threading.RLock()
+        self._asking: Connection | None = None
+        self._unknown: set[bytes] = set()  # commands that the server of `_asking` does not know
+        self._idle: list[Connection] = []
+        self._open: dict[Connection, int] = {}  # all there are, idle or lent, and the losses before each was opened
+        self._closed = False
+        self._bytes_in = self._bytes_out = 0
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    def open(self) -> Connection | None:
+        """Open a connection, which its user gives to `retire` in the end; None: the server is lost. Those of before its
+        last loss fail now, as it may be another one that is back.
+        """
+        losses = self.link.losses  # before: one that is taken for older than it is does no harm
+        connection = self.link.open()
+        if connection is None:
+            return None
+        with self._lock:
+            past = self._take_off(losses - 1)
+            self._open[connection] = losses
+        for each in past:
+            each.interrupt()
+        return connection
+
+    def retire(self, connection: Connection) -> None:
+        """Close a connection for good."""
+        with self._lock:
+            self._open.pop(connection, None)
+            self._bytes_in += connection.bytes_in
+            self._bytes_out += connection.bytes_out
+        connection.close()
+
+    def lose(self, connection: Connection | None, error: BackendError) -> None:
+        """A connection has failed: all that are open fail now too, in whatever thread they are used. Those that an
+        earlier loss has ended say nothing new."""
+        with self._lock:
+            losses = self.link.losses if connection is None else self._open.get(connection)
+            if losses is None:
+                return
+            doomed = self._take_off(losses)
+        self.link.lost(error, losses)
+        for each in doomed:
+            each.interrupt()
+
+    def _take_off(self, losses: int) -> list[Connection]:
+        """Forget those that were opened after so many losses at most; what they still have to say is no news."""
+        past = [connection for connection, before in self._open.items() if before <= losses]
+        for connection in past:
+            del self._open[connection]
+        return past
+
+    def complain(self, reply: Reply, connection: Connection | None = None) -> None:
+        """Say once what the server answered, on which connection; it may be a reason to look for another server."""
+        if self.link.complain(reply):
+            self.lose(connection, BackendError(str(reply)[:200]))
+
+    def borrow(self, count: int) -> list[Connection]:
+        """Up to `count` connections for a load; none when the server is lost."""
+        borrowed: list[Connection] = []
+        try:
+            while len(borrowed) < count:
+                with self._lock:
+                    if self._closed:
+                        break
+                    idle = self._idle.pop() if self._idle else None
+                if idle is not None and idle.stale():
+                    self.retire(idle)
+                    continue
+                connection = idle or self.open()  # a new one is not doubted, or a server that hangs up keeps us here
+                if connection is None:
+                    break
+                borrowed.append(connection)
+        except BaseException:
+            self.bring_back(borrowed)
+            raise
+        return borrowed
+
+    def bring_back(self, connections: Sequence[Connection]) -> None:
+        """Take connections back; what is not usable, or one too many, is closed."""
+        for connection in connections:
+            with self._lock:
+                keep = connection.usable and not self._closed and len(self._idle) < self.connections
+                if keep:
+                    self._idle.append(connection)
+            if not keep:
+                self.retire(connection)
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def knows(self, name: bytes) -> bool:
+        """Say whether the server may know a command: it has not said otherwise."""
+        return name not in self._unknown
+
+    def pipeline(self, commands: Sequence[Sequence[bytes]], *, asking: bool = False) -> list[Reply]:
+        """Send short commands and give their replies; None for each that nobody has answered, and for those that this
+        server does not know. With `asking`, each in a slot that the server is still importing. They take as long as
+        the timeout in all, or the server is lost.
+        """
+        replies: list[Reply] = []
+        with self._question:
+            connection = self._asking_now()
+            if connection is not None:
+                until_s = time.monotonic() + self.link.timeout_s
+                try:
+                    while len(replies) < len(commands):
+                        batch = commands[len(replies) : len(replies) + PIPELINE_MAX]
+                        replies += self._exchange(connection, batch, asking, until_s)
+                except BackendError as error:
+                    self.lose(connection, error)
+                except BaseException:  # nobody knows which answers are still out
+                    connection.close()
+                    raise
+        return replies + [None] * (len(commands) - len(replies))
+
+    def _asking_now(self) -> Connection | None:
+        if self._asking is not None and self._asking.stale():
+            self.retire(self._asking)
+            self._asking = None
+        if self._asking is None and not self._closed:
+            self._asking = self.open()
+            self._unknown.clear()
+        return self._asking
+
+    def _exchange(
+        self, connection: Connection, batch: Sequence[Sequence[bytes]], asking: bool, until_s: float
+    ) -> list[Reply]:
+        unknown = frozenset(self._unknown)
+        connection.set_timeout(max(until_s - time.monotonic(), WAIT_S_MIN))
+        known = [command for command in batch if command[0] not in unknown]
+        connection.send_many(word for command in known for word in ([(b"ASKING",), command] if asking else [command]))
+        replies: list[Reply] = []
+        for command in batch:
+            reply: Reply = None
+            if command[0] not in unknown:
+                connection.set_timeout(max(until_s - time.monotonic(), WAIT_S_MIN))
+                if asking:
+                    connection.read()
+                reply = connection.read()
+            if isinstance(reply, BackendError) and str(reply).startswith("ERR unknown command"):
+                self._unknown.add(command[0])
+                reply = None
+            replies.append(reply)
+        return replies
+
+    def ask_aside(self, *args: bytes) -> Reply:
+        """Send one command whose answer may take its time, on a connection of its own; None: nobody answers."""
+        lent = self.borrow(1)
+        try:
+            return lent[0].call(*args) if lent else None
+        except BaseException as error:
+            lent[0].close()  # an answer may be out
+            if not isinstance(error, BackendError):
+                raise
+            self.lose(lent[0], error)
+            return None
+        finally:
+            self.bring_back(lent)
+
+    # ---- figures and the end -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Give counters since the start; bytes are all that went over the sockets, and connections what is open."""
+        with self._lock:
+            return {
+                "connections": len(self._open),
+                "bytes_in": self._bytes_in + sum(connection.bytes_in for connection in self._open),
+                "bytes_out": self._bytes_out + sum(connection.bytes_out for connection in self._open),
+                "errors": self.link.errors,
+                "losses": self.link.losses,
+                "reconnects": self.link.reconnects,
+            }
+
+    def close(self) -> None:
+        """Ask no more questions, and close what nobody uses now; what is lent closes when it is brought back."""
+        with self._lock:
+            self._closed = True
+            idle = tuple(self._idle)
+            self._idle.clear()
+        self.link.close()
+        for connection in idle:
+            self.retire(connection)
+        with self._question:
+            if self._asking is not None:
+                self.retire(self._asking)
+            self._asking = None

@@ -1,0 +1,211 @@
+"""What LMCache's configuration gets wrong without a word, and what kvredis says or does about each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvredis.backends.config import HASH_ALGORITHMS, KEYS, Config, read
+from kvredis.storage.arena import HugepageMode
+from kvredis.storage.errors import ConfigError
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Where a test may write its file."""
+    return tmp_path / "lmcache.yaml"
+
+
+def load(text: str, path: Path, **env: str) -> Config:
+    path.write_text(text)
+    return Config.load(path, env)
+
+
+# ---- values
+
+
+def test_a_size_with_a_unit_is_that_size_and_an_empty_one_is_an_error() -> None:
+    assert Config.load(env={"LMCACHE_MAX_LOCAL_CPU_SIZE": "5GB"}).capacity_bytes == 5 * GIB
+    for name in ("LMCACHE_MAX_LOCAL_CPU_SIZE", "LMCACHE_MAX_LOCAL_DISK_SIZE"):
+        with pytest.raises(ConfigError, match="not a size"):
+            Config.load(env={name: ""})
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
+def test_an_empty_variable_is_not_given_where_a_key_may_be_absent_and_else_an_error(key: Any) -> None:
+    may_be_absent = key.default in (None, {}, "") or key.name in ("remote_serde", "client_output_buffer_limit")
+    found, _ = read(None, {key.env: ""})
+    assert [error.key for error in found.errors] == ([] if may_be_absent else [key.name])
+    if may_be_absent and key.name != "client_output_buffer_limit":  # where none at all is Redis' word for no limits
+        assert found.get(key.name) == key.default
+
+
+@pytest.mark.parametrize("word", ["yes", "YES", "on", "true", "1", "'yes'"])
+def test_yes_is_true(written: Path, word: str) -> None:
+    assert Config.load(env={"LMCACHE_SAVE_DECODE_CACHE": word}).save_decode_cache
+    assert load(f'save_decode_cache: "{word.strip(chr(39))}"\n', written).save_decode_cache
+
+
+@pytest.mark.parametrize("text", ["256.0", "'256'", '"256.0"', " 256 "])
+def test_a_whole_number_may_have_a_point_or_the_quotes_of_a_compose_file(text: str) -> None:
+    assert Config.load(env={"LMCACHE_CHUNK_SIZE": text}).chunk_size == 256
+
+
+def test_quotes_that_a_shell_has_left_on_are_taken_off() -> None:
+    config = Config.load(env={"LMCACHE_LOCAL_DISK": '"file:///a/"', "LMCACHE_REMOTE_URL": "'redis://h:1'"})
+    assert (config.local_disk, config.remote_url) == ("/a/", "redis://h:1")
+
+
+@pytest.mark.parametrize("text", ["None", "none", "NULL", "", "'None'"])
+def test_none_is_no_server_and_no_directory(text: str) -> None:
+    config = Config.load(env={"LMCACHE_REMOTE_URL": text, "LMCACHE_LOCAL_DISK": text, "LMCACHE_REMOTE_SERDE": text})
+    assert (config.remote_url, config.local_disk, config.remote_serde) == (None, None, "naive")
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "others"),
+    [
+        ("file:///a/,file:///b/", "/a/", "/b/"),
+        ("/a, /b,/c", "/a", "/b, /c"),
+        ("~/kv,/b", f"{Path.home()}/kv", "/b"),
+    ],
+)
+def test_of_several_directories_the_first_is_used_and_one_line_names_the_others(
+    text: str, first: str, others: str
+) -> None:
+    config = Config.load(env={"LMCACHE_LOCAL_DISK": text, "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})
+    assert config.local_disk == first
+    assert config.warnings == (
+        f"env LMCACHE_LOCAL_DISK: local_disk: one directory holds the disk tier: {first} is used, {others} not",
+    )
+
+
+@pytest.mark.parametrize("text", ["/a,", "/a, ", "file:///a,,"])
+def test_a_comma_too_many_is_no_second_directory(text: str) -> None:
+    config = Config.load(env={"LMCACHE_LOCAL_DISK": text, "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})
+    assert (config.local_disk, config.warnings) == ("/a", ())
+
+
+@pytest.mark.parametrize("text", [",", "file://,file://"])
+def test_commas_alone_are_no_directory(text: str) -> None:
+    with pytest.raises(ConfigError, match="want a directory"):
+        Config.load(env={"LMCACHE_LOCAL_DISK": text})
+
+
+# ---- hash algorithms
+
+
+@pytest.mark.parametrize("name", [name for name in HASH_ALGORITHMS if name != "builtin"])
+def test_each_stable_hash_algorithm_is_taken_without_a_line(name: str) -> None:
+    config = Config.load(env={"LMCACHE_PRE_CACHING_HASH_ALGORITHM": name.upper()})
+    assert (config.pre_caching_hash_algorithm, config.warnings) == (name, ())
+
+
+def test_another_hash_algorithm_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(env={"LMCACHE_PRE_CACHING_HASH_ALGORITHM": "blake3"})
+    assert caught.value.value == "blake3"
+    assert all(name in caught.value.reason for name in HASH_ALGORITHMS)
+
+
+@pytest.mark.parametrize("seed", [None, "random", "", "-1", "²"])
+def test_pythons_own_hash_is_refused_without_a_seed_that_processes_share(written: Path, seed: str | None) -> None:
+    written.write_text("chunk_size: 256\npre_caching_hash_algorithm: builtin\n")
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED") as caught:
+        Config.load(written, {} if seed is None else {"PYTHONHASHSEED": seed})
+    assert (caught.value.key, caught.value.source) == ("pre_caching_hash_algorithm", f"{written}:2")
+
+
+def test_pythons_own_hash_is_taken_with_a_seed() -> None:
+    env = {"LMCACHE_PRE_CACHING_HASH_ALGORITHM": "builtin", "PYTHONHASHSEED": "0"}
+    assert Config.load(env=env).pre_caching_hash_algorithm == "builtin"
+
+
+# ---- what takes effect, and what is accepted beside hugepages
+
+
+def test_the_keys_that_an_engine_obeys_say_nothing_about_a_later_version(written: Path) -> None:
+    text = "save_decode_cache: true\nmin_retrieve_tokens: auto\nsave_unfull_chunk: true\nblocking_timeout_secs: 2\n"
+    config = load(text, written)
+    assert (config.save_decode_cache, config.min_retrieve_tokens) == (True, "auto")
+    assert config.warnings == ()
+
+
+def test_peers_and_shared_memory_are_accepted_beside_hugepages_with_one_line_each(written: Path) -> None:
+    text = "local_cpu_use_hugepages: true\nenable_p2p: true\nshm_name: lmcache\n"
+    config = load(text, written, LMCACHE_EXTRA_CONFIG='{"shm_name": "lmcache"}')
+    assert config.hugepage_mode is HugepageMode.REQUIRE
+    no_meaning = "a setting of LMCache without a meaning in kvredis"
+    assert config.warnings == (
+        f"{written}:2: enable_p2p: {no_meaning}",
+        f"{written}:3: shm_name: {no_meaning}",
+        f"env LMCACHE_EXTRA_CONFIG: extra_config.shm_name: {no_meaning}",
+    )
+
+
+# ---- all that is wrong at once
+
+WRONG = """\
+chunk_size: abc
+local_cpu: maybe
+chunk_sise: 1
+max_local_cpu_size: 0
+local_disk: /var/kv
+max_local_disk_size: much
+extra_config:
+  disk_io_threads: 0
+  tls_enable: perhaps
+kvredis:
+  port: 65536
+  requirepass: [hush]
+  bind: 2024-13-45
+"""
+
+
+def test_every_error_of_a_file_is_found_and_loading_raises_the_first(written: Path) -> None:
+    written.write_text(WRONG)
+    found, file = read(written, {})
+    assert file == written
+    assert [(error.key, error.source) for error in found.errors] == [
+        ("chunk_size", f"{written}:1"),
+        ("local_cpu", f"{written}:2"),
+        ("max_local_cpu_size", f"{written}:4"),
+        ("max_local_disk_size", f"{written}:6"),
+        ("port", f"{written}:11"),
+        ("requirepass", f"{written}:12"),
+        ("bind", f"{written}:13"),
+        ("extra_config.disk_io_threads", f"{written}:8"),
+        ("extra_config.tls_enable", f"{written}:9"),
+    ]
+    assert "hush" not in str(found.errors)
+    assert [str(remark) for remark in found.remarks] == [
+        f"{written}:3: chunk_sise: unknown key; did you mean chunk_size?"
+    ]
+    with pytest.raises(ConfigError) as caught:
+        Config.load(written, {})
+    assert caught.value.key == "chunk_size"
+
+
+def test_what_cannot_be_parsed_at_all_is_one_error_with_its_line(written: Path) -> None:
+    written.write_text("chunk_size: 64\nlocal_cpu: [\n")
+    found, _ = read(written, {})
+    assert [error.source for error in found.errors] == [f"{written}:3"]
+    assert found.values == {}
+
+
+@pytest.mark.parametrize(
+    ("env", "lines"),
+    [
+        ({"KVREDIS_CLUSTER_TOPOLOGY": "/etc/nodes.yaml", "KVREDIS_CLUSTER_NODE": "a"}, 0),
+        ({"KVREDIS_CLUSTER_TOPOLOGY": "/etc/nodes.yaml"}, 0),
+        ({"KVREDIS_CLUSTER_NODE": "127.0.0.1:7000"}, 1),
+        ({"KVREDIS_CLUSTER_NODE": ""}, 0),
+    ],
+)
+def test_a_node_without_a_topology_is_said(env: dict[str, str], lines: int) -> None:
+    config = Config.load(env=env)
+    assert config.cluster_topology == env.get("KVREDIS_CLUSTER_TOPOLOGY")
+    assert config.cluster_node == (env.get("KVREDIS_CLUSTER_NODE") or None)
+    assert len(config.warnings) == lines
