@@ -31,6 +31,7 @@ from kvredis.storage.options import parse_size
 
 from .bench_disk import disk
 from .bench_options import counts_of, progress_bar, terminated_as_exit, words_of
+from .bench_slow_remote import slow_remote
 
 
 def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -48,6 +49,7 @@ def bench() -> None:
 
 
 bench.add_command(disk)
+bench.add_command(slow_remote)
 
 
 @bench.command(

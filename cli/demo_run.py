@@ -91,7 +91,8 @@ def ask(model: LlamaForCausalLM, engine: CacheEngine, spec: Spec) -> Run:
     )
     total_s = time.perf_counter() - started_s
     engine.flush()  # what is stored goes out behind the answer, and the next run may be another process
-    did = {name: value - before[name] for name, value in asdict(engine.stats).items()}
+    after = {name: value for name, value in asdict(engine.stats).items() if isinstance(value, int | float)}
+    did = {name: value - before[name] for name, value in after.items()}
     return Run(
         ttft_s=clock.first_s - started_s,
         total_s=total_s,

@@ -1,17 +1,33 @@
 """Two processes that hold the same tokens must ask for the same key, and nobody else may.
 
-A chunk's KV depends on every token before it, so its key is a chained hash of the prefix. Python's own hash() differs
-from process to process; this chain is sha256 over the bytes spelled out here, the same whatever PYTHONHASHSEED says.
+A chunk's KV depends on every token before it, so its key is a chained hash of the prefix. Python's own hash() of bytes
+and text differs from process to process; this chain is over the bytes spelled out here, the same whatever
+PYTHONHASHSEED says.
 
 Canonical bytes
     fingerprint  sha256 of the ASCII JSON object {chunk_tokens, dtype, format, head_dim, kv_heads, layers, model,
                  world_size}, keys sorted, no blanks, non-ASCII escaped as JSON does. The rank is left out: one chain
-                 serves all ranks.
-    digest[-1]   the 32 bytes of that sha256
-    digest[i]    sha256(digest[i-1] + tokens of chunk i, each as 8 bytes little-endian two's complement)
-    key          kvredis:<model>@<first 16 hex digits of the fingerprint>@<rank>:<64 hex digits of digest[i]>
+                 serves all ranks. Another algorithm than the default is one more entry, "hash".
+    digest[-1]   the first bytes of that sha256, as many as a digest has
+    digest[i]    H(digest[i-1] + tokens of chunk i, each as 8 bytes little-endian two's complement)
+    root         the first 16 hex digits of digest[0]: the same for all chunks of one prompt, and for all prompts that
+                 begin alike
+    key          kvredis:<model>@<first 16 hex digits of the fingerprint>@{<rank>@<root>}<hex digits of digest[i]>
                  where every character of the model outside A-Z a-z 0-9 . _ / - is written as '_' and at most 96 are
                  kept; so a key is printable ASCII and `KEYS *Llama*` finds it. What this loses, the fingerprint has.
+
+The braces are a Redis Cluster's hash tag: the chunks of one prompt lie in one slot, on one node, and one question finds
+how many of them there are. The rank is in the tag so that the ranks of one prompt spread over the nodes.
+
+H is pre_caching_hash_algorithm, by the names that vLLM and LMCache know. They say how a digest is made, not of what:
+the bytes are ours, since theirs are Python objects in an encoding of their own. So names that differ in the encoding
+alone mean the same here.
+
+    sha256_cbor, sha256     sha256, 64 hex digits; the default
+    sha256_cbor_64bit       its first 8 bytes, 16 hex digits
+    xxhash, xxhash_cbor     xxh3_128, 32 hex digits: twice as fast, and no match for somebody who makes prompts collide
+    builtin                 Python's hash((digest[i-1], tokens)) as 64 bits, 16 hex digits: what the same build of
+                            Python agrees about
 
 A partial last chunk is hashed the same way over its fewer tokens; the parent's fixed length keeps lengths apart.
 """
@@ -21,14 +37,65 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
+
+from xxhash import xxh3_128
 
 from .layout import FORMAT, ChunkLayout
 
 MODEL_CHARS_MAX = 96
+ROOT_DIGITS = 16
 TOKEN_BYTES = 8
+DEFAULT_ALGORITHM = "sha256_cbor"
+
+Link = Callable[[bytes, memoryview], bytes]
+"""The digest of a chunk's token bytes behind the parent's digest, which is as long."""
+
+
+def _sha256(parent: bytes, data: memoryview) -> bytes:
+    chain = hashlib.sha256(parent)
+    chain.update(data)
+    return chain.digest()
+
+
+def _sha256_64bit(parent: bytes, data: memoryview) -> bytes:
+    return _sha256(parent, data)[:8]
+
+
+def _xxh3(parent: bytes, data: memoryview) -> bytes:
+    chain = xxh3_128(parent)
+    chain.update(data)
+    return chain.digest()
+
+
+def _builtin(parent: bytes, data: memoryview) -> bytes:
+    tokens = tuple(data.cast("q"))
+    return hash((int.from_bytes(parent, "big"), tokens)).to_bytes(8, "big", signed=True)
+
+
+class Algorithm(NamedTuple):
+    """How chunks are chained: the name that a fingerprint has it under, a digest's bytes, and one step of the chain."""
+
+    name: str
+    digest_bytes: int
+    link: Link
+
+
+_SHA256, _XXH3 = Algorithm(DEFAULT_ALGORITHM, 32, _sha256), Algorithm("xxhash", 16, _xxh3)
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "sha256_cbor": _SHA256,
+        "sha256": _SHA256,
+        "sha256_cbor_64bit": Algorithm("sha256_cbor_64bit", 8, _sha256_64bit),
+        "xxhash": _XXH3,
+        "xxhash_cbor": _XXH3,
+        "builtin": Algorithm("builtin", 8, _builtin),
+    }
+)
+"""What pre_caching_hash_algorithm may name."""
 
 
 @runtime_checkable
@@ -57,9 +124,9 @@ class ChunkKey(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def fingerprint(layout: ChunkLayout) -> bytes:
-    """The 32 bytes that stand for everything about a layout but its rank; parent of every first chunk."""
-    facts = {
+def fingerprint(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
+    """The 32 bytes that stand for everything about a layout but its rank, and begin every chain."""
+    facts: dict[str, int | str] = {
         "chunk_tokens": layout.chunk_tokens,
         "dtype": layout.dtype,
         "format": FORMAT,
@@ -69,15 +136,26 @@ def fingerprint(layout: ChunkLayout) -> bytes:
         "model": layout.model,
         "world_size": layout.world_size,
     }
+    name = algorithm_of(algorithm).name
+    if name != DEFAULT_ALGORITHM:
+        facts["hash"] = name
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode("ascii")).digest()
 
 
+def algorithm_of(name: str) -> Algorithm:
+    """The algorithm of that name. Raises ValueError that lists the known ones."""
+    found = ALGORITHMS.get(name)
+    if found is None:
+        raise ValueError(f"unknown pre_caching_hash_algorithm {name!r}; known: {', '.join(ALGORITHMS)}")
+    return found
+
+
 @lru_cache(maxsize=64)
-def key_prefix(layout: ChunkLayout) -> bytes:
-    """`kvredis:<model>@<fingerprint>@<rank>:`, what every key of this layout and rank begins with."""
+def key_prefix(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
+    """`kvredis:<model>@<fingerprint>@{<rank>@`, what every key of this layout and rank begins with."""
     name = re.sub(r"[^A-Za-z0-9._/-]", "_", layout.model)[:MODEL_CHARS_MAX]
-    return f"kvredis:{name}@{fingerprint(layout)[:8].hex()}@{layout.rank}:".encode("ascii")
+    return f"kvredis:{name}@{fingerprint(layout, algorithm)[:8].hex()}@{{{layout.rank}@".encode("ascii")
 
 
 def token_bytes(tokens: Tokens) -> bytes:
@@ -91,25 +169,30 @@ def token_bytes(tokens: Tokens) -> bytes:
     return ids.tobytes()
 
 
-def chunk_keys(tokens: Tokens, layout: ChunkLayout, *, unfull: bool = False) -> list[ChunkKey]:
+def chunk_keys(
+    tokens: Tokens, layout: ChunkLayout, *, unfull: bool = False, algorithm: str = DEFAULT_ALGORITHM
+) -> list[ChunkKey]:
     """Keys of the prompt's chunks in order; with `unfull` the partial last chunk is one of them, else it has none.
 
-    Costs some 10 ms for 100,000 tokens. Raises what token_bytes raises.
+    Costs some 10 ms for 100,000 tokens. Raises what token_bytes and algorithm_of raise.
     """
-    return keys_of_bytes(token_bytes(tokens), layout, unfull=unfull)
+    return keys_of_bytes(token_bytes(tokens), layout, unfull=unfull, algorithm=algorithm)
 
 
-def keys_of_bytes(data: bytes, layout: ChunkLayout, *, unfull: bool = False) -> list[ChunkKey]:
+def keys_of_bytes(
+    data: bytes, layout: ChunkLayout, *, unfull: bool = False, algorithm: str = DEFAULT_ALGORITHM
+) -> list[ChunkKey]:
     """The same for tokens that are canonical bytes already."""
     view = memoryview(data)
     step = layout.chunk_tokens * TOKEN_BYTES
     end = len(data) if unfull else len(data) // step * step
-    prefix, digest = key_prefix(layout), fingerprint(layout)
+    chosen = algorithm_of(algorithm)
+    prefix, digest = b"", fingerprint(layout, algorithm)[: chosen.digest_bytes]
     keys = []
     for offset in range(0, end, step):
-        chain = hashlib.sha256(digest)
-        chain.update(view[offset : offset + step])
-        digest = chain.digest()
+        digest = chosen.link(digest, view[offset : offset + step])
+        name = digest.hex().encode("ascii")
+        prefix = prefix or b"%b%b}" % (key_prefix(layout, algorithm), name[:ROOT_DIGITS])
         stop = min(offset + step, len(data)) // TOKEN_BYTES
-        keys.append(ChunkKey(prefix + digest.hex().encode("ascii"), offset // TOKEN_BYTES, stop))
+        keys.append(ChunkKey(prefix + name, offset // TOKEN_BYTES, stop))
     return keys

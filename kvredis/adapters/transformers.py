@@ -5,6 +5,9 @@ what it can serve exactly: one prompt at a time, models whose layers all keep ev
 that names it, because a wrong prefix would be wrong silently.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,8 +16,9 @@ from transformers.cache_utils import DynamicLayer
 
 from kvredis.backends.config import Config
 
-from .engine import CacheEngine, LoadPlan
+from .engine import AUTO, CacheEngine, Role
 from .layout import ChunkLayout
+from .stats import LoadPlan
 from .tensors import dtype_name, empty_kv
 
 ROPES_BY_LENGTH = ("dynamic", "longrope")
@@ -96,12 +100,14 @@ class CachedModel:
         self.last_loaded = 0
 
     @classmethod
-    def open(cls, model: PreTrainedModel, config: Config | None = None, name: str = "") -> "CachedModel":
+    def open(
+        cls, model: PreTrainedModel, config: Config | None = None, name: str = "", *, kv_role: Role = "kv_both"
+    ) -> "CachedModel":
         """A cached model with an engine of its own, configured by the environment unless `config` is given.
 
-        Raises ValueError as layout_of does, ConfigError as Config.load does.
+        Raises ValueError as layout_of does, ConfigError as Config.load and CacheEngine do.
         """
-        return cls(model, CacheEngine(config or Config.load(), layout_of(model, name)))
+        return cls(model, CacheEngine(config or Config.load(), layout_of(model, name), role=kv_role))
 
     def generate(
         self, input_ids: torch.Tensor, *, past_key_values: Cache | None = None, request: str = "-", **options: Any
@@ -109,7 +115,8 @@ class CachedModel:
         """model.generate() of one prompt, [1, tokens]; every other argument passes through, and so does the result.
 
         `past_key_values` (a DynamicCache) may hold the KV of the prompt's first tokens: they are kept, and only what is
-        behind them is loaded. The prompt's KV is stored when generate() is done, so a streamer gets its tokens first.
+        behind them is loaded. The prompt's KV is stored when generate() is done, so a streamer gets its tokens first;
+        with save_decode_cache that of the generated tokens too, for a conversation's next turn.
         Raises ValueError for more than one sequence, padding, or a cache of another kind.
         """
         self._refuse(input_ids, past_key_values, options)
@@ -118,15 +125,59 @@ class CachedModel:
         self.last_plan = self.engine.plan(tokens, cached=cached, request=request)
         cache, self.last_loaded = self._filled(tokens, past_key_values, self._room(len(tokens), options), request)
         options["attention_mask"] = torch.ones_like(input_ids)
-        result = cast(Any, self.model).generate(input_ids, past_key_values=cache, **options)
-        computed = min(len(tokens), cache.get_seq_length())
-        if computed:
-            self.engine.store(tokens[:computed], token_major(cache), request=request)
+        with self._timed(cache):
+            result = cast(Any, self.model).generate(input_ids, past_key_values=cache, **options)
+        computed = cache.get_seq_length()
+        for stored in self._to_store(tokens, result):
+            if computed:
+                self.engine.store(stored[:computed], token_major(cache), request=request)
         return result
 
     def close(self) -> None:
         """Closes the engine; the model is the caller's."""
         self.engine.close()
+
+    def _to_store(self, prompt: list[int], result: Any) -> list[list[int]]:
+        """The token sequences whose KV is stored. The prompt alone is only one more where its end has a key of its own;
+        else its chunks are the first ones of the whole."""
+        config = self.engine.config
+        if not config.save_decode_cache:
+            return [prompt]
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        whole = sequences[0].tolist()
+        return [prompt, whole] if config.save_unfull_chunk else [whole]
+
+    @contextmanager
+    def _timed(self, cache: Cache) -> Iterator[None]:
+        """Tell the engine how long the first forward pass takes, if it wants to know. Waits for the device around it,
+        as the choice of the first token does anyway."""
+        if self.engine.config.min_retrieve_tokens != AUTO:
+            yield
+            return
+        device = self.model.device
+        before = cache.get_seq_length()
+        began_s = 0.0
+
+        def now_s() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        def begin(*_: object) -> None:
+            nonlocal began_s
+            began_s = now_s()
+            begins.remove()
+
+        def end(*_: object) -> None:
+            self.engine.prefill_took(cache.get_seq_length() - before, now_s() - began_s)
+            ends.remove()
+
+        begins, ends = self.model.register_forward_pre_hook(begin), self.model.register_forward_hook(end)
+        try:
+            yield
+        finally:
+            begins.remove()
+            ends.remove()
 
     def _filled(self, tokens: list[int], past: Cache | None, room: int, request: str) -> tuple[Cache, int]:
         """The cache to generate with (`past` if there is one), and how many of its tokens came from the store."""
@@ -139,7 +190,7 @@ class CachedModel:
             for pair, layer in zip(views, full_layers(past), strict=True):
                 for target, own in zip(pair, keys_and_values(layer), strict=True):
                     target[:, :, : plan.cached] = own
-        stop = self.engine.retrieve(tokens, kv, start=plan.cached, stop=plan.hit, request=request)
+        stop = self.engine.retrieve(tokens, kv, start=plan.cached, stop=plan.stop, request=request)
         cache = DynamicCache(config=self.model.config) if past is None else past
         if stop > plan.cached or past is None:
             cache.layers = [RoomyLayer(keys, values, stop) for keys, values in views]

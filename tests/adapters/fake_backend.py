@@ -97,7 +97,7 @@ class FakeBackend:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
 
-    def room(self, length: int) -> int:
+    def room(self, length: int, at_least: int = 1) -> int:
         return 1 << 30
 
     def prefetch(self, keys: Sequence[bytes]) -> NothingToFetch:

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine, LoadPlan
+from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.stats import LoadPlan
+from kvredis.adapters.storing import TOUCH_KEY_BYTES, TOUCH_SHARE
 from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend
@@ -230,6 +232,35 @@ def test_a_full_backend_is_counted_and_stores_nothing(engine: CacheEngine, backe
     backend.full = True
     assert engine.store(list(range(64)), kv_of(64)) == 0
     assert engine.stats.refused_stores == 4
+
+
+def test_what_would_not_be_taken_is_not_copied_first(
+    engine: CacheEngine, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+    monkeypatch.setattr(backend, "room", lambda length, at_least: 0)
+    monkeypatch.setattr(backend, "reserve", lambda key, length: asked.append(key))
+    assert engine.store(list(range(64)), kv_of(64)) == 0
+    assert (engine.stats.dropped_stores, engine.stats.refused_stores) == (4, 0)
+    assert asked == []
+
+
+def test_behind_a_long_head_a_few_chunks_are_not_worth_the_touches_and_the_backend_is_told(
+    engine: CacheEngine, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def room(length: int, at_least: int) -> int:
+        asked.append(at_least)
+        return 1 if at_least == 1 else 0
+
+    assert engine.store(list(range(16)), kv_of(16)) == 16
+    monkeypatch.setattr(backend, "room", room)
+    assert engine.store(list(range(32)), kv_of(32)) == 16
+    assert asked == [1]
+    assert engine.store(list(range(320)), kv_of(320)) == 0
+    assert asked == [1, 1 + 2 * TOUCH_KEY_BYTES * TOUCH_SHARE // engine.layout.chunk_bytes()] == [1, 2]
+    assert engine.stats.dropped_stores == 18
 
 
 def test_chunks_that_did_not_arrive_are_counted_when_somebody_waits_for_them(

@@ -10,9 +10,11 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
+from xxhash import xxh3_128_digest
 
-from kvredis.adapters.keys import chunk_keys, fingerprint
+from kvredis.adapters.keys import ALGORITHMS, chunk_keys, fingerprint
 from kvredis.adapters.layout import ChunkLayout
+from kvredis.backends.config import HASH_ALGORITHMS
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 256, model="meta-llama/Llama-3.1-8B")
 
@@ -36,7 +38,7 @@ def test_the_key_is_the_documented_bytes() -> None:
     first = sha256(root + (5).to_bytes(8, "little") + (70000).to_bytes(8, "little")).digest()
     second = sha256(first + (2**40).to_bytes(8, "little")).hexdigest()
     keys = chunk_keys(tokens, layout, unfull=True)
-    assert keys[1].key.decode() == f"kvredis:meta-llama/Llama-3.1-8B@{root[:8].hex()}@0:{second}"
+    assert keys[1].key.decode() == f"kvredis:meta-llama/Llama-3.1-8B@{root[:8].hex()}@{{0@{first[:8].hex()}}}{second}"
     assert [(key.start, key.stop) for key in keys] == [(0, 2), (2, 3)]
 
 
@@ -44,7 +46,8 @@ def test_keys_are_equal_in_processes_with_other_hash_seeds() -> None:
     script = (
         "from kvredis.adapters.keys import chunk_keys; from kvredis.adapters.layout import ChunkLayout; import sys;"
         "l = ChunkLayout(4, 2, 64, 'bf16', 256, model='meta-llama/Llama-3.1-8B');"
-        "print(*(k.key.decode() for k in chunk_keys(range(1000), l, unfull=True)));"
+        "names = ('sha256_cbor', 'sha256_cbor_64bit', 'xxhash', 'builtin');"
+        "print(*(chunk_keys(range(1000), l, unfull=True, algorithm=name)[-1].key.decode() for name in names));"
         "assert 'torch' not in sys.modules"
     )
     seen = {
@@ -54,10 +57,12 @@ def test_keys_are_equal_in_processes_with_other_hash_seeds() -> None:
             check=True,
             capture_output=True,
             text=True,
-        ).stdout.split()[-1]
+        ).stdout
         for seed in ("0", "1234")
     }
-    assert seen == {chunk_keys(range(1000), LAYOUT, unfull=True)[-1].key.decode()}
+    names = ("sha256_cbor", "sha256_cbor_64bit", "xxhash", "builtin")
+    keys = [chunk_keys(range(1000), LAYOUT, unfull=True, algorithm=name)[-1].key.decode() for name in names]
+    assert [line.split() for line in seen] == [keys]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,67 @@ def test_ranks_share_one_chain_and_differ_in_the_readable_part() -> None:
     a, b = chunk_keys(range(256), one)[0].key, chunk_keys(range(256), two)[0].key
     assert a != b
     assert fingerprint(one) == fingerprint(two)
-    assert a.rpartition(b":")[2] == b.rpartition(b":")[2]
+    assert a.rpartition(b"}")[2] == b.rpartition(b"}")[2]
+
+
+def tag_of(key: bytes) -> bytes:
+    """What a Redis Cluster hashes of a key: what is between the first { and the first } behind it."""
+    return key.partition(b"{")[2].partition(b"}")[0]
+
+
+def test_chunks_of_one_prompt_share_a_hash_tag_and_other_prompts_and_ranks_have_others() -> None:
+    layout = replace(LAYOUT, world_size=2)
+    keys = chunk_keys(range(1074), layout, unfull=True)
+    tags = {tag_of(chunk.key) for chunk in keys}
+    assert tags == {b"0@" + keys[0].key.rpartition(b"}")[2][:16]}
+    longer = chunk_keys([*range(1024), *range(5000, 5600)], layout)
+    assert {tag_of(chunk.key) for chunk in longer} == tags, "a prompt that begins alike"
+    assert tag_of(chunk_keys(range(1, 1075), layout)[0].key) not in tags
+    assert tag_of(chunk_keys(range(1074), replace(layout, rank=1))[0].key) not in tags
+    (partial,) = chunk_keys(range(50), layout, unfull=True)
+    assert tag_of(partial.key) == b"0@" + partial.key.rpartition(b"}")[2][:16]
+
+
+def test_a_model_with_braces_in_its_name_does_not_move_the_hash_tag() -> None:
+    (key,) = chunk_keys(range(256), replace(LAYOUT, model="a{b}c"))
+    assert tag_of(key.key).startswith(b"0@")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "digits"),
+    [("sha256", 64), ("sha256_cbor_64bit", 16), ("xxhash", 32), ("xxhash_cbor", 32), ("builtin", 16)],
+)
+def test_another_hash_makes_other_keys_of_its_own_length_that_chain_as_well(algorithm: str, digits: int) -> None:
+    tokens = list(range(1024))
+    keys = chunk_keys(tokens, LAYOUT, algorithm=algorithm)
+    assert {len(chunk.key.rpartition(b"}")[2]) for chunk in keys} == {digits}
+    assert (keys == chunk_keys(tokens, LAYOUT)) == (algorithm == "sha256"), "vLLM's two names of one hash"
+    tokens[300] += 1
+    changed = chunk_keys(tokens, LAYOUT, algorithm=algorithm)
+    assert [a == b for a, b in zip(keys, changed, strict=True)] == [True, False, False, False]
+    assert fingerprint(LAYOUT, "xxhash") == fingerprint(LAYOUT, "xxhash_cbor") != fingerprint(LAYOUT)
+
+
+def test_an_xxhash_key_is_the_documented_bytes() -> None:
+    layout = replace(LAYOUT, chunk_tokens=2)
+    canonical = (
+        b'{"chunk_tokens":2,"dtype":"bf16","format":"kvredis-kv-1","hash":"xxhash","head_dim":64,"kv_heads":2,'
+        b'"layers":4,"model":"meta-llama/Llama-3.1-8B","world_size":1}'
+    )
+    root = sha256(canonical).digest()
+    first = xxh3_128_digest(root[:16] + (5).to_bytes(8, "little") + (6).to_bytes(8, "little"))
+    (key,) = chunk_keys([5, 6], layout, algorithm="xxhash")
+    tail = f"@{root[:8].hex()}@{{0@{first[:8].hex()}}}{first.hex()}"
+    assert key.key.decode() == f"kvredis:meta-llama/Llama-3.1-8B{tail}"
+
+
+def test_an_unknown_hash_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'md5'; known: sha256_cbor, sha256, .*, builtin"):
+        chunk_keys([1], LAYOUT, algorithm="md5")
+
+
+def test_every_hash_that_a_configuration_may_name_is_there_and_no_other() -> None:
+    assert tuple(ALGORITHMS) == HASH_ALGORITHMS
 
 
 def test_models_that_read_alike_still_differ() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from kvredis import CacheEngine, ChunkLayout, Config
 from kvredis.adapters.keys import chunk_keys
+from kvredis.backends.base import Tier
 from kvredis.backends.local import LocalBackend
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +44,10 @@ def open_engine() -> Iterator[Open]:
     """Opens engines by configuration alone and closes them."""
     opened: list[CacheEngine] = []
 
-    def make(url: str | None, size: str = "16MB") -> CacheEngine:
+    def make(url: str | None, size: str = "16MB", *, keep: bool = False, least: int | str = 0) -> CacheEngine:
+        """An engine over a server alone, or with `keep` one that keeps near what passes through."""
         overrides = {"chunk_size": CHUNK, "max_local_cpu_size": size, "remote_url": url, "save_unfull_chunk": True}
+        overrides |= {"local_cpu": keep or url is None, "min_retrieve_tokens": least}
         overrides |= {"blocking_timeout_secs": 5, "hugepages": "off"}
         opened.append(CacheEngine(Config.load(env={}, overrides=overrides), LAYOUT))
         return opened[-1]
@@ -108,6 +111,7 @@ def test_a_block_on_the_server_is_a_safetensors_file_under_a_key_that_can_be_sea
     kv = kv_of(len(TOKENS))
     engine = open_engine(url)
     engine.store(TOKENS, kv)
+    assert engine.flush() == 0
     with redis.Redis.from_url(url) as client:
         keys = client.keys("*llama*")
         assert isinstance(keys, list)
@@ -129,6 +133,59 @@ def test_a_server_that_dies_is_a_miss_and_nothing_else(
     assert engine.retrieve(TOKENS, torch.zeros_like(kv)) == 0
     assert engine.lookup(TOKENS) == engine.store(TOKENS, kv) == 0
     assert engine.stats.errors == 0, "a backend keeps its trouble to itself"
+
+
+def test_what_is_near_is_served_while_the_server_is_dead(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"]
+) -> None:
+    url, process = server
+    kv = kv_of(len(TOKENS))
+    engine = open_engine(url, keep=True)
+    assert engine.store(TOKENS, kv) == len(TOKENS)
+    assert engine.flush() == 0
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    out = torch.zeros_like(kv)
+    assert engine.plan(TOKENS).need_to_load == len(TOKENS) - 1
+    assert engine.retrieve(TOKENS, out) == len(TOKENS)
+    assert torch.equal(out, kv)
+    assert engine.stats.tier_tokens["memory"] == engine.stats.lookup_tokens == len(TOKENS)
+    assert engine.stats.errors == 0
+
+
+def test_tokens_are_counted_where_they_are_and_come_nearer_when_they_are_loaded(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"]
+) -> None:
+    url, _ = server
+    kv = kv_of(len(TOKENS))
+    first = open_engine(url)
+    first.store(TOKENS, kv)
+    assert first.flush() == 0
+    engine = open_engine(url, keep=True)
+    tiers: tuple[Tier, ...] = ("remote", "memory")
+    for tier in tiers:
+        engine.lookup(TOKENS)
+        assert engine.stats.tier_tokens[tier] == len(TOKENS)
+        assert engine.retrieve(TOKENS, torch.zeros_like(kv)) == len(TOKENS)
+    assert sum(engine.stats.tier_tokens.values()) == engine.stats.lookup_tokens
+
+
+@pytest.mark.parametrize("least", [0, "auto"])
+def test_loads_in_the_background_come_from_a_server_while_others_are_stored(
+    open_engine: Open, server: tuple[str, "subprocess.Popen[bytes]"], least: int | str
+) -> None:
+    url, _ = server
+    kv = kv_of(len(TOKENS))
+    open_engine(url).store(TOKENS, kv)
+    engine = open_engine(url, least=least)
+    engine.lookup(TOKENS)
+    outs = [torch.zeros_like(kv) for _ in range(4)]
+    loads = [engine.retrieve_later(TOKENS, out) for out in outs]
+    for number in range(4):
+        engine.store([number, *TOKENS[: 2 * CHUNK]], kv)
+    assert all(load.wait(30) for load in loads)
+    assert {load.tokens for load in loads} == {len(TOKENS)}
+    assert all(torch.equal(out, kv) for out in outs)
 
 
 def test_a_prompt_that_was_only_loaded_still_loses_its_tail_first(open_engine: Open) -> None:

@@ -13,7 +13,6 @@ import torch
 from kvredis import CacheEngine, ChunkLayout, Config
 from kvredis.adapters.keys import chunk_keys
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote import RemoteBackend
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = ChunkLayout(8, 4, 64, "bf16", model="tiny/llama")
@@ -295,13 +294,20 @@ def test_a_server_with_a_disk_keeps_prefetches_and_gives_back_what_its_memory_ca
         assert_loads(engine, number)
 
 
-def test_beside_a_server_the_engine_has_no_disk_tier_and_says_so_once(
-    open_engine: Open, server_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_beside_a_server_the_engine_has_its_disk_tier_and_both_have_what_was_stored(
+    open_engine: Open, server_url: str, tmp_path: Path
 ) -> None:
-    engine = open_engine(remote_url=server_url, local_cpu=False, max_local_cpu_size="8MB")
-    assert isinstance(engine.backend, RemoteBackend)
-    assert len([line for line in caplog.messages if "local_disk is not used" in line]) == 1
-    assert not (tmp_path / "disk").exists()
-    assert engine.store(prompt(1), kv_of(1)) == TOKENS
-    assert engine.flush() == 0
-    assert_loads(engine, 1)
+    engine = open_engine(remote_url=server_url, max_local_cpu_size="8MB")
+    for number in range(3):
+        assert engine.store(prompt(number), kv_of(number)) == TOKENS
+        assert engine.flush() == 0
+    assert (tmp_path / "disk").exists()
+    for number in range(3):
+        assert_loads(engine, number)
+    engine.close()
+    for alone in ({"local_disk": None, "max_local_disk_size": 0, "remote_url": server_url}, {}):
+        other = open_engine(max_local_cpu_size="8MB", **alone)
+        for number in range(3):
+            assert other.lookup(prompt(number)) == TOKENS
+            assert_loads(other, number)
+        other.close()

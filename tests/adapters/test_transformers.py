@@ -1,6 +1,7 @@
 """generate() with and without the store: equal tokens whatever the hit is, and a clear no to what would be wrong."""
 
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,10 +20,12 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from kvredis.adapters.engine import CacheEngine
+from kvredis.adapters.engine import CacheEngine, Role
 from kvredis.adapters.transformers import CachedModel, RoomyLayer, full_layers, keys_and_values, layout_of, token_major
 from kvredis.backends.config import Config
+from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
+from tests.adapters.slow_backend import SlowBackend
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -71,8 +74,10 @@ def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 512, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def cached_over(model: PreTrainedModel, backend: FakeBackend, *, unfull: bool = False) -> CachedModel:
-    config = Config(chunk_size=CHUNK, save_unfull_chunk=unfull)
+def cached_over(
+    model: PreTrainedModel, backend: FakeBackend, *, unfull: bool = False, decode: bool = False
+) -> CachedModel:
+    config = Config(chunk_size=CHUNK, save_unfull_chunk=unfull, save_decode_cache=decode)
     return CachedModel(model, CacheEngine(config, layout_of(model, "tiny"), backend))
 
 
@@ -202,6 +207,110 @@ def test_a_conversation_goes_on_with_the_cache_that_generate_returned(llama: Pre
     again = cached_over(llama, backend)
     assert greedy(again, longer) == expected
     assert again.last_loaded == 160
+
+
+@pytest.mark.parametrize(("unfull", "again", "next_turn"), [(False, 96, 112), (True, 99, 112)])
+def test_generated_tokens_are_stored_too_when_asked_and_the_next_turn_loads_them(
+    model: PreTrainedModel, unfull: bool, again: int, next_turn: int
+) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    first = cached_over(model, backend, unfull=unfull, decode=True).generate(ids, **options)
+    assert first.shape[1] == 120
+    longer = torch.cat([first, prompt(30, seed=5)], dim=1)
+    expected, plain = greedy(model, longer), greedy(model, ids)
+    warm = cached_over(model, backend, unfull=unfull, decode=True)
+    assert greedy(warm, longer) == expected
+    assert warm.last_loaded == next_turn
+    warm = cached_over(model, backend, unfull=unfull, decode=True)
+    assert greedy(warm, ids) == plain
+    assert warm.last_loaded == again, "the prompt by itself is there as well"
+
+
+def test_without_being_asked_only_the_prompt_is_stored_and_else_all_that_was_computed(llama: PreTrainedModel) -> None:
+    backend, ids = FakeBackend(), prompt(96)
+    greedy(cached_over(llama, backend), ids)
+    assert len(backend.values) == 6
+    backend = FakeBackend()
+    result = cached_over(llama, backend, decode=True).generate(
+        ids, max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
+    )
+    assert len(backend.values) == (96 + 40 - 1) // CHUNK
+    past = result.past_key_values
+    stored = CacheEngine(Config(chunk_size=CHUNK), layout_of(llama, "tiny"), backend)
+    out = torch.zeros(3, 2, 135, 2, 16)
+    assert stored.retrieve(result.sequences[0], out) == 128
+    for loaded, (keys, values) in zip(out, token_major(past), strict=True):
+        assert torch.equal(loaded[0, :128], keys[:128])
+        assert torch.equal(loaded[1, :128], values[:128])
+
+
+def test_with_auto_the_model_tells_how_fast_it_computes_and_loads_by_that(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, ids = SlowBackend(), prompt(100)
+    config = Config(chunk_size=CHUNK, min_retrieve_tokens="auto")
+    engine = CacheEngine(config, layout_of(llama, "tiny"), backend, clock=backend.clock)
+    cached = CachedModel(llama, engine)
+    expected = greedy(llama, ids)
+    monkeypatch.setattr(time, "perf_counter", backend.clock)
+    forward = llama.forward
+
+    def taking_a_second(*args: Any, **kwargs: Any) -> Any:
+        backend.now_s += 1.0
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(llama, "forward", taking_a_second)
+    assert greedy(cached, ids) == expected
+    assert engine.break_even.tokens_per_s == pytest.approx(100), "the first pass, and not those of single tokens"
+    backend.lags_s["remote"] = 0.01
+    assert greedy(cached, ids) == expected
+    assert cached.last_loaded == 80, "a chunk is computed, to see how long that takes when all is warm"
+    assert engine.break_even.tokens_per_s == pytest.approx(20)
+    greedy(cached, prompt(400, seed=9))
+    assert engine.break_even.tokens_per_s == pytest.approx(400)
+    assert greedy(cached, ids) == expected
+    assert cached.last_loaded == 96
+    assert engine.break_even.tokens_per_s == pytest.approx(400), "what was left was less than a chunk"
+    backend.lags_s["remote"] = 3.0
+    for _ in range(3):
+        assert greedy(cached, ids) == expected
+    assert cached.last_loaded == 0
+    assert (cached.last_plan.hit, cached.last_plan.skipped) == (96, 96)
+    assert not llama._forward_hooks
+    assert not llama._forward_pre_hooks
+
+
+def test_a_prefill_that_fails_leaves_no_hook_behind(llama: PreTrainedModel) -> None:
+    config = Config(chunk_size=CHUNK, min_retrieve_tokens="auto")
+    cached = CachedModel(llama, CacheEngine(config, layout_of(llama, "tiny"), FakeBackend()))
+    with pytest.raises(IndexError):
+        cached.generate(torch.full((1, 20), 10_000), max_new_tokens=1)
+    assert not llama._forward_hooks
+    assert not llama._forward_pre_hooks
+    assert cached.engine.break_even.tokens_per_s is None
+
+
+@pytest.mark.parametrize(("role", "stored", "loaded"), [("kv_producer", 6, 0), ("kv_consumer", 0, 0)])
+def test_a_role_is_kept_and_the_tokens_are_the_same(
+    llama: PreTrainedModel, role: Role, stored: int, loaded: int
+) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    engine = CacheEngine(Config(chunk_size=CHUNK), layout_of(llama, "tiny"), backend, role=role)
+    cached = CachedModel(llama, engine)
+    expected = greedy(llama, ids)
+    for _ in range(2):
+        assert greedy(cached, ids) == expected
+        assert (len(backend.values), cached.last_loaded) == (stored, loaded)
+
+
+def test_a_model_opened_with_a_role_has_it(llama: PreTrainedModel) -> None:
+    config = Config.load(env={}, overrides={"max_local_cpu_size": "4MB", "hugepages": "off"})
+    cached = CachedModel.open(llama, config, "tiny", kv_role="kv_consumer")
+    assert cached.engine.role == "kv_consumer"
+    cached.close()
+    with pytest.raises(ConfigError, match="kv_role"):
+        CachedModel.open(llama, config, "tiny", kv_role="kv_nobody")  # type: ignore[arg-type]
 
 
 def test_generation_goes_on_without_the_store(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,118 @@
+"""One load under way: blocks into the engine's tensors, head first, for as long as they come and are worth it."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from kvredis.backends.base import Backend, Tier
+from kvredis.storage.errors import LayoutError
+
+from .block import block_bytes, open_block
+from .deciding import BreakEven, Piece, Watch
+from .keys import ChunkKey
+from .layout import ChunkLayout
+from .tensors import KV, scatter, view_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, stop) of a prompt that are to come into `out`; `chunks` are those of the prompt, up to the last
+    that is wanted, and `first` the place of the first that is."""
+
+    chunks: list[ChunkKey]
+    first: int
+    out: KV
+    start: int
+    stop: int
+    request: str
+
+    @property
+    def wanted(self) -> list[ChunkKey]:
+        """The chunks that hold tokens of the span."""
+        return self.chunks[self.first :]
+
+
+def pieces_of(chunks: list[ChunkKey], tiers: list[Tier], layout: ChunkLayout, start: int, stop: int) -> list[Piece]:
+    """What loading each chunk for the tokens [start, stop) moves and saves."""
+    return [
+        Piece(
+            tier, block_bytes(layout, chunk.stop - chunk.start), max(min(chunk.stop, stop) - max(chunk.start, start), 0)
+        )
+        for chunk, tier in zip(chunks, tiers, strict=True)
+    ]
+
+
+class Loading:
+    """Loads a span. `position` says how far `out` is valid, at any time and whatever a method raises: LayoutError for a
+    block that is not what the layout says, and what the backend raises."""
+
+    def __init__(
+        self, backend: Backend, layout: ChunkLayout, span: Span, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.position = span.start
+        self.skipped = 0
+        """Tokens that were to come, but not fast enough."""
+        self._backend = backend
+        self._layout = layout
+        self._span = span
+        self._is_cancelled = is_cancelled
+
+    def run(self) -> None:
+        """Load until the first chunk that is missing."""
+        self._load(self._span.wanted)
+        self._touch()
+
+    def run_while_worth(self, break_even: BreakEven) -> None:
+        """Load what comes sooner than it is computed, as far as is known, and no more when that proves wrong. What is
+        learnt of a tier at its first block counts for the next."""
+        chunks, is_slow = self._span.wanted, False
+        while chunks:
+            tiers = self._backend.tiers_of([chunk.key for chunk in chunks])
+            pieces = pieces_of(chunks, tiers, self._layout, self.position, self._span.stop)
+            pieces = pieces[: break_even.worth(pieces)]
+            pieces = pieces[: break_even.first_part(pieces)]
+            if not pieces:
+                is_slow = self.position > self._span.start  # else nobody has looked whether they are there
+                break
+            watch = break_even.watch(pieces)
+            if not self._load(chunks[: len(pieces)], watch):
+                is_slow = watch.stopped
+                break
+            chunks = chunks[len(pieces) :]
+        if is_slow:
+            self.skipped = min(chunks[-1].stop, self._span.stop) - self.position
+        self._touch()
+
+    def _load(self, chunks: list[ChunkKey], watch: Watch | None = None) -> bool:
+        """Load these, and say whether to go on behind them."""
+        within_s = None if watch is None else watch.within_s
+        go_on = False
+        try:
+            with closing(self._backend.load([chunk.key for chunk in chunks], within_s=within_s)) as leases:
+                for chunk, lease in zip(chunks, leases, strict=False):
+                    if lease is not None:
+                        with lease:
+                            self._take(chunk, lease.view)
+                    go_on = lease is not None if watch is None else watch.lap(lease is not None)
+                    go_on = go_on and not self._is_cancelled()
+                    if not go_on:
+                        break
+        finally:
+            if watch is not None:
+                watch.end()
+        return go_on
+
+    def _touch(self) -> None:
+        """Loading used the head first, which would make it the first to be evicted: say that it was all one use."""
+        if self.position > self._span.start:
+            self._backend.touch([chunk.key for chunk in self._span.chunks if chunk.start < self.position])
+
+    def _take(self, chunk: ChunkKey, view: memoryview) -> None:
+        """Copy the chunk's tokens from `position` up to the span's end, and move `position` behind them."""
+        block = open_block(view, self._layout)
+        if block.tokens != chunk.stop - chunk.start:
+            raise LayoutError(f"block covers {block.tokens} tokens, its key {chunk.stop - chunk.start}")
+        stop = min(chunk.stop, self._span.stop)
+        tensor = view_tensor(block.tensor, self._layout, block.tokens)
+        scatter(tensor[:, :, self.position - chunk.start : stop - chunk.start], self._span.out, self.position)
+        self.position = stop

@@ -1,0 +1,63 @@
+"""What an engine has done and is about to do, in tokens: counters, and the plan of one load."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvredis.backends.base import Tier
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What one engine has done so far. Bytes are payloads without headers; seconds are the engine's waiting time."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    tier_tokens: dict[Tier | Literal["engine", "miss"], int] = field(
+        default_factory=lambda: {"engine": 0, "memory": 0, "disk": 0, "remote": 0, "miss": 0}
+    )
+    """Where the tokens looked up were; each is counted once, so that the sum is lookup_tokens."""
+    skipped_tokens: int = 0
+    """Of those found, the ones not loaded: fewer than min_retrieve_tokens, or with auto computed faster than loaded."""
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    """Of loads behind the engine's back too."""
+    dropped_stores: int = 0
+    """Chunks that were not handed over: too much that was stored before is still on its way, or the server is lost."""
+    refused_stores: int = 0
+    """Chunks for which there was no room after all, and those that flush() has found not to be in the farthest tier: a
+    nearer one may have them all the same."""
+    refused_blocks: int = 0
+    """Blocks that were found but were not what the layout says."""
+    refused_loads: int = 0
+    """Calls of retrieve_later that found the queue full."""
+    errors: int = 0
+    """Calls of the backend that raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What there is to load for a prompt of `total` tokens of which the engine itself still has the first `cached`.
+
+    `hit` is the usable prefix: on a full hit the last token is left for the engine, which needs its logits. The last
+    `skipped` tokens of it are not worth loading.
+    """
+
+    total: int
+    hit: int
+    cached: int
+    skipped: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The position up to which to load."""
+        return self.hit - self.skipped
+
+    @property
+    def need_to_load(self) -> int:
+        """Tokens to load behind the engine's own; never negative."""
+        return max(self.stop - self.cached, 0)
