@@ -85,7 +85,7 @@ class ClusterRoutes:
         self._masters: list[Node | None] = [None] * SLOTS
         self._redirects = 0
         self._past: Counter[str] = Counter()  # what nodes that are no more have counted
-        self._topology = Topology(address, timeout_s, self._who_may_know, self._adopt)
+        self._topology = Topology(address, timeout_s, self._who_may_know, self._adopt, self._doubt)
 
     def await_first(self) -> None:
         """As Routes.await_first: who comes first waits for what the nodes say of themselves."""
@@ -158,6 +158,14 @@ class ClusterRoutes:
         with self._lock:
             up = [place for place, node in self._nodes.items() if not node.link.waiting]
         return list(dict.fromkeys((*up, *self._seeds)))
+
+    def _doubt(self, silent: Sequence[Place]) -> None:
+        """These have not answered: as long as nobody has ever told his cluster, do not try each, and say so, again."""
+        with self._lock:
+            is_known = any(node is not None for node in self._masters)
+            doubted = [] if is_known else [self._nodes[place] for place in silent if place in self._nodes]
+        for node in doubted:
+            node.link.doubt()
 
     def _adopt(self, ranges: list[SlotRange]) -> None:
         masters: list[Node | None] = [None] * SLOTS

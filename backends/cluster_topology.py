@@ -26,6 +26,8 @@ REFRESH_S_MIN: Final = 1.0
 """Between the end of one refresh and the next, or as long as the last one took if that was longer."""
 ASK_S_MAX: Final = 2.0
 """For one node to answer; also how long the first who come may wait for the first refresh."""
+WAIT_AGAIN_S: Final = 0.1
+"""How long they wait for a later one when that first has found nobody."""
 
 
 class Topology:
@@ -37,14 +39,18 @@ class Topology:
         timeout_s: float,
         places: Callable[[], Sequence[Place]],
         adopt: Callable[[list[SlotRange]], None],
+        silent: Callable[[Sequence[Place]], None],
     ) -> None:
-        """`places` are who may know, the likeliest first. Each is given `timeout_s`, and never more than ASK_S_MAX."""
+        """`places` are who may know, the likeliest first. Each is given `timeout_s`, and never more than ASK_S_MAX.
+        `silent` is called as `adopt` is, once a spell in which none of them knows, with those who said nothing at all;
+        the log has been told."""
         self.refreshes = 0
         self.is_wanted = False  # requested, but too early: to be requested again when somebody comes by
         self._address = address
         self._timeout_s = min(timeout_s, ASK_S_MAX)
         self._places = places
         self._adopt = adopt
+        self._silent = silent
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._next_s = self._began_s = 0.0
@@ -67,12 +73,12 @@ class Topology:
 
     def await_first(self) -> None:
         """Request, unless it has been learnt before, and wait for the end of that; all who wait do so until the same
-        moment, ASK_S_MAX after its beginning at the latest."""
+        moment, ASK_S_MAX after its beginning at the latest, and much sooner once there was nobody."""
         if self.refreshes:
             return
         self.request()
         with self._changed:
-            left_s = self._began_s + self._timeout_s - time.monotonic()
+            left_s = self._began_s + (WAIT_AGAIN_S if self._is_down else self._timeout_s) - time.monotonic()
             self._changed.wait_for(lambda: self._thread is None, max(left_s, 0.0))
 
     def close(self) -> None:
@@ -101,9 +107,9 @@ class Topology:
 
     def _learn(self) -> list[SlotRange]:
         """Ask until one node knows; an empty list, and a line in the log once a spell, when none does."""
-        import redis  # noqa: F401  before the clock starts: the first time it may take as long as all the rest
+        import redis  # before the clock starts: the first time it may take as long as all the rest
 
-        answers = []
+        answers, silent = [], []
         for host, port in self._places():
             if self._closed:
                 return []
@@ -112,11 +118,14 @@ class Topology:
                 ranges = within(self._timeout_s, f"asking {host}:{port} for its cluster", ask)
             except Exception as error:  # what redis-py makes of an answer that is none may be anything
                 answers.append(f"{host}:{port}: {str(error)[:200]}")
+                if isinstance(error, redis.ConnectionError | redis.TimeoutError | TimeoutError):
+                    silent.append((host, port))
                 continue
             self._is_down = False
             return ranges
         if not self._is_down:
             logger.warning("%s: no node tells its slots (%s)", self._address, "; ".join(answers))
+            self._silent(silent)
         self._is_down = True
         return []
 

@@ -153,6 +153,12 @@ class Link:
         if found is not None:
             found.close()
 
+    def doubt(self) -> None:
+        """Take the server for lost, without a word: somebody else has found out, and has said so."""
+        with self._lock:
+            if not self._down:
+                self._down_since(None, 0.0)
+
     def complain(self, reply: Reply) -> bool:
         """Say once per kind of error what the server answered; its kind is its first word.
 
@@ -192,13 +198,14 @@ class Link:
         connection.set_timeout(self.timeout_s)
         return connection
 
-    def _down_since(self, error: BackendError, took_s: float) -> None:
+    def _down_since(self, error: BackendError | None, took_s: float) -> None:
         if not self._down:
             self._down = True
             self.losses += 1
             if self._clock() - self._up_since_s >= RETRY_S_MAX:  # else it comes and goes
                 self._delay_s = 0.0
-            logger.warning("%s is lost (%s); its blocks are misses until it is back", self.address, error)
+            if error is not None:
+                logger.warning("%s is lost (%s); its blocks are misses until it is back", self.address, error)
         self._delay_s = min(max(2 * self._delay_s, RETRY_S_MIN, FAIRNESS * took_s), RETRY_S_MAX)
         self._retry_at_s = self._clock() + self._delay_s
 

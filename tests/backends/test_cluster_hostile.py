@@ -266,7 +266,6 @@ def test_a_prefetch_adds_up_what_the_nodes_say_and_is_over_when_all_are(pair: Pa
         b"-ERR This instance has cluster support disabled\r\n",
         b"*1\r\n" * 5000,
         b"\x00\x01\x02\r\n",
-        b"$999999999999\r\n",
     ],
 )
 def test_a_node_that_tells_nonsense_of_its_cluster_is_asked_as_it_is(
@@ -281,6 +280,20 @@ def test_a_node_that_tells_nonsense_of_its_cluster_is_asked_as_it_is(
     assert backend.stats()["refreshes"] == 0
     assert len(caplog.messages) == 1
     assert "no node tells its slots" in caplog.text
+
+
+def test_a_node_that_never_ends_what_it_tells_of_its_cluster_is_tried_again_for_all_else(
+    pair: Pair, connect: Connect, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.table = b"$999999999999\r\n"
+    backend = connect(timeout_s=1.0)
+    assert backend.match(KEYS) == 0
+    assert len(caplog.messages) == 1
+    clock.now_s += RETRY_S_MAX
+    for key in KEYS:
+        assert put_through(backend, key, content(key, LENGTH))
+    assert loaded(backend, KEYS) == [content(key, LENGTH) for key in KEYS]
+    assert [line.endswith("is back") for line in caplog.messages] == [False, True]
 
 
 def test_the_next_node_is_asked_when_one_does_not_know(pair: Pair, connect: Connect) -> None:

@@ -16,11 +16,12 @@ from types import TracebackType
 from typing import Final, Self
 
 import pytest
+import redis
 import yaml
 
 from tests.server.certificates import Papers
 
-from .nodes import HOST, Node, wait_until, with_free_ports
+from .nodes import HOST, WAIT_S, Node, wait_until, with_free_ports
 
 SLOTS: Final = 16384
 NODE_TIMEOUT_MS: Final = 1500
@@ -243,37 +244,39 @@ class Sentinels(Topology):
 
     def master(self) -> Node | None:
         """The node that every running sentinel names and finds well; None while they do not agree."""
-        running = [sentinel for sentinel in self.sentinels if sentinel.is_running]
-        named = {(row["port"], row["flags"]) for one in running for row in one.rows("SENTINEL", "MASTERS")}
+        asked = (one.rows("SENTINEL", "MASTERS") for one in self.sentinels if one.is_running)
+        named = {(row["port"], row["flags"]) for rows in asked for row in rows}
         return next((node for node in self.nodes if named == {(str(node.port), "master")}), None)
 
     def kill_master(self) -> Node:
         """End the master without a goodbye; give it (start() brings it back, as a replica before long)."""
-        master = self.master()
-        assert master is not None
+        if (master := self.master()) is None:
+            raise AssertionError("the sentinels do not agree on a master")
         master.kill()
         return master
 
     def demote_master(self) -> Node:
-        """Have the replica promoted while the master lives, which then answers READONLY; give that, once it does."""
+        """Have the replica promoted while the master lives; give that once it answers READONLY."""
         old = self.master()
         assert old is not None
-        self.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
+        for _ in range(3):  # on a busy machine a promotion may fail, and another be under way still
+            with contextlib.suppress(redis.ResponseError, AssertionError):
+                self.sentinels[0].ask("SENTINEL", "FAILOVER", SERVICE)
+                self.wait_for_failover(old, WAIT_S / 3)
+                break
         self.wait_for_failover(old)
         wait_until(lambda: old.ask("ROLE")[0] == "slave", "the old master knows that it is none")
         return old
 
-    def wait_for_failover(self, old: Node) -> Node:
+    def wait_for_failover(self, old: Node, within_s: float = WAIT_S) -> Node:
         """Wait until all sentinels name another master than `old`, and it is one; give it."""
 
         def new() -> Node | None:
             named = self.master()
             return named if named not in (None, old) and named.ask("ROLE")[0] == "master" else None
 
-        wait_until(lambda: new() is not None, "a new master")
-        found = self.master()
-        assert found is not None
-        return found
+        wait_until(lambda: new() is not None, "a new master", within_s)
+        return next(node for node in self.nodes if node is not old)
 
     def wait_for_replica(self) -> None:
         """Wait until all servers run, one replicates the other and each sentinel would let it take over."""

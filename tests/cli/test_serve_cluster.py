@@ -51,6 +51,12 @@ def test_a_node_says_who_it_is_and_serves_its_slots(serve: Serve, file: Path) ->
     )
 
 
+def test_the_environment_names_file_and_node_as_well_as_flags_do(serve: Serve, file: Path) -> None:
+    server = serve("--port", "0", *COLD, KVREDIS_CLUSTER_TOPOLOGY=str(file), KVREDIS_CLUSTER_NODE="far")
+    (address,) = server.wait_ready()
+    assert ask(address, b"SET a{b} v") == b"-MOVED 3300 h1:1\r\n"
+
+
 def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(serve: Serve, file: Path) -> None:
     server = start(serve, file, "--cluster-node", "far")
     (address,) = server.wait_ready()
