@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from .address import ClusterAddress
 from .bounded import within
 from .cluster_slots import SlotRange, ranges_of
+from .redis_py import client
 
 logger = logging.getLogger(__name__)
 
@@ -131,20 +132,5 @@ class Topology:
 
 
 def _ask(address: ClusterAddress, host: str, port: int, timeout_s: float) -> list[SlotRange]:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    options: dict[str, Any] = {} if address.tls is None else address.tls.redis_options()
-    with redis.Redis(
-        host,
-        port,
-        username=address.username or None,
-        password=address.password or None,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,  # one exchange less
-        **options,
-    ) as client:
-        return ranges_of(client.execute_command("CLUSTER", "SLOTS"), host)
+    with client(host, port, (address.username, address.password), address.tls, timeout_s) as asked:
+        return ranges_of(asked.execute_command("CLUSTER", "SLOTS"), host)

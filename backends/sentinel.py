@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from kvredis.storage.errors import BackendError
 
 from .address import Address, SentinelAddress
 from .bounded import within
+from .redis_py import client
 
 WAIT_S_MIN: Final = 0.01
 
@@ -46,24 +47,10 @@ class SentinelResolver:
         raise BackendError(f"no Sentinel knows a master for {self._address.service!r}: {'; '.join(answers)}")
 
     def _ask(self, host: str, port: int, timeout_s: float) -> Address:
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
         address = self._address
-        options: dict[str, Any] = {} if address.tls is None else address.tls.redis_options()
-        with redis.Redis(
-            host,
-            port,
-            username=address.sentinel_username or None,
-            password=address.sentinel_password or None,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,  # one exchange less
-            **options,
-        ) as client:
-            master = client.sentinel_masters().get(address.service)
+        login = (address.sentinel_username, address.sentinel_password)
+        with client(host, port, login, address.tls, timeout_s) as asked:
+            master = asked.sentinel_masters().get(address.service)
         if master is None:
             raise BackendError("does not watch it")
         if not master["is_master"] or master["is_sdown"] or master["is_odown"]:
