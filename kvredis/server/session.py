@@ -44,20 +44,18 @@ class Session(Outgoing):
         self.store = server.store
         self.id: int = server.next_session_id()
         self.space = 0
-        self.resp = 2
-        self.said_hello = False
+        self.resp, self.said_hello = 2, False
         self.nil = NULL_BULK
-        self.name = b""
         self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
-        self.lib_name = self.lib_ver = b""
-        self.no_evict = False
-        self.no_touch = False
+        self.name = self.lib_name = self.lib_ver = b""
+        self.at_end: list[Callable[[], None]] = []
+        """What others want done once the connection has gone and every byte of it has been dealt with."""
+        self.no_evict = self.no_touch = False
         self.laddr: str = ""
         self.created_s = self.last_command_s = monotonic()
         self.last_command = "NULL"
-        self.input_bytes = 0
-        self.reads = 0
+        self.input_bytes = self.reads = 0
         self.fd = -1
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
@@ -327,6 +325,8 @@ class Session(Outgoing):
         if self.waiting is not None:
             self.waiting.cancel()
         self._close_outgoing()
+        for end in self.at_end:
+            end()
         self.server.dismiss(self)
 
     def resume_writing(self) -> None:
