@@ -1,10 +1,11 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Each makes .venv as far as it needs it; a stamp file in it
-# remembers, until pyproject.toml or constraints.txt change. Override the interpreter with `make PYTHON=python3.12 test`.
+# remembers, until pyproject.toml, constraints.txt or the C change. Another interpreter: `make PYTHON=python3.12 test`.
 
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
     $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
+EXTENSIONS := storage/_native.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test check bench fuzz crash clean
@@ -32,7 +33,7 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/kvredis bench server
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .demo .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist *.egg-info storage/*.so kvredis/server/*.so .demo .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "kvredis needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
@@ -46,7 +47,7 @@ $(VENV)/torch.stamp: constraints.txt | $(BIN)/python
 	$(PIP) torch
 	@touch $@
 
-$(VENV)/%.stamp: pyproject.toml constraints.txt $(VENV)/torch.stamp
+$(VENV)/%.stamp: pyproject.toml setup.py $(EXTENSIONS) constraints.txt $(VENV)/torch.stamp
 	@echo "installing kvredis[$*] into $(VENV)"
 	$(PIP) --editable '.[$*]'
 	@touch $@

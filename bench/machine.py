@@ -6,11 +6,13 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from kvredis.storage.copying import KIND
+
 _PACKAGES = ("uvloop",)
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Give CPU model, usable cores, memory (bytes), kernel, page settings and the versions that matter."""
+    """Give CPU model, usable cores, memory (bytes), kernel, page settings, the way of copying and what else matters."""
     facts: dict[str, str | int] = {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": _cpu_model(),
@@ -18,6 +20,7 @@ def machine_facts() -> dict[str, str | int]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "native": KIND,
         "transparent_hugepages": _chosen(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "hugepages_2mib_reserved": _text(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")),
         "load_1min": f"{os.getloadavg()[0]:.2f}",

@@ -1,21 +1,26 @@
-"""Say whether a wheel holds every module of every room: a room that is reached through a link is easily lost.
+"""Say whether a wheel holds every module of every room, and every extension: a room that is reached through a link is
+easily lost, and an extension that could not be built is left out without an error.
 
 Usage: python scripts/check_wheel.py dist/kvredis-*.whl
 """
 
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+EXTENSION_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def modules_of_the_tree() -> set[str]:
-    """List every module under kvredis/, the linked rooms included, as the wheel should name it."""
+    """List every module under kvredis/, the linked rooms included, as the wheel for this interpreter should name it."""
     package = ROOT / "kvredis"
-    rooms = (folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__")
-    modules = [*package.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))]
-    return {path.relative_to(ROOT).as_posix() for path in modules} | {"kvredis/py.typed"}
+    rooms = [folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__"]
+    modules = [path for room in rooms for kind in ("*.py", "*.pyi") for path in room.rglob(kind)]
+    built = [path.with_suffix(EXTENSION_SUFFIX) for room in rooms for path in room.rglob("*.c")]
+    paths = [*package.glob("*.py"), *modules, *built]
+    return {path.relative_to(ROOT).as_posix() for path in paths} | {"kvredis/py.typed"}
 
 
 def main() -> int:

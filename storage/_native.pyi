@@ -1,0 +1,6 @@
+"""What storage/_native.c offers to copying.py."""
+
+from _typeshed import ReadableBuffer, WriteableBuffer
+
+def copy(destination: WriteableBuffer, source: ReadableBuffer, way: int, /) -> None: ...
+def ways() -> dict[str, int]: ...

@@ -1,0 +1,46 @@
+"""The extensions in C are there where they can be built, and both ways can be chosen."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvredis.storage.copying import KINDS
+
+EXTENSIONS = ("kvredis.storage._native", "kvredis.server._plain")
+IN_USE = """
+from kvredis.server.plain import plain_commands
+from kvredis.storage.copying import KIND
+print(KIND, plain_commands.__name__)
+"""
+
+
+def in_use(setting: str) -> list[str]:
+    """Ask a process with this KVREDIS_NATIVE for what it copies and parses with."""
+    environment = {**os.environ, "KVREDIS_NATIVE": setting}
+    done = subprocess.run([sys.executable, "-c", IN_USE], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_an_environment_variable_turns_the_extensions_off() -> None:
+    assert in_use("0") == ["python", "plain_commands_in_python"]
+    assert KINDS[-1] == "python"
+
+
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CC", "cc")) is None, reason="no C compiler, so installing has left the extensions out"
+)
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_where_there_is_a_compiler_the_extensions_are_built_and_not_older_than_their_source(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None, f"{name} is not built: make test builds it"
+    assert spec.origin is not None
+    source = Path(__file__).parents[1] / (name.replace(".", "/") + ".c")
+    assert Path(spec.origin).stat().st_mtime_ns >= source.stat().st_mtime_ns, f"{name} is old: make test"
+    kind, reader = in_use("1")
+    assert kind != "python"
+    assert reader == "plain_commands"
