@@ -155,6 +155,13 @@ class Config:
     body_timeout: float = _server(
         30.0, values.seconds, "SECONDS", "give up a value whose bytes have stopped coming for so long"
     )
+    # -- the server: the same-host lane
+    lane: str = _server(
+        "auto", values.choice("auto", "off"), "auto|off", "let clients of this host read blocks in the arena itself"
+    )
+    lane_lease_ms: int = _server(
+        30_000, values.whole(1, 600_000), "MS", "how long such a client may hold a block when it does not say"
+    )
     # -- the server: its disk tier
     disk_io_threads: int = _server(4, values.whole(1, 64), "N", "threads that write to and read from the disk tier")
     spill_wait: float = _server(

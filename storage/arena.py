@@ -1,7 +1,11 @@
 """The arena: one shared mapping that every stored payload lives in, and the only file that asks the kernel for it.
 
 A memfd rather than anonymous memory, so that an engine on the same host can map the very same pages and skip the
-socket. Hugepages, because a payload copied by the kernel from 4 KiB pages costs about half as much again and because
+socket. It is sealed once we have mapped it: from then on nobody, not even the same user through /proc, can map it
+writable, write to it, punch holes into it or change its size. So whoever is given it can neither damage it nor be
+killed (SIGBUS) by what becomes of it, and it lives as long as somebody maps it, also when this process is gone.
+
+Hugepages, because a payload copied by the kernel from 4 KiB pages costs about half as much again and because
 registering them with a GPU is three to ten times quicker; they do not change the speed of the GPU's copies.
 
 What the arena got is told by name (`pages`, `fallback`, `page_locked`), never guessed: the kernel takes MADV_HUGEPAGE
@@ -10,6 +14,7 @@ on a memfd without complaint and then hands out 4 KiB pages wherever shmem THP i
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -40,6 +45,8 @@ from .pagelock import PageLock, c_library, lock_pages
 BASE_PAGE_BYTES = mmap.PAGESIZE
 PREFAULT_THREADS_MAX = 16
 
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it. Mappings that exist stay writable.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it. Keeps what a page already holds.
 # One madvise call holds the process's memory map for reading. Short calls (some ten milliseconds) let a serving thread
 # that must grow the map (malloc) in between.
@@ -65,7 +72,7 @@ class Machine:
 
 
 class Arena:
-    """One memfd mapping of `nbytes`, zero-filled, readable and writable by this process and whoever is given the fd.
+    """One memfd mapping of `nbytes`, zero-filled, writable by this process alone and readable by who is given it.
 
     `view` and its slices are lent, not given: after `close` they stay valid until their last holder lets go.
     """
@@ -79,6 +86,8 @@ class Arena:
         self.page_locked = "no"
         self.view = memoryview(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        """Whether others may be given it: on Linux before 5.1 it cannot be kept from being written to."""
         self._mapping: mmap.mmap | None = mapping
         self._lock: PageLock | None = None
 
@@ -148,6 +157,15 @@ class Arena:
             self.page_locked = "no" if self._lock is None else self._lock.name
         return self.page_locked
 
+    def share(self) -> int:
+        """A new descriptor, the caller's to close, that others may be given: it reads the arena and nothing else.
+
+        Raises ArenaError when the arena is closed or could not be sealed, OSError when there are no more descriptors.
+        """
+        if not self.sealed or self.fd < 0:
+            raise ArenaError("the arena is closed" if self.fd < 0 else "this kernel cannot seal the arena (Linux 5.1)")
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self) -> None:
         """Unlock, unmap and close the fd; again is nothing. Views still held keep the memory until they are let go.
 
@@ -211,17 +229,29 @@ def _map_hugetlb(nbytes: int, machine: Machine) -> tuple[int, mmap.mmap] | str:
 
 
 def _map_memfd(nbytes: int, page_bytes: int, flags: int = 0) -> tuple[int, mmap.mmap]:
-    """Make a memfd of whole pages and map it shared. On failure nothing is left behind, least of all the fd."""
+    """Make a memfd of whole pages, map it shared, seal it. On failure nothing is left behind, least of all the fd."""
     size = -(-nbytes // page_bytes) * page_bytes
     fd = -1
     try:
-        fd = os.memfd_create("kvredis-arena", os.MFD_CLOEXEC | flags)
+        fd = os.memfd_create("kvredis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        os.fchmod(fd, 0o600)  # the kernel makes it 0777
         os.ftruncate(fd, size)
-        return fd, mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        _seal(fd)
+        return fd, mapping
     except (OSError, OverflowError) as error:
         if fd >= 0:
             os.close(fd)
         raise ArenaError(f"The arena's {gib(nbytes)} could not be mapped: {error}") from error
+
+
+def _seal(fd: int) -> None:
+    """Let nobody shrink, grow or write to it any more but through mappings that exist. A kernel that cannot keep
+    writers out keeps its size at least, which is what a server asks of memory that is lent to it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS & ~_F_SEAL_FUTURE_WRITE)
 
 
 def _advise(mapping: mmap.mmap, advice: int) -> str | None:

@@ -118,16 +118,27 @@ class Reservation:
         """Exactly the value's bytes, to be written."""
         return self.view_with_slack[: self.length]
 
+    @property
+    def offset(self) -> int | None:
+        """Where in the arena the value begins; None for one that is not there."""
+        return None if self.extent is NOWHERE else self.extent.offset + PAYLOAD_OFFSET_BYTES
+
     def shorten(self, length: int) -> None:
         """Let the value be the first `length` bytes only; the extent stays as it is."""
         assert 0 <= length <= self.length
         self.length = length
 
-    def commit(self, expire_at_ms: int = 0) -> None:
-        """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing."""
+    def commit(self, expire_at_ms: int = 0) -> bool:
+        """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing.
+
+        False: a store that evicts nobody has no room for it after all, as only a value outside the arena may find. The
+        hold then goes on.
+        """
         store, self._store = self._store, None
-        if store is not None:
-            store.commit(self, expire_at_ms)
+        if store is not None and not store.commit(self, expire_at_ms):
+            self._store = store
+            return False
+        return True
 
     def abort(self) -> None:
         """Give the room back. Ends the hold; after a commit it does nothing."""
@@ -167,6 +178,17 @@ class Lease:
     def length(self) -> int:
         """Bytes of payload."""
         return self.entry.length
+
+    @property
+    def offset(self) -> int | None:
+        """Where in the arena the value begins; None for one that is not there."""
+        extent = self.entry.extent
+        return None if extent is NOWHERE else extent.offset + PAYLOAD_OFFSET_BYTES
+
+    @property
+    def held(self) -> bool:
+        """Whether the bytes have been that value until now: neither released nor revoked."""
+        return self._store is not None
 
     @property
     def released(self) -> bool:

@@ -98,6 +98,8 @@ class Ledger:
         self._put_off_entries = 0
         self.journal: list[Change] | None = None
         """What has changed since somebody last looked, in order; None while nobody wants to know."""
+        self.end_holds: Callable[[], object] = lambda: None
+        """Called before room is looked for: leases that somebody has no more need of can end."""
         self.evicts = True
         """False: a full store refuses new values instead of letting old ones go (Redis' noeviction)."""
         self.turn = GRACE_TURNS + 1

@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 # cuda.h: CU_MEMHOSTREGISTER_PORTABLE (pinned for every context of the process) | CU_MEMHOSTREGISTER_DEVICEMAP.
 _REGISTER_FLAGS = 0x01 | 0x02
+_READ_ONLY = 0x08  # CU_MEMHOSTREGISTER_READ_ONLY: without it memory that is mapped to be read alone is refused
 _SUCCESS = 0
 # One mlock call holds the process's memory map while it walks the pages; short ones let serving threads in between.
 _MLOCK_STEP_BYTES = 64 * 1024 * 1024
@@ -43,8 +44,10 @@ class CudaLock:
         self._address: int | None = address
 
     @classmethod
-    def take(cls, address: int, nbytes: int, driver: Any) -> "CudaLock | str":
-        """Register the memory, or say in one line why the driver would not. Blocks while untouched pages fault in."""
+    def take(cls, address: int, nbytes: int, driver: Any, read_only: bool = False) -> "CudaLock | str":
+        """Register the memory, or say in one line why the driver would not. Blocks while untouched pages fault in.
+        `read_only` memory can be copied from only."""
+        flags = _REGISTER_FLAGS | (_READ_ONLY if read_only else 0)
         count, device, context = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_void_p()
         if (code := driver.cuInit(0)) != _SUCCESS:
             return f"cuInit: error {code}"
@@ -56,7 +59,7 @@ class CudaLock:
             return f"cuDevicePrimaryCtxRetain: error {code}"
         lock = cls(driver, device.value, context, address)
         code = lock._in_context(
-            lambda: driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _REGISTER_FLAGS)
+            lambda: driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags)
         )
         if code == _SUCCESS:
             return lock

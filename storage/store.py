@@ -99,6 +99,7 @@ class Store(Moves, Flushes):
         """
         if length < INLINE_BYTES_MAX:
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
+        self.end_holds()
         with self._lock:
             extent = self._place(extent_length(length), drop=drop)
             if extent is not None:
@@ -112,12 +113,11 @@ class Store(Moves, Flushes):
         start = extent.offset + PAYLOAD_OFFSET_BYTES
         return Reservation(self, key, space, self.arena.view[start : start + length + SLACK_BYTES], extent)
 
-    def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> None:
+    def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> bool:
         """Publish what a reservation holds; called by Reservation.commit, which sees to it that it happens once."""
         if reservation.extent is NOWHERE:
             # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
-            self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
-            return
+            return self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
         entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)
         with self._lock:
             self.reserved_bytes -= entry.extent.length
@@ -125,6 +125,7 @@ class Store(Moves, Flushes):
             self._publish(entry, expire_at_ms)
         if not self.keep and self.tiering is not None:
             self.tiering.spill([entry])
+        return True
 
     def abort(self, reservation: Reservation) -> None:
         """Free what a reservation holds; called by Reservation.abort."""
@@ -141,8 +142,7 @@ class Store(Moves, Flushes):
             if reservation is None:
                 return False
             reservation.view[:] = value  # the bytes arrived in somebody's object, so this copy cannot be spared
-            reservation.commit(expire_at_ms)
-            return True
+            return reservation.commit(expire_at_ms)
         with self._lock:
             entry = self._spaces[space].get(key)
             if not self.evicts and not self._fits_inline(entry, len(key) + len(value)):

@@ -228,6 +228,11 @@ class Selector:
         """Whether every command may run, those to come included."""
         return self._all_but and not self._named
 
+    @property
+    def reads_all_keys(self) -> bool:
+        """Whether every key may be read."""
+        return self.all_keys or any(each.text == b"*" and each.access & READ for each in self.keys.values())
+
     def denial(self, command: Command, args: Sequence[object], touched: Touched) -> Denial | None:
         """Why this selector alone would not let the line pass; None if it does. Keys and channels in it are bytes."""
         if not self._may_run(command, args):

@@ -132,6 +132,12 @@ class User:
             worst = max(worst, found)
         return worst
 
+    def may_read_all(self, command: Command, args: Sequence[object]) -> bool:
+        """Whether the same permissions that let this line pass let every key be read."""
+        touched = touched_by(command, args)
+        selectors = (self.root, *self.selectors)
+        return any(each.reads_all_keys and each.denial(command, args, touched) is None for each in selectors)
+
     def may_hear(self, channel: bytes, literal: bool) -> bool:
         """Whether a subscription to a channel, or to a pattern of channels (`literal`), is this user's right."""
         return any(each.may_hear(channel, literal) for each in (self.root, *self.selectors))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .commands import shown
 from .monitor import feed
+from .pending import Pending
 from .replies import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def call(session: Session, command: Command, args: list[Argument]) -> Answer:
         reply = command.handler(session, args)  # type: ignore[arg-type]  # payloads are the handler's own business
     except Exception:
         reply = session.apologize(args)
+    if isinstance(reply, Pending) and reply.runs_again:
+        return reply  # it has not run: that is told of, and counted, when it does
     took_ns = session.account(command, 1, began_ns) - began_ns
     if type(reply) is bytes and reply[:1] == b"-":
         session.count_failure(command, reply)

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.entry import Reservation, extent_length
+from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
 from .cluster import TRY_AGAIN
 from .commands import SPELLINGS
@@ -31,7 +31,8 @@ SHARE: Final = 4
 """Values on their way may hold a quarter of the arena; a single one may be larger when it is alone."""
 
 CLIENT_SHARE: Final = 2
-"""One client's unfinished MSET or transaction may hold half of the arena while others' values are coming in."""
+"""One client's unfinished MSET, transaction or values in parts may hold half of the arena while others' values are
+coming in."""
 
 PROGRESS_BYTES_MIN: Final = 64 * 1024
 """What must arrive within the time limit of a body, unless the body ends."""
@@ -81,23 +82,41 @@ class Claims:
             return None
         if not session.user.unrestricted and session.user.denial(command, args) is not None:
             return None  # it will be refused: nobody leaves the arena for it
-        cluster = self._server.cluster
-        if cluster is not None and not cluster.serves(key):
-            session.refuse_payload(TRY_AGAIN)  # it will be told where the slot is, unless that is here by then
-            return REFUSED
-        store = self._store
-        room: Reservation | Refused | Later | None = None
-        if store.reserved_bytes:  # else nobody else's value is coming in
-            room = self._out_of_turn(session, extent_length(length))
-        if room is None:
-            room = self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
-            if self._called:
-                self._called.discard(session)
-            if session not in self._receiving:
-                self._receiving[session] = session.input_bytes, self._server.now_s()
-        if room is REFUSED:
-            session.refuse_payload(OUT_OF_MEMORY)
+        room: Reservation | Refused | Later
+        if not command.keys[0]:  # KV.WRITE: there is room already, for the whole of it
+            room = self._server.parts.open_payload(session, args, length)
+        else:
+            cluster = self._server.cluster
+            if cluster is not None and not cluster.serves(key):
+                session.refuse_payload(TRY_AGAIN)  # it will be told where the slot is, unless that is here by then
+                return REFUSED
+            room = self._room(session, key, length)
+            if room is REFUSED:
+                session.refuse_payload(OUT_OF_MEMORY)
+        if isinstance(room, Reservation) and session not in self._receiving:
+            self._receiving[session] = session.input_bytes, self._server.now_s()
         return room
+
+    def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+        """Room for a value that comes in parts, by the rules for one that comes at once. LATER: `session.waiting` is
+        set, and the client is to ask again when that is resolved. Alone, too, it is given half of the arena at most, or
+        one larger value: what it announces here need not be on its way."""
+        if length < INLINE_BYTES_MAX:
+            return self._store.reserve(key, length, session.space) or REFUSED
+        held = self._server.parts.of(session).held_bytes
+        if held and held + extent_length(length) > self._store.arena.nbytes // CLIENT_SHARE:
+            return REFUSED
+        return self._room(session, key, length)
+
+    def _room(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+        room: Refused | Later | None = None
+        if self._store.reserved_bytes:  # else nobody else's value is coming in
+            room = self._out_of_turn(session, extent_length(length))
+        if room is not None:
+            return room
+        if self._called:
+            self._called.discard(session)
+        return self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
 
     def _out_of_turn(self, session: Session, wanted: int) -> Refused | Later | None:
         """What somebody is told whose value, with an extent of `wanted` bytes, may not come in beside the others that
@@ -107,6 +126,7 @@ class Claims:
             if wanted > arena_bytes:
                 return REFUSED
             own = sum(reservation.extent.length for reservation in session.reservations)
+            own += self._server.parts.of(session).held_bytes
             if not own:
                 return self._wait_for_turn(session, wanted)
             if held > own and own + wanted > arena_bytes // CLIENT_SHARE:

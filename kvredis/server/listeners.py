@@ -15,6 +15,7 @@ import os
 import socket
 import ssl
 import stat
+import struct
 from collections.abc import Callable
 from typing import Final
 
@@ -55,13 +56,22 @@ _NO_SUCH_FAMILY: Final = frozenset(
 class Listeners:
     """Everything that a server listens on. `open` and `close` are called on the running loop and do not block.
 
-    `factory` makes the protocol of a new connection; `room` says how many more clients the server would take.
+    `factory` makes the protocol of a new connection; `room` says how many more clients the server would take; `run_id`
+    is in the name of the abstract socket; without one there is none.
     """
 
     def __init__(
-        self, options: ServerOptions, factory: Callable[[], asyncio.BaseProtocol], room: Callable[[], int]
+        self,
+        options: ServerOptions,
+        factory: Callable[[], asyncio.BaseProtocol],
+        room: Callable[[], int],
+        run_id: str = "",
     ) -> None:
         self.addresses: list[str] = []
+        self.lane_name: str | None = None
+        """The abstract unix socket, as @name: for those of our own user who came over TCP and would have the lane."""
+        self._run_id = run_id
+        self._own_users: socket.socket | None = None
         self.tcp_port = 0
         self.tls_port = 0
         self.handshakes_failed = 0
@@ -104,6 +114,8 @@ class Listeners:
                 self.tls_port = self._open_port(max(options.tls_port, 0), make_context(options))
             if options.unixsocket is not None:
                 self._open_unix(options.unixsocket)
+            elif self._open and self._run_id and options.lane != "off":
+                self._open_abstract(f"kvredis-{self._run_id}")
             if not self._open:
                 raise OSError("nothing to listen on: " + (", ".join(options.bind) or "no port and no unix socket"))
         except BaseException:
@@ -152,6 +164,17 @@ class Listeners:
         self._socket_inode = os.stat(path).st_ino
         self.addresses.append(f"unix:{path}")
 
+    def _open_abstract(self, name: str) -> None:
+        """A socket without a file, which anybody in this network namespace may connect to: `_accept` asks who it is."""
+        try:
+            listener = bind_unix(f"\0{name}", None)
+        except OSError as failed:
+            log.warning("no same-host lane for clients that come over TCP: @%s: %s", name, failed)
+            return
+        self._open.append((listener, None))
+        self._own_users = listener
+        self.lane_name = f"@{name}"
+
     # ---- accepting -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -171,6 +194,9 @@ class Listeners:
                     continue
                 self._take_a_rest(failed)  # no descriptor, no memory: it would be reported again and again
                 return
+            if listener is self._own_users and uid_of(sock) != os.geteuid():
+                sock.close()
+                continue
             if context is not None and self._handshakes >= self._room():
                 sock.close()  # nothing can be told before the handshake, and that is what there is no room for
                 continue
@@ -292,6 +318,17 @@ def keep_alive(listener: socket.socket, seconds: int) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def uid_of(peer: socket.socket) -> int:
+    """The user behind a unix socket, as the kernel noted it when the client connected: SO_PEERCRED of unix(7)."""
+    _pid, uid, _gid = struct.unpack("iII", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
+
+
+def unix_name(name: str | bytes) -> str:
+    """The path of a unix socket, or @name for an abstract one."""
+    return name if isinstance(name, str) else "@" + name[1:].decode("latin-1")
 
 
 def address_of(name: tuple[object, ...] | None) -> str:

@@ -63,7 +63,7 @@ def feed(server: Server, session: Session, args: Sequence[object]) -> None:
 def monitor_line(session: Session, args: Sequence[object], unix_time: float) -> bytes:
     """`+1700000000.123456 [9 127.0.0.1:5] "SET" "k" "a\\"b\\r\\n\\x00"`, secrets redacted, with its line break."""
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    source = f"unix:{session.server.unixsocket}" if unix_socket else session.addr
+    source = f"unix:{session.addr[:-2]}" if unix_socket else session.addr
     words = redacted(args[:ARGS_MAX])
     line = f"+{unix_time:.6f} [{session.space} {source}] {' '.join(map(_shown, words))}"
     if len(args) > ARGS_MAX:

@@ -6,6 +6,9 @@ replies are released when the transport's buffer is empty, never when the write 
 the transport then says `pause_writing` for whatever is left over and `resume_writing` when the last byte has gone. In
 between the session runs no further command and reads nothing, which also bounds what a slow reader can hold. Only
 messages that others send to it (pub/sub, invalidations, MONITOR) gather meanwhile, up to client-output-buffer-limit.
+
+On unix sockets a large reply may go around the transport (splicing.py), whose buffer is empty then; a rest that the
+socket does not take pauses the session in the same way, and its leases outlast even the socket's taking.
 """
 
 from __future__ import annotations
@@ -20,8 +23,11 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import Lease
 
+from .acl_users import User
+from .lent_pages import peer_pid
 from .pending import Answer, Pending
 from .replies import Buffer, Reply
+from .splicing import Splicer
 
 if TYPE_CHECKING:
     from .server import Server
@@ -54,7 +60,14 @@ class Outgoing(asyncio.BufferedProtocol):
         self.subscriptions = 0
         """Channels, patterns and shard channels that this client listens to."""
         self.addr = ""
+        self.user: User = server.acl.default
         self.encrypted = False
+        self.is_local_stream = False
+        """Whether this is a unix socket on a loop that lends."""
+        self.asked_to_splice = False
+        self.splices = False
+        """Whether large replies lend their pages to the socket."""
+        self._splicer: Splicer | None = None
         self._transport: asyncio.Transport | None = None
         self._lends = server.transport_lends
         self._paused = False
@@ -124,12 +137,20 @@ class Outgoing(asyncio.BufferedProtocol):
     def unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet: `omem` of CLIENT LIST."""
         waiting = sum(map(len, self._backlog)) + self._push_bytes
+        if self._splicer is not None:
+            waiting += self._splicer.unsent_bytes
         return waiting + (0 if self._transport is None else self._transport.get_write_buffer_size())
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether every reply before the one being made has left the process."""
+        return not (self._replies or self._pushes or self._paused or self.unsent_bytes)
 
     @property
     def slow_since_s(self) -> float:
         """Since when this client has kept blocks of the arena leased by not reading; infinity if it does not."""
-        return self._paused_since_s if self._paused and self._lent else float("inf")
+        since_s = self._paused_since_s if self._paused and self._lent else float("inf")
+        return since_s if self._splicer is None else min(since_s, self._splicer.held_since_s)
 
     def pause_writing(self) -> None:
         """The transport keeps a rest that the client is too slow to take."""
@@ -145,8 +166,12 @@ class Outgoing(asyncio.BufferedProtocol):
         assert self._transport is not None
         replies, self._replies = self._replies, []
         self._reply_bytes = 0
-        self.output_bytes += sum(map(len, replies))
+        nbytes = sum(map(len, replies))
+        self.output_bytes += nbytes
         self.writes += 1
+        if self.splices and self._lent and self._begin_splice(replies, nbytes):
+            self._splice()
+            return
         if self._lends or not self._lent:
             self._transport.writelines(replies)
         else:
@@ -154,6 +179,44 @@ class Outgoing(asyncio.BufferedProtocol):
             self._send_slices()
         if self._lent and not self._paused and not self._backlog:
             self._release()
+
+    def _begin_splice(self, replies: list[Buffer], nbytes: int) -> bool:
+        """Whether these replies can go around the transport, and if so, have them go."""
+        assert self._transport is not None
+        transport = self._transport
+        if (
+            self._paused
+            or nbytes < self.server.splicing.value_bytes_min * len(self._lent)
+            or transport.is_closing()
+            or transport.get_write_buffer_size()
+            or not self.user.root.reads_all_keys
+        ):
+            return False
+        if self._splicer is None:
+            self._splicer = self.server.splicing.splicer_for(transport.get_extra_info("socket").fileno())
+        return self._splicer is not None and self._splicer.begin(replies, self._lent)
+
+    def _splice(self) -> None:
+        """Splice what the socket takes: now, and whenever it takes more."""
+        splicer = self._splicer
+        assert splicer is not None
+        loop = asyncio.get_running_loop()
+        try:
+            complete = splicer.advance()
+        except OSError:  # the client has gone
+            loop.remove_writer(splicer.fileno())
+            self._paused = True
+            self.close()
+            return
+        if complete:
+            splicer.keep(self._lent, monotonic())
+            self._lent = []
+            if self._paused:
+                loop.remove_writer(splicer.fileno())
+                self.resume_writing()
+        elif not self._paused:
+            loop.add_writer(splicer.fileno(), self._splice)
+            self.pause_writing()
 
     def _pump(self) -> bool:
         """Go on with a streamed reply until the client is full; True when it is complete."""
@@ -257,10 +320,25 @@ class Outgoing(asyncio.BufferedProtocol):
         self._lends = self._lends and not encrypted
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
         transport.set_write_buffer_limits(high=1 if encrypted else 0)
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        self.is_local_stream = self._lends and sock.family == socket.AF_UNIX
+        self.splices = self.server.splicing.wanted_by(self)
+
+    def peer_pid(self) -> int:
+        """The process that has connected, of a client on a unix socket."""
+        assert self._transport is not None
+        return peer_pid(self._transport.get_extra_info("socket"))
 
     def _close_outgoing(self) -> None:
         """The connection is gone: every hold ends here."""
+        if self._splicer is not None:
+            half_sent: list[Lease] = []
+            if self._splicer.is_busy:
+                asyncio.get_running_loop().remove_writer(self._splicer.fileno())
+                half_sent, self._lent = self._lent, []
+            self._splicer.end(half_sent, monotonic())
+            self._splicer = None
         self._release()
         self._backlog.clear()
         self._pushes.clear()

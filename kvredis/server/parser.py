@@ -204,7 +204,7 @@ class Parser:
         commands, left_bytes, self._plain = plain_commands(bytes(self._view[start:end]))
         self._start = end - left_bytes
         self._gather_tries = 0 if commands else self._gather_tries + 1
-        self._gathered = end - start > SCRATCH_BYTES
+        self._gathered = end - start > SCRATCH_BYTES and (not commands or len(commands[-1]) >= GATHER_ARGS_MIN)
         return cast(list[list[Argument]], commands)
 
     def _gathers(self) -> bool:

@@ -20,7 +20,7 @@ have to wait in between."""
 class Pending:
     """The place of one reply in its session's pipeline. The session runs and reads nothing until `resolve`."""
 
-    __slots__ = ("_session", "on_cancel", "timeout_reply")
+    __slots__ = ("_session", "on_cancel", "runs_again", "timeout_reply")
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
@@ -28,6 +28,8 @@ class Pending:
         """What CLIENT UNBLOCK answers in the name of a command whose time is over."""
         self.on_cancel: Callable[[], None] | None = None
         """Called when the client goes before it was answered."""
+        self.runs_again = False
+        """The command has done nothing yet and begins anew when this is resolved: Session.postpone."""
 
     def resolve(self, reply: Reply) -> None:
         """Answer and let the session go on. A second call, or one after the client has gone, does nothing."""

@@ -20,11 +20,13 @@ from .claims import Claims
 from .cluster import Cluster
 from .events import publish_event
 from .families import load_families
+from .lane import Lane
 from .latency import LatencyMonitor
 from .listeners import Listeners
 from .options import MIB
 from .options import ServerOptions as ServerOptions
 from .outgoing import NO_LIMIT
+from .parts import Parts
 from .pausing import Pause
 from .pending import Pending, has_hung_up
 from .pubsub import PubSub
@@ -32,6 +34,7 @@ from .reread import Reread
 from .session import Session
 from .settings import begin
 from .slowlog import SlowLog
+from .splicing import Splicing
 from .stats import ServerStats
 from .tracking import TrackingTable
 from .transactions import mark_changed, mark_flushed, unwatch_all
@@ -85,6 +88,8 @@ class Server:
         self.slowlog = SlowLog()
         self.latency = LatencyMonitor()
         self.claims = Claims(self)
+        self.parts = Parts(self)
+        self.splicing = Splicing(self)
         self.away = Away(self)
         self.pause = Pause(self)
         self.monitors: dict[int, Session] = {}
@@ -123,7 +128,8 @@ class Server:
         self.save_on_exit = True
         """What memory holds shall be on disk when the process has ended (SHUTDOWN NOSAVE)."""
         self._session_ids = 0
-        self.listeners = Listeners(options, self._accept, lambda: self.maxclients - len(self.sessions))
+        self.listeners = Listeners(options, self._accept, lambda: self.maxclients - len(self.sessions), self.run_id)
+        self.lane = Lane(self)
         self._tick: asyncio.TimerHandle | None = None
         self._turns = 0
         self._stopped = asyncio.Event()
@@ -172,12 +178,14 @@ class Server:
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
             for session in list(self.sessions.values()):
-                if not (session.is_receiving or self.away.keeps_waiting(session)):
+                busy = session.is_receiving or session.id in self.lane.copying
+                if not (busy or self.away.keeps_waiting(session)):
                     session.finish()
             await asyncio.sleep(0.01)
         for session in list(self.sessions.values()):
             session.close()
         await asyncio.sleep(0)
+        self.splicing.close()
         if self._tick is not None:
             self._tick.cancel()
         self._stopped.set()
@@ -206,12 +214,14 @@ class Server:
             store.collect_expired()
             self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
         store.revoke_overdue()
+        self.splicing.collect()
         if store.tiering is not None:
             store.tiering.tick()
             self.away.tick()
             self.claims.disk_room.tick()
         self.drain_journal(None)
         self.claims.give_up_stalled()
+        self.parts.give_up_stalled()
         self.claims.admit()
         if self._turns % TURNS_IN_A_SECOND == 0:
             for session in list(self.sessions.values()):

@@ -19,12 +19,13 @@ from kvredis.storage.entry import Lease, Reservation
 from .acl_users import User
 from .careful import run_with_care
 from .commands import SPELLINGS, Command, Handler, takes_payload
-from .listeners import address_of
+from .listeners import address_of, unix_name
 from .outgoing import REPLY_BYTES_HIGH, Outgoing
 from .parser import Parser
 from .pending import Answer, Pending
 from .replies import NULL, NULL_BULK, Reply, error
 from .request import Argument, ProtocolError, QueryBufferLimit
+from .runs import answer_gets
 from .transactions import Transaction
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class Session(Outgoing):
         self.space = 0
         self.resp, self.said_hello = 2, False
         self.nil = NULL_BULK
-        self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
         self.name = self.lib_name = self.lib_ver = b""
         self.at_end: list[Callable[[], None]] = []
@@ -83,9 +83,8 @@ class Session(Outgoing):
         self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
-        self._ended = False  # the client has sent its last byte
         self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
-        self._may_run = False  # the plain way is open
+        self._ended = self._may_run = False  # the client has sent its last byte; the plain way is open
 
     # ---- what handlers call --------------------------------------------------------------------------------------
 
@@ -139,11 +138,11 @@ class Session(Outgoing):
         self.server.blocked.pop(self.id, None)
         asyncio.get_running_loop().call_soon(self._go_on, reply)
 
-    def postpone(self, args: list[Argument]) -> Pending:
+    def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
         """Run `args` again when somebody resolves what this gives, with an empty reply: CLIENT PAUSE."""
-        rest = self._commands
-        self._commands = iter([args, *rest])
-        return Pending(self)
+        pending = pending or Pending(self)
+        self._commands, pending.runs_again = iter([args, *self._commands]), True
+        return pending
 
     def upcoming(self) -> Iterator[list[Argument]]:
         """The commands that are parsed and not yet run, in their order."""
@@ -158,7 +157,7 @@ class Session(Outgoing):
 
     @property
     def reservations(self) -> list[Reservation]:
-        """Room in the arena that this client holds for values that are not yet stored."""
+        """Room in the arena that this client holds for values that come in one command and are not yet stored."""
         queued = [] if self.transaction is None else self.transaction.reservations
         return [*self._parser.reservations, *queued]
 
@@ -182,7 +181,7 @@ class Session(Outgoing):
         sock = transport.get_extra_info("socket")
         self.fd = sock.fileno()
         if sock.family == socket.AF_UNIX:
-            self.addr = self.laddr = f"{self.server.unixsocket}:0"
+            self.addr = self.laddr = f"{unix_name(transport.get_extra_info('sockname'))}:0"
         else:
             self.addr = address_of(transport.get_extra_info("peername"))
             self.laddr = address_of(transport.get_extra_info("sockname"))
@@ -275,6 +274,8 @@ class Session(Outgoing):
             if not commands:
                 break
             nbytes = 0
+            if not calls and len(commands) > 1 and self._may_run and checks is None:
+                began_ns = answer_gets(self, commands, replies, began_ns)
             self._commands = iter(commands)
         if calls:
             self.account(current, calls, began_ns)
@@ -354,10 +355,9 @@ class Session(Outgoing):
         """Enter a run of calls into the statistics; returns the time now, in ns."""
         assert command is not None
         now_ns = perf_counter_ns()
-        took_ns = now_ns - began_ns
         stats = self.server.stats
         record = stats.commands.get(command.name) or stats.command(command.name)
-        record.observe(calls, took_ns)
+        record.observe(calls, now_ns - began_ns)
         if command.writes and not self.unsaved_since:
             self.unsaved_since = self._writes_before + 1
         stats.commands_processed += calls

@@ -83,6 +83,11 @@ def set_body_timeout(server: Server, seconds: str) -> None:
     server.body_timeout_s = float(seconds)
 
 
+def set_lane_limit(server: Server, milliseconds: str) -> None:
+    """lane-lease-ms, for those who attach from now on: the others count by what they were told."""
+    server.lane.lease_ms = int(milliseconds)
+
+
 def set_policy(server: Server, policy: str) -> None:
     """maxmemory-policy: whether anything leaves for what is new. In which order was decided at the start."""
     own = policy_in_force(server)

@@ -18,7 +18,8 @@ from kvredis.storage.errors import ConfigError
 from kvredis.storage.index import SPACES
 from kvredis.storage.policy import POLICIES
 
-from . import events, tracking
+from . import events, splicing, tracking
+from .lane import LEASE_MS_MAX
 from .setting_checks import (
     Check,
     anything,
@@ -43,6 +44,7 @@ from .setting_effects import (
     set_clients_max,
     set_idle_timeout,
     set_keepalive,
+    set_lane_limit,
     set_latency_threshold,
     set_latency_tracking,
     set_log_level,
@@ -213,6 +215,7 @@ def _made_of() -> dict[str, Setting]:
         "tls-auth-clients": _fixed(read=lambda server: server.options.tls_auth_clients),
         "tls-protocols": _fixed(read=lambda server: " ".join(server.options.tls_protocols)),
         "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
+        "lane": _fixed(read=lambda server: server.options.lane),
         "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
         "cluster-enabled": _fixed(read=lambda server: "no" if server.cluster is None else "yes"),
         "enable-debug-command": _fixed(read=lambda server: server.options.enable_debug_command),
@@ -252,6 +255,7 @@ def _changeable() -> dict[str, Setting]:
         "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
         "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),
         "body-timeout": _live(seconds, set_body_timeout, lambda server: f"{server.body_timeout_s:g}"),
+        "lane-lease-ms": _live(number(1, LEASE_MS_MAX), set_lane_limit, lambda server: str(server.lane.lease_ms)),
         "proto-max-bulk-len": _live(memory(MIB), set_bulk_bytes_max, lambda server: str(server.bulk_bytes_max)),
         "client-query-buffer-limit": _live(
             memory(MIB), set_query_bytes_max, lambda server: str(server.query_bytes_max)
@@ -275,6 +279,7 @@ def _changeable() -> dict[str, Setting]:
                 "notify-keyspace-events", events.normalize(server.options.notify_keyspace_events)
             ),
         ),
+        "unix-splice": _live(one_of("asked", "yes", "no"), splicing.set_mode, lambda server: server.splicing.mode),
         "tracking-table-max-keys": _live(number(0), tracking.set_keys_max, default=str(tracking.KEYS_MAX_DEFAULT)),
         "acllog-max-len": _live(number(0), set_acl_log, default="128"),
     }

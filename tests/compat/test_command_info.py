@@ -32,7 +32,7 @@ ALLOWED = {
 
 NOT_IN_7_0 = {
     "client|no-touch", "client|setinfo", "cluster|myshardid", "waitaof", "kv.job", "kv.match", "kv.meta",
-    "kv.prefetch", "kv.tiers", "prefetch",
+    "kv.prefetch", "kv.splice", "kv.tiers", "prefetch",
 }  # fmt: skip
 """Commands of Redis 7.2, and our own."""
 

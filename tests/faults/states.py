@@ -18,6 +18,7 @@ ARENA_BYTES: Final = 128 * MIB
 
 SET_NEW: Final = request("SET", KEY, NEW)
 BODY_AT: Final = SET_NEW.index(NEW[:100])
+PART_NEW: Final = request("KV.RESERVE", KEY, str(len(NEW))) + request("KV.WRITE", "1", "0", NEW)
 MSET_NEW: Final = request("MSET", "other", NEW, KEY, NEW)
 
 
@@ -66,6 +67,9 @@ STATES: Final[dict[str, State]] = {
         request("WAIT", "1", "0") + request("PING") * 20_000, lambda session: session.waiting, fewer=True
     ),
     "paused": State(SET_NEW + request("GET", KEY), lambda session: session.waiting, fewer=True, pause=True),
+    "reserved": State(request("KV.RESERVE", KEY, str(len(NEW))), lambda session: session.store.reserved_bytes),
+    "within a part": State(PART_NEW[:-MIB], lambda session: session.store.reserved_bytes),
+    "all parts written": State(PART_NEW, lambda session: session.store.reserved_bytes),
     "silent": State(request("CLIENT", "REPLY", "OFF") + SET_NEW[:-MIB]),
 }
 

@@ -88,6 +88,9 @@ TEMPLATES: Final = """
     DEBUG SLEEP 0/DEBUG OBJECT K/DEBUG JMAP/DEBUG PROTOCOL map/DEBUG SET-ACTIVE-EXPIRE 1/DEBUG HELP
     PREFETCH K K/PREFETCH K JOB/KV.PREFETCH K K/KV.PREFETCH K K PRIORITY N JOB/KV.PREFETCH K JOB DEADLINE T/
     KV.PREFETCH JOB PRIORITY N DEADLINE/KV.JOB N/KV.JOB N WAIT 1/KV.JOB N CANCEL/KV.JOB N WAIT/KV.JOB S WAIT S
+    KV.RESERVE K N/KV.RESERVE K 20000/KV.WRITE I 0 V/KV.WRITE I N V/KV.COMMIT I/KV.COMMIT I NX PX T/KV.ABORT I
+    KV.LANE/KV.ATTACH/KV.LEASE 0 K K/KV.LEASE 1 K/KV.LEASE N K/KV.RELEASE N/KV.RELEASE 512 N/KV.LEND/KV.REVOKE N/
+    KV.PUT K N N/KV.PUT K 0 100 NX PX T/KV.FILL I N N N/KV.SPLICE N N/
     KV.MATCH K K K/KV.META K/KV.TIERS/LPUSH K S/EVAL S 0/HSET K S S/NOPE/SENTINEL MASTERS
 """
 
@@ -117,6 +120,16 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
     "large replies": ("SET K H", "SET f1 H", "GET f1", "MGET f1 f1 K f1 K", "GET K", "GETRANGE f1 1 -1", "*", "GET f1"),
     "restored": ("RESTORE K 0 R REPLACE", "GET K", "DUMP K", "RESTORE K 0 R REPLACE", "APPEND K S", "STRLEN K", "*"),
     "counters": ("SET K 5", "INCR K", "DECRBY K N", "APPEND K S", "SETRANGE K 3 S", "INCRBYFLOAT K F", "GET K"),
+    "parts": (
+        "KV.RESERVE K 100000",
+        "KV.WRITE I 0 V",
+        "KV.WRITE I 5 V",
+        "*",
+        "KV.COMMIT I",
+        "KV.WRITE I 0 V",
+        "KV.ABORT I",
+    ),
+    "lane": ("KV.ATTACH", "KV.LEASE 0 K K", "SET K V", "DEL K", "KV.LEASE 1 K K", "KV.RELEASE 512 N", "KV.LEND", "*"),
     "monitor": ("MONITOR", "SET K V", "*", "RESET", "GET K"),
     "entering": ("AUTH S", "HELLO 3 AUTH default S SETNAME me", "CLIENT SETINFO lib-name me", "SELECT D", "*"),
     "waiting": ("SET K V", "WAIT 1 3", "GET K", "WAITAOF 0 1 3", "*"),
@@ -165,6 +178,7 @@ WORDS: Final[dict[str, Callable[[random.Random], bytes]]] = {
     "V": value,
     "S": small,
     "N": _one_of(INTEGERS),
+    "I": lambda rng: b"%d" % rng.randrange(1, 40),
     "F": _one_of(FLOATS),
     "T": _one_of(TIMES),
     "D": lambda rng: b"%d" % rng.choice([0, 0, 1, 9, 15]),

@@ -41,7 +41,7 @@ def test_a_library_introduces_itself_in_plain_words(session: FakeSession) -> Non
     assert session.ask([b"CLIENT", b"SETINFO", b"lib-ver", b"1 2"]) == (
         b"-ERR lib-ver cannot contain spaces, newlines or special characters.\r\n"
     )
-    assert b" lib-name=redis-py(x) lib-ver=8.1.0\n" in session.ask("CLIENT INFO")
+    assert b" lib-name=redis-py(x) lib-ver=8.1.0 " in session.ask("CLIENT INFO")
 
 
 def test_the_list_has_a_line_for_each_client_or_for_those_named(session: FakeSession, other: FakeSession) -> None:

@@ -53,7 +53,7 @@ def test_only_what_becomes_a_value_as_it_is_may_go_straight_into_the_arena() -> 
     assert receiving == {
         (2, 0): {"set", "setnx", "getset"},
         (2, 2): {"mset", "msetnx"},
-        (3, 0): {"setex", "psetex", "restore", "restore-asking"},
+        (3, 0): {"setex", "psetex", "restore", "restore-asking", "kv.write"},
     }
 
 

@@ -36,6 +36,7 @@ READERS: Final = {
     "copy": ("COPY big to", "COPY small number REPLACE", "COPY small number", "COPY big to DB 3", "COPY nothing to"),
     "lcs": ("LCS small number", "LCS small number LEN", "LCS small nothing"),
     "object|encoding": ("OBJECT ENCODING big", "OBJECT ENCODING number", "OBJECT ENCODING nothing"),
+    "kv.lease": ("KV.LEASE 0 big small nothing",),
     "debug": ("DEBUG OBJECT number", "DEBUG OBJECT big", "DEBUG OBJECT nothing"),
 }
 """Those that look at the bytes of a key that was there, with lines that do."""
@@ -76,6 +77,8 @@ OTHERS: Final = {
     "watch": ("WATCH big small",),
     "prefetch": ("PREFETCH nothing",),
     "kv.prefetch": ("KV.PREFETCH nothing",),
+    "kv.put": ("KV.PUT big 0 100",),
+    "kv.reserve": ("KV.RESERVE big 20000",),
 }
 """Those that need no byte of it."""
 

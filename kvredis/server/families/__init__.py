@@ -30,6 +30,8 @@ FAMILIES = (
     "families.counters",
     "families.lcs",
     "families.kv",
+    "families.lane",
+    "families.parts",
     "families.prefetching",
     "families.server_commands",
     "families.durability",
@@ -38,6 +40,7 @@ FAMILIES = (
     "slowlog",
     "latency",
     "monitor",
+    "splicing",
     "families.debug",
 )
 

@@ -194,13 +194,13 @@ def type_of(session: Session) -> bytes:
 
 
 def describe(session: Session) -> bytes:
-    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, with a line break.
+    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break.
 
     `fd` is the event loop's own affair, so it is -1 as for Redis' clients without a socket.
     """
     now_s = time.monotonic()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    queued = session.transaction
+    queued, lane = session.transaction, session.server.lane.of(session)
     letters = "".join(
         letter
         for letter, is_so in (
@@ -248,6 +248,10 @@ def describe(session: Session) -> bytes:
         ("resp", session.resp),
         ("lib-name", session.lib_name.decode("latin-1")),
         ("lib-ver", session.lib_ver.decode("latin-1")),
+        ("lane", "none" if lane is None else "attached"),
+        ("leases", 0 if lane is None else lane.leases),
+        ("lent", 0 if lane is None else lane.lent_bytes),
+        ("resv", len(session.server.parts.of(session))),
     ]
     return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"
 

@@ -113,6 +113,7 @@ def reset(session: Session, args: list[bytes]) -> Reply:
     password is set. The library's name stays."""
     server = session.server
     end_transaction(session)
+    server.parts.end_all(session)
     server.pubsub.forget(session)
     server.tracking.forget(session)
     server.stop_monitoring(session)

@@ -2,7 +2,8 @@
 
 Both build the new value beside the old one and copy the old bytes into it. That is the price of what the store
 promises: somebody may be reading the old value at this moment, and must not see it change. A new value that finds no
-room leaves everything as it was.
+room leaves everything as it was. So a value that is made part by part is not to be made with SETRANGE, which would copy
+it as often as it has parts, and show each state: KV.RESERVE, KV.WRITE and KV.COMMIT (parts.py) do it without a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command
-from kvredis.server.replies import NOT_AN_INTEGER, OUT_OF_MEMORY, ZERO, Reply, error, integer
+from kvredis.server.replies import NOT_AN_INTEGER, OK, OUT_OF_MEMORY, ZERO, Reply, error, integer
 
 from .values import TOO_LONG, note_encoding, publish
 
@@ -97,7 +98,9 @@ def _edit(session: Session, key: bytes, offset: int, patch: bytes, event: str) -
                 room.view[at:end] = ZEROS[: end - at]
                 at = end
             room.view[offset : offset + len(patch)] = patch
-            publish(session, key, room, 0 if old is None else old.entry.expire_at_ms, ("$", event))
+            done = publish(session, key, room, 0 if old is None else old.entry.expire_at_ms, ("$", event))
+            if done is not OK:
+                return done
     if old is not None or event == "setrange":
         note_encoding(session, (key, session.space), "raw")
     return integer(length)

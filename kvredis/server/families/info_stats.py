@@ -127,6 +127,13 @@ def kv(server: Server) -> Iterator[Field]:
     yield "bodies_waiting", len(server.claims.queue)
     yield "bodies_given_up", server.claims.given_up
     yield "bodies_waiting_for_disk", len(server.claims.disk_room)
+    yield "memory_lane_clients", len(server.lane.clients)
+    yield "memory_lane_leases", server.lane.leases
+    yield "reservations", len(server.parts)
+    yield "reservations_bytes", server.parts.held_bytes
+    yield "reservations_committed", server.parts.committed
+    yield "reservations_aborted", server.parts.aborted
+    yield "reservations_given_up", server.parts.given_up
     for name, value in store.stats.as_dict().items():
         yield f"store_{name}", value
     if store.tiering is not None:

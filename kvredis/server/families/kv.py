@@ -91,7 +91,9 @@ def meta(session: Session, args: list[bytes]) -> Reply:
     summary="Returns the figures of each tier: capacity, use, entries, leases, pages and what kind they are.",
 )
 def tiers(session: Session, args: list[bytes]) -> Reply:
-    """A map of maps; sizes in bytes."""
+    """A map of maps; sizes in bytes. The lane's figures are the server's, and stand with the memory that it shows."""
+    found, lane = session.store.tiers(), session.server.lane
+    found["memory"] |= {"lane_clients": len(lane.clients), "lane_leases": lane.leases}
     return map_reply(
         session,
         [
@@ -102,7 +104,7 @@ def tiers(session: Session, args: list[bytes]) -> Reply:
                     [(bulk(k), integer(v) if isinstance(v, int) else bulk(v)) for k, v in figures.items()],
                 ),
             )
-            for name, figures in session.store.tiers().items()
+            for name, figures in found.items()
         ],
     )
 

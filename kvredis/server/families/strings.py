@@ -19,7 +19,6 @@ from kvredis.server.replies import (
     OK,
     ONE,
     OUT_OF_MEMORY,
-    SYNTAX_ERROR,
     ZERO,
     Buffer,
     Reply,
@@ -27,7 +26,7 @@ from kvredis.server.replies import (
 )
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
-from .values import EXPIRE, SET, UNITS, give_back, look_up, missing, option_expiry_ms, placed, publish
+from .values import SET, give_back, look_up, missing, placed, publish, publish_if, set_options
 
 if TYPE_CHECKING:
     from kvredis.server.pending import Answer, Pending
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 MGET_BYTES_HIGH = 1024 * 1024
 """Payload that MGET gathers before it begins to send."""
+
+SET_FLAGS = frozenset({b"NX", b"XX", b"GET", b"KEEPTTL"})
 
 _HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
 """Before every value that is bytes."""
@@ -98,39 +99,13 @@ def set_(session: Session, args: list[bytes]) -> Reply:
 
 
 def _set_with_options(session: Session, args: list[bytes]) -> Reply:
-    key, value = args[1], args[2]
-    flags: set[bytes] = set()
-    expire: tuple[bytes, bytes] | None = None
-    at = 3
-    while at < len(args):
-        option = args[at].upper() if isinstance(args[at], bytes) else b""
-        if option in (b"NX", b"XX", b"GET", b"KEEPTTL"):
-            flags.add(option)
-        elif option in UNITS and (expire is None or expire[0] == option) and at + 1 < len(args):
-            expire = option, args[at + 1]
-            at += 1
-        else:
-            return SYNTAX_ERROR
-        at += 1
-    if {b"NX", b"XX"} <= flags or (expire and b"KEEPTTL" in flags):
-        return SYNTAX_ERROR
-    expire_at_ms = 0
-    if expire is not None:
-        when = option_expiry_ms(session, expire, "set")
-        if isinstance(when, bytes):
-            return when
-        expire_at_ms = when
-    answer: Reply = OK
-    if b"GET" in flags:
-        answer = _value(session, key)
-    old = session.store.find(key, session.space)
-    if (b"NX" in flags and old is not None) or (b"XX" in flags and old is None):
-        session.server.stats.sets_existed += old is not None
-        return answer if b"GET" in flags else session.nil
-    if b"KEEPTTL" in flags and old is not None:
-        expire_at_ms = old.expire_at_ms
-    done = publish(session, key, value, expire_at_ms, SET, *((EXPIRE,) if expire else ()))
-    return done if done is not OK else answer
+    key = args[1]
+    options = set_options(session, args[3:], SET_FLAGS, "set")
+    if isinstance(options, bytes):
+        return options
+    answer = _value(session, key) if b"GET" in options.flags else None
+    done = publish_if(session, key, args[2], options)
+    return done if answer is None or done is OUT_OF_MEMORY else answer
 
 
 @command(

@@ -7,11 +7,13 @@ was not there, what the command has done, `expire` if it gave the key an end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.events import notify
-from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, Reply, error
+from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, error
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
 if TYPE_CHECKING:
@@ -40,19 +42,67 @@ Hold = bytes | Lease
 """A value as `fetch` gives it: small ones as they are, the others lent."""
 
 
+@dataclass(frozen=True, slots=True)
+class SetOptions:
+    """What SET's options ask for, and those of commands that store as it does."""
+
+    flags: frozenset[bytes] = frozenset()
+    """Of NX, XX, GET and KEEPTTL."""
+    expire_at_ms: int = 0
+    """When the value is gone, in Unix ms; 0 = no option about time."""
+
+
+def set_options(session: Session, words: Sequence[bytes], allowed: frozenset[bytes], name: str) -> SetOptions | bytes:
+    """The options that stand behind a value, `allowed` of those without an argument; or Redis' error for them, which
+    calls the command `name`."""
+    flags: set[bytes] = set()
+    expire: tuple[bytes, bytes] | None = None
+    at = 0
+    while at < len(words):
+        option = words[at].upper() if isinstance(words[at], bytes) else b""
+        if option in allowed:
+            flags.add(option)
+        elif option in UNITS and (expire is None or expire[0] == option) and at + 1 < len(words):
+            expire = option, words[at + 1]
+            at += 1
+        else:
+            return SYNTAX_ERROR
+        at += 1
+    if {b"NX", b"XX"} <= flags or (expire and b"KEEPTTL" in flags):
+        return SYNTAX_ERROR
+    when = 0 if expire is None else option_expiry_ms(session, expire, name)
+    return when if isinstance(when, bytes) else SetOptions(frozenset(flags), when)
+
+
+def publish_if(session: Session, key: bytes, value: bytes | Reservation, options: SetOptions) -> bytes:
+    """`publish` as SET does it: nil, with nothing changed, when NX or XX does not hold."""
+    old = session.store.find(key, session.space if isinstance(value, bytes) else value.space)
+    if (b"NX" in options.flags and old is not None) or (b"XX" in options.flags and old is None):
+        session.server.stats.sets_existed += old is not None
+        return session.nil
+    when = options.expire_at_ms
+    events = (SET, EXPIRE) if when else (SET,)
+    if b"KEEPTTL" in options.flags and old is not None:
+        when = old.expire_at_ms
+    return publish(session, key, value, when, *events)
+
+
 def publish(session: Session, key: bytes, value: bytes | Reservation, expire_at_ms: int, *events: Event) -> bytes:
-    """Make a value visible and tell of it; OK, or Redis' out-of-memory error with nothing changed."""
-    created = session.observed and session.store.find(key, session.space) is None
-    if type(value) is bytes:
-        if not session.store.put(key, value, session.space, expire_at_ms):
-            return OUT_OF_MEMORY
+    """Make a value visible and tell of it; OK, or Redis' out-of-memory error with nothing changed. A Reservation goes
+    to the database that it was made for."""
+    space = session.space if isinstance(value, bytes) else value.space
+    created = session.observed and session.store.find(key, space) is None
+    if isinstance(value, bytes):
+        stored = session.store.put(key, value, space, expire_at_ms)
     else:
-        value.commit(expire_at_ms)  # type: ignore[union-attr]
+        stored = value.commit(expire_at_ms)
+    if not stored:
+        return OUT_OF_MEMORY
     if session.observed:
         if created:
-            notify(session, "n", "new", key)
+            notify(session, "n", "new", key, space)
         for letter, event in events:
-            notify(session, letter, event, key)
+            notify(session, letter, event, key, space)
     return OK
 
 

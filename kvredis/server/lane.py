@@ -1,0 +1,258 @@
+"""The same-host lane: clients that read blocks where they lie in the arena, and store blocks out of their own memory.
+
+Each side lends its memory to the other read-only. A client that attaches over a unix socket is given the arena's memfd,
+which is sealed (storage/arena.py), so all it can do is to read; to store it lends us memory of its own, out of which we
+copy (lane_memory.py). Neither can damage what is the other's, nor be killed by it.
+
+WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so,
+when its time limit has passed, or with the connection. The client counts the limit from before it has asked, so its own
+clock ends first. Of the last it learns from its socket, because the socket is shut before the leases are ended: who
+finds it open after having read has read what was leased.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections import deque
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvredis.storage.entry import Lease
+from kvredis.storage.errors import ArenaError
+
+from .lane_memory import LentMemory
+from .listeners import uid_of
+from .replies import Buffer, bulk, error, integer, joined, map_reply
+
+if TYPE_CHECKING:
+    from .commands import Command
+    from .server import Server
+    from .session import Session
+
+LEASE_MS_MAX: Final = 600_000
+"""The longest time limit of a lease."""
+
+LEASES_MAX: Final = 65_536
+"""Leases of one client, those included of which it has not said that it knows of their end."""
+
+SHARE: Final = 2
+"""One client may keep half of the arena leased."""
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+NO_LANE: Final = error("ERR there is no lane here")
+NOT_UNIX: Final = error("ERR the lane is for connections over a unix socket")
+ATTACHED_ALREADY: Final = error("ERR this connection is attached already")
+NOT_ATTACHED: Final = error("ERR this connection is not attached to the lane: KV.ATTACH")
+UNSENT: Final = error("ERR KV.ATTACH must be sent alone, when all replies before it have been read")
+ANOTHER_USER: Final = error("NOPERM the lane is for the server's own user, and for users that have logged in")
+NOT_EVERY_KEY: Final = error("NOPERM the lane shows every key, and this user may not read all of them")
+SHARE_USED: Final = error("OOM this connection has leased its share of the arena")
+
+
+class _Held:
+    """The leases at one offset, oldest first, and what they take of the client's share. They may be of several blocks:
+    when a limit has passed, another block may have come to lie there."""
+
+    __slots__ = ("leases", "nbytes")
+
+    def __init__(self) -> None:
+        self.leases: deque[Lease] = deque()
+        self.nbytes = 0
+
+
+class LaneClient:
+    """What an attached connection holds: leases by the offset of their bytes, and the memory that it has lent us."""
+
+    def __init__(self, peer: socket.socket, side: socket.socket, arena_bytes: int, lease_ms: int) -> None:
+        self.side = side
+        """Our end of the channel over which it sends its memory's descriptor."""
+        self.lease_ms = lease_ms
+        """The time limit of its leases when it names none: what it was told, whatever is set later."""
+        self.memory: LentMemory | None = None
+        self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
+        self._share_bytes = arena_bytes // SHARE
+        self._held: dict[int, _Held] = {}
+        self._held_bytes = self._count = 0
+
+    @property
+    def leases(self) -> int:
+        """How many leases it holds; those whose limit has passed are none any more."""
+        return sum(not lease.released for held in self._held.values() for lease in held.leases)
+
+    @property
+    def lent_bytes(self) -> int:
+        """How much memory it has lent us."""
+        return 0 if self.memory is None else self.memory.nbytes
+
+    def keep(self, offset: int, lease: Lease) -> bool:
+        """Hold a lease for the client, unless that is more than its share."""
+        if not self._fits(offset, lease):
+            self._forget_ended()
+            if not self._fits(offset, lease):
+                return False
+        self._held_bytes += self._more_bytes(offset, lease)
+        held = self._held.get(offset)
+        if held is None:
+            held = self._held[offset] = _Held()
+        held.leases.append(lease)
+        held.nbytes = max(held.nbytes, lease.entry.extent.length)
+        self._count += 1
+        return True
+
+    def release(self, offset: int) -> bool:
+        """End one lease at `offset`, the oldest; whether it was still held. Also when its limit has passed: to end a
+        younger one in its place might take from under the client what it is reading now."""
+        held = self._held.get(offset)
+        if held is None:
+            return False
+        lease = held.leases.popleft()
+        self._count -= 1
+        if not held.leases:
+            del self._held[offset]
+            self._held_bytes -= held.nbytes
+        was_held = not lease.released
+        lease.release()
+        return was_held
+
+    def end(self) -> None:
+        """The connection is over. The socket is shut first, so that who looks at it afterwards sees that, and only then
+        the leases end, since others may write where they were."""
+        with contextlib.suppress(OSError):  # the client has hung up itself
+            self._peer.shutdown(socket.SHUT_RDWR)
+        self._peer.close()
+        self.side.close()
+        held, self._held = self._held, {}
+        self._held_bytes = self._count = 0
+        for each in held.values():
+            for lease in each.leases:
+                lease.release()
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
+
+    def _fits(self, offset: int, lease: Lease) -> bool:
+        return self._held_bytes + self._more_bytes(offset, lease) <= self._share_bytes and self._count < LEASES_MAX
+
+    def _more_bytes(self, offset: int, lease: Lease) -> int:
+        held = self._held.get(offset)
+        return max(0, lease.entry.extent.length - (0 if held is None else held.nbytes))
+
+    def _forget_ended(self) -> None:
+        """Drop leases whose limit has passed and of which the client says nothing."""
+        for offset, held in list(self._held.items()):
+            held.leases = deque(lease for lease in held.leases if not lease.released)
+            held.nbytes = max((lease.entry.extent.length for lease in held.leases), default=0)
+            if not held.leases:
+                del self._held[offset]
+        self._held_bytes = sum(held.nbytes for held in self._held.values())
+        self._count = sum(len(held.leases) for held in self._held.values())
+
+
+class Lane:
+    """The attached clients of one server, and who may become one."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.lease_ms = server.options.lane_lease_ms
+        """The time limit of a lease for which none was asked, for those who attach from now on."""
+        self.clients: dict[int, LaneClient] = {}
+        """By the id of their connection."""
+        self.copying: set[int] = set()
+        """Connections out of whose memory a thread is copying."""
+
+    @property
+    def socket_name(self) -> str | None:
+        """Where a client of this host connects to: a path, or @name for an abstract socket; None without a lane."""
+        if self._server.options.lane == "off" or not self._server.store.arena.sealed:
+            return None
+        path = self._server.unixsocket
+        return self._server.listeners.lane_name if path is None else os.path.abspath(path)
+
+    @property
+    def leases(self) -> int:
+        """How many leases all clients hold."""
+        return sum(client.leases for client in self.clients.values())
+
+    def of(self, session: Session) -> LaneClient | None:
+        """What an attached connection holds; None for one that is not attached."""
+        return self.clients.get(session.id)
+
+    def attach(self, session: Session, command: Command, args: list[bytes]) -> list[Buffer] | bytes:
+        """Give the arena to a client, with the reply that tells what it is: what of the reply has not been sent yet, or
+        the error."""
+        try:
+            with ExitStack() as undo:
+                peer = undo.enter_context(socket.socket(fileno=os.dup(session.fd)))
+                problem = self._objection(session, peer, command, args)
+                if problem is not None:
+                    return problem
+                arena_fd = self._server.store.arena.share()
+                undo.callback(os.close, arena_fd)
+                side, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(theirs)
+                undo.enter_context(side)
+                side.setblocking(False)
+                reply = self._facts(session)
+                descriptors = array.array("i", [arena_fd, theirs.fileno()])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
+                sent = peer.sendmsg([reply], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                client = LaneClient(peer, side, self._server.store.arena.nbytes, self.lease_ms)
+                undo.pop_all()
+        except BlockingIOError:
+            return UNSENT  # the client does not read
+        except (ArenaError, OSError) as failed:
+            return error(f"ERR the arena cannot be lent: {getattr(failed, 'strerror', None) or failed}")
+        os.close(arena_fd)
+        theirs.close()
+        self.clients[session.id] = client
+        session.at_end.append(lambda: self._end(session))
+        session.output_bytes += sent
+        return reply[sent:]
+
+    def _end(self, session: Session) -> None:
+        client = self.clients.pop(session.id, None)
+        if client is not None:
+            client.end()
+
+    def _objection(self, session: Session, peer: socket.socket, command: Command, args: list[bytes]) -> bytes | None:
+        """Why a client may not be given the arena, or None."""
+        if self.socket_name is None:
+            return NO_LANE
+        if peer.family != socket.AF_UNIX:
+            return NOT_UNIX
+        user = session.user
+        if uid_of(peer) != os.geteuid() and (user.nopass or not session.authenticated):
+            return ANOTHER_USER
+        if not user.may_read_all(command, args):
+            return NOT_EVERY_KEY
+        if session.id in self.clients:
+            return ATTACHED_ALREADY
+        return None if session.is_caught_up and session.reply_mode == "on" else UNSENT
+
+    def _facts(self, session: Session) -> bytes:
+        arena = self._server.store.arena
+        return joined(
+            map_reply(
+                session,
+                [
+                    (bulk("arena-bytes"), integer(arena.nbytes)),
+                    (bulk("page-bytes"), integer(arena.page_bytes)),
+                    (bulk("pages"), bulk(arena.pages)),
+                    (bulk("lease-ms"), integer(self.lease_ms)),
+                    (bulk("lease-ms-max"), integer(LEASE_MS_MAX)),
+                ],
+            )
+        )
+
+
+def boot_id() -> str | None:
+    """What tells this boot of this machine from all others; the same in each of its containers."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return None
