@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 from urllib.parse import parse_qs, quote, unquote
 
@@ -47,7 +47,7 @@ _SECRET: Final = re.compile(r"(password=).*", re.IGNORECASE | re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One server and who we are to it: a TCP host and port, or else the path of a unix socket."""
+    """One server and who we are to it: a TCP host and port, or the path of a unix socket (@name: an abstract one)."""
 
     host: str = "127.0.0.1"
     port: int = PORT_DEFAULT
@@ -56,13 +56,16 @@ class Address:
     password: str = field(default="", repr=False)
     db: int = 0
     tls: Tls | None = None
+    lane: bool = False
+    """kvredis://: values go through shared memory when the server is on this host."""
 
     def __str__(self) -> str:
         """Return a URL that is safe to log: it never holds the password."""
         who = _shown_user(self.username, self.password)
         if self.path:
-            return f"unix://{who}{self.path}" + (f"?db={self.db}" if self.db else "")
-        scheme = "redis" if self.tls is None else "rediss"
+            scheme = "kvredis" if self.lane else "unix"
+            return f"{scheme}://{who}{self.path}" + (f"?db={self.db}" if self.db else "")
+        scheme = "kvredis" if self.lane else "redis" if self.tls is None else "rediss"
         return f"{scheme}://{who}{_joined((self.host, self.port))}" + (f"/{self.db}" if self.db else "")
 
 
@@ -189,8 +192,11 @@ def _parse(url: str) -> RemoteAddress:
     if username and not password:
         raise ValueError("a user without a password; write user:password@ or :password@")
     parts = _Parts(username, password, where, path, options, tls)
-    is_path = scheme.lower() == "unix" or (scheme.lower() == "kvredis" and not where)
+    is_ours = scheme.lower() == "kvredis"
+    is_path = scheme.lower() == "unix" or (is_ours and not where)
     address: RemoteAddress = _unix(parts) if is_path else _BY_SHAPE[shape](parts)
+    if is_ours and isinstance(address, Address):
+        address = replace(address, lane=True)
     for name in options:
         raise ValueError(f"unknown option {name!r} after the question mark")
     return address

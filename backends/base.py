@@ -26,8 +26,9 @@ class Reservation(Protocol):
     def view(self) -> memoryview:
         """Writable, of bytes, exactly as long as was asked for."""
 
-    def commit(self) -> None:
-        """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush()."""
+    def commit(self) -> object:
+        """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush(): what
+        this gives means nothing."""
 
     def abort(self) -> None:
         """Give the room back; after a commit it does nothing."""
@@ -40,11 +41,24 @@ class Reservation(Protocol):
 
 
 class Lease(Protocol):
-    """A reader's hold on one value: `view` stays what it is until `release`, which leaving a with-block does."""
+    """A reader's hold on one value: `view` stays what it is until `release`, which leaving a with-block does.
+
+    When the bytes are another process' they may cease to be that value before, if that process ends the hold: its own
+    limit of time, a lost connection. The memory stays readable all the same. So whoever uses the bytes asks `held` when
+    he has done so, and forgets what he has read, or made of it, when they were not.
+    """
 
     @property
     def view(self) -> memoryview:
         """Read-only, of bytes, exactly as long as the value."""
+
+    @property
+    def held(self) -> bool:
+        """Whether the bytes have been that value all the time until now. False after `release`.
+
+        It is asked after the last byte was read. For a copy that a device makes that is when the copy has ended, not
+        when it was asked for: wait for its event or stream first.
+        """
 
     def release(self) -> None:
         """End the hold; a second call does nothing."""

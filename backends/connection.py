@@ -10,6 +10,7 @@ ordinary value: a BackendError that is returned, with Redis' text, and the conne
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,8 @@ JOIN_BYTES_MAX: Final = 4 * 1024
 BULK_BYTES_MAX: Final = 512 * 1024 * 1024
 """A longer bulk string breaks the protocol (Redis' proto-max-bulk-len)."""
 ARRAY_ITEMS_MAX: Final = 1024 * 1024
+OPTIONAL: Final = (b"HELLO", b"KV.SPLICE")
+"""Greetings that may fail: Redis 5 does not know the one, and nobody but kvredis the other."""
 DEPTH_MAX: Final = 16
 """Arrays within arrays."""
 
@@ -75,12 +78,14 @@ class Connection(Wire):
         greetings.append([b"HELLO", b"2"])  # kvredis hangs up after -OOM on clients that have not said it
         if address.db:
             greetings.append([b"SELECT", b"%d" % address.db])
+        if address.path and not address.tls:
+            greetings.append(promise_to_receive())
         self.set_timeout(deadline_s - time.monotonic())
         self.send_many(greetings)
         for greeting in greetings:
             self.set_timeout(deadline_s - time.monotonic())
             reply = self.read()
-            if isinstance(reply, BackendError) and greeting[0] != b"HELLO":  # which Redis 5 does not know
+            if isinstance(reply, BackendError) and greeting[0] not in OPTIONAL:
                 raise BackendError(f"{address}: {bytes(greeting[0]).decode()} refused: {reply}")
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -181,6 +186,11 @@ class Connection(Wire):
         self.send_set(key, *views)
         return self.read()
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether something is held by way of it that would end if it were closed."""
+        return False
+
     def interrupt(self) -> None:
         """Make whatever waits on it fail at once, and all that is tried on it later: the one call for other threads."""
         sock = self._sock
@@ -247,6 +257,20 @@ def encode(args: Sequence[Buffer]) -> list[Buffer]:
             pieces = [CRLF]
     buffers.append(b"".join(pieces))
     return buffers
+
+
+def promise_to_receive() -> list[Buffer]:
+    """KV.SPLICE, for a unix socket that this process has just connected: whatever comes is copied out by recv and the
+    like, never spliced on, so that a server may lend pages to the socket. Where it is refused nothing is different."""
+    return [b"KV.SPLICE", b"%d" % os.getpid(), b"%d" % os.stat("/proc/self/ns/pid").st_ino]
+
+
+def read_map(reply: Reply) -> dict[str, Reply]:
+    """Read a map that came as RESP2's flat array; empty when it is none."""
+    if not isinstance(reply, list) or len(reply) % 2:
+        return {}
+    names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in reply[::2]]
+    return dict(zip(names, reply[1::2], strict=True))
 
 
 def _flat(buffer: Buffer) -> Buffer:

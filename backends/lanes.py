@@ -12,8 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
+from kvredis.storage.arena import Arena
 from kvredis.storage.errors import BackendError
 
+from . import base
+from .attached import AttachedConnection
 from .connection import Allocate, Connection, Reply
 from .remote_holds import RemoteReservation
 
@@ -50,10 +53,11 @@ class Touch:
 class SetLane:
     """SETs, and touches, in flight on one connection."""
 
-    __slots__ = ("connection", "unanswered", "unanswered_bytes")
+    __slots__ = ("_borrower", "connection", "unanswered", "unanswered_bytes")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._borrower: AttachedConnection | None = None
         self.unanswered: deque[RemoteReservation | Touch | None] = deque()  # None: an answer that settles nothing
         self.unanswered_bytes = 0
 
@@ -63,8 +67,17 @@ class SetLane:
         count = len(self.unanswered)
         return count >= SETS_UNANSWERED_MAX or (count > 1 and self.unanswered_bytes > SETS_UNANSWERED_BYTES)
 
+    def lend(self, arena: Arena) -> BackendError | None:
+        """Let a server on this host take values out of `arena` itself; or say why it will not, and send them."""
+        connection = self.connection
+        if not isinstance(connection, AttachedConnection):
+            return None
+        reply = connection.lend(arena)
+        self._borrower = connection if connection.borrows else None
+        return reply if isinstance(reply, BackendError) else None
+
     def send(self, item: RemoteReservation | Touch) -> None:
-        """Send a SET, or a TOUCH, its tail first: what is touched last stays longest."""
+        """Send a SET, or a PUT of what was lent, or a TOUCH, its tail first: what is touched last stays longest."""
         if isinstance(item, Touch):
             self.unanswered += [None] * (len(item.parts) - 1)
             self.unanswered.append(item)
@@ -75,7 +88,10 @@ class SetLane:
                 self.connection.send((b"ASKING",))
             self.unanswered.append(item)  # before it is sent: one that fails halfway is never answered
             self.unanswered_bytes += len(item.view)
-            self.connection.send_set(item.key, item.view)
+            if item.offset is not None and self._borrower is not None:
+                self._borrower.send_put(item.key, item.offset, len(item.view))
+            else:
+                self.connection.send_set(item.key, item.view)
 
     def answers(self, keep: int, keep_bytes: int) -> Iterator[tuple[RemoteReservation | Touch | None, Reply]]:
         """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them."""
@@ -111,8 +127,8 @@ class GetLane:
             self.connection.send_many((b"GET", key) for key in batch)
             self.asked += len(batch)
 
-    def take(self, allocate: Allocate) -> int | BackendError | None:
-        """Read the next body; as Connection.read_bulk_into."""
+    def take(self, allocate: Allocate) -> int | base.Lease | BackendError | None:
+        """Read the next body; as Connection.read_bulk_into. Or give it as a lease, if it need not be read."""
         got = self.connection.read_bulk_into(allocate)
         self.asked -= 1
         return got

@@ -22,7 +22,6 @@ from typing import Final, Self
 from kvredis.storage.arena import Arena
 from kvredis.storage.entry import Lease, Reservation, extent_length
 
-from . import base
 from .local import LocalBackend
 from .local_reading import ROOM_LOOK_S
 
@@ -57,12 +56,13 @@ class Filling:
 class _Hold(ABC):
     """What the far backend has of near's memory for one value. It ends in `commit` when all went well, else `abort`."""
 
-    __slots__ = ("key", "passage", "view")
+    __slots__ = ("key", "offset", "passage", "view")
 
-    def __init__(self, passage: Passage, key: bytes, view: memoryview) -> None:
+    def __init__(self, passage: Passage, key: bytes, of: Reservation | Lease) -> None:
         self.passage = passage
         self.key = key
-        self.view = view
+        self.view = of.view
+        self.offset = of.offset
 
     @abstractmethod
     def commit(self) -> None:
@@ -87,7 +87,7 @@ class Arriving(_Hold):
     __slots__ = ("_deletes", "_room")
 
     def __init__(self, passage: Passage, room: Reservation, deletes: int) -> None:
-        super().__init__(passage, room.key, room.view)
+        super().__init__(passage, room.key, room)
         self._room = room
         self._deletes = deletes
 
@@ -106,7 +106,7 @@ class Leaving(_Hold):
     __slots__ = ("_hold", "_room", "is_offered")
 
     def __init__(self, passage: Passage, key: bytes, of: Reservation | Lease) -> None:
-        super().__init__(passage, key, of.view)
+        super().__init__(passage, key, of)
         self.is_offered = False
         """Whether the far side's queue has had room for it."""
         self._room = of if isinstance(of, Reservation) else None
@@ -165,7 +165,7 @@ class Passage:
         """The memory that there is: near's."""
         return self._near.store.arena
 
-    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+    def reserve(self, key: bytes, length: int) -> _Hold | None:
         """Give the room of the value that is being sent, or get some for one that comes; None when there is none."""
         here = self._here
         if here.leaving is not None:

@@ -21,6 +21,7 @@ from kvredis.storage.errors import BackendError
 
 from .address import Address, SentinelAddress
 from .connection import Connection, Reply
+from .same_host import SameHost
 from .sentinel import SentinelResolver
 
 logger = logging.getLogger(__name__)
@@ -47,13 +48,18 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         *,
         connect_timeout_s: float | None = None,
+        page_lock: bool = False,
     ) -> None:
-        """An attempt to open a connection takes `connect_timeout_s`, and never more than `timeout_s`, in all."""
+        """An attempt to open a connection takes `connect_timeout_s`, and never more than `timeout_s`, in all. With
+        `page_lock` the GPU is told of memory that a server on this host shares."""
         self.address = address
         self.timeout_s = timeout_s
         self._connect_timeout_s = min(timeout_s, connect_timeout_s or CONNECT_TIMEOUT_S_MAX)
         self._is_behind_sentinels = isinstance(address, SentinelAddress)
         self._find = _finder(address)
+        self._same_host: SameHost | None = None
+        if isinstance(address, Address) and address.lane:
+            self._same_host = SameHost(address, page_lock=page_lock)
         self.losses = 0
         self.reconnects = 0
         self.errors = 0
@@ -192,6 +198,8 @@ class Link:
                 role = connection.call(b"ROLE")  # an error, where we may not ask: READONLY will tell
                 if isinstance(role, list) and role[:1] != [b"master"]:
                     raise BackendError("the master that the Sentinels name is none any more")
+            if self._same_host is not None:
+                connection = self._same_host.attached(connection, deadline_s)
         except BaseException:
             connection.close()
             raise
@@ -205,7 +213,8 @@ class Link:
             if self._clock() - self._up_since_s >= RETRY_S_MAX:  # else it comes and goes
                 self._delay_s = 0.0
             if error is not None:
-                logger.warning("%s is lost (%s); its blocks are misses until it is back", self.address, error)
+                # As text: a record that somebody keeps would keep all that the error's frames hold, mappings too.
+                logger.warning("%s is lost (%s); its blocks are misses until it is back", self.address, str(error))
         self._delay_s = min(max(2 * self._delay_s, RETRY_S_MIN, FAIRNESS * took_s), RETRY_S_MAX)
         self._retry_at_s = self._clock() + self._delay_s
 

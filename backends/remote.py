@@ -36,7 +36,10 @@ class RemoteBackend(RemoteBlocks):
     ) -> None:
         """With `keep` what passes through `staging` stays in it, under its key: a tier nearer than the server."""
         self.address = address
-        node = Node(Link(address, timeout_s, clock, connect_timeout_s=connect_timeout_s), connections)
+        # Whose own memory the GPU knows wants the server's known to it as well.
+        page_lock = staging.arena.page_locked == "cuda"
+        link = Link(address, timeout_s, clock, connect_timeout_s=connect_timeout_s, page_lock=page_lock)
+        node = Node(link, connections)
         super().__init__(str(address), lambda outbox: OneServer(node), staging, timeout_s=timeout_s, keep=keep)
 
     def stats(self) -> dict[str, int | float | str]:

@@ -19,7 +19,7 @@ from kvredis.storage.errors import BackendError
 from . import base
 from .connection import Reply
 from .lanes import Touch
-from .remote_holds import RemoteLease, RemoteReservation, Staging
+from .remote_holds import RemoteReservation, Staging
 from .remote_load import Load, Patience
 from .remote_node import Node
 from .remote_outbox import Outbox
@@ -207,12 +207,10 @@ class RemoteBlocks:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def load(
-        self, keys: Sequence[bytes], *, within_s: float | None = None
-    ) -> Generator[RemoteLease | None, None, None]:
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[base.Lease | None, None, None]:
         """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
         way on each. All waits together last as long as the timeout at most."""
-        here = self._outbox.hold(keys)
+        here: list[base.Lease | None] = list(self._outbox.hold(keys))
         load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), keep=self._keep)
         hits = misses = 0
         try:

@@ -11,6 +11,14 @@ from kvredis.storage.arena import Arena
 from . import base
 
 
+class Room(base.Reservation, Protocol):
+    """Room in the staging memory."""
+
+    @property
+    def offset(self) -> int | None:
+        """Where in the arena the value begins; None for a short one, which is not there."""
+
+
 class Staging(Protocol):
     """What a remote backend needs of a Store: room, which it commits only to let what has passed through stay there."""
 
@@ -18,7 +26,7 @@ class Staging(Protocol):
     def arena(self) -> Arena:
         """The memory that there is."""
 
-    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+    def reserve(self, key: bytes, length: int) -> Room | None:
         """Get room for `length` bytes, None when there is none."""
 
     def close(self) -> None:
@@ -32,18 +40,32 @@ class RemoteReservation:
     last one did so by ASK.
     """
 
-    __slots__ = ("_abort", "_commit", "_ended", "_keep", "_room", "asking", "holds", "hops", "key", "taken", "view")
+    __slots__ = (
+        "_abort",
+        "_commit",
+        "_ended",
+        "_keep",
+        "_room",
+        "asking",
+        "holds",
+        "hops",
+        "key",
+        "offset",
+        "taken",
+        "view",
+    )
 
     def __init__(
         self,
         key: bytes,
-        room: base.Reservation,
+        room: Room,
         commit: Callable[[RemoteReservation], None],
         abort: Callable[[RemoteReservation], None],
         keep: bool = False,
     ) -> None:
         self.key = key
         self.view = room.view
+        self.offset = room.offset
         self.holds = 1
         self._room = room
         self._keep = keep
@@ -92,14 +114,19 @@ class RemoteLease:
 
     __slots__ = ("_end", "view")
 
-    def __init__(self, view: memoryview, end: Callable[[], None]) -> None:
+    def __init__(self, view: memoryview, end: Callable[[], object]) -> None:
         self.view = view.toreadonly()
-        self._end: Callable[[], None] | None = end
+        self._end: Callable[[], object] | None = end
 
     @property
     def length(self) -> int:
         """Bytes of payload."""
         return len(self.view)
+
+    @property
+    def held(self) -> bool:
+        """As Lease.held: until it is released, as the memory is ours."""
+        return self._end is not None
 
     def release(self) -> None:
         """End the hold; a second call does nothing."""

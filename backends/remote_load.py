@@ -15,8 +15,10 @@ from typing import Final
 from kvredis.storage.errors import BackendError
 
 from . import base
-from .connection import Allocate
+from .attached import AttachedConnection
+from .connection import Allocate, Connection
 from .lanes import AHEAD_MIN, GetLane, ahead_for
+from .lease_lane import LeaseLane
 from .remote_holds import RemoteLease, Staging
 from .remote_node import Node
 from .remote_routes import HOPS_MAX, Hop, Routes
@@ -57,10 +59,11 @@ class Patience:
 class Stream:
     """The share of a load that one server has, striped over connections that it borrows from `node`."""
 
-    __slots__ = ("bodies", "lanes", "node", "turn")
+    __slots__ = ("_keep", "bodies", "lanes", "node", "turn")
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, keep: bool) -> None:
         self.node = node
+        self._keep = keep
         self.lanes: list[GetLane] = []
         self.turn = 0
         self.bodies = 0
@@ -76,10 +79,20 @@ class Stream:
         return sum(lane.connection.bytes_in for lane in self.lanes)
 
     def open(self, keys: Sequence[bytes], lanes_max: int) -> None:
-        """Borrow connections and deal `keys` out over them; none when the server is lost."""
-        connections = self.node.borrow(lanes_max)
-        for first, connection in enumerate(connections):
-            self.lanes.append(GetLane(connection, keys[first :: len(connections)]))
+        """Borrow connections and deal `keys` out over them; none when the server is lost. One is enough where it does
+        not carry the bodies."""
+        connections = self.node.borrow(1)
+        try:
+            if lanes_max > 1 and connections and not isinstance(connections[0], AttachedConnection):
+                connections += self.node.borrow(lanes_max - 1)
+        finally:
+            for first, connection in enumerate(connections):
+                self.lanes.append(self._lane(connection, keys[first :: len(connections)]))
+
+    def _lane(self, connection: Connection, keys: Sequence[bytes]) -> GetLane:
+        if keys and isinstance(connection, AttachedConnection):
+            return LeaseLane(connection, keys, keep=self._keep)
+        return GetLane(connection, keys)
 
     def ask(self, ahead: int, left_s: float) -> None:
         """Top up what is asked for on all lanes, and wait no longer than `left_s` for anything from now on."""
@@ -87,8 +100,8 @@ class Stream:
             lane.connection.set_timeout(left_s)
             lane.ask(ahead)
 
-    def take(self, allocate: Allocate) -> int | BackendError | None:
-        """Receive the next body; as Connection.read_bulk_into."""
+    def take(self, allocate: Allocate) -> int | base.Lease | BackendError | None:
+        """Receive the next body; as GetLane.take."""
         lane = self.lanes[self.turn % len(self.lanes)]
         self.turn += 1
         return lane.take(allocate)
@@ -138,19 +151,19 @@ class Load:
         for key in keys:
             node = self._routes.owner(key)
             shares.setdefault(node, []).append(key)
-            stream = self._streams.setdefault(node, Stream(node))
+            stream = self._streams.setdefault(node, Stream(node, keep=self._keep))
             self._turns.append(stream)
         for node, share in shares.items():
             self._open(self._streams[node], share, min(node.connections, len(share)))
 
-    def take(self, key: bytes) -> RemoteLease | None:
+    def take(self, key: bytes) -> base.Lease | None:
         """Receive the body of `key`, the next of those given to `begin`, from wherever it is now; None: a miss."""
         got = self._receive(self._turns.popleft(), key, None)
         for _ in range(HOPS_MAX):
             if not isinstance(got, Hop):
                 break
             if got.node not in self._asides:
-                self._asides[got.node] = Stream(got.node)
+                self._asides[got.node] = Stream(got.node, keep=self._keep)
                 self._open(self._asides[got.node], (), 1)
             got = self._receive(self._asides[got.node], key, got)
         return None if isinstance(got, Hop) else got
@@ -171,7 +184,7 @@ class Load:
         except BaseException as error:
             self._fail(stream, error, True)
 
-    def _receive(self, stream: Stream, key: bytes, hop: Hop | None) -> RemoteLease | Hop | None:
+    def _receive(self, stream: Stream, key: bytes, hop: Hop | None) -> base.Lease | Hop | None:
         room: base.Reservation | None = None
 
         def allocate(length: int) -> memoryview | None:
@@ -183,7 +196,7 @@ class Load:
         self.is_given_up |= self._patience.is_over
         if self._patience.is_over or not stream.is_usable:
             return None
-        got: int | BackendError | None = None
+        got: int | base.Lease | BackendError | None = None
         before, was_fresh = stream.bytes_in, self._patience.is_fresh
         try:
             with self._patience:
@@ -203,9 +216,12 @@ class Load:
             if hop is None:
                 stream.node.complain(got, stream.lanes[0].connection)
             return hop
-        if room is None or not isinstance(got, int):
+        if got is None or (isinstance(got, int) and room is None):
             return None
         stream.bodies += 1
+        if not isinstance(got, int):
+            return got  # the value where it lies, on the server
+        assert room is not None
         self._ahead = ahead_for(got, sum(len(each.lanes) for each in self._streams.values()))
         return RemoteLease(room.view, room.commit if self._keep else room.abort)
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvredis.storage.errors import BackendError
 
+from .attached import AttachedConnection
 from .connection import Connection, Reply
 from .link import WAIT_S_MIN, Link
 
@@ -108,10 +109,12 @@ class Node:
         return borrowed
 
     def bring_back(self, connections: Sequence[Connection]) -> None:
-        """Take connections back; what is not usable, or one too many, is closed."""
+        """Take connections back; what is not usable, or one too many, is closed. Not one that somebody reads through:
+        its leases would end with it."""
         for connection in connections:
             with self._lock:
-                keep = connection.usable and not self._closed and len(self._idle) < self.connections
+                spare = len(self._idle) >= self.connections and not connection.has_leases
+                keep = connection.usable and not self._closed and not spare
                 if keep:
                     self._idle.append(connection)
             if not keep:
@@ -191,10 +194,12 @@ class Node:
     # ---- figures and the end -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """Give counters since the start; bytes are all that went over the sockets, and connections what is open."""
+        """Give counters since the start; bytes are all that went over the sockets, and connections what is open; of
+        these `attached` are to the memory of a server on this host."""
         with self._lock:
             return {
                 "connections": len(self._open),
+                "attached": sum(isinstance(connection, AttachedConnection) for connection in self._open),
                 "bytes_in": self._bytes_in + sum(connection.bytes_in for connection in self._open),
                 "bytes_out": self._bytes_out + sum(connection.bytes_out for connection in self._open),
                 "errors": self.link.errors,

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
+from kvredis.storage.arena import Arena
+
 from .lanes import Touch
 from .remote_holds import RemoteLease, RemoteReservation, Staging
 from .remote_node import Node
@@ -150,6 +152,11 @@ class Outbox:
                 value.free()
 
     # ---- for the senders, which hold the lock ----------------------------------------------------------------------
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that values are in until they are answered."""
+        return self._staging.arena
 
     def is_superseded(self, item: Item) -> bool:
         """Say whether a newer value of the same key follows."""

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from .connection import Reply
+from .connection import Reply, read_map
 from .remote_node import Node
 
 WAIT_SLICE_S: Final = 1.0
@@ -75,11 +75,3 @@ class RemotePrefetch:
             with suppress(ValueError):  # another thread has asked as well
                 self._jobs.remove((node, job))
         return True
-
-
-def read_map(reply: Reply) -> dict[str, Reply]:
-    """Read a map that came as RESP2's flat array; empty when it is none."""
-    if not isinstance(reply, list) or len(reply) % 2:
-        return {}
-    names = [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in reply[::2]]
-    return dict(zip(names, reply[1::2], strict=True))

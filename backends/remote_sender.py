@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
+from kvredis.storage.arena import Arena
 from kvredis.storage.errors import BackendError
 
 from .connection import Reply
@@ -32,6 +33,10 @@ class Ledger(Protocol):
     changed: threading.Condition
     closed: bool
     over: bool
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that values are in."""
 
     def is_superseded(self, item: Item) -> bool:
         """Say whether a newer value of the same key follows."""
@@ -151,6 +156,9 @@ class Sender:
             connection = self._node.open()
             if connection is not None:
                 self._lanes.append(SetLane(connection))
+                refusal = self._lanes[-1].lend(self._ledger.arena)
+                if refusal is not None:
+                    self._node.complain(refusal, connection)
         self._turn += 1
         return self._lanes[self._turn % len(self._lanes)] if self._lanes and not self._ledger.over else None
 
@@ -189,7 +197,13 @@ class Sender:
         self._hang_up()
 
     def _settle_all(self) -> None:
-        """Give up all that is on its way: what was sent, even in part, counts as refused, the rest as dropped."""
+        """Give up all that is on its way: what was sent, even in part, counts as refused, the rest as dropped.
+
+        The connections end first. A server that takes values out of our memory must know before that memory is another
+        value's, and publishes none for who has hung up.
+        """
+        for lane in self._lanes:
+            lane.connection.interrupt()
         with self._changed:
             sent = {item for lane in self._lanes for item in lane.unanswered}
             self._queue.clear()

@@ -43,7 +43,7 @@ def _to_unix(path: str, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(timeout_s, WAIT_S_MIN))
-        sock.connect(path)
+        sock.connect("\0" + path[1:] if path.startswith("@") else path)
     except BaseException:
         sock.close()
         raise

@@ -48,6 +48,12 @@ LATENCY_SHARE_MAX = 0.9
 GB = 1e9
 
 
+def break_even_bytes_per_s(bytes_per_token: int, tokens_per_s: float) -> float:
+    """Give the bandwidth at which loading a token's KV takes as long as computing it; a prefill makes KV at this rate,
+    too."""
+    return bytes_per_token * tokens_per_s
+
+
 class Piece(NamedTuple):
     """One chunk to be loaded: where it is, the bytes that move, and the tokens that need not be computed then."""
 
@@ -144,7 +150,7 @@ class BreakEven:
     def bytes_per_s(self) -> float | None:
         """The break-even bandwidth; None while the prefill rate is unknown."""
         rate = self.tokens_per_s
-        return None if rate is None else rate * self.layout.bytes_per_token
+        return None if rate is None else break_even_bytes_per_s(self.layout.bytes_per_token, rate)
 
     def given_up(self) -> list[Tier]:
         """The tiers that are slower than computing, as far as is known."""
@@ -232,7 +238,8 @@ class BreakEven:
         speed, rate = self._speeds[tier], self._tokens_per_s()
         if rate is None:
             return
-        share = speed.seconds_per_byte * rate * self.layout.bytes_per_token  # of the time that computing takes
+        # Of the time that computing takes.
+        share = speed.seconds_per_byte * break_even_bytes_per_s(self.layout.bytes_per_token, rate)
         if not speed.given_up and share > 1:
             self._give_up(tier)
         elif speed.given_up and share <= USED_AGAIN_SHARE:
@@ -247,7 +254,7 @@ class BreakEven:
 
     def _figures(self, speed: _Speed) -> str:
         measured = 1 / speed.seconds_per_byte / GB if speed.seconds_per_byte else math.inf
-        even = (self._tokens_per_s() or 0.0) * self.layout.bytes_per_token / GB
+        even = break_even_bytes_per_s(self.layout.bytes_per_token, self._tokens_per_s() or 0.0) / GB
         return f"{measured:.3f} GB/s measured, break-even is {even:.3f} GB/s"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 
-from kvredis.backends.base import Backend, Tier
+from kvredis.backends.base import Backend, Lease, Tier
 from kvredis.storage.errors import LayoutError
 
 from .block import block_bytes, open_block
@@ -90,10 +90,8 @@ class Loading:
         try:
             with closing(self._backend.load([chunk.key for chunk in chunks], within_s=within_s)) as leases:
                 for chunk, lease in zip(chunks, leases, strict=False):
-                    if lease is not None:
-                        with lease:
-                            self._take(chunk, lease.view)
-                    go_on = lease is not None if watch is None else watch.lap(lease is not None)
+                    has_come = lease is not None and self._take(chunk, lease)
+                    go_on = has_come if watch is None else watch.lap(has_come)
                     go_on = go_on and not self._is_cancelled()
                     if not go_on:
                         break
@@ -107,12 +105,29 @@ class Loading:
         if self.position > self._span.start:
             self._backend.touch([chunk.key for chunk in self._span.chunks if chunk.start < self.position])
 
-    def _take(self, chunk: ChunkKey, view: memoryview) -> None:
-        """Copy the chunk's tokens from `position` up to the span's end, and move `position` behind them."""
+    def _take(self, chunk: ChunkKey, lease: Lease) -> bool:
+        """Copy the chunk's tokens from `position` to the span's end, and move `position` behind them; ends the lease.
+
+        False, and `position` stays: the bytes were not the block's any more when they had been copied, or looked at.
+        """
+        with lease:
+            try:
+                stop = self._copy(chunk, lease.view)
+            except LayoutError:
+                if lease.held:
+                    raise
+                return False
+            if not lease.held:  # asked when the copy is done: scatter waits for a GPU
+                return False
+        self.position = stop
+        return True
+
+    def _copy(self, chunk: ChunkKey, view: memoryview) -> int:
+        """Copy the chunk's tokens from `position` up to the span's end, and say where they end."""
         block = open_block(view, self._layout)
         if block.tokens != chunk.stop - chunk.start:
             raise LayoutError(f"block covers {block.tokens} tokens, its key {chunk.stop - chunk.start}")
         stop = min(chunk.stop, self._span.stop)
         tensor = view_tensor(block.tensor, self._layout, block.tokens)
         scatter(tensor[:, :, self.position - chunk.start : stop - chunk.start], self._span.out, self.position)
-        self.position = stop
+        return stop

@@ -34,10 +34,12 @@ class FakeLease:
     def __init__(self, backend: "FakeBackend", value: bytes) -> None:
         self.backend = backend
         self.view = memoryview(value)
+        self.held = True
         backend.leases += 1
 
     def release(self) -> None:
         self.view.release()  # raises BufferError under a reader who keeps a tensor of it
+        self.held = False
         self.backend.leases -= 1
 
     def __enter__(self) -> "FakeLease":

@@ -23,15 +23,17 @@ from .local_disk import DRAIN_S
 from .verbs import content, loaded, put, put_through
 
 LOCAL_KINDS = ["local", "local-disk", "local-disk-only"]
-REMOTE_KINDS = ["kvredis", "kvredis-tcp", "redis", "tls", "sentinels", "redis-cluster", "kvredis-cluster"]
-LAYERED_KINDS = ["layered", "layered-redis", "layered-redis-cluster", "layered-disk", "layered-disk-only"]
+REMOTE_KINDS = ["kvredis", "kvredis-tcp", "redis", "tls", "sentinels", "redis-cluster", "kvredis-cluster", "lane"]
+LAYERED_KINDS = ["layered", "layered-lane", "layered-redis", "layered-redis-cluster"]
+LAYERED_KINDS += ["layered-disk", "layered-disk-only"]
 SIZES = [0, 1, 1000, 20_000, 1 << 20, 3_000_001]
 
 
 @pytest.fixture(params=[*LOCAL_KINDS, *REMOTE_KINDS, *LAYERED_KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     """Of which kind the backend under test is. With "-disk" there is a disk below memory, with "-only" memory is but a
-    place of passage for it; a layered one has kvredis behind it unless it says otherwise."""
+    place of passage for it; a layered one has kvredis behind it unless it says otherwise. With "lane" blocks go through
+    memory that is shared with it."""
     found: str = request.param
     return found
 
@@ -54,6 +56,8 @@ def url(kind: str, request: pytest.FixtureRequest) -> str | None:
         found: str = request.getfixturevalue(kind.removeprefix("layered-").replace("-", "_") + "_url")
         return found
     server: ServerProcess = request.getfixturevalue("redis_server" if "redis" in kind.split("-") else "kvredis_server")
+    if kind.endswith("lane"):
+        return server.tcp_url.replace("redis://", "kvredis://")
     return server.tcp_url if kind == "kvredis-tcp" else server.url
 
 

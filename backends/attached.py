@@ -1,0 +1,305 @@
+"""A connection to a server on this host that lends us its arena, and to which we lend ours: offsets instead of bytes.
+
+KV.ATTACH brings two descriptors: the server's arena, which is mapped to be read, and a channel over which ours goes to
+the server (KV.LEND). From then on KV.LEASE answers where a value lies, and KV.PUT says where one is to be taken from;
+each side can read the other's memory and write none of it. All else is said as on any connection.
+
+WHY leases are given back unanswered (CLIENT REPLY SKIP): readers are done with them in any thread and at any time, and
+an answer would turn up among those that the connection's user is reading. Nor would it be of use: whether bytes were
+still what they should be is known here, without asking (SharedLease.held).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self
+
+from kvredis.storage.arena import Arena
+from kvredis.storage.errors import ArenaError, BackendError
+
+from .connection import Connection, Reply, encode, read_map
+from .shared_arena import SharedArena, shared_arena
+from .wire import Buffer
+
+DESCRIPTORS_MAX: Final = 8
+"""What may come with one message; those that nobody wants are closed."""
+RELEASES_TOGETHER: Final = 32
+"""Leases that have ended and of which the server need not hear at once, while others are held."""
+RELEASES_MAX: Final = 512
+"""Leases that one command ends: it is short enough for the kernel to take it whole or not at all."""
+_SKIP: Final = (b"CLIENT", b"REPLY", b"SKIP")
+_GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class SharedLease:
+    """A value in the server's own memory; a base.Lease. Its bytes are sure as long as `held` says so."""
+
+    __slots__ = ("_connection", "_offset", "_until_s", "view")
+
+    def __init__(self, connection: AttachedConnection, offset: int, length: int, until_s: float) -> None:
+        """The server promises the bytes until `until_s` of time.monotonic(), and while the connection is open."""
+        self.view = connection.arena.part(offset, length)
+        self._connection: AttachedConnection | None = connection
+        self._offset = offset
+        self._until_s = until_s
+
+    @property
+    def length(self) -> int:
+        """Bytes of payload."""
+        return len(self.view)
+
+    @property
+    def held(self) -> bool:
+        """As Lease.held: not released, the limit not passed, and the server has not hung up, nor have we. It closes a
+        connection before it ends that one's leases, so that looking afterwards is soon enough."""
+        connection = self._connection
+        return connection is not None and time.monotonic() < self._until_s and connection.is_open
+
+    def release(self) -> None:
+        """End the hold; a second call does nothing. Never waits: the server hears of it soon."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.end_lease(self._offset)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class AttachedConnection(Connection):
+    """For one thread at a time, but for leases that end, and `interrupt`. `attach` comes before all else.
+
+    Leases are counted here as long as they are out, since they end with the connection.
+    """
+
+    __slots__ = (
+        "_arena",
+        "_counting",
+        "_descriptors",
+        "_ended",
+        "_lent",
+        "_limit_ms",
+        "_out",
+        "_sending",
+        "_side",
+    )
+
+    def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
+        """As Wire."""
+        super().__init__(sock, timeout_s)
+        self._arena: SharedArena | None = None
+        self._side: socket.socket | None = None
+        self._limit_ms = 0
+        self._lent: Arena | None = None
+        self._descriptors: list[int] | None = None  # those that come, while somebody waits for some
+        self._sending = threading.Lock()  # not reentrant: a collected lease must not write into a command under way
+        self._counting = threading.RLock()  # reentrant: a collected lease may end anywhere
+        self._ended: deque[int] = deque()  # offsets of leases that the server takes for held
+        self._out = 0
+
+    # ---- attaching -----------------------------------------------------------------------------------------------
+
+    def attach(self, run_id: str, *, page_lock: bool = False) -> None:
+        """Map the arena of the server process `run_id`. Raises BackendError when it is not given, or not sound; then
+        the connection is of no more use."""
+        came = self._descriptors = []
+        try:
+            reply = self.call(b"KV.ATTACH")
+            if isinstance(reply, BackendError):
+                raise self.broken(f"KV.ATTACH: {reply}")
+            said = read_map(reply)
+            nbytes, limit_ms = said.get("arena-bytes"), said.get("lease-ms")
+            if len(came) != 2 or not isinstance(nbytes, int) or not isinstance(limit_ms, int) or limit_ms <= 0:
+                raise self.broken(f"not an answer to KV.ATTACH: {len(came)} descriptors and {str(reply)[:100]}")
+            self._arena = shared_arena(run_id, came[0], nbytes, page_lock=page_lock)
+            self._limit_ms = limit_ms
+            self._side = socket.socket(fileno=came[1])
+            came.pop()  # the socket has it now
+            # Whoever may not say this would get answers to what is given back, and take them for others.
+            self.send_many([_SKIP, (b"PING",), (b"PING",)])
+            if (reply := self.read()) != "PONG":
+                raise self.broken(f"CLIENT REPLY SKIP: {str(reply)[:100]}")
+        except OSError as error:
+            raise self.broken(f"the shared memory: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._descriptors = None
+            for descriptor in came:
+                os.close(descriptor)
+
+    @property
+    def arena(self) -> SharedArena:
+        """The server's memory. Raises BackendError when the connection is closed: it is let go of then."""
+        if self._arena is None:
+            raise BackendError("the connection is closed")
+        return self._arena
+
+    @property
+    def is_open(self) -> bool:
+        """Look, without waiting, whether neither side has hung up. Any thread may ask: one whose look comes upon a
+        socket that is being closed has read all it wanted before that."""
+        sock = self._sock
+        if sock is None:
+            return False
+        look = select.poll()
+        try:
+            look.register(sock, select.POLLRDHUP)
+            return not any(event & _GONE for _, event in look.poll(0))
+        except (OSError, ValueError):  # closed meanwhile
+            return False
+
+    def close(self) -> None:
+        """Close the socket; a second call does nothing. Shut down first, so that the server knows of it even if a
+        process that was forked from this one has the socket too: what it then still does for us has no effect."""
+        self.interrupt()
+        super().close()
+        self._arena = None
+        side, self._side = self._side, None
+        if side is not None:
+            side.close()
+
+    # ---- leases --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_leases(self) -> bool:
+        """Say whether leases are out, which would end if this were closed."""
+        return self._out > 0
+
+    def ask_leases(self, keys: Sequence[bytes]) -> float:
+        """Ask for leases of several keys, to be read by read_leases; give the time until which those will hold."""
+        until_s = time.monotonic() + self._limit_ms / 1000
+        self.send((b"KV.LEASE", b"%d" % self._limit_ms, *keys))  # said, as the server's default may change meanwhile
+        return until_s
+
+    def read_leases(self, until_s: float, count: int) -> list[SharedLease | bytes | BackendError | None]:
+        """Read the answer to one ask_leases of `count` keys: for each a lease, a short value itself, an error, or None
+        for a miss."""
+        reply = self.read()
+        if isinstance(reply, BackendError):
+            return [reply] * count
+        if not isinstance(reply, list) or len(reply) != count:
+            raise self.broken(f"not an answer to KV.LEASE: {str(reply)[:100]}")
+        return [self._lease(item, until_s) for item in reply]
+
+    def _lease(self, item: Reply, until_s: float) -> SharedLease | bytes | BackendError | None:
+        if item is None or isinstance(item, bytes | BackendError):
+            return item
+        match item:
+            case [int() as offset, int() as length]:
+                try:
+                    lease = SharedLease(self, offset, length, until_s)
+                except BackendError as error:
+                    raise self.broken(str(error)) from error
+                with self._counting:
+                    self._out += 1
+                return lease
+        raise self.broken(f"not a lease: {str(item)[:100]}")
+
+    def end_lease(self, offset: int) -> None:
+        """For a lease, from any thread: the server may have the room again."""
+        with self._counting:
+            self._ended.append(offset)
+            self._out -= 1
+            due = not self._out or len(self._ended) >= RELEASES_TOGETHER
+        if due:
+            self.tell_ended()
+
+    def tell_ended(self) -> None:
+        """Tell the server which leases have ended, if that can be done without waiting; from any thread. Else who is
+        sending just now does it, or who comes next."""
+        while self._ended and self._sending.acquire(blocking=False):
+            try:
+                if not self._send_ended():
+                    return
+            finally:
+                self._sending.release()
+
+    def _send_ended(self) -> bool:
+        sock, offsets = self._sock, self._take_ended()
+        if sock is None:
+            return False
+        command = b"".join(bytes(part) for part in _releases(offsets))
+        try:
+            if sock.sendmsg([command], (), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) == len(command):
+                return True
+            self.interrupt()  # half a command is out
+        except BlockingIOError:  # a server that does not read: later
+            self._ended.extendleft(reversed(offsets))
+        except OSError:  # lost, and with it the leases
+            pass
+        return False
+
+    def _take_ended(self) -> list[int]:
+        return [self._ended.popleft() for _ in range(min(len(self._ended), RELEASES_MAX))]
+
+    def send_buffers(self, buffers: list[Buffer]) -> None:
+        """As Wire, behind the news of leases that have ended."""
+        with self._sending:
+            super().send_buffers([*_releases(self._take_ended()), *buffers])
+        self.tell_ended()
+
+    # ---- our memory ----------------------------------------------------------------------------------------------
+
+    def lend(self, arena: Arena) -> Reply:
+        """Let the server read `arena`, for send_put; "OK", or why it will not. Until a put is answered, or the
+        connection closed, its bytes must stay what they are."""
+        if self._lent is not arena:
+            assert self._side is not None, "attach comes first"
+            self._lent = None
+            try:
+                descriptor = arena.share()
+                try:
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
+                    self._side.sendmsg([b"m"], rights, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                finally:
+                    os.close(descriptor)
+            except (ArenaError, OSError) as error:
+                return BackendError(f"the memory cannot be lent: {error}")
+            reply = self.call(b"KV.LEND")
+            if not isinstance(reply, int):
+                return reply
+            self._lent = arena
+        return "OK"
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the server reads our memory, so that send_put is of use."""
+        return self._lent is not None
+
+    def send_put(self, key: bytes, offset: int, length: int) -> None:
+        """KV.PUT of bytes of the memory that was lent; answered as SET."""
+        self.send((b"KV.PUT", key, b"%d" % offset, b"%d" % length))
+
+    # ---- descriptors ---------------------------------------------------------------------------------------------
+
+    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+        """As Wire, and takes up the descriptors that come along, while somebody waits for some: those that nobody asked
+        for are dropped by the kernel."""
+        if self._descriptors is None:
+            return super()._receive_some(sock, buffers, flags)
+        self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
+        room = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
+        count, control, _, _ = sock.recvmsg_into(buffers, room, flags | socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self._descriptors += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        return count
+
+
+def _releases(offsets: Sequence[int]) -> list[Buffer]:
+    """Write the commands that end leases, to which there is no answer."""
+    return [*encode(_SKIP), *encode((b"KV.RELEASE", *(b"%d" % offset for offset in offsets)))] if offsets else []

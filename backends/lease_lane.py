@@ -1,0 +1,129 @@
+"""A share of a load whose values lie in the server's memory: leases are asked for in batches, ahead of the reading.
+
+A lease is the value itself when its reader shall have it; when a tier of ours is to keep it, it is copied once, to
+where it stays. What was leased ahead and has waited too long for its reader is leased again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvredis.storage.copying import copy
+from kvredis.storage.errors import BackendError
+
+from .attached import AttachedConnection, SharedLease
+from .connection import Allocate
+from .lanes import DRAIN_S, DRAIN_S_MIN, GetLane
+from .remote_holds import RemoteLease
+
+LEASES_MAX: Final = 64
+"""Leases asked for ahead; one while the length of values is not known, which may be half of what the server has."""
+LEASED_BYTES: Final = 256 * 1024 * 1024
+"""Of values asked for ahead: an answer is short, but what is leased the server cannot give to others."""
+ARENA_PART: Final = 4
+"""A quarter of the server's arena may be leased ahead: other clients have loads as well, and what is on its disk must
+find room, all of one command together, before that is answered."""
+
+
+class LeaseLane(GetLane):
+    """As GetLane. `take` gives a lease, or with `keep` copies the value into the reader's room."""
+
+    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep")
+
+    def __init__(self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool) -> None:
+        super().__init__(connection, keys)
+        self._attached = connection
+        self._keep = keep
+        self._ahead = 1
+        self._batches: deque[tuple[Sequence[bytes], float]] = deque()  # asked for: keys, and until when leases hold
+        self._answers: deque[tuple[bytes, SharedLease | bytes | BackendError | None]] = deque()
+
+    def ask(self, ahead: int) -> None:
+        """Ask for more, as soon as no more than half of what may be is under way; `ahead` is for bodies on a socket."""
+        if self.unasked and self.asked <= self._ahead // 2:
+            keys = [self.unasked.popleft() for _ in range(min(self._ahead - self.asked, len(self.unasked)))]
+            self._batches.append((keys, self._attached.ask_leases(keys)))
+            self.asked += len(keys)
+
+    def take(self, allocate: Allocate) -> int | SharedLease | RemoteLease | BackendError | None:
+        """Give the next value: as a lease, or its length when it has been copied into what `allocate` lent. What is
+        copied is looked at afterwards: BackendError when the server has ended the lease meanwhile."""
+        if not self._answers:
+            self._read_batch()
+        key, answer = self._answers.popleft()
+        self.asked -= 1
+        if _is_share_used(answer):
+            answer = self._ask_again(key)  # by now those before it are back
+            if _is_share_used(answer):  # the reader holds too many, or the value is half of the arena
+                self.connection.send((b"GET", key))
+                return self.connection.read_bulk_into(allocate)
+        elif isinstance(answer, SharedLease) and not answer.held:
+            answer.release()
+            answer = self._ask_again(key)
+        if answer is None or isinstance(answer, BackendError):
+            return answer
+        value = memoryview(answer) if isinstance(answer, bytes) else answer.view
+        self._ahead = leases_for(len(value), self._attached.arena.nbytes)
+        if isinstance(answer, bytes):
+            return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
+        return self._copied(answer, allocate) if self._keep else answer
+
+    def settle(self, left_s: float) -> None:
+        """Bring the connection to rest after the load: give back what nobody has taken. The leases that have been taken
+        end with the connection, so it is closed only when the server does not answer."""
+        until_s = time.monotonic() + min(left_s, DRAIN_S)
+        try:
+            while self._batches and self.connection.usable:
+                self.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
+                self._read_batch()
+        except BackendError:
+            self.connection.close()
+        for _, answer in self._answers:
+            if isinstance(answer, SharedLease):
+                answer.release()
+        self._answers.clear()
+        self._attached.tell_ended()
+
+    def _read_batch(self) -> None:
+        keys, until_s = self._batches.popleft()
+        answers = self._attached.read_leases(until_s, len(keys))
+        self._answers.extend(zip(keys, answers, strict=True))
+
+    def _ask_again(self, key: bytes) -> SharedLease | bytes | BackendError | None:
+        """Lease one key now; the answers that are under way come first, and wait for their turn."""
+        while self._batches:
+            self._read_batch()
+        return self._attached.read_leases(self._attached.ask_leases([key]), 1)[0]
+
+    def _copied(self, lease: SharedLease, allocate: Allocate) -> int | None:
+        with lease:
+            length = self._keep_copy(lease.view, allocate)
+            if lease.held:
+                return length
+        if not self._attached.is_open:
+            raise self.connection.broken("closed by the server")
+        return None  # a copy that has taken longer than leases last
+
+    def _keep_copy(self, value: memoryview, allocate: Allocate) -> int:
+        room = allocate(len(value))
+        if room is not None:
+            copy(room, value)
+        return len(value)
+
+
+def leases_for(length: int, arena_bytes: int) -> int:
+    """How many values of `length` bytes to lease ahead."""
+    room = min(LEASED_BYTES, arena_bytes // ARENA_PART)
+    return max(1, min(LEASES_MAX, room // max(length, 1)))
+
+
+def _is_share_used(answer: SharedLease | bytes | BackendError | None) -> bool:
+    """Say whether a client may lease no more, as long as it holds what it holds."""
+    return isinstance(answer, BackendError) and str(answer).startswith("OOM")
+
+
+def _end() -> None:
+    """Nobody holds anything for a value that has come whole."""

@@ -1,0 +1,132 @@
+"""A server's arena in this process: the pages in which the server on this host keeps its blocks, mapped to be read.
+
+WHY a reader cannot be hurt: the memory is a memfd that is sealed against shrinking, which is looked at before anything
+is mapped, so no page of the mapping ever lacks memory behind it, whatever the server does, and it lives as long as
+somebody maps it, also when the server was killed. And the reader cannot hurt: the descriptor came opened for reading,
+and the seals forbid everybody a new writable mapping.
+
+WHY nothing is done about fork (MADV_DONTFORK): that advice keeps copy-on-write from moving pages under a device that
+copies from them. A shared mapping is never copied on write, and a child that inherits it can only read it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import threading
+import weakref
+from typing import Any, Final
+
+from kvredis.storage.errors import BackendError
+from kvredis.storage.pagelock import CudaLock, cuda_driver
+
+logger = logging.getLogger(__name__)
+
+_PYBUF_SIMPLE: Final = 0
+
+
+class SharedArena:
+    """`nbytes` of a server's memory, read-only. Slices of `view` keep the mapping in place, and so does this object;
+    when the last of all these has gone it is unmapped.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        """Map what `descriptor`, which stays the caller's, stands for. Raises BackendError when that is not a memfd of
+        `nbytes`, opened for reading alone, that can never shrink."""
+        check_memory(descriptor, nbytes)
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            raise BackendError("the shared memory is not opened for reading alone")
+        try:
+            mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise BackendError(f"the shared memory cannot be mapped: {error}") from error
+        self.nbytes = nbytes
+        self.view = memoryview(mapping)
+        self.page_locked = "no"
+
+    def part(self, offset: int, length: int) -> memoryview:
+        """View `length` bytes from `offset` on. Raises BackendError when they are not all in it."""
+        if not 0 <= offset <= offset + length <= self.nbytes:
+            raise BackendError(f"{length} bytes at {offset} are not in a shared memory of {self.nbytes}")
+        return self.view[offset : offset + length]
+
+    def lock(self, driver: Any = None) -> None:
+        """Register the memory with the GPU's driver, so that copies to the GPU run at full speed; `page_locked` says
+        whether that went well. Takes 20 to 120 ms/GiB. What cannot be registered can be read all the same."""
+        driver = cuda_driver() if driver is None else driver
+        taken = (
+            "no CUDA driver"
+            if driver is None
+            else CudaLock.take(_address(self.view), self.nbytes, driver, read_only=True)
+        )
+        if isinstance(taken, str):
+            logger.info("the server's memory is not registered with the GPU (%s): copies to it are slower", taken)
+            return
+        # Runs before the mapping can go. At the interpreter's end the driver may be gone already, and frees all itself.
+        weakref.finalize(self, taken.release).atexit = False
+        self.page_locked = taken.name
+
+
+_mapped: weakref.WeakValueDictionary[tuple[str, int, int], SharedArena] = weakref.WeakValueDictionary()
+_mapping = threading.Lock()
+
+
+def shared_arena(run_id: str, descriptor: int, nbytes: int, *, page_lock: bool = False) -> SharedArena:
+    """Give the arena of the server process `run_id`, mapped once however many connections there are to it.
+
+    With `page_lock` a new mapping is registered with the GPU's driver, by a thread of its own. Raises as SharedArena.
+    """
+    found = os.fstat(descriptor)
+    key = (run_id, found.st_dev, found.st_ino)
+    with _mapping:
+        arena = _mapped.get(key)
+        if arena is not None and arena.nbytes == nbytes:
+            return arena
+        arena = _mapped[key] = SharedArena(descriptor, nbytes)
+    if page_lock:
+        threading.Thread(target=arena.lock, name="kvredis page lock", daemon=True).start()
+    return arena
+
+
+def check_memory(descriptor: int, nbytes: int) -> None:
+    """Raises BackendError unless `descriptor` is memory of `nbytes` that nobody can take away from who maps it."""
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or nbytes <= 0:
+        raise BackendError(f"the shared memory is not a file of {nbytes} bytes")
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise BackendError(f"the shared memory is no memfd: {error.strerror}") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise BackendError("the shared memory is not sealed against shrinking")
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer of CPython's C API (Include/pybuffer.h), whose `buf` is an address that memoryview does not tell."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address(view: memoryview) -> int:
+    """Give the address of read-only memory, of which ctypes' own from_buffer will not hear."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), _PYBUF_SIMPLE)
+    address = int(buffer.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
