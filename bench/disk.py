@@ -157,6 +157,7 @@ def _rates(plan: DiskPlan, directory: Path, progress: Progress, result: DiskResu
     finally:
         _remove(place)  # the servers may need the room
     result["device"], result["memory"], result["rates"] = rates.device, rates.memory, rates.rows
+    result["t0"] = rates.t0
     result["notes"] += rates.notes
 
 

@@ -7,7 +7,9 @@ is its own, what the loop lacks to fio is Python's.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -16,16 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvredis.storage.files import RealFiles
+from kvredis.storage.pagelock import c_library
 from kvredis.storage.segment import HEADER_BYTES
 
 from .disk_blocks import Blocks
 from .disk_result import DEVICE, LOOP, Mode
 from .errors import BenchError
+from .figures import percentile
 
 _TOOL_WAIT_S = 300.0
 _START_WAIT_S = 30.0
@@ -33,10 +37,16 @@ _START_WAIT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What moving all blocks once took."""
+    """What moving all blocks once took, and one block of them; None where that was not seen."""
 
     seconds: float
     cpu_s: float
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+
+    def by_block(self, times_s: Sequence[float]) -> Timing:
+        """Give the same with percentiles over the times of single blocks."""
+        return replace(self, p50_ms=percentile(times_s, 50) * 1e3, p99_ms=percentile(times_s, 99) * 1e3)
 
 
 class RateArm(Protocol):
@@ -70,6 +80,23 @@ def forget_pages(path: Path) -> None:
         os.close(fd)
 
 
+def cached_share(path: Path) -> float:
+    """Give the share of a file's pages that are in the page cache, 0.0 to 1.0; 0.0 of an empty one."""
+    nbytes = path.stat().st_size
+    if not nbytes:
+        return 0.0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE) as mapping:
+        held = ctypes.c_char.from_buffer(mapping)
+        try:
+            pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+            address = ctypes.c_void_p(ctypes.addressof(held))
+            if c_library().mincore(address, ctypes.c_size_t(nbytes), pages):
+                raise BenchError(f"mincore: {os.strerror(ctypes.get_errno())}")
+        finally:
+            del held
+    return sum(page & 1 for page in pages) / len(pages)
+
+
 class Loop:
     """preadv and pwrite of one file from Python threads, each with a stretch of the blocks."""
 
@@ -83,13 +110,16 @@ class Loop:
         """As RateArm."""
         self._shift, size = shift, self._blocks.size_bytes
         file = RealFiles().open(self._path, direct=mode == "direct")
+        times_s: list[float] = []
 
         def some(part: range) -> None:
             for index in part:
+                start_s = time.perf_counter()
                 file.pwrite(self._blocks.image(index, shift)[:size], index * size)
+                times_s.append(time.perf_counter() - start_s)
 
         try:
-            return timed_threads(threads, self._blocks.count, some, file.sync)
+            return timed_threads(threads, self._blocks.count, some, file.sync).by_block(times_s)
         finally:
             file.close()
 
@@ -97,14 +127,17 @@ class Loop:
         """As RateArm."""
         size = self._blocks.size_bytes
         file = RealFiles().open(self._path, direct=mode == "direct")
+        times_s: list[float] = []
 
         def some(part: range) -> None:
             for index in part:
+                start_s = time.perf_counter()
                 if file.pread(self._blocks.place(index)[:size], index * size) != size:
                     raise BenchError(f"{self._path} ended early")
+                times_s.append(time.perf_counter() - start_s)
 
         try:
-            return timed_threads(threads, self._blocks.count, some)
+            return timed_threads(threads, self._blocks.count, some).by_block(times_s)
         finally:
             file.close()
 
@@ -124,7 +157,8 @@ def timed_threads(
     threads: int, count: int, work: Callable[[range], None], finish: Callable[[], None] = lambda: None
 ) -> Timing:
     """Let `threads` threads do equal stretches of `count` items, then `finish`; they start together, with the clock."""
-    gate = threading.Barrier(threads + 1)
+    starts_s: list[float] = []  # by whoever comes last to the gate: this thread may not run again until others have
+    gate = threading.Barrier(threads + 1, lambda: starts_s.append(time.perf_counter()))
 
     def one(part: range) -> None:
         gate.wait(_START_WAIT_S)
@@ -135,11 +169,10 @@ def timed_threads(
         futures = [pool.submit(one, part) for part in parts]
         cpu_s = time.process_time()
         gate.wait(_START_WAIT_S)
-        start_s = time.perf_counter()
         for future in futures:
             future.result()
         finish()
-        return Timing(time.perf_counter() - start_s, time.process_time() - cpu_s)
+        return Timing(time.perf_counter() - starts_s[0], time.process_time() - cpu_s)
 
 
 class Tool:
@@ -194,7 +227,7 @@ def fio_timing(said: str, op: str) -> Timing:
     """Read fio's JSON of one group; it begins at the first brace. Raises BenchError when it is none.
 
     The rate counts from the first block to the end of the last fsync. fio gives CPU time in percent of the jobs'
-    running times, added up (job_runtime, ms).
+    running times, added up (job_runtime, ms). Some fio tell no percentiles.
     """
     try:
         job: dict[str, Any] = json.loads(said[said.index("{") :])["jobs"][0]
@@ -202,7 +235,10 @@ def fio_timing(said: str, op: str) -> Timing:
         if job["error"] or not moved["bw_bytes"]:
             raise BenchError(f"fio could not {op}: error {job['error']}")
         cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
-        return Timing(moved["io_bytes"] / moved["bw_bytes"], cpu_s)
+        times_ns = moved.get("clat_ns", {}).get("percentile", {})
+        p50_ns, p99_ns = (times_ns.get(f"{percent}.000000") for percent in (50, 99))
+        timing = Timing(moved["io_bytes"] / moved["bw_bytes"], cpu_s)
+        return timing if p50_ns is None or p99_ns is None else replace(timing, p50_ms=p50_ns / 1e6, p99_ms=p99_ns / 1e6)
     except (ValueError, LookupError, TypeError) as error:
         raise BenchError(f"fio said something else than its figures: {said[:200]!r}") from error
 

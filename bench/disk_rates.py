@@ -1,7 +1,7 @@
 """Blocks per second from and to one directory: the device, a plain loop and the disk tier, taking turns.
 
-In each repeat, for each mode and number of threads, every arm in rotating order writes all its blocks, then every arm
-reads all of them. What was read is compared in full once the clock has stopped.
+In each repeat, for each mode and number of threads, every arm in rotating order writes all its blocks, T0 copies them
+in memory, then every arm reads all of them. What was read is compared in full once the clock has stopped.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from kvredis.storage.files import RealFiles
 
 from .disk_blocks import Blocks
-from .disk_device import Loop, RateArm, Timing, device_tool
+from .disk_device import Loop, RateArm, Timing, cached_share, device_tool
 from .disk_result import DEVICE, LOOP, Mode, Op, RateRow, RateSample
+from .disk_t0 import PlainCopy
 from .disk_tier import TierArm, tier_bytes
 from .errors import BenchError
 from .figures import GB, by_repeat, counted, middle, paired_ratio, rotated
@@ -25,6 +27,7 @@ from .transfer import MIB, Progress
 
 _MODES: tuple[Mode, ...] = ("direct", "buffered")
 HUGEPAGES = "hugetlb-2MiB"
+_CACHED_SHARE_MOST = 0.01
 _WARM_UP_PASSES = 2  # the second pass fills what the first left of a tier's room
 
 
@@ -60,6 +63,7 @@ class Rates:
 
     device: str
     memory: str
+    t0: str
     rows: list[RateRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -78,7 +82,8 @@ def run_rates(plan: RatePlan, directory: Path, progress: Progress) -> Rates:
 
 def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progress) -> Rates:
     tool, name = device_tool(directory / "device.data", plan.block_bytes, plan.count)
-    rates = Rates(name, blocks.pages)
+    t0 = PlainCopy(blocks)
+    rates = Rates(name, blocks.pages, t0.name)
     if tool is not None and blocks.pages == HUGEPAGES:
         rates.notes.append(
             f"{name}: its buffers lie on small pages, ours on hugepages; the loop is the fairer neighbour"
@@ -95,6 +100,7 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
         for arm in arms:
             stack.callback(arm.close)
         shift = _warm_up(arms, modes)
+        rates.notes += _still_cached(arms, directory)
         for repeat in range(plan.repeats):
             for mode in modes:
                 for threads in plan.threads:
@@ -104,10 +110,12 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
                         arm.forget_pages()
                         timing = arm.write(mode, threads, shift)
                         _keep(samples, (mode, "write", threads), arm, _sample(plan, timing, repeat, 0))
+                    t0_s = t0.seconds(shift)
                     for arm in rotated(arms, repeat):
                         for op in _reads(mode):
                             sample = _read(plan, arm, blocks, (mode, op, threads), repeat)
                             _keep(samples, (mode, op, threads), arm, sample)
+                    _pair(samples, (mode, threads), t0_s)
     for cell in sorted(samples, key=_cell_order):
         rates.rows += summarize(plan.block_bytes, cell, samples[cell])
     return rates
@@ -129,9 +137,40 @@ def summarize(block_bytes: int, cell: tuple[Mode, Op, int], samples: dict[str, l
             cpu_s_per_gb=middle([sample["cpu_s_per_gb"] for sample in own]),
             ratio_to_device=paired_ratio(rates[arm], rates.get(DEVICE, {})),
             ratio_to_loop=paired_ratio(rates[arm], rates.get(LOOP, {})),
+            p50_ms=_middle(own, "p50_ms"),
+            p99_ms=_middle(own, "p99_ms"),
+            ratio_to_t0=paired_ratio(by_repeat(own, "seconds"), _t0_s(own)),
         )
         for arm, own in samples.items()
     ]
+
+
+def _middle(samples: Sequence[RateSample], figure: Literal["p50_ms", "p99_ms"]) -> float | None:
+    """Give a percentile's median over the repeats, None where single blocks were not seen."""
+    found = [value for sample in samples if (value := sample.get(figure)) is not None]
+    return middle(found) if found else None
+
+
+def _t0_s(samples: Sequence[RateSample]) -> dict[int, float]:
+    return {sample["repeat"]: sample["t0_seconds"] for sample in samples if "t0_seconds" in sample}
+
+
+def _pair(samples: _Samples, cell: tuple[Mode, int], t0_s: float) -> None:
+    """Note T0 in the latest sample of every arm and operation of a cell."""
+    for (mode, _, threads), arms in samples.items():
+        if (mode, threads) == cell:
+            for own in arms.values():
+                own[-1]["t0_seconds"] = t0_s
+
+
+def _still_cached(arms: Sequence[RateArm], directory: Path) -> list[str]:
+    """Say so when this file system keeps pages that it is told to drop: then a cold read there is none."""
+    for arm in arms:
+        arm.forget_pages()
+    share = max(cached_share(path) for path in directory.glob("*.data"))
+    if share <= _CACHED_SHARE_MOST:
+        return []
+    return [f"cold reads are not cold: {share:.0%} of a file stays in the page cache after POSIX_FADV_DONTNEED"]
 
 
 def _warm_up(arms: Sequence[RateArm], modes: Sequence[Mode]) -> int:
@@ -165,6 +204,8 @@ def _sample(plan: RatePlan, timing: Timing, repeat: int, verified_bytes: int) ->
         gb_per_s=nbytes / timing.seconds / GB,
         cpu_s_per_gb=timing.cpu_s * GB / nbytes,
         verified_bytes=verified_bytes,
+        p50_ms=timing.p50_ms,
+        p99_ms=timing.p99_ms,
     )
 
 

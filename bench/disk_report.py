@@ -44,15 +44,21 @@ def _rates(result: DiskResult) -> Iterator[str]:
     heading = None
     if result["rates"]:
         yield f"The device by {result['device']}; blocks of loop and tier on {result['memory']} pages"
+    if "t0" in result:
+        yield f"T0: {result['t0']}, the same blocks on the same pages in the same repeat; x T0 is time, less is better"
     for row in result["rates"]:
         if heading != (row["mode"], row["op"]):
             heading = (row["mode"], row["op"])
             yield ""
             yield f"{row['op']}, {row['mode']}, blocks of {size_text(row['block_bytes'])}"
-            yield f"  {'threads':>7} {'arm':<7} {'GB/s':>6} {'CPU s/GB':>9} {'x device':>9} {'x loop':>7}"
+            yield (
+                f"  {'threads':>7} {'arm':<7} {'GB/s':>6} {'CPU s/GB':>9} {'x device':>9} {'x loop':>7}"
+                f" {'x T0':>7} {'p50 ms':>8} {'p99 ms':>8}"
+            )
         yield (
             f"  {row['threads']:>7} {row['arm']:<7} {row['gb_per_s']:6.2f} {row['cpu_s_per_gb']:9.3f}"
             f" {_ratio(row['ratio_to_device']):>9} {_ratio(row['ratio_to_loop']):>7}"
+            f" {_ratio(row.get('ratio_to_t0')):>7} {_ms(row.get('p50_ms')):>8} {_ms(row.get('p99_ms')):>8}"
         )
 
 
@@ -94,6 +100,10 @@ def _pings(result: DiskResult) -> Iterator[str]:
         if any(row["counters"].get(name) for name in _KEPT):
             counted = ", ".join(f"{name} {row['counters'].get(name, 0)}" for name in _KEPT)
             yield f"  {'':<5} {'':<7} while busy: {counted}; {row['missing']} values gone by the end"
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _ratio(value: float | None) -> str:

@@ -7,16 +7,19 @@ which for a server is the server's; the kernel's own write-back threads are in n
 Top level
     schema, machine (see machine.py), options (how the bench was called), device (what stood for the device), memory
     (what pages the loop and the tier moved blocks to and from), notes (what could not be measured, and why), rates,
-    gets, pings, verified_bytes, gate (see disk_gate.py), seconds
+    gets, pings, verified_bytes, gate (see disk_gate.py), seconds, t0
 
 Rates: `write` ends when the device has confirmed all of it (fsync, fdatasync, DiskTier.sync). `read` is of files that
 were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before; `read warm`, buffered only, comes
 right after it and reads the same again. Files were written once before the clock started, so nobody pays for room.
+p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or promotion of the tier (its queue is not in
+it), fio's own; dd tells none. T0 is a copy of the same blocks in memory, in the same repeat and cell (disk_t0.py; `t0`
+says by what); `ratio_to_t0` is time / T0's, so less is better. Files from before there was T0 lack both.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from .result import GateJson
 
@@ -37,6 +40,9 @@ class RateSample(TypedDict):
     gb_per_s: float
     cpu_s_per_gb: float
     verified_bytes: int  # compared in full after the clock had stopped; 0 for a foreign tool
+    p50_ms: NotRequired[float | None]
+    p99_ms: NotRequired[float | None]
+    t0_seconds: NotRequired[float]
 
 
 class RateRow(TypedDict):
@@ -52,6 +58,9 @@ class RateRow(TypedDict):
     cpu_s_per_gb: float
     ratio_to_device: float | None
     ratio_to_loop: float | None
+    p50_ms: NotRequired[float | None]
+    p99_ms: NotRequired[float | None]
+    ratio_to_t0: NotRequired[float | None]
 
 
 class GetSample(TypedDict):
@@ -139,3 +148,4 @@ class DiskResult(TypedDict):
     verified_bytes: int
     gate: list[GateJson]
     seconds: float
+    t0: NotRequired[str]

@@ -45,29 +45,37 @@ class TierArm:
         tier, size = self._tier(mode), self._blocks.size_bytes
         self._shifts[mode] = shift
 
+        times_s: list[float] = []
+
         def spill(index: int) -> None:
+            start_s = time.perf_counter()
             extent = next((each for _ in range(_PLACE_TRIES) if (each := tier.place(size)[0]) is not None), None)
             image, facts = self._blocks.image(index, shift), Facts(_key(shift, index), 0, size, 0)
             record = tier.write(extent, image, facts) if extent is not None else None
             if record is None or not tier.publish(record):
                 raise BenchError(f"the tier in {self._directory} did not take a block: {tier.stats}")
+            times_s.append(time.perf_counter() - start_s)
 
         def finish() -> None:
             if not tier.sync():
                 raise BenchError(f"the tier in {self._directory} could not sync: {tier.stats}")
 
-        return self._timed(threads, Priority.SPILL, spill, finish)
+        return self._timed(threads, Priority.SPILL, spill, finish).by_block(times_s)
 
     def read(self, mode: Mode, threads: int) -> Timing:
         """As RateArm."""
         tier, shift = self._tier(mode), self._shifts[mode]
 
+        times_s: list[float] = []
+
         def promote(index: int) -> None:
+            start_s = time.perf_counter()
             record = tier.get(_key(shift, index), 0)
             if record is None or not tier.read(record, self._blocks.place(index)):
                 raise BenchError(f"the tier in {self._directory} has lost a block: {tier.stats}")
+            times_s.append(time.perf_counter() - start_s)
 
-        return self._timed(threads, Priority.DEMAND, promote, lambda: None)
+        return self._timed(threads, Priority.DEMAND, promote, lambda: None).by_block(times_s)
 
     def verify(self, mode: Mode) -> int:
         """As RateArm."""

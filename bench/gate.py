@@ -1,4 +1,4 @@
-"""The lines that kvredis has to keep against Redis, as data, and their evaluation over a result.
+"""The lines that kvredis has to keep against Redis and memcached, as data, and their evaluation over a result.
 
 Server CPU is judged where client and server share one CPU, since that figure repeats; throughput where they do not,
 since that is what a user sees. Every arm (transport, connections) is judged by itself, where it was measured.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .figures import counted, size_text
+from .figures import by_repeat, counted, paired_ratio, size_text
 from .result import SUBJECT, BenchResult, GateJson, LookupRow, SmallRow, TransferRow
 
 KIB, MIB = 1024, 1024**2
@@ -45,6 +45,10 @@ RATE_LEAST = (
     TransferBound("GETP", (576 * KIB, 576 * KIB), 1.4),
     TransferBound("GETP", (896 * KIB, 32 * MIB), 3.0),
 )
+BEST_LEAST = 1.15
+"""SET and GET of BEST_BYTES or more, on one CPU or on all, against whichever of PEERS is faster there."""
+BEST_BYTES = 576 * KIB
+PEERS = ("redis", "memcached")
 SMALL_LEAST = {1: 0.85, 16: 0.4}  # requests in flight -> rps ratio
 PING_P99_MOST = 0.2
 LOOKUP_TIME_MOST = 1.2  # to EXISTS of redis
@@ -65,7 +69,7 @@ class GateRow:
 
 def gate(result: BenchResult) -> list[GateRow]:
     """Judge every line that `result` has a measurement of kvredis for."""
-    return [*_cpu(result), *_rate(result), *_small(result), *_pings(result), *_lookups(result)]
+    return [*_cpu(result), *_rate(result), *_best(result), *_small(result), *_pings(result), *_lookups(result)]
 
 
 def _cpu(result: BenchResult) -> Iterator[GateRow]:
@@ -82,6 +86,22 @@ def _rate(result: BenchResult) -> Iterator[GateRow]:
             for bound in RATE_LEAST:
                 if _covers(bound, row):
                     yield _at_least(f"throughput     {transfer_name(row)}", bound.ratio, row["ratio_gb_per_s"])
+
+
+def _best(result: BenchResult) -> Iterator[GateRow]:
+    """Hold kvredis against the best of its peers in the same arm, if both of them ran."""
+    cells: dict[tuple[object, ...], dict[str, TransferRow]] = {}
+    for row in result["transfers"]:
+        cell = (row["transport"], row["connections"], row["pinned"], row["size_bytes"], row["op"])
+        cells.setdefault(cell, {})[row["server"]] = row
+    for rows in cells.values():
+        if not {SUBJECT, *PEERS} <= rows.keys():
+            continue
+        ours, best = rows[SUBJECT], max((rows[name] for name in PEERS), key=lambda row: row["gb_per_s"])
+        if ours["op"] in ("SET", "GET") and ours["size_bytes"] >= BEST_BYTES:
+            rate = (by_repeat(row["samples"], "gb_per_s") for row in (ours, best))
+            where = "one CPU" if ours["pinned"] else "all CPUs"
+            yield _at_least(f"to the best    {transfer_name(ours)}, {where}", BEST_LEAST, paired_ratio(*rate))
 
 
 def _small(result: BenchResult) -> Iterator[GateRow]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from .deferred_result import deferred_lines
 from .errors import BenchError
 from .figures import counted, size_text
 from .gate import GateRow
@@ -42,14 +43,14 @@ def _rounded(value: Any) -> Any:
 
 
 def load(path: Path) -> BenchResult:
-    """Read a result, also one from before there were lookups; raises BenchError when it is none of this schema."""
+    """Read a result, also one from before some parts; raises BenchError when it is none of this schema."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise BenchError(f"{path}: cannot read a result: {error}") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise BenchError(f"{path}: not a result of schema {SCHEMA}")
-    return cast(BenchResult, {"lookup": [], "held": []} | found)
+    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | found)
 
 
 def table_lines(result: BenchResult) -> Iterator[str]:
@@ -59,6 +60,7 @@ def table_lines(result: BenchResult) -> Iterator[str]:
     yield from _small(result)
     yield from _head_of_line(result)
     yield from _lookup(result)
+    yield from deferred_lines(result["deferred"], result["t0"])
     verified = result["verified"]
     if result["transfers"]:
         yield ""
@@ -70,7 +72,7 @@ def gate_lines(rows: Sequence[GateRow]) -> Iterator[str]:
     if not rows:
         return
     yield ""
-    yield "Gate (ratio to redis, medians of paired ratios)"
+    yield "Gate (medians of paired ratios, to redis where nothing else is named)"
     for row in rows:
         measured = "none" if row.measured is None else f"{row.measured:.2f}x"
         yield f"  {'pass' if row.passed else 'FAIL'}  {row.name:<58} {row.bound:>9} {measured:>8}"
@@ -120,12 +122,12 @@ def _transfers(result: BenchResult) -> Iterator[str]:
             yield ""
             yield arm
             yield (
-                f"  {'value':>8} {'op':<4} {'server':<10} {'GB/s':>6} {'x redis':>7} {'p50 ms':>8} {'p99 ms':>8}"
-                f" {'server ms/GB':>12} {'(min)':>6} {'x redis':>7} {'client ms/GB':>12}{column}"
+                f"  {'value':>8} {'op':<4} {'server':<10} {'GB/s':>6} {'x redis':>7} {'x T0':>7} {'p50 ms':>8}"
+                f" {'p99 ms':>8} {'server ms/GB':>12} {'(min)':>6} {'x redis':>7} {'client ms/GB':>12}{column}"
             )
         yield (
             f"  {size_text(row['size_bytes']):>8} {row['op']:<4} {row['server']:<10} {row['gb_per_s']:6.2f}"
-            f" {_ratio(row['ratio_gb_per_s'])} {row['p50_ms']:8.3f} {row['p99_ms']:8.3f}"
+            f" {_ratio(row['ratio_gb_per_s'])} {_ratio(row.get('ratio_t0'))} {row['p50_ms']:8.3f} {row['p99_ms']:8.3f}"
             f" {row['server_cpu_ms_per_gb']:12.0f} {row['server_cpu_ms_per_gb_min']:6.0f}"
             f" {_ratio(row['ratio_server_cpu'])} {row['client_cpu_ms_per_gb']:12.0f}"
             f"{_before(row, 'gb_per_s', 'server_cpu')}"

@@ -8,8 +8,9 @@ rows of kvredis have each `ratio_*_to_before` where it ran, and no row has one w
 
 Top level
     schema, machine (see machine.py), options (how the bench was called), servers (version, command, facts from INFO),
-    skipped (server -> why), transfers, small, head_of_line, lookup, verified, gate (see gate.py), held (see held.py),
-    seconds; files from before there were `lookup` and `held` lack them, and load() gives them empty
+    skipped (server -> why), transfers, small, head_of_line, lookup, deferred and t0 (see deferred_result.py), verified,
+    gate (see gate.py), held (see held.py), seconds; earlier files lack `lookup`, `held`, `deferred` and `t0`, and
+    load() gives them empty
 
 A percentile p99 of a cell with few operations (32 MiB) is simply its slowest one.
 """
@@ -17,6 +18,8 @@ A percentile p99 of a cell with few operations (32 MiB) is simply its slowest on
 from __future__ import annotations
 
 from typing import NotRequired, TypedDict
+
+from .deferred_result import BaseRow, DeferredRow
 
 SCHEMA = "kvredis.bench.server/1"
 SUBJECT = "kvredis"
@@ -64,6 +67,7 @@ class TransferRow(TypedDict):
     client_cpu_ms_per_gb: float
     ratio_gb_per_s: float | None
     ratio_server_cpu: float | None
+    ratio_t0: NotRequired[float | None]  # seconds to those of torch's plain copy of the same bytes: less is better
     ratio_gb_per_s_to_before: NotRequired[float | None]
     ratio_server_cpu_to_before: NotRequired[float | None]
 
@@ -172,6 +176,8 @@ class BenchResult(TypedDict):
     small: list[SmallRow]
     head_of_line: list[HeadOfLineRow]
     lookup: list[LookupRow]
+    deferred: list[DeferredRow]
+    t0: list[BaseRow]
     verified: Verified
     gate: list[GateJson]
     held: list[HeldJson]

@@ -2,7 +2,7 @@
 
 Servers of one transport run at the same time and take turns within each repeat, so that what disturbs the machine
 disturbs them alike; an idle one costs nothing. Parts: transfers (transfer.py), small (small.py), head-of-line
-(head_of_line.py), lookup (lookup.py).
+(head_of_line.py), lookup (lookup.py), deferred (deferred.py).
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from .deferred import DeferredPlan, contenders, run_deferred
 from .errors import BenchError
 from .gate import gate
 from .head_of_line import HeadOfLinePlan, run_head_of_line
 from .held import held
 from .lookup import LookupPlan, run_lookup
 from .machine import machine_facts
-from .result import SCHEMA, BenchResult, ServerFacts, Verified
+from .result import BEFORE, SCHEMA, BenchResult, ServerFacts, Verified
 from .servers import RECIPES, Recipe, ServerProcess, Transport
+from .shapes import shape_of
 from .small import SmallPlan, run_small
 from .small import missing as small_missing
 from .transfer import KIB, MIB, Arm, Progress, TransferPlan, Transfers
+from .zmq_client import missing as zmq_missing
 
 DEFAULT_PARTS = ("transfers", "small", "head-of-line")
-PARTS = (*DEFAULT_PARTS, "lookup")
+BEFORE_PARTS = (*DEFAULT_PARTS, "lookup")
+PARTS = (*BEFORE_PARTS, "deferred")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class ServerPlan:
     small: SmallPlan = field(default_factory=SmallPlan)
     head_of_line: HeadOfLinePlan = field(default_factory=HeadOfLinePlan)
     lookup: LookupPlan = field(default_factory=LookupPlan)
+    deferred: DeferredPlan = field(default_factory=DeferredPlan)
 
     def arms(self, transport: Transport) -> list[Arm]:
         return [Arm(transport, many, pinned) for pinned in self.pinned for many in self.connections]
@@ -51,6 +56,7 @@ class ServerPlan:
         steps = arms * len(self.transfers.sizes) * self.transfers.repeats if "transfers" in self.parts else 0
         steps += self.small.steps() if "small" in self.parts else 0
         steps += self.head_of_line.steps() if "head-of-line" in self.parts else 0
+        steps += self.deferred.steps(len(self.recipes) + 2) if "deferred" in self.parts else 0
         return steps + (len(self.transports) * self.lookup.steps() if "lookup" in self.parts else 0)
 
     def options(self) -> dict[str, object]:
@@ -66,6 +72,8 @@ class ServerPlan:
             "working_set_bytes": self.transfers.working_set_bytes,
             "cell_bytes": self.transfers.cell_bytes,
             "seed": self.transfers.seed,
+            "deferred_shapes": [shape.name for shape in self.deferred.shapes],
+            "deferred_blocks": self.deferred.blocks,
             "clients": "one thread per connection",
         }
 
@@ -76,6 +84,7 @@ QUICK_TRANSFERS = TransferPlan(
 QUICK_SMALL = SmallPlan(repeats=2, run_s=0.1)
 QUICK_HEAD_OF_LINE = HeadOfLinePlan(repeats=2, run_s=0.5)
 QUICK_LOOKUP = LookupPlan(repeats=2, run_s=0.1)
+QUICK_DEFERRED = DeferredPlan(repeats=2, shapes=(shape_of("3b"),), blocks=256)
 
 
 def available(names: Sequence[str]) -> tuple[list[Recipe], dict[str, str]]:
@@ -99,6 +108,8 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         small=[],
         head_of_line=[],
         lookup=[],
+        deferred=[],
+        t0=[],
         verified=Verified(values=0, bytes=0, wrong=0),
         gate=[],
         held=[],
@@ -122,6 +133,8 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
             with ExitStack() as stack:
                 servers = _started(stack, resp, transport, result)
                 result["lookup"] += run_lookup(plan.lookup, transport, servers, progress)
+    if "deferred" in plan.parts:
+        _deferred(plan, progress, result)
     result["gate"] = [row.json() for row in gate(result)]
     result["held"] = [row.json() for row in held(result)]
     result["seconds"] = time.monotonic() - start_s
@@ -134,7 +147,17 @@ def _transfers(plan: ServerPlan, progress: Progress, result: BenchResult) -> Non
         for arm in plan.arms(transport):  # fresh servers for each arm: none inherits another arm's heap
             with ExitStack() as stack:
                 result["transfers"] += transfers.run(arm, _started(stack, plan.recipes, transport, result))
+    result["t0"] = transfers.t0
     result["verified"] = Verified(values=transfers.verification.values, bytes=transfers.verification.bytes, wrong=0)
+
+
+def _deferred(plan: ServerPlan, progress: Progress, result: BenchResult) -> None:
+    lacking = zmq_missing()
+    if lacking:
+        result["skipped"]["pyzmq"] = lacking
+    recipes = [recipe for recipe in plan.recipes if recipe.name != BEFORE]
+    rows, base = run_deferred(plan.deferred, contenders(recipes, not lacking), progress)
+    result["deferred"], result["t0"] = rows, [*result["t0"], *base]
 
 
 def _started(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import kvredis
 from kvredis.backends.address import Address
@@ -160,7 +160,7 @@ class ServerProcess:
         assert self._process is not None, "the server is not running"
         return list(map(str, self._process.args)) if isinstance(self._process.args, list) else []
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         missing = self.recipe.missing()
         if missing:
             raise BenchError(missing)

@@ -23,11 +23,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Protocol
 
+from .deferred_result import BaseRow, BaseSample
 from .errors import BenchError
 from .figures import GB, by_repeat, counted, middle, paired_ratio, percentile, rotated, size_text
 from .result import BASELINE, BEFORE, SUBJECT, TransferRow, TransferSample
 from .servers import Peer, Transport
+from .transport_blocks import TorchCopy
 from .wire import Wire
 from .workload import Job, Memory, Workload, memory_bytes, working_set
 
@@ -90,6 +94,7 @@ class Transfers:
     verification: Verification = field(default_factory=Verification)
     _source: Memory = field(init=False)
     _target: Memory = field(init=False)
+    t0: list[BaseRow] = field(default_factory=list)
     _shift: int = 0
 
     def __post_init__(self) -> None:
@@ -108,8 +113,10 @@ class Transfers:
                 work = Workload(size, self.plan.count(size), self._source, self._target)
                 for peer in peers:
                     self._fill(peer, work)
+                base = _Base(work, self.plan.passes(size))
                 for repeat in range(self.plan.repeats):
                     self.progress(f"{arm}: {size_text(size)}")
+                    base.measure(repeat)
                     for peer in rotated(peers, repeat):
                         for op, sample in self._turn(arm, peer, work, repeat).items():
                             samples[op][peer.name].append(sample)
@@ -117,7 +124,8 @@ class Transfers:
                     with peer.connect() as wire:
                         wire.flush()
                 for op in OPS:
-                    rows += summarize(arm, (size, op, _in_flight(op, size)), samples[op])
+                    rows += summarize(arm, (size, op, _in_flight(op, size)), samples[op], base.samples)
+                self.t0 += base.rows(arm)
         return rows
 
     def _turn(self, arm: Arm, peer: Peer, work: Workload, repeat: int) -> dict[str, TransferSample]:
@@ -137,7 +145,7 @@ class Transfers:
             for op in OPS:
                 jobs = set_jobs if op == "SET" else get_jobs
                 work.wipe()
-                cell = _timed(peer, wires, jobs, op, _in_flight(op, work.size_bytes))
+                cell = timed(peer, wires, jobs, op, _in_flight(op, work.size_bytes))
                 if op == "SET":
                     for job in work.gets():
                         wires[0].get(job.key, job.view)
@@ -161,6 +169,33 @@ class Transfers:
                 key = b"bench:warm-up:%d" % part
                 wire.put(key, work.value(index % work.count, 0))
                 wire.get(key, work.place(index % work.count))
+
+
+class _Base:
+    """T0 of one cell's bytes, in each repeat; nothing where torch is not installed."""
+
+    def __init__(self, work: Workload, passes: int) -> None:
+        self.samples: list[BaseSample] = []
+        self._work, self._passes = work, passes
+        self._torch = None if find_spec("torch") is None else TorchCopy(work)
+
+    def measure(self, repeat: int) -> None:
+        """Copy as many bytes as each server moves, block by block, and compare them."""
+        if self._torch is None:
+            return
+        nbytes = self._passes * self._work.count * self._work.size_bytes
+        seconds = self._torch.measure_all(self._passes)
+        rate = nbytes / seconds / GB
+        self.samples.append(BaseSample(repeat=repeat, seconds=seconds, payload_bytes=nbytes, gb_per_s=rate))
+
+    def rows(self, arm: Arm) -> list[BaseRow]:
+        """Give the row of one arm and size, or none; torch is as it was before."""
+        if self._torch is None:
+            return []
+        self._torch.close()
+        rate = middle([sample["gb_per_s"] for sample in self.samples])
+        size = self._work.size_bytes
+        return [BaseRow(part="transfers", where=str(arm), size_bytes=size, samples=self.samples, gb_per_s=rate)]
 
 
 def _in_flight(op: str, size_bytes: int) -> int:
@@ -200,10 +235,18 @@ def _get_pipelined(wire: Wire, jobs: Sequence[Job], in_flight: int) -> list[floa
     return took
 
 
+class Counted(Protocol):
+    """A server whose CPU time can be read."""
+
+    def cpu_s(self) -> float: ...
+
+
 _LOOPS = {"SET": _put_all, "GET": _get_all, "GETP": _get_pipelined}
 
 
-def _timed(peer: Peer, wires: Sequence[Wire], jobs: Sequence[Sequence[Job]], op: str, in_flight: int) -> TransferSample:
+def timed(
+    peer: Counted, wires: Sequence[Wire], jobs: Sequence[Sequence[Job]], op: str, in_flight: int
+) -> TransferSample:
     """Run one cell: each wire does its jobs, all at the same time; the clock and both CPU accounts stop together."""
     loop = _LOOPS[op]
     gate = threading.Barrier(len(wires) + 1)
@@ -251,7 +294,12 @@ def pinned(peers: Sequence[Peer]) -> Iterator[None]:
             peer.pin(before)
 
 
-def summarize(arm: Arm, what: tuple[int, str, int], samples: dict[str, list[TransferSample]]) -> list[TransferRow]:
+def summarize(
+    arm: Arm,
+    what: tuple[int, str, int],
+    samples: dict[str, list[TransferSample]],
+    t0: Sequence[BaseSample] = (),
+) -> list[TransferRow]:
     """Sum up one operation, `what` = (size_bytes, op, in_flight), over the repeats; one row per server."""
     size_bytes, op, in_flight = what
     base, before = samples.get(BASELINE, []), samples.get(BEFORE, [])
@@ -280,6 +328,8 @@ def summarize(arm: Arm, what: tuple[int, str, int], samples: dict[str, list[Tran
                 ratio_server_cpu=paired_ratio(cpu, by_repeat(base, "server_cpu_ms_per_gb")),
             )
         )
+        if t0:
+            rows[-1]["ratio_t0"] = paired_ratio(by_repeat(t0, "gb_per_s"), rate)
         if server == SUBJECT and before:
             rows[-1]["ratio_gb_per_s_to_before"] = paired_ratio(rate, by_repeat(before, "gb_per_s"))
             rows[-1]["ratio_server_cpu_to_before"] = paired_ratio(cpu, by_repeat(before, "server_cpu_ms_per_gb"))

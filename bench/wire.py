@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvredis.backends import wire as sockets
 from kvredis.backends.address import Address
+from kvredis.backends.connection import encode, promise_to_receive
 from kvredis.backends.wire import CRLF
 
 from .errors import BenchError
@@ -42,6 +43,8 @@ class Dialect(Protocol):
     def set_head(self, key: bytes, length: int) -> bytes: ...
     def get_request(self, key: bytes) -> bytes: ...
     def value_line(self, key: bytes, length: int) -> bytes: ...
+    def many_request(self, keys: Sequence[bytes]) -> bytes: ...
+    def many_line(self, count: int) -> bytes | None: ...
 
 
 class Resp:
@@ -62,6 +65,12 @@ class Resp:
     def value_line(self, key: bytes, length: int) -> bytes:
         return b"$%d" % length
 
+    def many_request(self, keys: Sequence[bytes]) -> bytes:
+        return b"*%d\r\n$4\r\nMGET\r\n" % (1 + len(keys)) + b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys)
+
+    def many_line(self, count: int) -> bytes | None:
+        return b"*%d" % count
+
 
 class MemcachedText:
     """memcached's text protocol (its doc/protocol.txt)."""
@@ -81,6 +90,12 @@ class MemcachedText:
     def value_line(self, key: bytes, length: int) -> bytes:
         return b"VALUE %b 0 %d" % (key, length)
 
+    def many_request(self, keys: Sequence[bytes]) -> bytes:
+        return b"get %b\r\n" % b" ".join(keys)
+
+    def many_line(self, count: int) -> bytes | None:
+        return None
+
 
 class Wire(sockets.Wire):
     """One blocking connection. Never owns or copies a value: callers lend the views.
@@ -97,7 +112,8 @@ class Wire(sockets.Wire):
 
     @classmethod
     def connect(cls, address: Address, dialect: Dialect) -> Wire:
-        """Open a TCP (TCP_NODELAY) or unix connection; raises OSError as socket does."""
+        """Open a TCP (TCP_NODELAY) or unix connection; raises OSError as socket does. Over a unix socket a RESP server
+        is told that this client only receives, as the product's connections tell it; to others that means nothing."""
         sock = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
         try:
             if address.path:
@@ -105,7 +121,12 @@ class Wire(sockets.Wire):
             else:
                 sock.connect((address.host, address.port))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return cls(sock, dialect)
+            wire = cls(sock, dialect)
+            if address.path and dialect.name == Resp.name:
+                wire.send_buffers(encode(promise_to_receive()))
+                wire.begin()
+                wire.line()
+            return wire
         except BaseException:
             sock.close()
             raise
@@ -134,6 +155,27 @@ class Wire(sockets.Wire):
         """Receive the reply to an earlier ask() into `out`."""
         self.expect(self.dialect.value_line(key, len(out)))
         self.body(out)
+        if self.dialect.value_end is not None:
+            self.expect(self.dialect.value_end)
+
+    def put_many(self, pairs: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Pipeline one SET per (key, value), all sent before the first answer is read."""
+        buffers: list[sockets.Buffer] = []
+        for key, value in pairs:
+            buffers += (self.dialect.set_head(key, len(value)), value, CRLF)
+        self.send_buffers(buffers)
+        for _ in pairs:
+            self.expect(self.dialect.stored)
+
+    def get_many(self, pairs: Sequence[tuple[bytes, memoryview]]) -> None:
+        """Ask for all keys in one request (MGET, memcached's get of several), each value received into its view."""
+        self.send_buffers([self.dialect.many_request([key for key, _ in pairs])])
+        first = self.dialect.many_line(len(pairs))
+        if first is not None:
+            self.expect(first)
+        for key, out in pairs:
+            self.expect(self.dialect.value_line(key, len(out)))
+            self.body(out)
         if self.dialect.value_end is not None:
             self.expect(self.dialect.value_end)
 

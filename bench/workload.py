@@ -84,6 +84,10 @@ class Workload:
             raise ValueError(f"{count} values of {size_bytes} bytes do not fit the bench's memory")
         self.keys = [b"bench:%d:%05d" % (size_bytes, index) for index in range(count)]
 
+    def memories(self) -> tuple[Memory, Memory]:
+        """Lend the mapping of the values and the one that bodies are received in."""
+        return self._source, self._target
+
     def _at(self, slot: int) -> int:
         return slot * self._stride + VALUE_OFFSET_BYTES
 
@@ -91,6 +95,10 @@ class Workload:
         """Give the value that key `index` has after the SETs of pass `shift`."""
         at = self._at((index + shift) % self.count)
         return self._source.view[at : at + self.size_bytes]
+
+    def offset(self, index: int, shift: int) -> int:
+        """Give where value(index, shift) lies in the values' mapping."""
+        return self._at((index + shift) % self.count)
 
     def place(self, index: int) -> memoryview:
         """Give where the body of key `index` is received."""
@@ -115,16 +123,20 @@ class Workload:
 
     def verify(self, shift: int, who: str) -> int:
         """Compare every received body with its value, in full; give the bytes compared, or raise VerificationError."""
-        for index in range(self.count):
-            ours = self._source.address + self._at((index + shift) % self.count)
-            theirs = self._target.address + self._at(index)
-            if _libc.memcmp(ours, theirs, self.size_bytes):
-                self._accuse(index, shift, who)
-        return self.count * self.size_bytes
+        return self.verify_pairs([(index, index) for index in range(self.count)], shift, who)
 
-    def _accuse(self, index: int, shift: int, who: str) -> None:
-        value, body = self.value(index, shift), self.place(index)
-        at = next(place for place in range(self.size_bytes) if value[place] != body[place])
+    def verify_pairs(self, pairs: Sequence[tuple[int, int]], shift: int, who: str) -> int:
+        """The same where the value of key pair[0] was received in place pair[1]."""
+        for key, place in pairs:
+            ours = self._source.address + self._at((key + shift) % self.count)
+            theirs = self._target.address + self._at(place)
+            if _libc.memcmp(ours, theirs, self.size_bytes):
+                self._accuse(key, shift, who, place)
+        return len(pairs) * self.size_bytes
+
+    def _accuse(self, index: int, shift: int, who: str, place: int) -> None:
+        value, body = self.value(index, shift), self.place(place)
+        at = next(each for each in range(self.size_bytes) if value[each] != body[each])
         raise VerificationError(
             f"{who} returned a wrong byte: key {self.keys[index].decode()} ({size_text(self.size_bytes)}), byte {at}: "
             f"{body[at]:#04x} instead of {value[at]:#04x}"

@@ -12,11 +12,14 @@ import click
 
 from kvredis.bench.gate import gate
 from kvredis.bench.held import held
+from kvredis.bench.pictures import draw
 from kvredis.bench.report import default_path, gate_lines, held_lines, save, table_lines
 from kvredis.bench.result import SUBJECT
 from kvredis.bench.server import (
+    BEFORE_PARTS,
     DEFAULT_PARTS,
     PARTS,
+    QUICK_DEFERRED,
     QUICK_HEAD_OF_LINE,
     QUICK_LOOKUP,
     QUICK_SMALL,
@@ -30,8 +33,13 @@ from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
 from .bench_disk import disk
-from .bench_options import counts_of, progress_bar, terminated_as_exit, words_of
+from .bench_links import links
+from .bench_memory import memory
+from .bench_options import counts_of, picture_option, progress_bar, terminated_as_exit, words_of
+from .bench_plot import plot
 from .bench_slow_remote import slow_remote
+from .bench_transport import transport
+from .bench_workload import prompts
 
 
 def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -49,7 +57,12 @@ def bench() -> None:
 
 
 bench.add_command(disk)
+bench.add_command(links)
+bench.add_command(memory)
+bench.add_command(plot)
+bench.add_command(prompts)
 bench.add_command(slow_remote)
+bench.add_command(transport)
 
 
 @bench.command(
@@ -69,7 +82,7 @@ Example: git worktree add ../before HEAD~1; kvredis bench server --before ../bef
     "--parts",
     callback=words_of(PARTS),
     metavar="LIST",
-    help="Any of transfers,small,head-of-line,lookup; default all but lookup, with --before all.",
+    help="Any of transfers,small,head-of-line,lookup,deferred; default the first three, with --before lookup as well.",
 )
 @click.option("--sizes", callback=_sizes, metavar="LIST", help="Value sizes, as 64KiB,2MiB (powers of 1024).")
 @click.option("--connections", callback=counts_of, metavar="LIST", help="Client connections (threads); default 1,4.")
@@ -79,6 +92,7 @@ Example: git worktree add ../before HEAD~1; kvredis bench server --before ../bef
     "--pin/--no-pin", default=None, help="Transfers with client and server on one CPU, or without; else both."
 )
 @click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@picture_option
 @click.option(
     "--gate",
     "judge",
@@ -92,6 +106,7 @@ def server(
     parts: tuple[str, ...] | None,
     pin: bool | None,
     json_path: str | None,
+    picture: Path | None,
     judge: bool,
     **shape: Any,
 ) -> None:
@@ -103,7 +118,7 @@ def server(
     recipes, skipped = available(arms or tuple(RECIPES))
     if arms and skipped:
         raise click.ClickException("; ".join(skipped.values()))
-    parts = parts or (PARTS if before else DEFAULT_PARTS)
+    parts = parts or (BEFORE_PARTS if before else DEFAULT_PARTS)
     plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
     try:
         with terminated_as_exit(), progress_bar(plan.steps(), "starting servers") as progress:
@@ -118,6 +133,8 @@ def server(
         verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
         for line in [*table_lines(result), *verdicts, "", f"Result: {path}"]:
             click.echo(line)
+    if picture is not None:
+        draw(result, picture)
     if judge and not (all(row["passed"] for row in result["gate"]) and all(row["passed"] for row in result["held"])):
         sys.exit(1)
 
@@ -144,6 +161,7 @@ def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]
             small=QUICK_SMALL,
             head_of_line=QUICK_HEAD_OF_LINE,
             lookup=QUICK_LOOKUP,
+            deferred=QUICK_DEFERRED,
             connections=(1,),
         )
     if pin is not None:
@@ -162,5 +180,6 @@ def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]
             small=replace(plan.small, **every),
             head_of_line=replace(plan.head_of_line, **every),
             lookup=replace(plan.lookup, **every),
+            deferred=replace(plan.deferred, **every),
         )
     return plan

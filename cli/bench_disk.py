@@ -13,10 +13,11 @@ import click
 from kvredis.bench.disk import PARTS, QUICK, DiskPlan, own_directory, run
 from kvredis.bench.disk_gate import disk_gate
 from kvredis.bench.disk_report import gate_lines, table_lines
+from kvredis.bench.pictures import draw
 from kvredis.bench.report import default_path, save
 from kvredis.storage.errors import KVRedisError
 
-from .bench_options import counts_of, progress_bar, terminated_as_exit, words_of
+from .bench_options import counts_of, picture_option, progress_bar, terminated_as_exit, words_of
 
 
 @click.command(
@@ -37,8 +38,11 @@ Example: kvredis bench disk --dir /mnt/nvme/bench --threads 1,4 --parts rates --
 @click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@picture_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
-def disk(quick: bool, directory: Path | None, json_path: str | None, judge: bool, **shape: Any) -> None:
+def disk(
+    quick: bool, directory: Path | None, json_path: str | None, picture: Path | None, judge: bool, **shape: Any
+) -> None:
     """Measure the disk tier: GB/s against fio on the same directory, GETs from disk, PINGs while it spills.
 
     The device, a plain pread and pwrite loop and the tier take turns within each repeat, with O_DIRECT and without,
@@ -62,6 +66,8 @@ def disk(quick: bool, directory: Path | None, json_path: str | None, judge: bool
         save(result, path)
         for line in [*table_lines(result), *gate_lines(disk_gate(result)), "", f"Result: {path}"]:
             click.echo(line)
+    if picture is not None:
+        draw(result, picture)
     if judge and not all(row["passed"] for row in result["gate"]):
         sys.exit(1)
 

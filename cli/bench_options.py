@@ -6,8 +6,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
+
+from kvredis.bench.plot import require
+from kvredis.bench.shapes import ModelShape, shape_of
+from kvredis.storage.errors import KVRedisError
 
 
 def words_of(
@@ -37,6 +42,40 @@ def counts_of(_context: click.Context, _parameter: click.Parameter, value: str |
     if not all(word.strip().isdecimal() and 1 <= int(word) <= 64 for word in words):
         raise click.BadParameter("want numbers from 1 to 64, as in 1,4")
     return tuple(int(word) for word in words)
+
+
+def shapes_of(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[ModelShape, ...] | None:
+    """Read `7b,path/config.json` for click."""
+    if value is None:
+        return None
+    try:
+        shapes = tuple(shape_of(word.strip()) for word in dict.fromkeys(value.split(",")))
+    except KVRedisError as error:
+        raise click.BadParameter(str(error)) from None
+    if len({shape.name for shape in shapes}) < len(shapes):
+        raise click.BadParameter("two of these have the same name")
+    return shapes
+
+
+def _drawable(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse before a long run what could not be drawn after it."""
+    if value is not None:
+        try:
+            require(value)
+        except KVRedisError as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
+picture_option = click.option(
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=_drawable,
+    metavar="FILE.png",
+    help="Draw the result as a picture as well; kvredis bench plot does so later.",
+)
+"""What every bench that has a picture takes."""
 
 
 @contextmanager

@@ -31,6 +31,7 @@ SUBCOMMANDS = {
         "kvredis.cli.doctor", "Say what this machine has, what is needed, and the line that mends it."
     ),
     "demo": Subcommand("kvredis.cli.demo", "See time to first token with and without stored KV.", "demo"),
+    "plan": Subcommand("kvredis.cli.plan", "Work out whether a cache is worth its while, and what it needs."),
     "bench": Subcommand("kvredis.cli.bench", "Measure against Redis, memcached and plain copies.", "bench"),
 }
 

@@ -54,6 +54,9 @@ class FakeStore:
             if self.fault == "claims all keys":
                 found = len(words) - 1
             return b":%d\r\n" % (found - (found > 0 and self.fault == "misses a key"))
+        if verb == b"MGET":
+            replies = [self.answer([b"GET", key]) for key in words[1:]]
+            return None if None in replies else b"*%d\r\n" % len(replies) + b"".join(filter(None, replies))
         value = self.values.get(words[1])
         if value is None:
             return b"$-1\r\n"

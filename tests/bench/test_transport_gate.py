@@ -1,0 +1,126 @@
+"""The bars of the transport bench: each by its own bound, a missing ratio never passes, no pyzmq no line about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvredis.bench.result import ServerFacts
+from kvredis.bench.transport_report import gate_lines, table_lines
+from kvredis.bench.transport_result import (
+    SCHEMA,
+    T0_MOST,
+    ArmRow,
+    ArmSample,
+    OneRow,
+    OneSample,
+    TorchFacts,
+    TransportResult,
+    earlier,
+    set_ahead,
+    transport_gate,
+)
+
+
+def sample(repeat: int, seconds: float) -> ArmSample:
+    return ArmSample(
+        repeat=repeat,
+        seconds=seconds,
+        gb_per_s=1 / seconds,
+        peer_cpu_ms_per_gb=1.0,
+        client_cpu_ms_per_gb=1.0,
+        verified_bytes=1,
+    )
+
+
+def arm(transport: str, name: str, ratio: float | None, seconds: tuple[float, ...] = (1.0, 1.0, 1.0)) -> ArmRow:
+    return ArmRow(
+        shape="7b",
+        block_bytes=917504,
+        blocks=512,
+        transport=transport,
+        arm=name,
+        op="read",
+        samples=[sample(repeat, each) for repeat, each in enumerate(seconds)],
+        seconds=1.0,
+        gb_per_s=1.0,
+        gb_per_s_min=1.0,
+        gb_per_s_max=1.0,
+        ratio_t0=ratio,
+        ratio_t0_min=ratio,
+        ratio_t0_max=ratio,
+        peer_cpu_ms_per_gb=1.0,
+        client_cpu_ms_per_gb=1.0,
+        ahead=None,
+    )
+
+
+def one(what: str, *p50_us: float) -> OneRow:
+    samples = [OneSample(repeat=repeat, calls=1, p50_us=each, p99_us=each) for repeat, each in enumerate(p50_us)]
+    return OneRow(what=what, samples=samples, p50_us=p50_us[0], p99_us=p50_us[0], ratio_memcpy=1.0)
+
+
+@pytest.fixture
+def empty() -> TransportResult:
+    machine: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "kernel": "6", "load_1min": "0.00"}
+    return TransportResult(
+        schema=SCHEMA,
+        machine=machine,
+        torch=TorchFacts(version="2", threads=1),
+        options={},
+        server=ServerFacts(version="0", command=[], facts={}),
+        notes=["a note"],
+        earlier=earlier(),
+        t0=[],
+        arms=[],
+        scaling=[],
+        one=[],
+        lookups=[],
+        verified_bytes=0,
+        gate=[],
+        seconds=1.0,
+    )
+
+
+@pytest.mark.parametrize(("which", "most"), list(T0_MOST.items()))
+def test_each_bar_is_an_upper_bound_on_its_own_arm(empty: TransportResult, which: tuple[str, str], most: float) -> None:
+    for ratio, passed in ((most, True), (most + 0.01, False), (None, False)):
+        empty["arms"] = [arm(*which, ratio)]
+        (row,) = transport_gate(empty)
+        assert (row.passed, row.measured) == (passed, ratio)
+
+
+def test_an_arm_without_a_bar_is_not_judged(empty: TransportResult) -> None:
+    empty["arms"] = [arm("tcp", "MGET", 99.0), arm("tcp", "pyzmq stream", 99.0)]
+    assert transport_gate(empty) == []
+
+
+def test_being_ahead_of_pyzmq_is_paired_by_repeat(empty: TransportResult) -> None:
+    ours = arm("tcp", "stream_get", 1.0, (1.0, 2.0, 4.0))
+    theirs = arm("tcp", "pyzmq stream", 1.0, (1.6, 3.2, 4.0))
+    empty["arms"] = [ours, theirs, arm("ipc", "pyzmq stream", 1.0)]
+    set_ahead(empty["arms"])
+    assert ours["ahead"] == pytest.approx(1.6)
+    assert theirs["ahead"] is None
+    lines = {row.name: row for row in transport_gate(empty)}
+    assert lines["7b tcp stream_get ahead of tcp pyzmq stream"].passed
+    theirs["samples"] = theirs["samples"][2:]
+    set_ahead(empty["arms"])
+    lines = {row.name: row for row in transport_gate(empty)}
+    assert not lines["7b tcp stream_get ahead of tcp pyzmq stream"].passed
+
+
+def test_one_block_by_lane_is_five_times_ahead_of_get_over_tcp(empty: TransportResult) -> None:
+    empty["one"] = [one("GET tcp", 1000.0, 1100.0), one("lease, touch, release", 200.0, 220.0)]
+    (row,) = transport_gate(empty)
+    assert (row.measured, row.passed) == (5.0, True)
+    empty["one"] = [one("GET tcp", 1000.0, 1100.0), one("lease, touch, release", 210.0, 221.0)]
+    (row,) = transport_gate(empty)
+    assert not row.passed
+
+
+def test_the_report_says_what_was_left_out_and_which_lines_fail(empty: TransportResult) -> None:
+    empty["arms"] = [arm("tcp", "stream_get", 9.0), arm("unix", "stream_get", 1.0)]
+    text = "\n".join([*table_lines(empty), *gate_lines(transport_gate(empty))])
+    assert "Note: a note" in text
+    assert "FAIL  7b tcp stream_get / T0" in text
+    assert "1 of 2 lines hold." in text

@@ -1,0 +1,68 @@
+"""The pyzmq peer holds what it is given and gives back what is asked for, over every transport of zmq."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+
+from kvredis.bench.errors import BenchError
+from kvredis.bench.zmq_client import ZmqClient, ZmqProcess, ZmqThread, missing
+
+pytest.importorskip("zmq")
+COUNT, SIZE = 6, 100_000
+
+
+@pytest.fixture(params=["tcp", "ipc", "inproc"])
+def client(request: pytest.FixtureRequest) -> Iterator[ZmqClient]:
+    with ExitStack() as stack:
+        if request.param == "inproc":
+            yield stack.enter_context(stack.enter_context(ZmqThread(COUNT, SIZE)).connect())
+        else:
+            yield stack.enter_context(stack.enter_context(ZmqProcess(COUNT, SIZE)).connect(request.param))
+
+
+def values(salt: int) -> list[memoryview]:
+    return [memoryview(bytes([salt + index]) * SIZE) for index in range(COUNT)]
+
+
+def places() -> list[memoryview]:
+    return [memoryview(bytearray(SIZE)) for _ in range(COUNT)]
+
+
+def test_every_way_of_storing_is_read_back_in_every_way(client: ZmqClient) -> None:
+    ids = list(range(COUNT))
+    stores: list[Callable[[Sequence[int], Sequence[memoryview]], None]] = [
+        client.put,
+        partial(client.set, deferred=False),
+        partial(client.set, deferred=True),
+    ]
+    for salt, store in enumerate(stores):
+        store(ids, values(10 * salt))
+        client.drain()
+        for fetch in (client.get, client.get_into, client.stream):
+            out = places()
+            fetch(ids[::-1], out)
+            assert out == values(10 * salt)[::-1]
+
+
+@pytest.mark.parametrize("way", ["get", "get_into", "stream"])
+def test_a_block_of_another_size_is_an_error(client: ZmqClient, way: str) -> None:
+    client.put(list(range(COUNT)), values(1))
+    with pytest.raises(BenchError, match="pyzmq"):
+        getattr(client, way)([0], [memoryview(bytearray(SIZE - 1))])
+
+
+def test_the_process_and_its_folder_are_gone_after_the_block() -> None:
+    assert missing() is None
+    with ZmqProcess(COUNT, SIZE) as peer:
+        assert peer.cpu_s() > 0
+        process, folder = peer._process, peer._folder
+        assert process is not None
+        assert folder is not None
+        assert os.path.isdir(folder.name)
+    assert process.returncode == 0
+    assert not os.path.exists(folder.name)
