@@ -150,17 +150,17 @@ class AttachedConnection(Connection):
 
     @property
     def is_open(self) -> bool:
-        """Look, without waiting, whether neither side has hung up. Any thread may ask: one whose look comes upon a
-        socket that is being closed has read all it wanted before that."""
+        """Look, without waiting, whether neither side has hung up. Any thread may ask."""
         sock = self._sock
         if sock is None:
             return False
         look = select.poll()
         try:
             look.register(sock, select.POLLRDHUP)
-            return not any(event & _GONE for _, event in look.poll(0))
+            is_gone = any(event & _GONE for _, event in look.poll(0))
         except (OSError, ValueError):  # closed meanwhile
             return False
+        return not is_gone and self._sock is sock  # else its number may have been another's by then
 
     def close(self) -> None:
         """Close the socket; a second call does nothing. Shut down first, so that the server knows of it even if a

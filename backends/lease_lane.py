@@ -55,14 +55,14 @@ class LeaseLane(GetLane):
             self._read_batch()
         key, answer = self._answers.popleft()
         self.asked -= 1
-        if _is_share_used(answer):
-            answer = self._ask_again(key)  # by now those before it are back
-            if _is_share_used(answer):  # the reader holds too many, or the value is half of the arena
-                self.connection.send((b"GET", key))
-                return self.connection.read_bulk_into(allocate)
-        elif isinstance(answer, SharedLease) and not answer.held:
+        if isinstance(answer, SharedLease) and not answer.held:
             answer.release()
             answer = self._ask_again(key)
+        elif _is_share_used(answer):
+            answer = self._ask_again(key)  # by now those before it are back
+        if _is_share_used(answer):  # the reader holds too many, or the value is half of the arena
+            self.connection.send((b"GET", key))
+            return self.connection.read_bulk_into(allocate)
         if answer is None or isinstance(answer, BackendError):
             return answer
         value = memoryview(answer) if isinstance(answer, bytes) else answer.view

@@ -11,7 +11,7 @@ Parts of `copies`
     process  between two processes: tcp and unix send and receive whole blocks over one socket (bi: two); shared
              memory is one copy out of a memfd that the other process has just written
     gpu      CPU memory, page-locked (pinned) or not (pageable), to and from a GPU; between GPUs (peer) and within one
-             (device); bi on two streams and by two threads; each copy is made several times in a row
+             (device); bi on two streams, pageable ones by two threads; each copy is made several times in a row
 Parts of `latencies`
     cores    a token passed between two processes, each bound to a core, through a pair of eventfds: the kernel's
              wake-up is in it

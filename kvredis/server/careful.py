@@ -80,6 +80,9 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
         for lease in held:
             lease.release()
     if isinstance(reply, Pending):
+        if not reply.runs_again:
+            reply.is_silent = session.reply_mode != "on"
+            _spoken(session, b"", mode, lent)  # a SKIP was for this one
         return session.end_answer(reply)
     if command.name == "client|reply" and reply == OK:
         mode = "on"  # it has set the mode anew: SKIP after SKIP skips once more

@@ -16,13 +16,15 @@ import array
 import contextlib
 import os
 import socket
-from collections import deque
+from bisect import insort
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import Lease
 from kvredis.storage.errors import ArenaError
+from kvredis.storage.store import Store
 
 from .lane_memory import LentMemory
 from .listeners import uid_of
@@ -30,6 +32,7 @@ from .replies import Buffer, bulk, error, integer, joined, map_reply
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .pending import Pending
     from .server import Server
     from .session import Session
 
@@ -37,7 +40,7 @@ LEASE_MS_MAX: Final = 600_000
 """The longest time limit of a lease."""
 
 LEASES_MAX: Final = 65_536
-"""Leases of one client, those included of which it has not said that it knows of their end."""
+"""Leases of one client, and places where there were some of whose end it has not said that it knows."""
 
 SHARE: Final = 2
 """One client may keep half of the arena leased."""
@@ -55,42 +58,47 @@ SHARE_USED: Final = error("OOM this connection has leased its share of the arena
 
 
 class _Held:
-    """The leases at one offset, oldest first, and what they take of the client's share. They may be of several blocks:
-    when a limit has passed, another block may have come to lie there."""
+    """The leases at one offset, with the times of their limits, and what they take of the client's share. They may be
+    of several blocks: when a limit has passed, another block may have come to lie there.
 
-    __slots__ = ("leases", "nbytes")
+    WHY the one whose limit comes first ends first, and those that ended long ago are still counted (`ended`): a client
+    names a place, not a lease. To end another than it means might take from under it what it is reading now.
+    """
+
+    __slots__ = ("ended", "leases", "nbytes")
 
     def __init__(self) -> None:
-        self.leases: deque[Lease] = deque()
-        self.nbytes = 0
+        self.leases: list[tuple[float, Lease]] = []
+        self.nbytes = self.ended = 0
 
 
 class LaneClient:
     """What an attached connection holds: leases by the offset of their bytes, and the memory that it has lent us."""
 
-    def __init__(self, peer: socket.socket, side: socket.socket, arena_bytes: int, lease_ms: int) -> None:
+    def __init__(self, peer: socket.socket, side: socket.socket, store: Store, lease_ms: int) -> None:
         self.side = side
         """Our end of the channel over which it sends its memory's descriptor."""
         self.lease_ms = lease_ms
         """The time limit of its leases when it names none: what it was told, whatever is set later."""
         self.memory: LentMemory | None = None
         self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
-        self._share_bytes = arena_bytes // SHARE
+        self._store = store
+        self._revoked = 0  # leases of whomever, when it was last looked which of ours have ended
         self._held: dict[int, _Held] = {}
         self._held_bytes = self._count = 0
 
     @property
     def leases(self) -> int:
         """How many leases it holds; those whose limit has passed are none any more."""
-        return sum(not lease.released for held in self._held.values() for lease in held.leases)
+        return sum(not lease.released for held in self._held.values() for _, lease in held.leases)
 
     @property
     def lent_bytes(self) -> int:
         """How much memory it has lent us."""
         return 0 if self.memory is None else self.memory.nbytes
 
-    def keep(self, offset: int, lease: Lease) -> bool:
-        """Hold a lease for the client, unless that is more than its share."""
+    def keep(self, offset: int, lease: Lease, until_s: float) -> bool:
+        """Hold a lease for the client until `until_s` of the store's clock, unless that is more than its share."""
         if not self._fits(offset, lease):
             self._forget_ended()
             if not self._fits(offset, lease):
@@ -99,24 +107,30 @@ class LaneClient:
         held = self._held.get(offset)
         if held is None:
             held = self._held[offset] = _Held()
-        held.leases.append(lease)
+        insort(held.leases, (until_s, lease), key=itemgetter(0))
         held.nbytes = max(held.nbytes, lease.entry.extent.length)
         self._count += 1
         return True
 
     def release(self, offset: int) -> bool:
-        """End one lease at `offset`, the oldest; whether it was still held. Also when its limit has passed: to end a
-        younger one in its place might take from under the client what it is reading now."""
+        """End the lease at `offset` whose limit comes first; whether it was still held. Those whose limit has passed
+        are taken for ended in their turn, too."""
         held = self._held.get(offset)
         if held is None:
             return False
-        lease = held.leases.popleft()
-        self._count -= 1
+        was_held = False
+        if held.ended:
+            held.ended -= 1
+        else:
+            lease = held.leases.pop(0)[1]
+            self._count -= 1
+            was_held = not lease.released
+            lease.release()
         if not held.leases:
-            del self._held[offset]
             self._held_bytes -= held.nbytes
-        was_held = not lease.released
-        lease.release()
+            held.nbytes = 0
+            if not held.ended:
+                del self._held[offset]
         return was_held
 
     def end(self) -> None:
@@ -129,26 +143,34 @@ class LaneClient:
         held, self._held = self._held, {}
         self._held_bytes = self._count = 0
         for each in held.values():
-            for lease in each.leases:
+            for _, lease in each.leases:
                 lease.release()
         if self.memory is not None:
             self.memory.close()
             self.memory = None
 
     def _fits(self, offset: int, lease: Lease) -> bool:
-        return self._held_bytes + self._more_bytes(offset, lease) <= self._share_bytes and self._count < LEASES_MAX
+        return (
+            self._held_bytes + self._more_bytes(offset, lease) <= self._store.arena.nbytes // SHARE
+            and self._count < LEASES_MAX
+            and (offset in self._held or len(self._held) < LEASES_MAX)
+        )
 
     def _more_bytes(self, offset: int, lease: Lease) -> int:
         held = self._held.get(offset)
         return max(0, lease.entry.extent.length - (0 if held is None else held.nbytes))
 
     def _forget_ended(self) -> None:
-        """Drop leases whose limit has passed and of which the client says nothing."""
-        for offset, held in list(self._held.items()):
-            held.leases = deque(lease for lease in held.leases if not lease.released)
-            held.nbytes = max((lease.entry.extent.length for lease in held.leases), default=0)
-            if not held.leases:
-                del self._held[offset]
+        """Of leases whose limit has passed and of which the client says nothing keep only how many they were."""
+        revoked = self._store.stats.leases_revoked
+        if revoked == self._revoked:
+            return  # a look costs a step a lease, and a client at its limit may name a thousand keys more
+        self._revoked = revoked
+        for held in self._held.values():
+            alive = [each for each in held.leases if not each[1].released]
+            held.ended += len(held.leases) - len(alive)
+            held.leases = alive
+            held.nbytes = max((lease.entry.extent.length for _, lease in alive), default=0)
         self._held_bytes = sum(held.nbytes for held in self._held.values())
         self._count = sum(len(held.leases) for held in self._held.values())
 
@@ -162,8 +184,8 @@ class Lane:
         """The time limit of a lease for which none was asked, for those who attach from now on."""
         self.clients: dict[int, LaneClient] = {}
         """By the id of their connection."""
-        self.copying: set[int] = set()
-        """Connections out of whose memory a thread is copying."""
+        self.copying: set[Pending] = set()
+        """What clients wait for out of whose memory a thread is copying."""
 
     @property
     def socket_name(self) -> str | None:
@@ -201,7 +223,7 @@ class Lane:
                 descriptors = array.array("i", [arena_fd, theirs.fileno()])
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 sent = peer.sendmsg([reply], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                client = LaneClient(peer, side, self._server.store.arena.nbytes, self.lease_ms)
+                client = LaneClient(peer, side, self._server.store, self.lease_ms)
                 undo.pop_all()
         except BlockingIOError:
             return UNSENT  # the client does not read

@@ -20,7 +20,7 @@ have to wait in between."""
 class Pending:
     """The place of one reply in its session's pipeline. The session runs and reads nothing until `resolve`."""
 
-    __slots__ = ("_session", "on_cancel", "runs_again", "timeout_reply")
+    __slots__ = ("_session", "is_silent", "on_cancel", "runs_again", "timeout_reply")
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
@@ -30,12 +30,14 @@ class Pending:
         """Called when the client goes before it was answered."""
         self.runs_again = False
         """The command has done nothing yet and begins anew when this is resolved: Session.postpone."""
+        self.is_silent = False
+        """The client does not want the reply: CLIENT REPLY."""
 
     def resolve(self, reply: Reply) -> None:
         """Answer and let the session go on. A second call, or one after the client has gone, does nothing."""
         session, self._session = self._session, None
         if session is not None:
-            session.go_on(reply)
+            session.go_on(b"" if self.is_silent else reply)
 
     def cancel(self) -> None:
         """The client has gone."""

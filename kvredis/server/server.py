@@ -178,7 +178,7 @@ class Server:
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
             for session in list(self.sessions.values()):
-                busy = session.is_receiving or session.id in self.lane.copying
+                busy = session.is_receiving or session.waiting in self.lane.copying
                 if not (busy or self.away.keeps_waiting(session)):
                     session.finish()
             await asyncio.sleep(0.01)

@@ -326,8 +326,8 @@ class Session(Outgoing):
         if self.waiting is not None:
             self.waiting.cancel()
         self._close_outgoing()
-        for end in self.at_end:
-            end()
+        while self.at_end:  # emptied, since what is called may know the session: a cycle for the collector
+            [e() for e in self.at_end]; break
         self.server.dismiss(self)
 
     def resume_writing(self) -> None:

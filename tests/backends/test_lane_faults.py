@@ -5,13 +5,16 @@ import contextlib
 import fcntl
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -19,12 +22,13 @@ import redis
 from kvredis.backends import lease_lane, link
 from kvredis.backends.address import parse_url
 from kvredis.backends.attached import AttachedConnection, SharedLease
+from kvredis.backends.lease_lane import LeaseLane
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
 
 from .conftest import EXIT_S, ROOT, ServerProcess, small_store, start_server
-from .lane_server import ask, attached_ids, lane_figures, lane_path, lane_url, mapped, store_blocks
+from .lane_server import ask, attached_ids, lane_figures, lane_path, lane_url, mapped, pass_time, store_blocks
 from .layered_pair import open_layered
 from .nodes import wait_until
 from .verbs import BLOCK, content, keys_of, loaded, put, put_through
@@ -358,3 +362,38 @@ def test_a_lease_is_held_until_its_limit_its_release_or_the_end_of_either_side()
         connection.close()
         assert not three.held
         assert three.view == bytes(4096), "there to be read, for who is in the middle of it"
+
+
+def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_the_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread closes the connection, and has a new one at once, between the question and the answer."""
+    other, far_other = socket.socketpair()
+    with told(answer(), memfd()) as connection, other, far_other:
+        connection.attach("run")
+        lease, look = SharedLease(connection, 0, 4096, time.monotonic() + 40.0), select.poll()
+        assert connection._sock is not None
+        number = connection._sock.fileno()
+
+        def poll(wait_ms: int) -> list[tuple[int, int]]:
+            connection.close()
+            os.dup2(other.fileno(), number)
+            return look.poll(wait_ms)
+
+        monkeypatch.setattr(select, "poll", lambda: SimpleNamespace(register=look.register, poll=poll))
+        assert not lease.held
+        os.close(number)
+
+
+def test_a_block_that_may_not_be_leased_a_second_time_comes_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    leased, value = b"*1\r\n*2\r\n:0\r\n:4096\r\n", bytes(range(256)) * 16
+    too_much = b"*1\r\n-OOM this connection has leased its share of the arena\r\n"
+    said = b"+PONG\r\n" + leased + too_much + b"$4096\r\n" + value + b"\r\n"
+    with told(answer(), memfd(), then=said) as connection:
+        connection.attach("run")
+        lane = LeaseLane(connection, [b"k"], keep=False)
+        lane.ask(1)
+        pass_time(monkeypatch, 40.0)
+        room = bytearray(4096)
+        assert lane.take(lambda length: memoryview(room)) == 4096
+        assert room == value

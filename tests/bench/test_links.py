@@ -253,14 +253,18 @@ def test_a_result_without_the_memory_part_is_drawn_in_gb_per_s(measured: LinksRe
         draw(measured | {"copies": []}, tmp_path / "none.png")
 
 
-def test_both_ways_begin_at_once_although_a_driver_may_copy_before_it_answers() -> None:
+def test_pageable_memory_goes_both_ways_at_once_although_the_driver_copies_it_before_it_answers() -> None:
     both = threading.Barrier(2)
 
     class Blocking:
-        def run(self) -> None:
+        def begin(self) -> None:
             both.wait(60)
 
-    assert links_gpu._timed([Blocking(), Blocking()]) > 0  # type: ignore[list-item]
+        def run(self) -> None:
+            self.begin()
+
+    link = links_gpu._link("pageable", "CPU", "GPU 0", "bi")
+    assert links_gpu._timed(links_gpu._Arm(link, [Blocking(), Blocking()])) > 0  # type: ignore[list-item]
 
 
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))

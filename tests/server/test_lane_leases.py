@@ -296,3 +296,65 @@ def test_the_share_is_counted_right_when_another_block_has_come_to_lie_where_one
             assert [isinstance(place, list) for place in places] == [True, True, True, False]
 
     run_on(loop, story())
+
+
+def test_a_release_that_comes_late_does_not_end_a_younger_lease_at_the_same_place(loop: str, tmp_path: Path) -> None:
+    """Of the older one's end the server has long made room for others; the client still had to say that it knows."""
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            now_s = live.store.now_s()
+            live.store.now_s = lambda: now_s
+            await client.ask("SET", "old", OLD)
+            (old,) = await client.ask("KV.LEASE", 100, "old")
+            live.store.now_s = lambda: now_s + 1
+            live.store.revoke_overdue()
+            await client.ask("FLUSHALL")
+            for n in range(4):
+                await client.ask("SET", f"k{n}", NEW)
+            places = await client.ask("KV.LEASE", 0, *(f"k{n}" for n in range(4)))
+            assert str(places[3]) == SHARE_USED
+            assert places[0] == old, "another block lies there now"
+            assert await client.ask("KV.RELEASE", old[0]) == 0
+            assert live.store.leases == 3, "this was the end of the first"
+            assert await client.ask("KV.RELEASE", old[0]) == 1
+            assert live.store.leases == 2
+
+    run_on(loop, story())
+
+
+def test_of_two_leases_of_a_block_the_one_that_lasts_longer_is_released_last(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            now_s = live.store.now_s()
+            live.store.now_s = lambda: now_s
+            await client.ask("SET", "k", OLD)
+            (place,) = await client.ask("KV.LEASE", 600_000, "k")
+            assert await client.ask("KV.LEASE", 100, "k") == [place]
+            assert await client.ask("KV.RELEASE", place[0]) == 1
+            live.store.now_s = lambda: now_s + 1
+            live.store.revoke_overdue()
+            assert live.store.leases == 1, "who asked for ten minutes has them"
+
+    run_on(loop, story())
+
+
+def test_places_of_whose_end_the_client_says_nothing_are_bounded(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_module, "LEASES_MAX", 2)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            now_s = live.store.now_s()
+            live.store.now_s = lambda: now_s
+            for n in range(3):
+                await client.ask("SET", f"k{n}", pattern(100_000, n))
+            places = await client.ask("KV.LEASE", 100, "k0", "k1")
+            live.store.now_s = lambda: now_s + 1
+            live.store.revoke_overdue()
+            assert str((await client.ask("KV.LEASE", 0, "k2"))[0]) == SHARE_USED
+            assert await client.ask("KV.RELEASE", places[0][0]) == 0
+            assert isinstance((await client.ask("KV.LEASE", 0, "k2"))[0], list)
+
+    run_on(loop, story())

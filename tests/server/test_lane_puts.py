@@ -5,6 +5,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import hiredis
 import pytest
 
 from kvredis.server.lane_memory import LentMemory
+from tests.server.feed import request
 from tests.server.lane_client import SHRINK, LaneClient, attached, connected, memory, open_descriptors
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 from tests.server.tiered_server import TieredServer, block
@@ -299,6 +301,57 @@ def test_a_stop_lets_a_copy_come_to_its_end(loop: str, lent: int, tmp_path: Path
             await until(lambda: live.server.lane.copying)
             await live.server.stop()
             assert await putting == b"OK"
+
+    run_on(loop, story())
+
+
+def test_a_stop_lets_each_copy_of_a_pipeline_come_to_its_end(
+    loop: str, lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[int] = []
+    copy = LentMemory.copy
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
+            await client.lend(lent)
+            gate, loop_ = asyncio.Event(), asyncio.get_running_loop()
+
+            def slow(self: LentMemory, target: memoryview, offset: int) -> bool:
+                copies.append(offset)
+                if len(copies) == 2:
+                    asyncio.run_coroutine_threadsafe(gate.wait(), loop_).result()
+                return copy(self, target, offset)
+
+            monkeypatch.setattr(LentMemory, "copy", slow)
+            puts = [request("KV.PUT", key, str(offset), str(9 * MIB)) for offset, key in enumerate("ab")]
+            await loop_.sock_sendall(client.sock, b"".join(puts))
+            assert await client.read() == b"OK"
+            await until(lambda: copies == [0, 1])
+            stopping = asyncio.ensure_future(live.server.stop())
+            await asyncio.sleep(0)  # it has looked once at who is busy
+            gate.set()
+            assert await client.read() == b"OK"
+            await stopping
+
+    run_on(loop, story())
+
+
+def test_a_large_put_without_a_thread_to_be_had_is_copied_all_the_same(loop: str, lent: int, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
+            await client.lend(lent)
+            part = await client.ask("KV.RESERVE", "p", 9 * MIB)
+            before = open_descriptors()
+            with ThreadPoolExecutor(1) as none:
+                none.shutdown()
+                asyncio.get_running_loop().set_default_executor(none)
+            assert await client.ask("KV.PUT", "k", 7, 9 * MIB) == b"OK"
+            assert await client.ask("GET", "k") == CONTENT[7 : 7 + 9 * MIB]
+            assert await client.ask("KV.FILL", part, 0, 7, 9 * MIB) == b"OK"
+            assert await client.ask("KV.ABORT", part) == 1
+            assert live.store.reserved_bytes == 0
+            assert not live.server.lane.copying
+            await until(lambda: open_descriptors() <= before)
 
     run_on(loop, story())
 

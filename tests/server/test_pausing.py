@@ -1,7 +1,13 @@
 """CLIENT PAUSE, UNBLOCK and REPLY over real connections, on the loop's own clock made short."""
 
+import asyncio
 from pathlib import Path
 
+import pytest
+
+from kvredis.server.families.lane import COPY_HERE_BYTES_MAX
+from tests.server.feed import request
+from tests.server.lane_client import attached, memory
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
 
@@ -113,6 +119,25 @@ def test_a_client_that_wants_no_replies_gets_none_until_it_does(loop: str, tmp_p
             assert await client.ask("STRLEN", "k") == b":1048576\r\n"
 
     run_on(loop, story())
+
+
+@pytest.mark.parametrize("mode", ["SKIP", "OFF"])
+def test_a_reply_that_comes_later_is_left_out_too(mode: str, tmp_path: Path) -> None:
+    """A copy out of lent memory that takes a thread: by the time it is done the next command may be waiting."""
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 32 * MIB) as live, attached(live) as client:
+            value = pattern(COPY_HERE_BYTES_MAX + 1)
+            with memory(value) as lent:
+                assert await client.lend(lent) == len(value)
+                lines = request("CLIENT", "REPLY", mode) + request("KV.PUT", "k", "0", str(len(value)))
+                await asyncio.get_running_loop().sock_sendall(client.sock, lines)
+                if mode == "OFF":
+                    assert await client.ask("CLIENT", "REPLY", "ON") == b"OK"
+                assert await client.ask("STRLEN", "k") == len(value)
+                assert await client.ask("PING") == b"PONG"
+
+    run_on("uvloop", story())
 
 
 def test_one_reply_is_skipped_and_the_next_is_not(loop: str, tmp_path: Path) -> None:

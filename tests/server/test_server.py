@@ -14,6 +14,7 @@ from kvredis.server.server import MAX_CLIENTS_REACHED, PROTECTED, Server, Server
 from kvredis.server.session import Session
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.feed import request
+from tests.server.lane_client import attached
 from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
 
 every_loop = pytest.mark.parametrize("loop", LOOPS)
@@ -249,6 +250,22 @@ def test_a_session_that_has_ended_is_freed_without_the_collector(loop: str, tmp_
         async with LiveServer(tmp_path) as live:
             client = await live.connect()
             assert await client.ask("SET", "k", bytes(MIB)) == b"+OK\r\n"
+            ended = weakref.ref(live.sessions()[0])
+            client.close()
+            await until(lambda: ended() is None)
+
+    gc.disable()
+    try:
+        run_on(loop, story())
+    finally:
+        gc.enable()
+
+
+@every_loop
+def test_a_session_that_was_attached_and_reserved_is_freed_so_too(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            assert await client.ask("KV.RESERVE", "k", 100_000) == 1
             ended = weakref.ref(live.sessions()[0])
             client.close()
             await until(lambda: ended() is None)

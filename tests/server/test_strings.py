@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.families.strings import get, mset, set_, setnx
+from kvredis.server.commands import Handler
+from kvredis.server.families.strings import get, mset, msetnx, set_, setnx
 from kvredis.server.families.values import expiry_ms
 from kvredis.server.replies import joined
 from kvredis.server.server import Server
@@ -155,6 +156,27 @@ def test_mset_sets_all_or_nothing(session: FakeSession) -> None:
         lease.release()
     assert session.ask([b"MSET", b"a", b"1", b"b", b"y" * LARGE * 3, b"c", b"y" * LARGE * 3]) == b"+OK\r\n"
     assert session.ask("EXISTS a b c") == b":3\r\n"
+
+
+@pytest.mark.parametrize(("handler", "done"), [(mset, b"+OK\r\n"), (msetnx, b":1\r\n")])
+def test_small_values_that_find_no_room_beside_one_another_are_refused_together(
+    handler: Handler, done: bytes, session: FakeSession
+) -> None:
+    store = session.server.store
+    store.evicts = False
+    fills = 0
+    while store.put(b"fill%d" % fills, bytes(10_000)):
+        fills += 1
+    store.delete([b"fill0"])
+    payload = received(session, b"large")
+    told = run(session, handler, b"MSET", b"a", bytes(9_000), b"large", payload, b"b", bytes(9_000))
+    assert told == OOM
+    assert not any(store.find(key) for key in (b"a", b"large", b"b"))
+    assert store.reserved_bytes == 0
+    assert run(session, handler, b"MSET", b"a", bytes(9_990)) == done
+    same = [b"MSET", b"fill1", bytes(10_000), b"a", bytes(9_990)]
+    assert run(session, mset, *same) == b"+OK\r\n", "who needs no more than is there needs no room"
+    store.check_integrity()
 
 
 def test_mset_with_a_value_missing_gives_its_payloads_back(session: FakeSession) -> None:

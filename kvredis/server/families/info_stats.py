@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvredis.server.settings import value_of
 from kvredis.storage.allocator import GRAIN_BYTES
+from kvredis.storage.copying import KIND
 from kvredis.storage.survey import ends
 
 from .info_sections import Field, zeros
@@ -104,7 +105,8 @@ def keyspace(server: Server) -> Iterator[Field]:
 
 
 def kv(server: Server) -> Iterator[Field]:
-    """The arena in blocks, each tier's figures as KV.TIERS has them, values on their way, the store's own counters.
+    """The arena in blocks, each tier's figures as KV.TIERS has them, how payloads are copied (`native`, see
+    storage/copying.py), values on their way, the store's own counters.
 
     Values are of any length, so a block is what room is given in: `block_size` bytes, of which a value takes as many as
     it needs. `num_blocks` is all there are, and `full` + `free` is `num_blocks`; what is being written or still being
@@ -123,6 +125,7 @@ def kv(server: Server) -> Iterator[Field]:
             yield f"{tier}_{name}", value
     if store.arena.fallback is not None:
         yield "memory_fallback", " ".join(store.arena.fallback.split())
+    yield "native", KIND
     yield "bodies_in_flight", server.claims.receiving
     yield "bodies_waiting", len(server.claims.queue)
     yield "bodies_given_up", server.claims.given_up

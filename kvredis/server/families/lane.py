@@ -121,6 +121,7 @@ def lease(session: Session, args: list[bytes]) -> Reply:
 
 def _leased(session: Session, client: LaneClient, key: bytes, limit_s: float) -> bytes:
     """What KV.LEASE says of one key."""
+    until_s = session.store.now_s() + limit_s
     found = session.store.lease(key, session.space, limit_s)
     if found is None:
         return missing(session, key)
@@ -129,7 +130,7 @@ def _leased(session: Session, client: LaneClient, key: bytes, limit_s: float) ->
         found.release()
         return bulk(value)
     offset = found.entry.extent.offset + PAYLOAD_OFFSET_BYTES
-    if not client.keep(offset, found):
+    if not client.keep(offset, found, until_s):
         found.release()
         return SHARE_USED
     return b"*2\r\n:%d\r\n:%d\r\n" % (offset, found.length)
@@ -299,29 +300,36 @@ def _source(session: Session, offset_word: bytes, length_word: bytes) -> tuple[L
 
 
 def _copied(session: Session, memory: LentMemory, way: tuple[memoryview, int], then: Callable[[bool], bytes]) -> Answer:
-    """Copy to a view from an offset (`way`) and answer what `then` makes of it; when it is much, later, from a thread.
-    `then` is asked once, on the loop, with False if the bytes cannot be had or the client has gone meanwhile: one that
-    has hung up, perhaps before the copy began, uses that memory for something else."""
+    """Copy to a view from an offset (`way`) and answer what `then` makes of it; when it is much, later, from a thread
+    if one can be had. `then` is asked once, on the loop, with False if the bytes cannot be had or the client has gone
+    meanwhile: one that has hung up, perhaps before the copy began, uses that memory for something else."""
     target, offset = way
-    if len(target) <= COPY_HERE_BYTES_MAX:
+
+    def copied_here() -> bytes:
         return then(memory.copy(target, offset) and not has_hung_up(session.fd, wholly=True))
-    try:
-        source = memory.another()
-    except OSError:
-        return then(False)
-    server, pending = session.server, session.wait()
-    server.lane.copying.add(session.id)
+
+    if len(target) <= COPY_HERE_BYTES_MAX:
+        return copied_here()
+    server, pending, loop = session.server, session.wait(), asyncio.get_running_loop()
 
     def come(copying: asyncio.Future[bool]) -> None:
-        source.close()
         is_there = session.waiting is pending and session.id in server.sessions
         answer = then(copying.result() and is_there and not has_hung_up(session.fd, wholly=True))
         if server.store.journal:
             server.drain_journal(session)
         server.claims.admit()
         pending.resolve(answer)
-        loop.call_soon(server.lane.copying.discard, session.id)  # behind the answer, or a stop would hang up before it
+        loop.call_soon(server.lane.copying.discard, pending)  # behind the answer, or a stop would hang up before it
 
-    loop = asyncio.get_running_loop()
-    loop.run_in_executor(None, source.copy, target, offset).add_done_callback(come)
+    try:
+        source = memory.another()
+    except OSError:  # no descriptor to be had
+        return copied_here()
+    try:
+        copying = loop.run_in_executor(None, source.copy_and_close, target, offset)
+    except RuntimeError:  # no thread to be had
+        source.close()
+        return copied_here()
+    server.lane.copying.add(pending)
+    copying.add_done_callback(come)
     return pending

@@ -26,7 +26,17 @@ from kvredis.server.replies import (
 )
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
-from .values import SET, give_back, look_up, missing, placed, publish, publish_if, set_options
+from .values import (
+    SET,
+    give_back,
+    look_up,
+    missing,
+    placed,
+    publish,
+    publish_if,
+    set_options,
+    small_ones_fit,
+)
 
 if TYPE_CHECKING:
     from kvredis.server.pending import Answer, Pending
@@ -242,15 +252,16 @@ def msetnx(session: Session, args: list[bytes]) -> Reply:
 def _set_pairs(session: Session, args: list[bytes]) -> bytes:
     """Place every value, then publish them in their order; a key named twice keeps the last one."""
     values = [placed(session, key, value) for key, value in zip(args[1::2], args[2::2], strict=True)]
-    if None in values:
-        for value in values:
-            if isinstance(value, Reservation):
-                value.abort()
-        return OUT_OF_MEMORY
-    session.server.stats.sets_duplicate += len(values) - len({*args[1::2]})
-    for key, value in zip(args[1::2], values, strict=True):
-        publish(session, key, value, 0, SET)  # type: ignore[arg-type]
-    return OK
+    pairs = list(zip(args[1::2], values, strict=True))
+    done = OK if None not in values and small_ones_fit(session, pairs) else OUT_OF_MEMORY
+    for key, value in pairs:
+        if done is OK:
+            done = publish(session, key, value, 0, SET)  # type: ignore[arg-type]  # none is None
+        elif isinstance(value, Reservation):
+            value.abort()
+    if done is OK:
+        session.server.stats.sets_duplicate += len(pairs) - len({*args[1::2]})
+    return done
 
 
 @command(

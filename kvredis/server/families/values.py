@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.events import notify
 from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, error
-from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
+from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES, INLINE_BYTES_MAX, Lease, Reservation
 
 if TYPE_CHECKING:
     from kvredis.server.session import Session
@@ -130,6 +130,22 @@ def placed(session: Session, key: bytes, value: bytes | Reservation) -> bytes | 
     if reservation is not None:
         reservation.view[:] = value  # came in an inline request, so it is at hand as bytes
     return reservation
+
+
+def small_ones_fit(session: Session, pairs: Sequence[tuple[bytes, object]]) -> bool:
+    """Whether the values among `pairs` that are bytes can be stored together where nobody is evicted for them. With a
+    disk that is not known before: it is asked for each, and whoever came before one that is refused stays."""
+    store = session.store
+    if store.evicts or store.tiering is not None:
+        return True
+    growth = 0
+    for key, value in pairs:
+        if not isinstance(value, bytes):
+            continue
+        old = store.find(key, session.space)
+        held = 0 if old is None or old.value is None else old.memory_bytes
+        growth += max(0, ENTRY_OVERHEAD_BYTES + len(key) + len(value) - held)  # who shrinks may come after who grows
+    return growth <= 0 or store.inline_bytes + growth <= store.inline_bytes_high
 
 
 def give_back(args: list[bytes]) -> None:
