@@ -50,17 +50,20 @@ class LeaseLane(GetLane):
 
     def take(self, allocate: Allocate) -> int | SharedLease | RemoteLease | BackendError | None:
         """Give the next value: as a lease, or its length when it has been copied into what `allocate` lent. What is
-        copied is looked at afterwards: BackendError when the server has ended the lease meanwhile."""
+        copied is looked at afterwards: BackendError when the server has ended the lease meanwhile. Takes as long as one
+        answer may in all, however many it has to read."""
+        until_s = time.monotonic() + self.connection.timeout_s
         if not self._answers:
             self._read_batch()
         key, answer = self._answers.popleft()
         self.asked -= 1
         if isinstance(answer, SharedLease) and not answer.held:
             answer.release()
-            answer = self._ask_again(key)
+            answer = self._ask_again(key, until_s)
         elif _is_share_used(answer):
-            answer = self._ask_again(key)  # by now those before it are back
+            answer = self._ask_again(key, until_s)  # by now those before it are back
         if _is_share_used(answer):  # the reader holds too many, or the value is half of the arena
+            self._wait_until(until_s)
             self.connection.send((b"GET", key))
             return self.connection.read_bulk_into(allocate)
         if answer is None or isinstance(answer, BackendError):
@@ -77,7 +80,7 @@ class LeaseLane(GetLane):
         until_s = time.monotonic() + min(left_s, DRAIN_S)
         try:
             while self._batches and self.connection.usable:
-                self.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
+                self._wait_until(until_s)
                 self._read_batch()
         except BackendError:
             self.connection.close()
@@ -92,11 +95,17 @@ class LeaseLane(GetLane):
         answers = self._attached.read_leases(until_s, len(keys))
         self._answers.extend(zip(keys, answers, strict=True))
 
-    def _ask_again(self, key: bytes) -> SharedLease | bytes | BackendError | None:
+    def _ask_again(self, key: bytes, until_s: float) -> SharedLease | bytes | BackendError | None:
         """Lease one key now; the answers that are under way come first, and wait for their turn."""
         while self._batches:
+            self._wait_until(until_s)
             self._read_batch()
+        self._wait_until(until_s)
         return self._attached.read_leases(self._attached.ask_leases([key]), 1)[0]
+
+    def _wait_until(self, until_s: float) -> None:
+        """Wait for the next answer no longer than that."""
+        self.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
 
     def _copied(self, lease: SharedLease, allocate: Allocate) -> int | None:
         with lease:

@@ -89,6 +89,11 @@ class Wire:
             return True
         return True
 
+    @property
+    def timeout_s(self) -> float:
+        """What set_timeout has set."""
+        return self._timeout_s
+
     def set_timeout(self, timeout_s: float) -> None:
         """Bound each send, and each reply as a whole, from the next one on. Costs next to nothing, so that who has a
         budget for many replies may say before each what is left of it."""

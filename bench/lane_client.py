@@ -8,8 +8,6 @@ knows that what it read was valid when, after using it, that time has not passed
 from __future__ import annotations
 
 import array
-import ctypes
-import fcntl
 import mmap
 import os
 import socket
@@ -20,6 +18,8 @@ from types import TracebackType
 from typing import Final
 
 from kvredis.backends.wire import CRLF
+from kvredis.storage.arena import Arena
+from kvredis.storage.copying import copy
 
 from .errors import BenchError
 from .workload import Memory
@@ -38,27 +38,19 @@ class LaneMissing(BenchError):
 
 
 class LentMemory:
-    """A memfd with a copy of `source` in it, sealed against shrinking so that a server may read it without fear."""
+    """A copy of `source` in memory as an engine's is that lends it: an arena, sealed as such, faulted in."""
 
     def __init__(self, source: Memory) -> None:
         self.nbytes = source.nbytes
-        self.fd = os.memfd_create("kvredis-bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, self.nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            with mmap.mmap(self.fd, self.nbytes) as mapped:
-                holder = ctypes.c_char.from_buffer(mapped)
-                ctypes.memmove(ctypes.addressof(holder), source.address, self.nbytes)
-                del holder  # an exported buffer would keep the mapping open
-        except BaseException:
-            self.close()
-            raise
+        self._arena = Arena.create(source.nbytes)
+        self.fd = self._arena.fd
+        with self._arena.view[: source.nbytes] as room:
+            copy(room, source.view)
 
     def close(self) -> None:
-        """Give the descriptor back; idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Give the memory back; idempotent."""
+        self._arena.close()
+        self.fd = -1
 
 
 class LaneClient:

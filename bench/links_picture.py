@@ -1,4 +1,8 @@
-"""A picture of `kvredis bench links`: each link beside a plain copy in the same repeat, one way and both."""
+"""A picture of `kvredis bench links`: each link beside a plain copy, one way and both.
+
+Copies in memory are held against the plain copy of the same repeat; the other parts run after all of these, so that
+nothing pairs them with it, and are held against its median.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from .plot import Bar, BarPanel, Captions, bars
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
-    """Draw every link one way as a multiple of a plain copy in the same repeat; BenchError when there is nothing."""
+    """Draw every link as a multiple of a plain copy; BenchError when there is nothing."""
     result = cast(LinksResult, raw)
     base = next(
         (by_repeat(row["samples"], "gb_per_s") for row in result["copies"] if row["source"] == row["target"] == BASE),
@@ -31,15 +35,16 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
     machine = result["machine"]
     captions = Captions(
         "What copies between two places",
-        "times a plain copy in the same repeat" if base else "GB/s",
+        "times a plain copy" if base else "GB/s",
         f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}. Plain copy: one thread, {BASE} memory",
     )
     bars(panels, captions, path)
 
 
 def _bar(row: CopyRow, base: dict[int, float]) -> Bar | None:
-    if not base:  # the memory part was left out
-        return Bar(row["gb_per_s"], row["gb_per_s_min"], row["gb_per_s_max"])
+    if row["part"] != "memory":
+        plain = middle([*base.values()]) or 1.0  # GB/s as they are when the memory part was left out
+        return Bar(row["gb_per_s"] / plain, row["gb_per_s_min"] / plain, row["gb_per_s_max"] / plain)
     ratios = paired_ratios(by_repeat(row["samples"], "gb_per_s"), base)
     return Bar(middle(ratios), min(ratios), max(ratios)) if ratios else None
 

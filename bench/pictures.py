@@ -28,11 +28,14 @@ _CUT: Final = 6.0  # times T0: half as much again as the worst of the earlier fi
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw a result into the PNG `path`; raises BenchError when its schema has no picture or there is nothing in it."""
+    """Draw a result into the PNG `path`; BenchError when its schema has no picture, or it is empty or not whole."""
     painter = _PAINTERS.get(str(result.get("schema")))
     if painter is None:
         raise BenchError(f"no picture for schema {result.get('schema')!r}; known: {', '.join(_PAINTERS)}")
-    painter(result, path)
+    try:
+        painter(result, path)
+    except (LookupError, TypeError) as error:
+        raise BenchError(f"not a whole result of {result['schema']}: {error!r}") from error
 
 
 def draw_file(source: Path, path: Path) -> None:

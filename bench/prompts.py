@@ -95,14 +95,6 @@ def prompts(plan: PromptPlan) -> Iterator[list[int]]:
         yield shared + own
 
 
-def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens that two prompts begin with in common."""
-    for at, (ours, theirs) in enumerate(zip(first, second, strict=False)):
-        if ours != theirs:
-            return at
-    return min(len(first), len(second))
-
-
 def digest(made: Iterable[Sequence[int]]) -> str:
     """Give the SHA-256 of prompts: each as its length and then its tokens, little-endian unsigned 32-bit numbers."""
     digested = hashlib.sha256()

@@ -47,7 +47,6 @@ from .zmq_client import missing as zmq_missing
 
 PARTS: Final = ("arms", "scaling", "one")
 TRANSPORTS: Final = ("tcp", "unix", "lane", "pyzmq")
-_T0_RUNS: Final = 3  # in each repeat
 _ARENA_PARTS: Final = (9, 4)  # of the blocks' bytes: a SET takes a new place before the old one is free
 _ARENA_LEAST: Final = 256 * 1024**2
 

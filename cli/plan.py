@@ -37,6 +37,18 @@ class _Positive(click.ParamType):  # type: ignore[type-arg]
         return number
 
 
+class _Milliseconds(click.ParamType):  # type: ignore[type-arg]
+    """A time that may be 0, and is finite."""
+
+    name = "MS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not 0 <= number < float("inf"):
+            self.fail(f"{value!r} is not a number from 0 on", param, ctx)
+        return float(number)
+
+
 class _Bandwidth(_Positive):
     """GB/s, as a number or with a unit: 12, 12GB/s, 500MB/s, 100Gbit/s."""
 
@@ -58,6 +70,8 @@ class _Tier(click.ParamType):  # type: ignore[type-arg]
         try:
             (name, speed), *more = (part.split("=") for part in str(value).split(","))
             rest = {key.strip(): word for key, word in more}
+            if len(rest) < len(more):
+                raise ValueError("something is given twice")
             latency = _measure(rest.pop("latency", "0ms"), _TIMES)
             store = _measure(word, _SPEEDS) if (word := rest.pop("store", None)) is not None else None
             if rest or not name.strip():
@@ -128,8 +142,8 @@ Example: kvredis plan --shape 8b --prefill-tokens-per-s 33000 --hbm 4800 --link 
 )
 @click.option("--hbm", type=_Bandwidth(), help="GPU memory's bandwidth, for the layer pipeline rule.")
 @click.option("--link", type=_Bandwidth(), help="The link's bandwidth, for the same.")
-@click.option("--other-ms", type=click.FloatRange(0), help="Of a step: time beside reading KV.")
-@click.option("--overhead-ms", type=click.FloatRange(0), help="Of a step: time that fetching costs by itself.")
+@click.option("--other-ms", type=_Milliseconds(), help="Of a step: time beside reading KV.")
+@click.option("--overhead-ms", type=_Milliseconds(), help="Of a step: time that fetching costs by itself.")
 @click.option("--kv-gb", type=_Positive(), help="KV that a step reads, GB; default: one prompt's.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON (kvredis.plan/1).")
 def plan(

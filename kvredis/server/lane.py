@@ -80,6 +80,8 @@ class LaneClient:
         """Our end of the channel over which it sends its memory's descriptor."""
         self.lease_ms = lease_ms
         """The time limit of its leases when it names none: what it was told, whatever is set later."""
+        self.is_own_user = uid_of(peer) == os.geteuid()
+        """Whether it could do us harm anyhow."""
         self.memory: LentMemory | None = None
         self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
         self._store = store

@@ -4,8 +4,9 @@ WHY it is not simply mapped and read: a page of somebody else's memfd that canno
 a hole, no hugepage is left, the control group is full) kills who touches it in a mapping, and is an error to preadv. So
 a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own engines'
 arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ, Linux
-5.14). It is worth that, because the streaming stores of storage/copying.py take half the time of preadv's copy. Either
-way the bytes go straight into the extent, long ones without the GIL.
+5.14). It is worth that, because the streaming stores of storage/copying.py take half the time of preadv's copy. Nor is
+another user's memory mapped: to have a page that he has never written to would cost us one. Either way the bytes go
+straight into the extent, long ones without the GIL.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MESSAGES_MAX: Final = 16
 _F_SEAL_SHRINK: Final = fcntl.F_SEAL_SHRINK
 _NO_HOLES: Final = fcntl.F_SEAL_WRITE | 0x10
 """Either of F_SEAL_WRITE and F_SEAL_FUTURE_WRITE, which the fcntl module does not name, forbids to punch holes."""
+_MADV_DONTNEED: Final = 4
 _MADV_POPULATE_READ: Final = 22
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -49,6 +51,11 @@ class _Mapped:
         """OSError."""
         self._view = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
         self._address = address_of_view(self._view)
+
+    def take_out(self) -> None:
+        """Have no page in the mapping any more, until somebody reads there. This is what takes time when a mapping goes
+        (30 ms/GB), and Python's own unmapping keeps the GIL meanwhile."""
+        _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._view)), _MADV_DONTNEED)
 
     def copy(self, target: memoryview, offset: int) -> bool:
         """Fill `target` from `offset` on. False: not all pages can be had, or this kernel cannot say so."""
@@ -100,14 +107,16 @@ class LentMemory:
     def close(self) -> None:
         """Let go of it; again is nothing."""
         fd, self._fd = self._fd, -1
-        mapped, self._mapped = self._mapped, None
+        mapped = [] if self._mapped is None else [self._mapped]
+        self._mapped = None
         if fd >= 0:
             close_elsewhere(fd, mapped)
 
 
-def receive(side: socket.socket) -> LentMemory:
+def receive(side: socket.socket, *, own_user: bool) -> LentMemory:
     """Take the memory whose descriptor lies in the side channel: exactly one message of one byte with one descriptor.
-    Whatever else came with it is closed. LendError, and what was lent before stays lent."""
+    Whatever else came with it is closed. LendError, and what was lent before stays lent. `own_user`: the client runs as
+    the server's own user."""
     found: list[int] = []
     well_formed, messages = True, 0
     try:
@@ -124,17 +133,18 @@ def receive(side: socket.socket) -> LentMemory:
         if messages != 1 or not well_formed:
             raise LendError("want one message of one byte with one descriptor in the side channel, and nothing else")
         nbytes = _size(found[0])
-        memory = LentMemory(found[0], nbytes, _mapped(found[0], nbytes))
+        memory = LentMemory(found[0], nbytes, _mapped(found[0], nbytes) if own_user else None)
         found.clear()
         return memory
     finally:
         for fd in found:
-            close_elsewhere(fd)
+            close_elsewhere(fd, [])
 
 
-def close_elsewhere(fd: int, mapped: _Mapped | None = None) -> None:
-    """Close a descriptor that somebody else has made, and let go of its mapping: that frees gigabytes when we are the
-    last to have them, and may wait for him when it is a file of a file system of his own. A thread can wait."""
+def close_elsewhere(fd: int, mapped: list[_Mapped]) -> None:
+    """Close a descriptor that somebody else has made, and let go of its mapping, if there is one in `mapped`, which is
+    empty then: that frees gigabytes when we are the last to have them, and may wait for him when it is a file of a file
+    system of his own. A thread can wait."""
     try:
         threading.Thread(target=_close, args=(fd, mapped), name="kvredis-closing", daemon=True).start()
     except RuntimeError:  # no thread to be had
@@ -151,8 +161,10 @@ def _mapped(fd: int, nbytes: int) -> _Mapped | None:
         return None
 
 
-def _close(fd: int, mapped: _Mapped | None) -> None:
-    """`mapped` is let go of by whoever comes last out of here, its caller or a copy that is under way."""
+def _close(fd: int, mapped: list[_Mapped]) -> None:
+    """The descriptor is closed last, as that frees the memory without the GIL."""
+    while mapped:
+        mapped.pop().take_out()
     with contextlib.suppress(OSError):
         os.close(fd)
 

@@ -148,9 +148,10 @@ class Outgoing(asyncio.BufferedProtocol):
 
     @property
     def slow_since_s(self) -> float:
-        """Since when this client has kept blocks of the arena leased by not reading; infinity if it does not."""
-        since_s = self._paused_since_s if self._paused and self._lent else float("inf")
-        return since_s if self._splicer is None else min(since_s, self._splicer.held_since_s)
+        """Since when this client has kept blocks of the arena leased by not reading that hanging up on it would free;
+        infinity if it does not. What was spliced outlasts the connection."""
+        splices = self._splicer is not None and self._splicer.is_busy
+        return self._paused_since_s if self._paused and self._lent and not splices else float("inf")
 
     def pause_writing(self) -> None:
         """The transport keeps a rest that the client is too slow to take."""
@@ -209,7 +210,7 @@ class Outgoing(asyncio.BufferedProtocol):
             self.close()
             return
         if complete:
-            splicer.keep(self._lent, monotonic())
+            splicer.keep(self._lent)
             self._lent = []
             if self._paused:
                 loop.remove_writer(splicer.fileno())
@@ -337,7 +338,7 @@ class Outgoing(asyncio.BufferedProtocol):
             if self._splicer.is_busy:
                 asyncio.get_running_loop().remove_writer(self._splicer.fileno())
                 half_sent, self._lent = self._lent, []
-            self._splicer.end(half_sent, monotonic())
+            self._splicer.end(half_sent)
             self._splicer = None
         self._release()
         self._backlog.clear()

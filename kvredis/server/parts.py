@@ -294,9 +294,11 @@ class Parts:
     def give_up_stalled(self) -> None:
         """End reservations for which next to nothing has come during the time limit of a body."""
         now_s, limit_s = self._server.now_s(), self._server.body_timeout_s
+        paused = bool(self._server.pause.until_s)  # then it is we who keep what comes waiting
         for client in self._clients.values():
             for part in client:
-                if part.is_being_filled or part.written_bytes - part.marked_bytes >= PROGRESS_BYTES_MIN:
+                written = part.written_bytes - part.marked_bytes
+                if paused or part.is_being_filled or written >= PROGRESS_BYTES_MIN:
                     part.marked_bytes, part.marked_s = part.written_bytes, now_s
                 elif now_s - part.marked_s > limit_s:
                     log.warning("reservation %d given up: next to nothing came for %.0f s", part.id, limit_s)

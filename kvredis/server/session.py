@@ -327,7 +327,7 @@ class Session(Outgoing):
             self.waiting.cancel()
         self._close_outgoing()
         while self.at_end:  # emptied, since what is called may know the session: a cycle for the collector
-            [e() for e in self.at_end]; break
+            self.at_end.pop(0)()
         self.server.dismiss(self)
 
     def resume_writing(self) -> None:

@@ -79,10 +79,9 @@ class _Span(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A reply that is in the socket: where in all that was spliced it ends, since when, and what it has lent."""
+    """A reply that is in the socket: where in all that was spliced it ends, and what it has lent."""
 
     end: int
-    since_s: float
     leases: list[Lease]
     nbytes: int
 
@@ -116,11 +115,6 @@ class Splicer:
         lengths = (each.nbytes if isinstance(each, _Span) else len(each) for each in self._pieces)
         return self._piped_bytes + sum(lengths)
 
-    @property
-    def held_since_s(self) -> float:
-        """Since when the client could have received what it has not; infinity when it has received all."""
-        return self._held[0].since_s if self._held else float("inf")
-
     def begin(self, pieces: list[Buffer], leases: list[Lease]) -> bool:
         """Take a reply in; False when it cannot go this way now, and then nothing has happened. All before it must be
         in the socket."""
@@ -152,9 +146,9 @@ class Splicer:
             moved_bytes += moved
         return False
 
-    def keep(self, leases: list[Lease], now_s: float) -> None:
+    def keep(self, leases: list[Lease]) -> None:
         """The reply is in the socket, or as much of it as ever will be: hold what it has lent until it is received."""
-        self._held.append(_Held(self._sent_bytes, now_s, leases, self._charged_bytes))
+        self._held.append(_Held(self._sent_bytes, leases, self._charged_bytes))
         self._charged_bytes = 0
         self._splicing.holders.setdefault(self)
 
@@ -170,7 +164,7 @@ class Splicer:
             if self.has_ended:
                 self._sock.close()
 
-    def end(self, leases: list[Lease], now_s: float) -> None:
+    def end(self, leases: list[Lease]) -> None:
         """The connection is gone; what of it is still to be read stays as it is, `leases` of half a reply too."""
         if self._pipe is not None:
             self._splicing.put_pipe(self._pipe, empty=False)
@@ -181,7 +175,7 @@ class Splicer:
             self._sock.shutdown(socket.SHUT_RDWR)  # our duplicate would keep it open for the client
         self.has_ended = True
         if leases:
-            self.keep(leases, now_s)
+            self.keep(leases)
         if self._splicing.has_ended or not self._held:
             self.abandon()
         else:

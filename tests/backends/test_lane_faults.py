@@ -22,13 +22,12 @@ import redis
 from kvredis.backends import lease_lane, link
 from kvredis.backends.address import parse_url
 from kvredis.backends.attached import AttachedConnection, SharedLease
-from kvredis.backends.lease_lane import LeaseLane
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
 
 from .conftest import EXIT_S, ROOT, ServerProcess, small_store, start_server
-from .lane_server import ask, attached_ids, lane_figures, lane_path, lane_url, mapped, pass_time, store_blocks
+from .lane_server import ask, attached_ids, lane_figures, lane_path, lane_url, mapped, store_blocks
 from .layered_pair import open_layered
 from .nodes import wait_until
 from .verbs import BLOCK, content, keys_of, loaded, put, put_through
@@ -383,17 +382,3 @@ def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_
         monkeypatch.setattr(select, "poll", lambda: SimpleNamespace(register=look.register, poll=poll))
         assert not lease.held
         os.close(number)
-
-
-def test_a_block_that_may_not_be_leased_a_second_time_comes_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    leased, value = b"*1\r\n*2\r\n:0\r\n:4096\r\n", bytes(range(256)) * 16
-    too_much = b"*1\r\n-OOM this connection has leased its share of the arena\r\n"
-    said = b"+PONG\r\n" + leased + too_much + b"$4096\r\n" + value + b"\r\n"
-    with told(answer(), memfd(), then=said) as connection:
-        connection.attach("run")
-        lane = LeaseLane(connection, [b"k"], keep=False)
-        lane.ask(1)
-        pass_time(monkeypatch, 40.0)
-        room = bytearray(4096)
-        assert lane.take(lambda length: memoryview(room)) == 4096
-        assert room == value

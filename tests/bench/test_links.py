@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.bench import links_gpu, links_memory
+from kvredis.bench import links_gpu, links_memory, links_picture
 from kvredis.bench.disk_device import timed_threads
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.links import LinksPlan, run
 from kvredis.bench.links_memory import numa_nodes, run_memory, timed_together
 from kvredis.bench.links_process import Peer, chosen_cores, peer_of, run_copies, run_tokens
-from kvredis.bench.links_result import BASE, LinksResult, table_lines
+from kvredis.bench.links_result import BASE, CopySample, Link, LinksResult, copy_row, table_lines
 from kvredis.bench.memory_pages import Backing
 from kvredis.bench.pictures import draw
+from kvredis.bench.plot import Bar
 
 MIB = 1024**2
 NBYTES = 5 * MIB  # two blocks and a half
@@ -251,6 +252,16 @@ def test_a_result_without_the_memory_part_is_drawn_in_gb_per_s(measured: LinksRe
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BenchError, match="nothing to draw"):
         draw(measured | {"copies": []}, tmp_path / "none.png")
+
+
+def test_in_the_picture_only_copies_in_memory_are_paired_with_the_plain_copy_of_their_repeat() -> None:
+    samples = [
+        CopySample(repeat=at, seconds=1.0, gb_per_s=rate, verified_bytes=1) for at, rate in enumerate((1.0, 4.0, 6.0))
+    ]
+    plain = {0: 1.0, 1: 2.0, 2: 4.0}
+    for part, drawn in (("memory", Bar(1.5, 1.0, 2.0)), ("process", Bar(2.0, 0.5, 3.0))):
+        link = Link(part=part, way="tcp", source="a", target="b", direction="uni")  # type: ignore[typeddict-item]
+        assert links_picture._bar(copy_row(link, 1, samples), plain) == drawn
 
 
 def test_pageable_memory_goes_both_ways_at_once_although_the_driver_copies_it_before_it_answers() -> None:

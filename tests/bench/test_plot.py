@@ -114,6 +114,14 @@ def test_what_has_no_picture_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.png").exists()
 
 
+@pytest.mark.parametrize("schema", ["memory", "server", "disk", "links", "transport"])
+def test_half_a_result_is_an_error_of_ours(schema: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({"schema": f"kvredis.bench.{schema}/1"}))
+    done = CliRunner().invoke(bench, ["plot", str(tmp_path / "r.json"), str(tmp_path / "a.png")])
+    assert done.exit_code == 1
+    assert f"not a whole result of kvredis.bench.{schema}/1" in done.output
+
+
 def test_bench_server_and_bench_disk_draw_what_they_measured(tmp_path: Path) -> None:
     tiny = ["server", "--quick", "--repeats", "1", "--sizes", "64KiB,128KiB", "--arms", "kvredis", "--no-pin"]
     disk = ["disk", "--quick", "--repeats", "1", "--parts", "rates", "--threads", "1", "--dir", str(tmp_path / "disk")]

@@ -6,14 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from kvredis.bench.errors import BenchError
-from kvredis.bench.prompts import PromptPlan, digest, prompts, shared_prefix
+from kvredis.bench.prompts import PromptPlan, digest, prompts
 from kvredis.cli.bench import bench
 
 PINNED = PromptPlan(input_len=1000, hit_rate=0.5, num_prompts=20, seed=7, vocab_size=152_064)
@@ -48,7 +48,9 @@ def test_every_two_prompts_share_exactly_what_was_asked_for(hit_rate: float, voc
     made = list(prompts(plan))
     assert {len(prompt) for prompt in made} == {1000}
     assert {token for prompt in made for token in prompt} <= set(range(vocab_size))
-    assert {shared_prefix(*two) for two in combinations(made, 2)} == {round(hit_rate * 1000)}
+    pairs = [zip(*two, strict=True) for two in combinations(made, 2)]
+    shared = {sum(1 for _ in takewhile(lambda tokens: tokens[0] == tokens[1], pair)) for pair in pairs}
+    assert shared == {round(hit_rate * 1000)}
 
 
 def test_without_hits_nothing_is_shared_and_with_all_hits_everything_is() -> None:

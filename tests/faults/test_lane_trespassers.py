@@ -323,7 +323,7 @@ def test_a_server_without_descriptors_says_so_and_serves_on(loop: str, tmp_path:
                     except OSError:
                         pass
                     assert str(await client.attach()) == "ERR the arena cannot be lent: Too many open files"
-                    assert str(await lender.ask("KV.PUT", "k", 0, 9 * MIB)).startswith("ERR the lent memory cannot be")
+                    assert await lender.ask("KV.PUT", "k", 0, 9 * MIB) == b"OK", "without a thread of its own"
                     assert str(await lender.lend(fd)) == ALONE, "the kernel could not hand it over"
                     assert await lender.ask("KV.PUT", "k", 0, MIB) == b"OK"
                 finally:

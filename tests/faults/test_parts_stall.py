@@ -76,6 +76,26 @@ def test_who_brings_enough_in_time_keeps_it_and_who_writes_the_same_again_does_n
     run_on("uvloop", story())
 
 
+def test_while_the_server_holds_everybody_up_no_reservation_is_given_up(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with stopped_clock(tmp_path) as live:
+            client, operator = await live.connect(), await live.connect()
+            whole, begun = await reserve(client, "whole", LENGTH), await reserve(client, "begun", LENGTH)
+            assert await client.ask("KV.WRITE", whole, "0", pattern(LENGTH)) == b"+OK\r\n"
+            at_time(live, 1001.0)
+            assert await operator.ask("CLIENT", "PAUSE", "3600000") == b"+OK\r\n"
+            await client.send("KV.COMMIT", whole)
+            await until(lambda: live.server.pause.waiting)
+            at_time(live, 1500.0)
+            live.server.pause.end()
+            assert await client.read_line() == b"+OK\r\n"
+            at_time(live, 1529.0)
+            assert await client.ask("KV.WRITE", begun, "0", pattern(KIB64)) == b"+OK\r\n"
+            assert await client.ask("KV.ABORT", begun) == b":1\r\n"
+
+    run_on("uvloop", story())
+
+
 def test_a_part_that_stops_coming_ends_its_client_and_with_it_all_it_reserved(tmp_path: Path) -> None:
     async def story() -> None:
         async with stopped_clock(tmp_path) as live:

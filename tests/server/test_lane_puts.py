@@ -20,6 +20,7 @@ from tests.server.tiered_server import TieredServer, block
 from tests.storage.conftest import real_hugepages as real_hugepages
 
 CONTENT = pattern(12 * MIB, 5)
+FUTURE_WRITE = 0x10  # with it lent memory is mapped
 NOT_LENT = "ERR this connection has lent no memory: KV.LEND"
 
 
@@ -356,14 +357,15 @@ def test_a_large_put_without_a_thread_to_be_had_is_copied_all_the_same(loop: str
     run_on(loop, story())
 
 
-def test_hugepages_may_be_lent(real_hugepages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seals", [SHRINK, SHRINK | FUTURE_WRITE])
+def test_hugepages_may_be_lent(seals: int, real_hugepages: int, tmp_path: Path) -> None:
     async def story() -> None:
         fd = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
         try:
             os.ftruncate(fd, 8 * MIB)
             with mmap.mmap(fd, 8 * MIB, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
                 mapped[: 5 * MIB] = CONTENT[: 5 * MIB]
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SHRINK)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
                 assert await client.lend(fd) == 8 * MIB
                 assert await client.ask("KV.PUT", "k", 100, 7 * MIB) == b"OK", "pages that nobody has touched too"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.claims import SLOW_READER_S
 from kvredis.server.splicing import SHARE, VALUE_BYTES_MIN
-from tests.server.live import MIB, LiveServer, pattern, run_on, until
+from tests.server.feed import request
+from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 from tests.server.spliced import ARENA, has_sent, promise, promising
 
 
@@ -142,5 +144,44 @@ def test_the_setting_decides_for_whom_it_is_done_at_once(tmp_path: Path) -> None
             assert (await plain.ask("CONFIG", "SET", "unix-splice", "perhaps")).startswith(b"-ERR CONFIG SET failed")
             await plain.ask("CONFIG", "SET", "unix-splice", "no")
             assert (await plain.ask(*promise())).startswith(b"-ERR KV.SPLICE is for unix sockets")
+
+    run_on("uvloop", story())
+
+
+def test_who_has_not_read_is_told_that_his_own_unread_reply_has_the_room_and_stays(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, 4 * MIB) as live:
+            client, value, large = await promising(live), pattern(900_000), bytes(4 * MIB - 4096)
+            await client.say_hello()
+            await client.ask("SET", "k", value)
+            await client.send("GET", "k")
+            await until(lambda: live.server.splicing.held_bytes)
+            live.server.now_s = lambda: live.store.now_s() + 2 * SLOW_READER_S
+            await client.send_raw(request("SET", "l", large))
+            assert await client.read_bulk() == value
+            assert await client.read_line() == OOM
+            assert await client.ask("SET", "l", large) == b"+OK\r\n"
+
+    run_on("uvloop", story())
+
+
+def test_nobody_is_hung_up_on_for_room_that_would_not_come_of_it(tmp_path: Path) -> None:
+    """What lies in a socket, or half in it, can be read after the end of the connection too."""
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            readers, writer = [await promising(live) for _ in range(3)], await live.connect()
+            await writer.say_hello()
+            for reader, length in zip(readers, (700_000, 800_000, 3_000_000), strict=True):
+                await writer.ask("SET", f"{length}", pattern(length))
+                await reader.send("GET", f"{length}")
+            await until(lambda: len(live.server.splicing.holders) == 2 and live.server.splicing.held_bytes > 4_500_000)
+            live.server.now_s = lambda: live.store.now_s() + 2 * SLOW_READER_S
+            await writer.send_raw(request("SET", "l", bytes(ARENA - 4096)))
+            assert await writer.read_line() == OOM
+            live.server.now_s = live.store.now_s
+            for reader, length in zip(readers, (700_000, 800_000, 3_000_000), strict=True):
+                assert await reader.read_bulk() == pattern(length)
+                assert await reader.ask("PING") == b"+PONG\r\n"
 
     run_on("uvloop", story())

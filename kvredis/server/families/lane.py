@@ -148,7 +148,8 @@ def _leased(session: Session, client: LaneClient, key: bytes, limit_s: float) ->
     syntax="offset [offset ...]",
 )
 def release(session: Session, args: list[bytes]) -> Reply:
-    """Fewer than asked for: for some the limit had passed, so what was read of them lately is void."""
+    """Fewer than asked for: for some the limit had passed, so what was read of them lately is void. Those are to be
+    released all the same, or the next release of that place is taken for theirs."""
     client = session.server.lane.of(session)
     if client is None:
         return NOT_ATTACHED
@@ -201,7 +202,7 @@ def lend(session: Session, args: list[bytes]) -> Reply:
     if client is None:
         return NOT_ATTACHED
     try:
-        memory = receive(client.side)
+        memory = receive(client.side, own_user=client.is_own_user)
     except LendError as wrong:
         return error(f"ERR {wrong}")
     if client.memory is not None:
