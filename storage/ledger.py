@@ -7,7 +7,7 @@ or calls out. Store adds the lock and the verbs.
 import time
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from .allocator import Allocator, Extent
@@ -107,7 +107,7 @@ class Ledger:
         self._departed = Departed()
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
-        self._limits: Deadlines[Lease] = Deadlines(lambda _, lease: not lease.released)
+        self._limits: Deadlines[tuple[Lease, ...]] = Deadlines(lambda _, run: not all(each.released for each in run))
 
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
@@ -387,7 +387,7 @@ class Ledger:
     def _revoke_overdue(self) -> int:
         now_s = self.now_s()
         revoked = 0
-        for lease in self._limits.due(now_s):
+        for lease in chain.from_iterable(self._limits.due(now_s)):
             if lease.revoke():
                 self._release(lease.entry)
                 self.stats.leases_revoked += 1

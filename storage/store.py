@@ -234,14 +234,15 @@ class Store(Moves, Flushes):
 
     def lease(self, key: bytes, space: int = 0, limit_s: float = 0.0) -> Lease | None:
         """Hold the value under `key`, or None. With `limit_s` the hold may be revoked that many seconds from now."""
+        return self.lease_many((key,), space, limit_s)[0]
+
+    def lease_many(self, keys: Sequence[bytes], space: int = 0, limit_s: float = 0.0) -> list[Lease | None]:
+        """`lease` for several, under one time limit."""
         with self._lock:
-            entry = self._hit(key, space)
-            if entry is None:
-                return None
-            lease = self._lease(entry)
-            if limit_s:
-                self._limits.add(self.now_s() + limit_s, lease, self.leases)
-            return lease
+            found = [None if (entry := self._hit(key, space)) is None else self._lease(entry) for key in keys]
+            if limit_s and (leases := tuple(filter(None, found))):
+                self._limits.add(self.now_s() + limit_s, leases, self.leases)
+            return found
 
     def release(self, entry: Entry) -> None:
         """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""
@@ -329,8 +330,7 @@ class Store(Moves, Flushes):
         deleted = 0
         with self._lock:
             for key in keys:
-                entry = self._visible(key, space)
-                if entry is not None:
+                if (entry := self._visible(key, space)) is not None:
                     self._remove(entry, "del")
                     deleted += 1
             self.stats.deleted += deleted

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.entry import Lease
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Lease
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.store import Store
 
@@ -67,9 +67,10 @@ class _Held:
 
     __slots__ = ("ended", "leases", "nbytes")
 
-    def __init__(self) -> None:
-        self.leases: list[tuple[float, Lease]] = []
-        self.nbytes = self.ended = 0
+    def __init__(self, until_s: float, lease: Lease, nbytes: int) -> None:
+        self.leases = [(until_s, lease)]
+        self.nbytes = nbytes
+        self.ended = 0
 
 
 class LaneClient:
@@ -85,6 +86,7 @@ class LaneClient:
         self.memory: LentMemory | None = None
         self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
         self._store = store
+        self._share_bytes = store.arena.nbytes // SHARE
         self._revoked = 0  # leases of whomever, when it was last looked which of ours have ended
         self._held: dict[int, _Held] = {}
         self._held_bytes = self._count = 0
@@ -99,20 +101,25 @@ class LaneClient:
         """How much memory it has lent us."""
         return 0 if self.memory is None else self.memory.nbytes
 
-    def keep(self, offset: int, lease: Lease, until_s: float) -> bool:
-        """Hold a lease for the client until `until_s` of the store's clock, unless that is more than its share."""
-        if not self._fits(offset, lease):
+    def keep(self, lease: Lease, until_s: float) -> int | None:
+        """Hold a lease for the client until `until_s` of the store's clock: the offset of its bytes in the arena. None
+        when that would be more than its share."""
+        extent = lease.entry.extent
+        offset = extent.offset + PAYLOAD_OFFSET_BYTES
+        if not self._fits(offset, extent.length):
             self._forget_ended()
-            if not self._fits(offset, lease):
-                return False
-        self._held_bytes += self._more_bytes(offset, lease)
+            if not self._fits(offset, extent.length):
+                return None
         held = self._held.get(offset)
         if held is None:
-            held = self._held[offset] = _Held()
-        insort(held.leases, (until_s, lease), key=itemgetter(0))
-        held.nbytes = max(held.nbytes, lease.entry.extent.length)
+            self._held[offset] = _Held(until_s, lease, extent.length)
+            self._held_bytes += extent.length
+        else:
+            insort(held.leases, (until_s, lease), key=itemgetter(0))
+            self._held_bytes += max(0, extent.length - held.nbytes)
+            held.nbytes = max(held.nbytes, extent.length)
         self._count += 1
-        return True
+        return offset
 
     def release(self, offset: int) -> bool:
         """End the lease at `offset` whose limit comes first; whether it was still held. Those whose limit has passed
@@ -151,16 +158,13 @@ class LaneClient:
             self.memory.close()
             self.memory = None
 
-    def _fits(self, offset: int, lease: Lease) -> bool:
-        return (
-            self._held_bytes + self._more_bytes(offset, lease) <= self._store.arena.nbytes // SHARE
-            and self._count < LEASES_MAX
-            and (offset in self._held or len(self._held) < LEASES_MAX)
-        )
-
-    def _more_bytes(self, offset: int, lease: Lease) -> int:
+    def _fits(self, offset: int, nbytes: int) -> bool:
+        """Whether one more lease of an extent of `nbytes` is within the share, and what is counted within its bound."""
+        wanted = self._held_bytes + nbytes
+        if wanted <= self._share_bytes and self._count < LEASES_MAX and len(self._held) < LEASES_MAX:
+            return True
         held = self._held.get(offset)
-        return max(0, lease.entry.extent.length - (0 if held is None else held.nbytes))
+        return held is not None and wanted - min(held.nbytes, nbytes) <= self._share_bytes and self._count < LEASES_MAX
 
     def _forget_ended(self) -> None:
         """Of leases whose limit has passed and of which the client says nothing keep only how many they were."""

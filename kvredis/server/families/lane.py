@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.commands import COMMANDS, command
-from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, LaneClient, boot_id
+from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
 from kvredis.server.lane_memory import LendError, LentMemory, receive
 from kvredis.server.pending import Answer, has_hung_up
 from kvredis.server.replies import (
@@ -21,14 +21,13 @@ from kvredis.server.replies import (
     OUT_OF_MEMORY,
     ZERO,
     Reply,
-    array,
     bulk,
     error,
     integer,
     map_reply,
 )
 from kvredis.server.request import LATER, REFUSED
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Reservation
+from kvredis.storage.entry import Reservation
 
 from .clients import BAD_CLIENT_ID
 from .values import TOO_LONG, missing, publish_if, set_options
@@ -115,25 +114,20 @@ def lease(session: Session, args: list[bytes]) -> Reply:
         return BAD_LIMIT
     if len(args) - 2 > KEYS_MAX:
         return TOO_MANY_KEYS
-    limit_s = (limit_ms or client.lease_ms) / 1000
-    return array([_leased(session, client, key, limit_s) for key in args[2:]])
-
-
-def _leased(session: Session, client: LaneClient, key: bytes, limit_s: float) -> bytes:
-    """What KV.LEASE says of one key."""
-    until_s = session.store.now_s() + limit_s
-    found = session.store.lease(key, session.space, limit_s)
-    if found is None:
-        return missing(session, key)
-    value = found.entry.value
-    if value is not None:
-        found.release()
-        return bulk(value)
-    offset = found.entry.extent.offset + PAYLOAD_OFFSET_BYTES
-    if not client.keep(offset, found, until_s):
-        found.release()
-        return SHARE_USED
-    return b"*2\r\n:%d\r\n:%d\r\n" % (offset, found.length)
+    limit_s, store = (limit_ms or client.lease_ms) / 1000, session.store
+    until_s, replies = store.now_s() + limit_s, [b"*%d\r\n" % (len(args) - 2)]
+    for key, found in zip(args[2:], store.lease_many(args[2:], session.space, limit_s), strict=True):
+        if found is None:
+            replies.append(missing(session, key))
+        elif (value := found.entry.value) is not None:
+            found.release()
+            replies.append(bulk(value))
+        elif (offset := client.keep(found, until_s)) is None:
+            found.release()
+            replies.append(SHARE_USED)
+        else:
+            replies.append(b"*2\r\n:%d\r\n:%d\r\n" % (offset, found.entry.length))
+    return b"".join(replies)
 
 
 @command(
