@@ -53,8 +53,7 @@ SHORTEST_HEAD_BYTES: Final = len(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$16384\r\n")
 _BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
 _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
 
-NOTHING: Final[list[list["Argument"]]] = []
-"""What `take` gives when more bytes are needed; nobody changes it."""
+NOTHING: Final[list[list["Argument"]]] = []  # what `take` gives when more bytes are needed; nobody changes it
 
 
 class Parser:
@@ -163,7 +162,7 @@ class Parser:
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
         self._start = self._end = self._held_bytes = 0
-        self._open_payload = _no_payload
+        self._open_payload = lambda args, length: None
 
     def rest(self) -> bool:
         """The client has been silent for a while, or for good: give up a scratch that had to grow and is empty. Whether
@@ -181,6 +180,11 @@ class Parser:
     def pending_bytes(self) -> int:
         """Bytes received and not yet part of an executed command: `qbuf` of CLIENT LIST."""
         return self._end - self._start + self._filled + self._held_bytes
+
+    @property
+    def missing(self) -> int:
+        """Bytes still to come of what is received into a place of its own, most likely the arena; 0 for nothing."""
+        return len(self._body) - self._filled if self._body is not None and self._body_hold is not REFUSED else 0
 
     @property
     def reservations(self) -> list[Reservation]:
@@ -394,7 +398,3 @@ class Parser:
             self._scratch = bytearray(SCRATCH_BYTES)
             self._view = memoryview(self._scratch)
             self._head_view = self._view[:HEAD_BYTES]
-
-
-def _no_payload(args: list[Argument], length: int) -> None:
-    """Where a parser that has been abandoned would receive: nowhere."""

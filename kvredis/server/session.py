@@ -20,6 +20,7 @@ from .acl_users import User
 from .careful import run_with_care
 from .commands import SPELLINGS, Command, Handler, takes_payload
 from .listeners import address_of, unix_name
+from .low_water import LowWater
 from .outgoing import REPLY_BYTES_HIGH, Outgoing
 from .parser import Parser
 from .pending import Answer, Pending
@@ -44,25 +45,22 @@ class Session(Outgoing):
         super().__init__(server)
         self.store = server.store
         self.id: int = server.next_session_id()
-        self.space = 0
-        self.resp, self.said_hello = 2, False
+        self.space, self.resp, self.said_hello = 0, 2, False
         self.nil = NULL_BULK
         self.authenticated = self.user.needs_no_password
         self.name = self.lib_name = self.lib_ver = b""
         self.at_end: list[Callable[[], None]] = []
         """What others want done once the connection has gone and every byte of it has been dealt with."""
         self.no_evict = self.no_touch = False
-        self.laddr: str = ""
         self.created_s = self.last_command_s = monotonic()
-        self.last_command = "NULL"
+        self.laddr: str = ""
+        self.last_command, self.fd = "NULL", -1
         self.input_bytes = self.reads = 0
-        self.fd = -1
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
         self.transaction: Transaction | None = None
         self.watching: set[tuple[int, bytes]] = set()
-        self.watch_broken = False
-        """A watched key has changed: EXEC will answer nil."""
+        self.watch_broken = False  # a watched key has changed: EXEC will answer nil
         self.watched_alive: set[tuple[int, bytes]] = set()
         """Those of the watched keys that were there: one that is not any more has changed, even if nobody saw it go."""
         self.channels: set[bytes] = set()
@@ -70,10 +68,8 @@ class Session(Outgoing):
         self.shard_channels: set[bytes] = set()
         self.tracking: Tracking | None = None
         self.reply_mode = "on"
-        self.observed = False
-        """Somebody wants to know of changes, so handlers must tell: keyspace events or client-side caches."""
-        self.refused = b""
-        """The error for the command being read, a payload of which could not be taken; empty for none."""
+        self.observed = False  # somebody wants to know of changes: keyspace events or client-side caches
+        self.refused = b""  # the error for the command being read, if a payload of it could not be taken
         self.unsaved_since = 0
         """Number of the store's write from which on this client may have written what is not known to be on disk; 0:
         it has written nothing."""
@@ -83,6 +79,7 @@ class Session(Outgoing):
         self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
+        self._low_water = LowWater()
         self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
         self._ended = self._may_run = False  # the client has sent its last byte; the plain way is open
 
@@ -185,6 +182,7 @@ class Session(Outgoing):
         else:
             self.addr = address_of(transport.get_extra_info("peername"))
             self.laddr = address_of(transport.get_extra_info("sockname"))
+            self._low_water = LowWater(None if self.encrypted else transport)
         refusal = self.server.admit(self)
         if refusal is not None:
             self.close_after_reply = True  # and nothing is run of what it may have sent already
@@ -301,9 +299,11 @@ class Session(Outgoing):
             self._hang_up()
         if self._waiting_for_room:
             self.server.claims.admit()
+        self._low_water.expect(self._parser.missing)
 
     def rest(self) -> None:
         """Called every second or so, and when the client has sent its last byte."""
+        self._low_water.expect(0)
         if self._paused:
             self._check_output_limit()  # whose soft limit is one of time
         if self._parser.rest() and not self._paused and self.waiting is None:
