@@ -21,6 +21,8 @@ from .memory_result import MemoryResult, MemoryRow, theirs
 from .plot import Bar, BarPanel, Captions, LinePanel, bars, lines
 from .result import SCHEMA as SERVER
 from .result import BenchResult
+from .store_overhead_result import SCHEMA as STORE_OVERHEAD
+from .store_overhead_result import picture as draw_store_overhead
 from .transport_report import picture as draw_transport
 from .transport_result import SCHEMA as TRANSPORT
 
@@ -135,4 +137,5 @@ _PAINTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path], None]]] = {
     DISK: _disk,
     LINKS: draw_links,
     TRANSPORT: draw_transport,
+    STORE_OVERHEAD: draw_store_overhead,
 }

@@ -38,6 +38,7 @@ from .bench_memory import memory
 from .bench_options import counts_of, picture_option, progress_bar, terminated_as_exit, words_of
 from .bench_plot import plot
 from .bench_slow_remote import slow_remote
+from .bench_store_overhead import store_overhead
 from .bench_transport import transport
 from .bench_workload import prompts
 
@@ -62,6 +63,7 @@ bench.add_command(memory)
 bench.add_command(plot)
 bench.add_command(prompts)
 bench.add_command(slow_remote)
+bench.add_command(store_overhead)
 bench.add_command(transport)
 
 

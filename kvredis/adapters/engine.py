@@ -5,8 +5,9 @@ what its layout says are misses, counted and logged once per spell. Only the cal
 or dtype is not the layout's (LayoutError), tokens that are not integers (TypeError).
 
 Nor must it be the reason that an engine is slow. `store` waits for the copy out of the engine's tensors and not for the
-network behind it: what a server cannot take in time is dropped and counted. `retrieve_later` loads while the engine
-computes. With min_retrieve_tokens = auto only what comes sooner than it is computed is loaded (deciding.py).
+network behind it: what a server cannot take in time is dropped and counted. `store_later` waits for no copy either, and
+`retrieve_later` loads while the engine computes. With min_retrieve_tokens = auto only what comes sooner than it is
+computed is loaded (deciding.py).
 
 Bytes are copied once per side, between the engine's tensors and the backend's memory.
 """
@@ -20,6 +21,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+import torch
+
 from kvredis.backends.base import Backend, NothingToFetch, Prefetch, Tier
 from kvredis.backends.config import Config
 from kvredis.backends.opening import open_backend
@@ -28,7 +31,7 @@ from kvredis.storage.errors import ConfigError, LayoutError
 from .deciding import BreakEven, Piece
 from .job import Job
 from .keys import ChunkKey, Tokens, algorithm_of, keys_of_bytes, token_bytes
-from .later import Load, Loader
+from .later import Behind, Load, Save
 from .layout import ChunkLayout
 from .loading import Loading, Span, pieces_of
 from .probing import Probes
@@ -47,8 +50,9 @@ class CacheEngine:
     """KV of token prefixes behind one Backend, which the engine owns from here on.
 
     The configuration's chunk_size replaces the layout's; `layout` shows the outcome. One thread at a time may call it,
-    beside which the engine's own load and probe: `retrieve_later` gives tensors away until the Load is done, and
-    everything else (counters, learnt speeds, the backend) is shared safely. `stats` may be read at any time.
+    beside which the engine's own load, store and probe: `retrieve_later` and `store_later` give tensors away until the
+    Load or Save is done, and everything else (counters, learnt speeds, the backend) is shared safely. `stats` may be
+    read at any time.
 
     Raises what open_backend raises when no backend is passed and the configured one cannot be made, ConfigError for an
     unknown `role`, ValueError for an unknown pre_caching_hash_algorithm.
@@ -74,7 +78,9 @@ class CacheEngine:
         self.break_even = BreakEven(self.layout, clock)
         """What is known of the speeds of tiers and model."""
         self._probes = Probes(self.backend, self.break_even, clock)
-        self._loader = Loader(self._load_later)
+        self._loader = Behind(self._load_later, "kvredis loads")
+        self._saver = Behind(self._save_later, "kvredis stores")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the saver's thread's own
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
         self._recent: tuple[bytes, list[ChunkKey]] = (b"", [])
@@ -139,12 +145,35 @@ class CacheEngine:
         if not keys or self.role == "kv_consumer":
             return 0
         check_kv(kv, self.layout, keys[-1].stop)
-        started_s = time.perf_counter()
-        storing = Storing(self.backend, self.layout, kv)
-        with self._forgiving("store"):
+        return self._store(Save(keys, len(tokens), kv, request))
+
+    def store_later(self, tokens: Tokens, kv: KV, *, request: str = "-") -> Save:
+        """As `store`, in the background and behind the stores asked for before; answers at once, and waits for nothing.
+
+        `kv` belongs to the Save until it is done: nothing may write its chunked tokens before. On a GPU it need not be
+        there yet: what the current stream has been given comes first, and the copy runs beside what follows. When too
+        many are waiting it is refused, done at once with 0 tokens; a longer prefix stored after it has its chunks too.
+        """
+        keys = [] if self.role == "kv_consumer" else self._keys(tokens)
+        if keys:
+            check_kv(kv, self.layout, keys[-1].stop)
+        save = Save(keys, len(tokens), kv, request)
+        if not keys:
+            save.end(0)
+            return save
+        save.follow()
+        if not self._saver.add(save):
+            with self._lock:
+                self.stats.refused_saves += 1
+        return save
+
+    def _store(self, save: Save) -> int:
+        keys, request, started_s = save.keys, save.request, time.perf_counter()
+        storing = Storing(self.backend, self.layout, save.kv)
+        with self._forgiving("store"), save.on_stream(self._streams):
             present = self.backend.match([chunk.key for chunk in keys])
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
-            logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, len(tokens), request)
+            logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, save.total, request)
             storing.run(keys, present)
             if storing.tokens < missing:
                 dropped = missing - storing.tokens
@@ -206,6 +235,7 @@ class CacheEngine:
         """Waits until all that was stored so far has arrived; returns how many chunks since the last flush have not: in
         the farthest tier, a nearer one may have them."""
         refused = 0
+        self._saver.settle()
         with self._forgiving("flush"):
             refused = self.backend.flush()
         with self._lock:
@@ -214,8 +244,10 @@ class CacheEngine:
 
     def close(self) -> None:
         """Ends the loads in the background, each behind its block, and closes the backend; each may wait for
-        blocking_timeout_secs. What is on its way to a server then is dropped."""
+        blocking_timeout_secs. What is on its way to a server then is dropped, and so are the stores in the background
+        that have not begun: flush() before it waits for both."""
         self._loader.close()
+        self._saver.close()
         self._probes.close()
         self.backend.close()
 
@@ -316,6 +348,11 @@ class CacheEngine:
 
     def _load_later(self, load: Load) -> int:
         return self._load(load.span, lambda: load.cancelled)
+
+    def _save_later(self, save: Save) -> int:
+        stored = self._store(save)
+        save.kv, save.keys = [], []  # who keeps a Save for its count keeps no tensors
+        return stored
 
     # -- shared ------------------------------------------------------------------------------------------------------
 

@@ -1,38 +1,44 @@
-"""Loads behind the engine's back: it computes one prompt while the KV of the next comes.
+"""Loads and stores behind the engine's back: it computes one prompt while the KV of the next comes, or its own leaves.
 
-One thread, so that loads come in the order in which they were asked for and do not share a link, and a bounded queue:
-an engine that asks for more than comes gets a refusal at once, and computes.
+A thread for each of the two, so that loads come in the order in which they were asked for and do not share a link, and
+a bounded queue: an engine that asks for more than comes gets a refusal at once, and computes.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
+import torch
+
+from .keys import ChunkKey
 from .loading import Span
+from .tensors import KV
 
 LOADS_MAX = 64
-"""Loads that wait for their turn."""
+"""Loads that wait for their turn; as many stores."""
 
 
-class Load:
-    """A load that was asked for. Until it is `done` the engine's tensors belong to it, from its first token on."""
+class Later:
+    """Something that was asked for. Until it is `done` the engine's tensors belong to it."""
 
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self._tokens = span.start
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
         self._over = threading.Event()
         self._cancelled = False
         self.refused = False
-        """Whether nothing was loaded because too many others were waiting, or the engine was closed."""
+        """Whether nothing was done because too many others were waiting, or the engine was closed."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens from position 0 on are valid in `out`; what the caller had until it is done."""
+        """Of a Load how many tokens from position 0 on are valid in `out`, what the caller had until it is done; of a
+        Save how many were stored, 0 until it is done."""
         return self._tokens
 
     @property
     def done(self) -> bool:
-        """Whether `out` is the caller's again."""
+        """Whether the tensors are the caller's again."""
         return self._over.is_set()
 
     @property
@@ -45,45 +51,96 @@ class Load:
         return self._over.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Want no more of it: it ends behind the block under way, so `out` is free when it is `done`, not before."""
+        """Want no more of it: it ends behind the block under way, a Save that has begun at its end; the tensors are
+        free when it is `done`, not before."""
         self._cancelled = True
 
     def end(self, tokens: int) -> None:
-        """It is over, for whoever has loaded."""
+        """It is over, for whoever has done it."""
         self._tokens = tokens
         self._over.set()
 
 
-class Loader:
-    """The thread; it begins with the first load. `run` loads and answers how far it came; it must not raise."""
+class Load(Later):
+    """A load; the tensors are its own from its first token on."""
 
-    def __init__(self, run: Callable[[Load], int], loads_max: int = LOADS_MAX) -> None:
+    def __init__(self, span: Span) -> None:
+        super().__init__(span.start)
+        self.span = span
+
+
+class Save(Later):
+    """A store of `kv`, of a prompt of `total` tokens, on whichever thread runs it."""
+
+    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str) -> None:
+        super().__init__(0)
+        self.keys = keys
+        self.total = total
+        self.kv = kv
+        self.request = request
+        self._made: torch.cuda.Event | None = None
+
+    def follow(self) -> None:
+        """What is on a GPU is to be copied on another stream, behind what the caller's has been given until now."""
+        device = self.kv[0][0].device
+        if device.type == "cuda":
+            self._made = torch.cuda.current_stream(device).record_event()
+
+    @contextmanager
+    def on_stream(self, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
+        """Within it copies run on that stream, which is one of `streams`, the running thread's own, or made."""
+        if self._made is None:
+            yield
+            return
+        device = self.kv[0][0].device
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(streams[device]):
+            streams[device].wait_event(self._made)
+            yield
+
+
+Job = TypeVar("Job", bound=Later)
+
+
+class Behind(Generic[Job]):
+    """The thread; it begins with the first job. `run` does it and answers its tokens; it must not raise."""
+
+    def __init__(self, run: Callable[[Job], int], name: str, jobs_max: int = LOADS_MAX) -> None:
         self._run = run
-        self._loads_max = loads_max
+        self._name = name
+        self._jobs_max = jobs_max
         self._changed = threading.Condition()
-        self._queue: deque[Load] = deque()
-        self._under_way: Load | None = None
+        self._queue: deque[Job] = deque()
+        self._under_way: Job | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, load: Load) -> bool:
+    def add(self, job: Job) -> bool:
         """Queue it; False, and it is done with what the caller has, when there is no room for it."""
         with self._changed:
-            if not self._closed and len(self._queue) < self._loads_max and self._has_thread():
-                self._queue.append(load)
+            if not self._closed and len(self._queue) < self._jobs_max and self._has_thread():
+                self._queue.append(job)
                 self._changed.notify_all()
                 return True
-        load.refused = True
-        load.end(load.span.start)
+        job.refused = True
+        job.end(job.tokens)
         return False
+
+    def settle(self) -> None:
+        """Wait until all that was added before is done."""
+        with self._changed:
+            last = self._queue[-1] if self._queue else self._under_way
+        if last is not None:
+            last.wait()
 
     def close(self) -> None:
         """Give up what waits, end what is under way behind its block, and wait for that."""
         with self._changed:
             self._closed = True
-            for load in (*self._queue, self._under_way):
-                if load is not None:
-                    load.cancel()
+            for job in (*self._queue, self._under_way):
+                if job is not None:
+                    job.cancel()
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
@@ -91,7 +148,7 @@ class Loader:
 
     def _has_thread(self) -> bool:
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name="kvredis loads", daemon=True)
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the interpreter ends, or has no threads left
@@ -106,5 +163,5 @@ class Loader:
                 self._changed.wait_for(lambda: self._queue or self._closed)
                 if not self._queue:
                     return
-                load = self._under_way = self._queue.popleft()
-            load.end(load.span.start if load.cancelled else self._run(load))
+                job = self._under_way = self._queue.popleft()
+            job.end(job.tokens if job.cancelled else self._run(job))

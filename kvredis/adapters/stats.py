@@ -35,6 +35,8 @@ class EngineStats:
     """Blocks that were found but were not what the layout says."""
     refused_loads: int = 0
     """Calls of retrieve_later that found the queue full."""
+    refused_saves: int = 0
+    """Calls of store_later that found it full."""
     errors: int = 0
     """Calls of the backend that raised."""
 

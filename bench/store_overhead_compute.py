@@ -1,0 +1,154 @@
+"""What computes in `kvredis bench store-overhead`: a clock that stands for an accelerator, or a model on one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from .errors import BenchError
+from .shapes import ModelShape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SEED: Final = 7
+_SHIFT_TOKENS: Final = 16
+_VOCABULARY: Final = 32_000
+DTYPES: Final = {1: "fp8_e4m3", 2: "bf16", 4: "fp32"}
+"""kvredis' name of the element type that has so many bytes."""
+
+TINY: Final = ModelShape("tiny", layers=2, kv_heads=2, head_dim=32)
+"""Of the model that stands in where there is no GPU."""
+_WIDTHS: Final = {
+    "3b": (2048, 16, 11008),
+    "7b": (3584, 28, 18944),
+    "8b": (4096, 32, 14336),
+    "32b": (5120, 40, 27648),
+    "glm": (4096, 32, 13696),
+    TINY.name: (64, 2, 128),
+}
+"""Hidden size, attention heads and intermediate size: what the KV's shape does not tell and computing depends on."""
+
+
+class Compute(Protocol):
+    """Prefills prompts by steps; `kv(n)` holds the n-th prompt's KV by token, as far as it has been computed."""
+
+    def begin(self, number: int) -> None:
+        """Go on with the prompt of this number, from its first token on."""
+
+    def step(self, start: int, stop: int) -> None:
+        """Compute tokens [start, stop) of it; on return they are in its KV."""
+
+    def kv(self, number: int) -> Tensor:
+        """(layers, 2, tokens, kv_heads, head_dim)."""
+
+
+class Asleep:
+    """An accelerator that computes `tokens_per_s`, and leaves the CPU alone meanwhile. The KV is random and there at
+    once, each prompt's another one."""
+
+    def __init__(self, shape: ModelShape, prompts: int, tokens: int, tokens_per_s: float) -> None:
+        import torch
+
+        from kvredis.adapters.tensors import TORCH_DTYPES
+
+        size = (shape.layers, 2, tokens + prompts * _SHIFT_TOKENS, shape.kv_heads)
+        words = max(shape.head_dim * shape.dtype_bytes // 2, 1)
+        generator = torch.Generator().manual_seed(_SEED)
+        made = torch.randint(-32768, 32767, (*size, words), dtype=torch.int16, generator=generator)
+        self._all = made.view(TORCH_DTYPES[DTYPES[shape.dtype_bytes]])
+        self._tokens = tokens
+        self._tokens_per_s = tokens_per_s
+
+    def begin(self, number: int) -> None:
+        """As Compute.begin."""
+
+    def step(self, start: int, stop: int) -> None:
+        """As Compute.step."""
+        until_s = time.perf_counter() + (stop - start) / self._tokens_per_s
+        while (left_s := until_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+    def kv(self, number: int) -> Tensor:
+        """As Compute.kv."""
+        start = number * _SHIFT_TOKENS
+        return self._all[:, :, start : start + self._tokens]
+
+
+class Modelled:
+    """A Llama of the shape with random weights, in bfloat16, with the attention that transformers chooses."""
+
+    def __init__(self, shape: ModelShape, prompts: Sequence[Sequence[int]]) -> None:
+        import torch
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = _llama(shape, len(prompts[0]), self._device)
+        self._ids = [torch.tensor([list(prompt)], device=self._device) for prompt in prompts]
+        size = (shape.layers, 2, shape.kv_heads, len(prompts[0]), shape.head_dim)
+        self._kv = [torch.zeros(size, dtype=torch.bfloat16, device=self._device).transpose(2, 3) for _ in prompts]
+        self._cache: Any = None
+        self._number = 0
+
+    @property
+    def device(self) -> str:
+        """What it computes on, in words."""
+        import torch
+
+        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+
+    def begin(self, number: int) -> None:
+        """As Compute.begin."""
+        from transformers import DynamicCache
+
+        from kvredis.adapters.transformers import RoomyLayer
+
+        self._number = number
+        self._cache = DynamicCache(config=self._model.config)
+        self._cache.layers = [
+            RoomyLayer(pair[0].transpose(0, 1)[None], pair[1].transpose(0, 1)[None], 0) for pair in self._kv[number]
+        ]
+
+    def step(self, start: int, stop: int) -> None:
+        """As Compute.step; waits for the device, as an engine does that samples a token."""
+        import torch
+
+        with torch.inference_mode():
+            ids = self._ids[self._number][:, start:stop]
+            self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def kv(self, number: int) -> Tensor:
+        """As Compute.kv."""
+        return self._kv[number]
+
+
+def _llama(shape: ModelShape, tokens: int, device: Any) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if shape.name not in _WIDTHS or shape.dtype_bytes != 2:
+        raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(_WIDTHS)}")
+    hidden, heads, intermediate = _WIDTHS[shape.name]
+    config = LlamaConfig(
+        vocab_size=_VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(_SEED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.train(False)
+    return model
