@@ -11,7 +11,6 @@ copies from them. A shared mapping is never copied on write, and a child that in
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
 import mmap
@@ -19,14 +18,13 @@ import os
 import stat
 import threading
 import weakref
-from typing import Any, Final
+from typing import Any
 
+from kvredis.storage.addresses import address_of
 from kvredis.storage.errors import BackendError
 from kvredis.storage.pagelock import CudaLock, cuda_driver
 
 logger = logging.getLogger(__name__)
-
-_PYBUF_SIMPLE: Final = 0
 
 
 class SharedArena:
@@ -61,7 +59,7 @@ class SharedArena:
         taken = (
             "no CUDA driver"
             if driver is None
-            else CudaLock.take(_address(self.view), self.nbytes, driver, read_only=True)
+            else CudaLock.take(address_of(self.view), self.nbytes, driver, read_only=True)
         )
         if isinstance(taken, str):
             logger.info("the server's memory is not registered with the GPU (%s): copies to it are slower", taken)
@@ -103,30 +101,3 @@ def check_memory(descriptor: int, nbytes: int) -> None:
         raise BackendError(f"the shared memory is no memfd: {error.strerror}") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise BackendError("the shared memory is not sealed against shrinking")
-
-
-class _Buffer(ctypes.Structure):
-    """Py_buffer of CPython's C API (Include/pybuffer.h), whose `buf` is an address that memoryview does not tell."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address(view: memoryview) -> int:
-    """Give the address of read-only memory, of which ctypes' own from_buffer will not hear."""
-    buffer = _Buffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), _PYBUF_SIMPLE)
-    address = int(buffer.buf)
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
-    return address

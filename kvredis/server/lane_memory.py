@@ -22,9 +22,8 @@ import stat
 import threading
 from typing import Final
 
+from kvredis.storage.addresses import address_of
 from kvredis.storage.copying import KIND, copy
-
-from .lent_pages import address_of_view
 
 READ_BYTES_MAX: Final = 1 << 30
 """What one preadv is asked for; the kernel gives at most 2 GiB less a page."""
@@ -50,7 +49,7 @@ class _Mapped:
     def __init__(self, fd: int, nbytes: int) -> None:
         """OSError."""
         self._view = memoryview(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
-        self._address = address_of_view(self._view)
+        self._address = address_of(self._view)
 
     def take_out(self) -> None:
         """Have no page in the mapping any more, until somebody reads there. This is what takes time when a mapping goes

@@ -15,8 +15,6 @@ import termios
 from contextlib import suppress
 from typing import Final
 
-from .replies import Buffer
-
 PIPE_BYTES: Final = 1024 * 1024
 PIPE_BYTES_MIN: Final = 256 * 1024
 """What a pipe is to hold, a page a slot (the most that an ordinary user may have), and what makes it worth while: who
@@ -30,36 +28,11 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of CPython's <pybuffer.h>: how the address of a read-only view is had."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p), ("owner", ctypes.py_object), ("length", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
-    )  # fmt: skip
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _vmsplice = getattr(_libc, "vmsplice", None)
 if _vmsplice is not None:
     _vmsplice.argtypes = (ctypes.c_int, ctypes.POINTER(_IoVec), ctypes.c_size_t, ctypes.c_uint)
     _vmsplice.restype = ctypes.c_ssize_t
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
-_release_buffer.restype = None
-
-
-def address_of_view(view: Buffer) -> int:
-    """Where contiguous memory begins; whoever asks keeps the view while he uses it."""
-    found = _PyBuffer()
-    _get_buffer(view, found, 0)
-    address = int(found.address or 0)
-    _release_buffer(found)
-    return address
 
 
 def unread_bytes(sock: socket.socket) -> int:

@@ -32,10 +32,11 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvredis.storage.addresses import address_of
 from kvredis.storage.entry import Lease
 
 from .commands import command
-from .lent_pages import CAN_LEND, Pipe, address_of_view, unread_bytes
+from .lent_pages import CAN_LEND, Pipe, unread_bytes
 from .replies import OK, Buffer, Reply, error
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ class Splicing:
         """How a piece of a reply is to be sent: payloads in the arena by lending, all else by a copy, as nothing but a
         lease keeps memory from being used for something else."""
         if len(piece) >= LEND_BYTES_MIN:
-            address = address_of_view(piece)
+            address = address_of(piece)
             if self._start <= address and address + len(piece) <= self._end:
                 return _Span(address, len(piece))
         return piece
