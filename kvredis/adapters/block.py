@@ -3,7 +3,7 @@
 A block is a safetensors file (https://huggingface.co/docs/safetensors, "Format"): an 8-byte little-endian length N, N
 bytes of JSON, the tensor's bytes. The JSON is padded with blanks until 8 + N is a multiple of 512: the tensor is then
 as well aligned as the block is. One tensor, "kv", of AXES' order; `__metadata__` (strings only, as the format asks)
-carries what makes it ours: format, axes, model, tokens, chunk_tokens, rank, world_size.
+carries what makes it ours: format, axes, model, tokens, chunk_tokens, rank, world_size, and part where there is one.
 
 What is read is believed only when it is what the layout says, to the byte; anything else is a LayoutError, and a miss.
 """
@@ -38,13 +38,15 @@ def encode_header(layout: ChunkLayout, tokens: int) -> bytes:
     """
     metadata = {
         "format": FORMAT,
-        "axes": AXES,
+        "axes": AXES if layout.planes == 2 else AXES.replace("2", "1"),
         "model": layout.model,
         "tokens": str(tokens),
         "chunk_tokens": str(layout.chunk_tokens),
         "rank": str(layout.rank),
         "world_size": str(layout.world_size),
     }
+    if layout.part:
+        metadata["part"] = layout.part
     tensor = {
         "dtype": DTYPES[layout.dtype].safetensors,
         "shape": list(layout.shape(tokens)),

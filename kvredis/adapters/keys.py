@@ -7,9 +7,11 @@ PYTHONHASHSEED says.
 Canonical bytes
     fingerprint  sha256 of the ASCII JSON object {chunk_tokens, dtype, format, head_dim, kv_heads, layers, model,
                  world_size}, keys sorted, no blanks, non-ASCII escaped as JSON does. The rank is left out: one chain
-                 serves all ranks. Another algorithm than the default is one more entry, "hash".
+                 serves all ranks. Another algorithm than the default is one more entry, "hash"; so are "planes" where
+                 they are not 2, and "part" where there is one.
     digest[-1]   the first bytes of that sha256, as many as a digest has
-    digest[i]    H(digest[i-1] + tokens of chunk i, each as 8 bytes little-endian two's complement)
+    digest[i]    H(digest[i-1] + tokens of chunk i, each as 8 bytes little-endian two's complement + sha256(extra i)),
+                 the last only where the chunk's KV depends on more than tokens (an image, an adapter, a tenant's salt)
     root         the first 16 hex digits of digest[0]: the same for all chunks of one prompt, and for all prompts that
                  begin alike
     key          kvredis:<model>@<first 16 hex digits of the fingerprint>@{<rank>@<root>}<hex digits of digest[i]>
@@ -50,6 +52,7 @@ MODEL_CHARS_MAX = 96
 ROOT_DIGITS = 16
 TOKEN_BYTES = 8
 DEFAULT_ALGORITHM = "sha256_cbor"
+NO_EXTRAS: Mapping[int, bytes] = MappingProxyType({})
 
 Link = Callable[[bytes, memoryview], bytes]
 """The digest of a chunk's token bytes behind the parent's digest, which is as long."""
@@ -136,6 +139,10 @@ def fingerprint(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> byte
         "model": layout.model,
         "world_size": layout.world_size,
     }
+    if layout.planes != 2:
+        facts["planes"] = layout.planes
+    if layout.part:
+        facts["part"] = layout.part
     name = algorithm_of(algorithm).name
     if name != DEFAULT_ALGORITHM:
         facts["hash"] = name
@@ -180,17 +187,26 @@ def chunk_keys(
 
 
 def keys_of_bytes(
-    data: bytes, layout: ChunkLayout, *, unfull: bool = False, algorithm: str = DEFAULT_ALGORITHM
+    data: bytes,
+    layout: ChunkLayout,
+    *,
+    unfull: bool = False,
+    algorithm: str = DEFAULT_ALGORITHM,
+    extras: Mapping[int, bytes] = NO_EXTRAS,
 ) -> list[ChunkKey]:
-    """The same for tokens that are canonical bytes already."""
+    """The same for tokens that are canonical bytes already. `extras` gives, by a chunk's place, what else its KV and
+    that of all behind it depends on."""
     view = memoryview(data)
     step = layout.chunk_tokens * TOKEN_BYTES
     end = len(data) if unfull else len(data) // step * step
     chosen = algorithm_of(algorithm)
     prefix, digest = b"", fingerprint(layout, algorithm)[: chosen.digest_bytes]
     keys = []
-    for offset in range(0, end, step):
-        digest = chosen.link(digest, view[offset : offset + step])
+    for place, offset in enumerate(range(0, end, step)):
+        part = view[offset : offset + step]
+        if place in extras:
+            part = memoryview(bytes(part) + hashlib.sha256(extras[place]).digest())
+        digest = chosen.link(digest, part)
         name = digest.hex().encode("ascii")
         prefix = prefix or b"%b%b}" % (key_prefix(layout, algorithm), name[:ROOT_DIGITS])
         stop = min(offset + step, len(data)) // TOKEN_BYTES

@@ -23,6 +23,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "fp32": torch.float32,
         "fp8_e4m3": torch.float8_e4m3fn,
         "fp8_e5m2": torch.float8_e5m2,
+        "u8": torch.uint8,
     }
 )
 
@@ -51,15 +52,19 @@ def view_tensor(view: memoryview, layout: ChunkLayout, tokens: int) -> torch.Ten
     nbytes = layout.chunk_bytes(tokens)
     if len(view) != nbytes:
         raise LayoutError(f"{len(view)} bytes are not {tokens} tokens of {layout.bytes_per_token} bytes")
+    return borrow(view, TORCH_DTYPES[layout.dtype]).view(layout.shape(tokens))
+
+
+def borrow(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """All the bytes of a view as a flat tensor, without a copy; what was said of read-only ones holds here too."""
     lender: object = view
     if view.readonly:
         # torch.frombuffer warns of read-only memory, and silencing that per call is not thread-safe: borrow by address.
         hold = np.frombuffer(view, np.uint8)
-        memory = (ctypes.c_char * nbytes).from_address(hold.ctypes.data)
+        memory = (ctypes.c_char * view.nbytes).from_address(hold.ctypes.data)
         memory.hold = hold  # type: ignore[attr-defined]  # the view cannot be released under the tensor
         lender = memory
-    flat = torch.frombuffer(lender, dtype=torch.uint8, count=nbytes)
-    return flat.view(TORCH_DTYPES[layout.dtype]).view(layout.shape(tokens))
+    return torch.frombuffer(lender, dtype=torch.uint8, count=view.nbytes).view(dtype)
 
 
 def check_kv(kv: KV, layout: ChunkLayout, tokens: int) -> None:

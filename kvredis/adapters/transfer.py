@@ -1,0 +1,123 @@
+"""Chunks between an engine's paged memory and host memory: the step that PCIe bounds, behind one interface.
+
+Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
+process or mapped from the server's. On the CPU a part is one index operation a layer. On a GPU (transfer_cuda.py) pages
+are gathered into a ring of staging buffers, which leave by few large copies on streams of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvredis.storage.errors import LayoutError
+
+from .paged import PagedKV
+from .tensors import borrow
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Whole pages of one chunk, and the host memory of exactly their bytes: `layers` (default all) x planes x tokens x
+    heads x dim, contiguous. `memory` stays borrowed until the Moving that it was given to is done."""
+
+    pages: Sequence[int]
+    memory: memoryview
+    layers: range | None = None
+
+
+class Moving(Protocol):
+    """Parts on their way. Their memory, both ends, is not to be touched before they have moved."""
+
+    @property
+    def parts_done(self) -> int:
+        """How many parts, from the first on, have moved; never raises, asks the device and does not wait."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all have."""
+
+    def wait(self, parts: int | None = None) -> None:
+        """Block until the first `parts` (default all) have moved, without the GIL. Raises RuntimeError when the device
+        failed: what has not moved then is undefined at its target."""
+
+
+class Transfer(Protocol):
+    """Moves parts of one PagedKV. Loads and stores run beside each other and beside the engine's own work; those of one
+    direction follow each other in the order in which they were asked for. One thread at a time a direction."""
+
+    @property
+    def paged(self) -> PagedKV:
+        """The engine's side."""
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """Copy pages out to `memory` (writable). On a GPU what was recorded in `after` comes first, and nothing else is
+        waited for: record it behind the forward pass. Raises LayoutError for memory of another length."""
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`."""
+
+    def close(self) -> None:
+        """Wait for what is under way and give staging memory back."""
+
+
+def open_transfer(paged: PagedKV) -> Transfer:
+    """The transfer that is right for where the engine's KV is."""
+    if paged.device.type == "cuda":
+        from .transfer_cuda import RingTransfer  # compiles kernels, where there is Triton
+
+        return RingTransfer(paged)
+    return HostTransfer(paged)
+
+
+def check_part(paged: PagedKV, part: Part) -> tuple[int, int, int, int, int]:
+    """The shape of the part's memory as a tensor. Raises LayoutError for memory of another length, or no such layer or
+    page: beyond the engine's pages a GPU's kernel would write over somebody else's memory."""
+    layers = range(len(paged.layers)) if part.layers is None else part.layers
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(paged.layers):
+        raise LayoutError(f"there are no layers {layers} among {len(paged.layers)}")
+    if part.pages and not 0 <= min(part.pages) <= max(part.pages) < paged.pages:
+        raise LayoutError(f"pages {min(part.pages)} to {max(part.pages)} are not all among {paged.pages}")
+    shape = paged.shape(len(part.pages), len(layers))
+    nbytes = torch.Size(shape).numel() * paged.dtype.itemsize
+    if part.memory.nbytes != nbytes:
+        raise LayoutError(f"{part.memory.nbytes} bytes are not {len(part.pages)} pages of {nbytes} bytes in all")
+    return shape
+
+
+class HostTransfer:
+    """The engine computes on the CPU: a part is copied when it is asked for, and done on return."""
+
+    def __init__(self, paged: PagedKV) -> None:
+        self.paged = paged
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.store."""
+        shapes = [check_part(self.paged, part) for part in parts]
+        for part, shape in zip(parts, shapes, strict=True):
+            block = borrow(part.memory, self.paged.dtype).view(shape)
+            self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
+        return Moved(len(parts))
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.load."""
+        shapes = [check_part(self.paged, part) for part in parts]
+        for part, shape in zip(parts, shapes, strict=True):
+            block = borrow(part.memory, self.paged.dtype).view(shape)
+            self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
+        return Moved(len(parts))
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A Moving that is over."""
+
+    parts_done: int
+    done: bool = True
+
+    def wait(self, parts: int | None = None) -> None:
+        """At once."""
