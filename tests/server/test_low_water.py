@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.low_water import LOW_WATER_BYTES, LowWater
+from kvredis.server.low_water import LONG_BYTES, LOW_WATER_BYTES, LowWater
 from tests.server.live import LOOPS, LiveServer, run_on, until
 
 MIB = 1024 * 1024
@@ -30,6 +30,28 @@ class Transport:
 
 def test_a_connection_that_closes_is_left_alone() -> None:
     LowWater(Transport()).expect(MIB)  # type: ignore[arg-type]
+
+
+class Open:
+    """One that is open."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_extra_info(self, _name: str) -> socket.socket:
+        return self._sock
+
+
+def test_only_a_long_value_has_a_mark_and_its_end_has_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as sock:
+        low_water, marks = LowWater(Open(sock)), []  # type: ignore[arg-type]
+        for missing in (LONG_BYTES - 1, LONG_BYTES, 2 * LOW_WATER_BYTES, 2 * LOW_WATER_BYTES - 1, LONG_BYTES - 1, 0):
+            low_water.expect(missing)
+            marks.append(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+    assert marks == [1, LOW_WATER_BYTES, LOW_WATER_BYTES, 1, 1, 1]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -69,7 +91,7 @@ def test_a_client_that_sends_slowly_is_heard_every_second(loop: str, tmp_path: P
     async def story() -> None:
         async with LiveServer(tmp_path) as live:
             _, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
-            sent = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (2 * MIB) + bytes(MIB)
+            sent = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (3 * MIB) + bytes(MIB)
             writer.write(sent)
             await until(lambda: live.store.reserved_bytes > 0 and mark_of(live) > 1)
             writer.write(bytes(1000))
