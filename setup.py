@@ -1,4 +1,4 @@
-"""The two extensions in C, which pyproject.toml cannot name yet but as an experiment; all else is in pyproject.toml.
+"""The extensions in C, which pyproject.toml cannot name yet but as an experiment; all else is in pyproject.toml.
 
 Each has a way in Python behind the same function, so an installation on a machine without a compiler goes on without.
 """
@@ -8,6 +8,7 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension("kvredis.storage._native", ["storage/_native.c"], optional=True),
+        Extension("kvredis.storage._leasing", ["storage/_leasing.c"], optional=True),
         Extension("kvredis.server._plain", ["kvredis/server/_plain.c"], optional=True),
     ]
 )

@@ -25,36 +25,36 @@ from typing import Final, Self
 from kvredis.storage.arena import Arena
 from kvredis.storage.errors import ArenaError, BackendError
 
-from .connection import Connection, Reply, encode, read_map
+from .connection import DEPTH_MAX, Connection, Reply, read_map
 from .shared_arena import SharedArena, shared_arena
-from .wire import Buffer
+from .wire import CRLF, SCRATCH_BYTES, Buffer
 
 DESCRIPTORS_MAX: Final = 8
 """What may come with one message; those that nobody wants are closed."""
-RELEASES_TOGETHER: Final = 32
-"""Leases that have ended and of which the server need not hear at once, while others are held."""
+RELEASES_TOGETHER: Final = 64
+RELEASED_BYTES: Final = 64 * 1024 * 1024
+"""Leases that have ended and of which the server need not hear at once, while others are held: they can go with the
+next that is asked."""
 RELEASES_MAX: Final = 512
 """Leases that one command ends: it is short enough for the kernel to take it whole or not at all."""
 _SKIP: Final = (b"CLIENT", b"REPLY", b"SKIP")
+_SKIPPING: Final = b"*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$4\r\nSKIP\r\n"
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class SharedLease:
     """A value in the server's own memory; a base.Lease. Its bytes are sure as long as `held` says so."""
 
-    __slots__ = ("_connection", "_offset", "_until_s", "view")
+    __slots__ = ("_connection", "_offset", "_until_s", "length", "view")
 
     def __init__(self, connection: AttachedConnection, offset: int, length: int, until_s: float) -> None:
         """The server promises the bytes until `until_s` of time.monotonic(), and while the connection is open."""
         self.view = connection.arena.part(offset, length)
+        self.length = length
+        """Bytes of payload."""
         self._connection: AttachedConnection | None = connection
         self._offset = offset
         self._until_s = until_s
-
-    @property
-    def length(self) -> int:
-        """Bytes of payload."""
-        return len(self.view)
 
     @property
     def held(self) -> bool:
@@ -63,11 +63,16 @@ class SharedLease:
         connection = self._connection
         return connection is not None and time.monotonic() < self._until_s and connection.is_open
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it may be `held`: not released, and the limit not passed. Costs no system call."""
+        return self._connection is not None and time.monotonic() < self._until_s
+
     def release(self) -> None:
         """End the hold; a second call does nothing. Never waits: the server hears of it soon."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.end_lease(self._offset)
+            connection.end_lease(self._offset, self.length)
 
     def __enter__(self) -> Self:
         return self
@@ -89,6 +94,7 @@ class AttachedConnection(Connection):
         "_counting",
         "_descriptors",
         "_ended",
+        "_ended_bytes",
         "_lent",
         "_limit_ms",
         "_out",
@@ -107,7 +113,7 @@ class AttachedConnection(Connection):
         self._sending = threading.Lock()  # not reentrant: a collected lease must not write into a command under way
         self._counting = threading.RLock()  # reentrant: a collected lease may end anywhere
         self._ended: deque[int] = deque()  # offsets of leases that the server takes for held
-        self._out = 0
+        self._ended_bytes = self._out = 0
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
@@ -182,39 +188,69 @@ class AttachedConnection(Connection):
     def ask_leases(self, keys: Sequence[bytes]) -> float:
         """Ask for leases of several keys, to be read by read_leases; give the time until which those will hold."""
         until_s = time.monotonic() + self._limit_ms / 1000
-        self.send((b"KV.LEASE", b"%d" % self._limit_ms, *keys))  # said, as the server's default may change meanwhile
+        limit = b"%d" % self._limit_ms  # said, as the server's default may change meanwhile
+        self.send_buffers([_command(b"KV.LEASE", limit, *keys)])
         return until_s
 
     def read_leases(self, until_s: float, count: int) -> list[SharedLease | bytes | BackendError | None]:
         """Read the answer to one ask_leases of `count` keys: for each a lease, a short value itself, an error, or None
         for a miss."""
-        reply = self.read()
+        self.begin()
+        places = self._places(count)
+        if places is not None:
+            return [*self._leases(places, until_s)]
+        reply = self._item(DEPTH_MAX)
         if isinstance(reply, BackendError):
             return [reply] * count
         if not isinstance(reply, list) or len(reply) != count:
             raise self.broken(f"not an answer to KV.LEASE: {str(reply)[:100]}")
-        return [self._lease(item, until_s) for item in reply]
+        return [self._answer(item, until_s) for item in reply]
 
-    def _lease(self, item: Reply, until_s: float) -> SharedLease | bytes | BackendError | None:
+    def _places(self, count: int) -> list[tuple[int, int]] | None:
+        """Read the commonest answer, `count` places, in one go; None, and nothing is read, if it is anything else."""
+        wanted = 1 + 3 * count
+        while True:
+            lines = self._view[self._start : self._end].tobytes().split(CRLF)
+            whole = min(len(lines) - 1, wanted)
+            if whole and (lines[0] != b"*%d" % count or set(lines[1:whole:3]) - {b"*2"}):
+                return None
+            if whole == wanted:
+                break
+            if self._end - self._start == SCRATCH_BYTES:
+                return None
+            self._fill()
+        try:
+            offsets, lengths = _integers(lines[2:wanted:3]), _integers(lines[3:wanted:3])
+            places = list(zip(offsets, lengths, strict=True))
+        except ValueError:
+            return None
+        self._start += sum(map(len, lines[:wanted])) + 2 * wanted
+        return places
+
+    def _leases(self, places: Sequence[tuple[int, int]], until_s: float) -> list[SharedLease]:
+        try:
+            leases = [SharedLease(self, offset, length, until_s) for offset, length in places]
+        except BackendError as error:
+            raise self.broken(str(error)) from error
+        with self._counting:
+            self._out += len(leases)
+        return leases
+
+    def _answer(self, item: Reply, until_s: float) -> SharedLease | bytes | BackendError | None:
         if item is None or isinstance(item, bytes | BackendError):
             return item
         match item:
             case [int() as offset, int() as length]:
-                try:
-                    lease = SharedLease(self, offset, length, until_s)
-                except BackendError as error:
-                    raise self.broken(str(error)) from error
-                with self._counting:
-                    self._out += 1
-                return lease
+                return self._leases([(offset, length)], until_s)[0]
         raise self.broken(f"not a lease: {str(item)[:100]}")
 
-    def end_lease(self, offset: int) -> None:
+    def end_lease(self, offset: int, length: int) -> None:
         """For a lease, from any thread: the server may have the room again."""
         with self._counting:
             self._ended.append(offset)
+            self._ended_bytes += length
             self._out -= 1
-            due = not self._out or len(self._ended) >= RELEASES_TOGETHER
+            due = not self._out or len(self._ended) >= RELEASES_TOGETHER or self._ended_bytes >= RELEASED_BYTES
         if due:
             self.tell_ended()
 
@@ -244,6 +280,7 @@ class AttachedConnection(Connection):
         return False
 
     def _take_ended(self) -> list[int]:
+        self._ended_bytes = 0
         return [self._ended.popleft() for _ in range(min(len(self._ended), RELEASES_MAX))]
 
     def send_buffers(self, buffers: list[Buffer]) -> None:
@@ -302,4 +339,17 @@ class AttachedConnection(Connection):
 
 def _releases(offsets: Sequence[int]) -> list[Buffer]:
     """Write the commands that end leases, to which there is no answer."""
-    return [*encode(_SKIP), *encode((b"KV.RELEASE", *(b"%d" % offset for offset in offsets)))] if offsets else []
+    return [_SKIPPING + _command(b"KV.RELEASE", *[b"%d" % offset for offset in offsets])] if offsets else []
+
+
+def _command(*words: bytes) -> bytes:
+    """As connection.encode, for many short words."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def _integers(lines: Sequence[bytes]) -> list[int]:
+    """Read integer replies. Raises ValueError unless they are that."""
+    numbers = b"".join(lines).split(b":")  # nothing, and behind each colon one
+    if len(numbers) != len(lines) + 1 or [line[:1] for line in lines].count(b":") != len(lines):
+        raise ValueError("not integers")
+    return list(map(int, numbers[1:]))

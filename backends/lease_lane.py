@@ -31,13 +31,13 @@ find room, all of one command together, before that is answered."""
 class LeaseLane(GetLane):
     """As GetLane. `take` gives a lease, or with `keep` copies the value into the reader's room."""
 
-    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep")
+    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_length")
 
     def __init__(self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool) -> None:
         super().__init__(connection, keys)
         self._attached = connection
         self._keep = keep
-        self._ahead = 1
+        self._ahead, self._length = 1, -1
         self._batches: deque[tuple[Sequence[bytes], float]] = deque()  # asked for: keys, and until when leases hold
         self._answers: deque[tuple[bytes, SharedLease | bytes | BackendError | None]] = deque()
 
@@ -57,7 +57,7 @@ class LeaseLane(GetLane):
             self._read_batch()
         key, answer = self._answers.popleft()
         self.asked -= 1
-        if isinstance(answer, SharedLease) and not answer.held:
+        if isinstance(answer, SharedLease) and not answer.lasts:
             answer.release()
             answer = self._ask_again(key, until_s)
         elif _is_share_used(answer):
@@ -69,7 +69,9 @@ class LeaseLane(GetLane):
         if answer is None or isinstance(answer, BackendError):
             return answer
         value = memoryview(answer) if isinstance(answer, bytes) else answer.view
-        self._ahead = leases_for(len(value), self._attached.arena.nbytes)
+        if len(value) != self._length:
+            self._length = len(value)
+            self._ahead = leases_for(self._length, self._attached.arena.nbytes)
         if isinstance(answer, bytes):
             return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
         return self._copied(answer, allocate) if self._keep else answer

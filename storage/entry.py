@@ -201,14 +201,14 @@ class Lease:
         if store is not None:
             store.release(self.entry)
 
-    def revoke(self) -> bool:
-        """For the store alone, under its lock: end the hold without its holder. False when it has ended already."""
+    def revoke(self) -> tuple[Entry, ...]:
+        """For the store alone, under its lock: end the hold without its holder; of what there was one until now."""
         if self._store is None:
-            return False
+            return ()
         self._store = None
         with contextlib.suppress(BufferError):  # the reader has made a tensor of it: it finds `released` set
             self.view.release()
-        return True
+        return (self.entry,)
 
     def __enter__(self) -> "Lease":
         return self
@@ -217,3 +217,29 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
     ) -> None:
         self.release()
+
+
+class LeaseRun:
+    """Holds that were taken together and have one time limit, for who asks for many at a time and reads the arena by
+    itself: a list, where a Lease for each would cost an object and a view. storage/leasing.py makes and ends them.
+
+    `entries` has an entry for each hold that goes on, and None for each that has ended or never was.
+    """
+
+    __slots__ = ("entries", "until_s")
+
+    def __init__(self, entries: list[Entry | None], until_s: float) -> None:
+        self.entries = entries
+        self.until_s = until_s
+        """When the store may revoke them, on its own clock."""
+
+    @property
+    def held(self) -> bool:
+        """Whether any of them goes on."""
+        return any(self.entries)
+
+    def revoke(self) -> tuple[Entry, ...]:
+        """For the store alone, under its lock: end them without their holder; of what there was one until now."""
+        entries = tuple(filter(None, self.entries))
+        self.entries[:] = [None] * len(self.entries)
+        return entries

@@ -7,13 +7,13 @@ or calls out. Store adds the lock and the verbs.
 import time
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from .allocator import Allocator, Extent
 from .arena import Arena
 from .deadlines import Deadlines
-from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease
+from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .halves import Departed, other_half
 from .index import Index
 from .policy import LRU, Policy
@@ -107,7 +107,7 @@ class Ledger:
         self._departed = Departed()
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
-        self._limits: Deadlines[tuple[Lease, ...]] = Deadlines(lambda _, run: not all(each.released for each in run))
+        self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)
 
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
@@ -135,8 +135,10 @@ class Ledger:
     def _release(self, entry: Entry) -> None:
         entry.leases -= 1
         self.leases -= 1
-        if entry.leases:
-            return
+        if not entry.leases:
+            self._unheld(entry)
+
+    def _unheld(self, entry: Entry) -> None:
         if self.index.get(entry.key, entry.space) is not entry:
             if entry.extent is not NOWHERE:
                 self.retired_bytes -= entry.extent.length
@@ -385,14 +387,11 @@ class Ledger:
             self._evict(entry)
 
     def _revoke_overdue(self) -> int:
-        now_s = self.now_s()
-        revoked = 0
-        for lease in chain.from_iterable(self._limits.due(now_s)):
-            if lease.revoke():
-                self._release(lease.entry)
-                self.stats.leases_revoked += 1
-                revoked += 1
-        return revoked
+        revoked = [entry for hold in self._limits.due(self.now_s()) for entry in hold.revoke()]
+        for entry in revoked:
+            self._release(entry)
+        self.stats.leases_revoked += len(revoked)
+        return len(revoked)
 
     @property
     def used_bytes(self) -> int:

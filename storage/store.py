@@ -26,6 +26,7 @@ from .entry import (
 )
 from .flushing import Flushes
 from .io_threads import IoThreads
+from .leasing import Leasing
 from .ledger import Change, unix_ms
 from .moves import Moves
 from .options import StoreOptions
@@ -38,7 +39,7 @@ QUEUE_BYTES_LOW = 1024**3
 """What they may move together, at least; more where the arena is larger."""
 
 
-class Store(Moves, Flushes):
+class Store(Moves, Flushes, Leasing):
     """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves.
 
     `arena` is owned by the store from here on. `clock_ms` is wall-clock time for expiry, `clock_s` a monotonic clock
@@ -234,15 +235,14 @@ class Store(Moves, Flushes):
 
     def lease(self, key: bytes, space: int = 0, limit_s: float = 0.0) -> Lease | None:
         """Hold the value under `key`, or None. With `limit_s` the hold may be revoked that many seconds from now."""
-        return self.lease_many((key,), space, limit_s)[0]
-
-    def lease_many(self, keys: Sequence[bytes], space: int = 0, limit_s: float = 0.0) -> list[Lease | None]:
-        """`lease` for several, under one time limit."""
         with self._lock:
-            found = [None if (entry := self._hit(key, space)) is None else self._lease(entry) for key in keys]
-            if limit_s and (leases := tuple(filter(None, found))):
-                self._limits.add(self.now_s() + limit_s, leases, self.leases)
-            return found
+            entry = self._hit(key, space)
+            if entry is None:
+                return None
+            lease = self._lease(entry)
+            if limit_s:
+                self._limits.add(self.now_s() + limit_s, lease, self.leases)
+            return lease
 
     def release(self, entry: Entry) -> None:
         """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""

@@ -1,7 +1,7 @@
-/* Small commands out of a buffer, natively, and the replies to a run of GETs. plain.py is the contract of
- * `plain_commands`, says what plain means, and has the same function in Python, which gives the same for every buffer.
- * Nothing here looks behind the end of the buffer, and nothing is made in the length that a client claims before the
- * bytes for it are there. runs.py is the contract of `answer_gets`.
+/* Small commands out of a buffer, natively, the replies to a run of GETs, and those to leases. plain.py is the contract
+ * of `plain_commands`, says what plain means, and has the same function in Python, which gives the same for every
+ * buffer. Nothing here looks behind the end of the buffer, and nothing is made in the length that a client claims before
+ * the bytes for it are there. runs.py is the contract of `answer_gets`, places.py that of `keep` and `take`.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -10,6 +10,9 @@
 enum {
     NUMBER_MAX = 16 * 1024, /* arguments of a command, and bytes of an argument: TEXT_BYTES_MAX of plain.py */
     ARGUMENT_BYTES_MIN = 6, /* $0 CR LF CR LF */
+    PAYLOAD_OFFSET_BYTES = 512, /* entry.py */
+    DIGITS_MAX = 20,
+    PLACE_BYTES_MAX = 12 + 2 * DIGITS_MAX, /* *2 CR LF :offset CR LF :length CR LF */
 };
 
 typedef enum { COMPLETE, INCOMPLETE, NOT_PLAIN } state;
@@ -151,7 +154,7 @@ static PyObject *plain_commands(PyObject *module, PyObject *data) {
 }
 
 /* Attributes of an entry, made once. */
-static PyObject *ACCESSED_S, *EXPIRE_AT_MS, *HITS, *VALUE, *ONE;
+static PyObject *ACCESSED_S, *EXPIRE_AT_MS, *EXTENT, *HITS, *LENGTH, *VALUE, *ONE;
 
 static int is_get(PyObject *word) {
     if (!PyBytes_CheckExact(word) || PyBytes_GET_SIZE(word) != 3) return 0;
@@ -233,9 +236,131 @@ static PyObject *answer_gets(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyLong_FromSsize_t(done);
 }
 
+/* Write a number that is not negative; where it ends. */
+static char *digits(char *to, Py_ssize_t number) {
+    char text[DIGITS_MAX], *at = text + DIGITS_MAX;
+    do *--at = (char)('0' + number % 10);
+    while ((number /= 10) > 0);
+    memcpy(to, at, (size_t)(text + DIGITS_MAX - at));
+    return to + (text + DIGITS_MAX - at);
+}
+
+/* What an object is as a number that is not negative; -1 if it is none, without an exception of its own. */
+static Py_ssize_t number_of(PyObject *object) {
+    if (object == NULL || !PyLong_CheckExact(object)) return -1;
+    Py_ssize_t number = PyLong_AsSsize_t(object);
+    if (number == -1) PyErr_Clear();
+    return number;
+}
+
+/* Put the place of the `index`th of a run into `held`; 0 when something is there already, -1 with an exception. */
+static int hold_place(PyObject *held, PyObject *run, Py_ssize_t index, PyObject *nbytes, const char *text, Py_ssize_t length) {
+    PyObject *word = PyBytes_FromStringAndSize(text, length), *number = PyLong_FromSsize_t(index);
+    PyObject *place = word == NULL || number == NULL ? NULL : PyTuple_Pack(3, run, number, nbytes);
+    PyObject *there = place == NULL ? NULL : PyDict_SetDefault(held, word, place);
+    int put = there == NULL ? -1 : there == place;
+    Py_XDECREF(word);
+    Py_XDECREF(number);
+    Py_XDECREF(place);
+    return put;
+}
+
+/* Keep one lease and write its reply to *to, behind which *to is then; its bytes of the arena, 0 when it is to be left
+ * to others, -1 with an exception. */
+static Py_ssize_t keep_one(PyObject *entry, PyObject *const *args, Py_ssize_t index, Py_ssize_t bytes_max, char **to) {
+    if (entry == Py_None || PyBytes_CheckExact(entry)) return 0;
+    PyObject *extent = PyObject_GetAttr(entry, EXTENT), *whole = extent == NULL ? NULL : PyObject_GetAttr(entry, LENGTH);
+    Py_ssize_t length = number_of(whole), start = -1, nbytes = 0;
+    Py_XDECREF(whole);
+    if (whole != NULL && PyTuple_Check(extent) && PyTuple_GET_SIZE(extent) == 2) {
+        start = number_of(PyTuple_GET_ITEM(extent, 0));
+        nbytes = number_of(PyTuple_GET_ITEM(extent, 1));
+    }
+    int kept = extent == NULL || whole == NULL ? -1 : 0;
+    if (length >= 0 && start >= 0 && nbytes > 0 && nbytes <= bytes_max) {
+        char *word = *to + 5, *past = digits(word, start + PAYLOAD_OFFSET_BYTES);
+        kept = hold_place(args[3], args[2], index, PyTuple_GET_ITEM(extent, 1), word, past - word);
+        if (kept > 0) {
+            memcpy(*to, "*2\r\n:", 5);
+            memcpy(past, "\r\n:", 3);
+            past = digits(past + 3, length);
+            memcpy(past, "\r\n", 2);
+            *to = past + 2;
+        }
+    }
+    Py_XDECREF(extent);
+    return kept > 0 ? nbytes : kept;
+}
+
+/* Arguments: found, at, run, held and room; places.py says what for. */
+static PyObject *keep(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    Py_ssize_t bytes_max, leases_max, at = count == 5 ? number_of(args[1]) : -1, total = 0, nbytes = 1;
+    if (at < 0 || !PyList_CheckExact(args[0]) || !PyDict_CheckExact(args[3]) || !PyTuple_CheckExact(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "keep() takes a list, an index, a run, a dict and a pair");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args[4], "nn", &bytes_max, &leases_max)) return NULL;
+    Py_ssize_t past = PyList_GET_SIZE(args[0]);
+    if (past - at > leases_max) past = at + leases_max;
+    PyObject *text = PyBytes_FromStringAndSize(NULL, past > at ? (past - at) * PLACE_BYTES_MAX : 0);
+    if (text == NULL) return NULL;
+    char *to = PyBytes_AS_STRING(text);
+    for (; at < past && (nbytes = keep_one(PyList_GET_ITEM(args[0], at), args, at, bytes_max - total, &to)) > 0; at++)
+        total += nbytes;
+    if (nbytes < 0) {
+        Py_DECREF(text);
+        return NULL;
+    }
+    if (_PyBytes_Resize(&text, to - PyBytes_AS_STRING(text)) < 0) return NULL;
+    return Py_BuildValue("(Nnn)", text, at, total);
+}
+
+/* Whether there is just one lease at each of `words`; -1 with an exception. */
+static int are_places(PyObject *words, PyObject *held) {
+    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(words); index++) {
+        PyObject *place = PyDict_GetItemWithError(held, PyList_GET_ITEM(words, index));
+        if (place == NULL && PyErr_Occurred()) return -1;
+        if (place == NULL || !PyTuple_CheckExact(place) || PyTuple_GET_SIZE(place) != 3) return 0;
+    }
+    return 1;
+}
+
+/* Move the place at `word` from `held` to `taken`; its bytes, 0 if it was moved before, -1 with an exception. */
+static Py_ssize_t take_one(PyObject *word, PyObject *held, PyObject *taken) {
+    PyObject *place = PyDict_GetItemWithError(held, word);
+    if (place == NULL) return PyErr_Occurred() ? -1 : 0;
+    if (PyList_Append(taken, place) < 0 || PyDict_DelItem(held, word) < 0) return -1;
+    return number_of(PyTuple_GET_ITEM(place, 2)); /* `taken` holds it */
+}
+
+/* Arguments: words and held; places.py says what for. */
+static PyObject *take(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 2 || !PyList_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "take() takes a list and a dict");
+        return NULL;
+    }
+    int simple = are_places(args[0], args[1]);
+    if (simple < 0) return NULL;
+    if (!simple) Py_RETURN_NONE;
+    Py_ssize_t total = 0, nbytes = 0;
+    PyObject *taken = PyList_New(0);
+    for (Py_ssize_t index = 0; taken != NULL && nbytes >= 0 && index < PyList_GET_SIZE(args[0]); index++) {
+        nbytes = take_one(PyList_GET_ITEM(args[0], index), args[1], taken);
+        total += nbytes;
+    }
+    if (taken != NULL && nbytes >= 0) return Py_BuildValue("(Nn)", taken, total);
+    Py_XDECREF(taken);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a place without bytes");
+    return NULL;
+}
+
 static PyMethodDef METHODS[] = {
     {"plain_commands", plain_commands, METH_O, "As plain.plain_commands_in_python."},
     {"answer_gets", (PyCFunction)(void (*)(void))answer_gets, METH_FASTCALL, "As runs.py says."},
+    {"keep", (PyCFunction)(void (*)(void))keep, METH_FASTCALL, "As places.keep_in_python."},
+    {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, "As places.take_in_python."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -246,9 +371,11 @@ static struct PyModuleDef MODULE = {
 PyMODINIT_FUNC PyInit__plain(void) {
     ACCESSED_S = PyUnicode_InternFromString("accessed_s");
     EXPIRE_AT_MS = PyUnicode_InternFromString("expire_at_ms");
+    EXTENT = PyUnicode_InternFromString("extent");
     HITS = PyUnicode_InternFromString("hits");
+    LENGTH = PyUnicode_InternFromString("length");
     VALUE = PyUnicode_InternFromString("value");
     ONE = PyLong_FromLong(1);
-    if (!ACCESSED_S || !EXPIRE_AT_MS || !HITS || !VALUE || !ONE) return NULL;
+    if (!ACCESSED_S || !EXPIRE_AT_MS || !EXTENT || !HITS || !LENGTH || !VALUE || !ONE) return NULL;
     return PyModule_Create(&MODULE);
 }

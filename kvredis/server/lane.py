@@ -4,10 +4,10 @@ Each side lends its memory to the other read-only. A client that attaches over a
 which is sealed (storage/arena.py), so all it can do is to read; to store it lends us memory of its own, out of which we
 copy (lane_memory.py). Neither can damage what is the other's, nor be killed by it.
 
-WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so,
-when its time limit has passed, or with the connection. The client counts the limit from before it has asked, so its own
-clock ends first. Of the last it learns from its socket, because the socket is shut before the leases are ended: who
-finds it open after having read has read what was leased.
+WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so
+(KV.RELEASE, RESET), when its time limit has passed, or with the connection. The client counts the limit from before it
+has asked, so its own clock ends first. Of the last it learns from its socket, because the socket is shut before the
+leases are ended: who finds it open after having read has read what was leased.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import contextlib
 import os
 import socket
 from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Lease
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
 from kvredis.storage.errors import ArenaError
+from kvredis.storage.leasing import Found, Place
 from kvredis.storage.store import Store
 
+from . import places
+from .arguments import parse_integer
 from .lane_memory import LentMemory
 from .listeners import uid_of
+from .places import Held, Shared
 from .replies import Buffer, bulk, error, integer, joined, map_reply
 
 if TYPE_CHECKING:
@@ -57,22 +61,6 @@ NOT_EVERY_KEY: Final = error("NOPERM the lane shows every key, and this user may
 SHARE_USED: Final = error("OOM this connection has leased its share of the arena")
 
 
-class _Held:
-    """The leases at one offset, with the times of their limits, and what they take of the client's share. They may be
-    of several blocks: when a limit has passed, another block may have come to lie there.
-
-    WHY the one whose limit comes first ends first, and those that ended long ago are still counted (`ended`): a client
-    names a place, not a lease. To end another than it means might take from under it what it is reading now.
-    """
-
-    __slots__ = ("ended", "leases", "nbytes")
-
-    def __init__(self, until_s: float, lease: Lease, nbytes: int) -> None:
-        self.leases = [(until_s, lease)]
-        self.nbytes = nbytes
-        self.ended = 0
-
-
 class LaneClient:
     """What an attached connection holds: leases by the offset of their bytes, and the memory that it has lent us."""
 
@@ -88,83 +76,137 @@ class LaneClient:
         self._store = store
         self._share_bytes = store.arena.nbytes // SHARE
         self._revoked = 0  # leases of whomever, when it was last looked which of ours have ended
-        self._held: dict[int, _Held] = {}
+        self._held: Held = {}
         self._held_bytes = self._count = 0
 
     @property
     def leases(self) -> int:
         """How many leases it holds; those whose limit has passed are none any more."""
-        return sum(not lease.released for held in self._held.values() for _, lease in held.leases)
+        return sum(run.entries[at] is not None for run, at, _ in self._places())
 
     @property
     def lent_bytes(self) -> int:
         """How much memory it has lent us."""
         return 0 if self.memory is None else self.memory.nbytes
 
-    def keep(self, lease: Lease, until_s: float) -> int | None:
-        """Hold a lease for the client until `until_s` of the store's clock: the offset of its bytes in the arena. None
-        when that would be more than its share."""
-        extent = lease.entry.extent
-        offset = extent.offset + PAYLOAD_OFFSET_BYTES
-        if not self._fits(offset, extent.length):
-            self._forget_ended()
-            if not self._fits(offset, extent.length):
+    def keep(self, found: Sequence[Found], run: LeaseRun, absent: Callable[[int], bytes]) -> bytes:
+        """Keep the holds of a run for the client; the replies to all that was found, one behind the other. `absent`
+        gives the one for a miss. What would be more than the client's share is not held any longer."""
+        replies, at = [], 0
+        while True:
+            room_bytes = self._share_bytes - self._held_bytes
+            text, past, nbytes = places.keep(found, at, run, self._held, (room_bytes, LEASES_MAX - self._counted))
+            self._held_bytes += nbytes
+            self._count += past - at
+            replies.append(text)
+            if past == len(found):
+                return b"".join(replies)
+            item = found[past]
+            if item is None:
+                replies.append(absent(past))
+            elif isinstance(item, bytes):
+                replies.append(bulk(item))
+            else:
+                replies.append(self._keep_one(item, (run, past, item.extent.length)))
+            at = past + 1
+
+    def release(self, words: Sequence[bytes]) -> int | None:
+        """End the lease at each offset whose limit comes first; how many were still held. Those whose limit has passed
+        are taken for ended in their turn, too. None, and nothing ends, when some are no numbers."""
+        taken = places.take(words, self._held)
+        if taken is None:
+            if any(word not in self._held and parse_integer(word) is None for word in words):
                 return None
-        held = self._held.get(offset)
-        if held is None:
-            self._held[offset] = _Held(until_s, lease, extent.length)
-            self._held_bytes += extent.length
+            ending = [place for word in words if (place := self._take(word)) is not None]
         else:
-            insort(held.leases, (until_s, lease), key=itemgetter(0))
-            self._held_bytes += max(0, extent.length - held.nbytes)
-            held.nbytes = max(held.nbytes, extent.length)
-        self._count += 1
-        return offset
+            ending, nbytes = taken
+            self._held_bytes -= nbytes
+            self._count -= len(ending)
+        return self._store.end_leases(ending)
 
-    def release(self, offset: int) -> bool:
-        """End the lease at `offset` whose limit comes first; whether it was still held. Those whose limit has passed
-        are taken for ended in their turn, too."""
-        held = self._held.get(offset)
-        if held is None:
-            return False
-        was_held = False
-        if held.ended:
-            held.ended -= 1
-        else:
-            lease = held.leases.pop(0)[1]
-            self._count -= 1
-            was_held = not lease.released
-            lease.release()
-        if not held.leases:
-            self._held_bytes -= held.nbytes
-            held.nbytes = 0
-            if not held.ended:
-                del self._held[offset]
-        return was_held
-
-    def end(self) -> None:
-        """The connection is over. The socket is shut first, so that who looks at it afterwards sees that, and only then
-        the leases end, since others may write where they were."""
-        with contextlib.suppress(OSError):  # the client has hung up itself
-            self._peer.shutdown(socket.SHUT_RDWR)
+    def end(self, *, hang_up: bool = True) -> None:
+        """The connection is over, or only (without `hang_up`) attached no more, as the client itself has asked. The
+        socket is shut first, so that who looks at it afterwards sees that, and only then the leases end, since others
+        may write where they were."""
+        if hang_up:
+            with contextlib.suppress(OSError):  # the client has hung up itself
+                self._peer.shutdown(socket.SHUT_RDWR)
         self._peer.close()
         self.side.close()
-        held, self._held = self._held, {}
+        ending = list(self._places())
+        self._held = {}
         self._held_bytes = self._count = 0
-        for each in held.values():
-            for _, lease in each.leases:
-                lease.release()
+        self._store.end_leases(ending)
         if self.memory is not None:
             self.memory.close()
             self.memory = None
 
-    def _fits(self, offset: int, nbytes: int) -> bool:
+    @property
+    def _counted(self) -> int:
+        """What LEASES_MAX bounds."""
+        return max(self._count, len(self._held))
+
+    def _places(self) -> Iterator[Place]:
+        for held in self._held.values():
+            if isinstance(held, Shared):
+                yield from held.places
+            else:
+                yield held
+
+    def _keep_one(self, entry: Entry, place: Place) -> bytes:
+        """The reply to a lease that places.keep has left: there is another where it lies, or no room for it."""
+        nbytes = place[2]
+        offset = entry.extent.offset + PAYLOAD_OFFSET_BYTES
+        word = b"%d" % offset
+        if not self._fits(word, nbytes):
+            self._forget_ended()
+            if not self._fits(word, nbytes):
+                self._store.end_leases([place])
+                return SHARE_USED
+        held = self._held.get(word)
+        if held is None:
+            self._held[word] = place
+            self._held_bytes += nbytes
+        else:
+            shared = self._shared(word, held)
+            insort(shared.places, place, key=_limit_s)
+            self._held_bytes += max(0, nbytes - shared.nbytes)
+            shared.nbytes = max(shared.nbytes, nbytes)
+        self._count += 1
+        return b"*2\r\n:%d\r\n:%d\r\n" % (offset, entry.length)
+
+    def _shared(self, word: bytes, held: Place | Shared) -> Shared:
+        if not isinstance(held, Shared):
+            self._held[word] = held = Shared(held)
+        return held
+
+    def _take(self, word: bytes) -> Place | None:
+        """The lease at an offset that is to end; None when there is none, or when it has ended long ago."""
+        held = self._held.get(word)
+        if held is None:
+            return None
+        held, place = self._shared(word, held), None
+        if held.ended:
+            held.ended -= 1
+        else:
+            place = held.places.pop(0)
+            self._count -= 1
+        if not held.places:
+            self._held_bytes -= held.nbytes
+            held.nbytes = 0
+            if not held.ended:
+                del self._held[word]
+        return place
+
+    def _fits(self, word: bytes, nbytes: int) -> bool:
         """Whether one more lease of an extent of `nbytes` is within the share, and what is counted within its bound."""
         wanted = self._held_bytes + nbytes
-        if wanted <= self._share_bytes and self._count < LEASES_MAX and len(self._held) < LEASES_MAX:
+        if wanted <= self._share_bytes and self._counted < LEASES_MAX:
             return True
-        held = self._held.get(offset)
-        return held is not None and wanted - min(held.nbytes, nbytes) <= self._share_bytes and self._count < LEASES_MAX
+        held = self._held.get(word)
+        if held is None or self._count >= LEASES_MAX:
+            return False
+        return wanted - min(_nbytes(held), nbytes) <= self._share_bytes
 
     def _forget_ended(self) -> None:
         """Of leases whose limit has passed and of which the client says nothing keep only how many they were."""
@@ -172,13 +214,25 @@ class LaneClient:
         if revoked == self._revoked:
             return  # a look costs a step a lease, and a client at its limit may name a thousand keys more
         self._revoked = revoked
-        for held in self._held.values():
-            alive = [each for each in held.leases if not each[1].released]
-            held.ended += len(held.leases) - len(alive)
-            held.leases = alive
-            held.nbytes = max((lease.entry.extent.length for _, lease in alive), default=0)
-        self._held_bytes = sum(held.nbytes for held in self._held.values())
-        self._count = sum(len(held.leases) for held in self._held.values())
+        for word, held in self._held.items():
+            if not isinstance(held, Shared) and held[0].entries[held[1]] is not None:
+                continue
+            shared = self._shared(word, held)
+            alive = [(run, at, nbytes) for run, at, nbytes in shared.places if run.entries[at] is not None]
+            shared.ended += len(shared.places) - len(alive)
+            shared.places = alive
+            shared.nbytes = max((nbytes for _, _, nbytes in alive), default=0)
+        self._held_bytes = sum(map(_nbytes, self._held.values()))
+        self._count = sum(1 for _ in self._places())
+
+
+def _nbytes(held: Place | Shared) -> int:
+    """What is held at one place takes of the client's share."""
+    return held.nbytes if isinstance(held, Shared) else held[2]
+
+
+def _limit_s(place: Place) -> float:
+    return place[0].until_s
 
 
 class Lane:
@@ -238,14 +292,15 @@ class Lane:
         os.close(arena_fd)
         theirs.close()
         self.clients[session.id] = client
-        session.at_end.append(lambda: self._end(session))
+        session.at_end.append(lambda: self.detach(session, hang_up=True))
         session.output_bytes += sent
         return reply[sent:]
 
-    def _end(self, session: Session) -> None:
+    def detach(self, session: Session, *, hang_up: bool = False) -> None:
+        """End all that a client holds here: its connection is over (`hang_up`), or it is to be as a new one."""
         client = self.clients.pop(session.id, None)
         if client is not None:
-            client.end()
+            client.end(hang_up=hang_up)
 
     def _objection(self, session: Session, peer: socket.socket, command: Command, args: list[bytes]) -> bytes | None:
         """Why a client may not be given the arena, or None."""

@@ -216,7 +216,7 @@ def test_releases_that_the_server_does_not_take_wait_for_it_and_nobody_waits_for
                 sent += sock.send(filler, socket.MSG_DONTWAIT)
         connection._out = 2
         for offset in (1, 2):
-            connection.end_lease(offset)
+            connection.end_lease(offset, 4096)
         assert list(connection._ended) == [1, 2]
         server.signal(signal.SIGCONT)
 

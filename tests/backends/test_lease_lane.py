@@ -2,17 +2,19 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from kvredis.backends import lease_lane
-from kvredis.backends.attached import AttachedConnection
+from kvredis.backends import attached, lease_lane
+from kvredis.backends.attached import AttachedConnection, SharedLease
 from kvredis.backends.lease_lane import LeaseLane
 from kvredis.backends.shared_arena import SharedArena
 from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.errors import BackendError
 
 from .lane_server import pass_time
 
@@ -22,17 +24,24 @@ VALUE = bytes(range(256)) * 16
 
 
 @contextmanager
-def told(said: bytes) -> Iterator[AttachedConnection]:
-    """An attached connection whose server has said so already."""
+def told(said: bytes, timeout_s: float = 2.0) -> Iterator[AttachedConnection]:
+    """An attached connection whose server has said so already, and closes it when this ends."""
+    with told_by(timeout_s) as (connection, theirs):
+        theirs.sendall(said)
+        yield connection
+
+
+@contextmanager
+def told_by(timeout_s: float = 2.0) -> Iterator[tuple[AttachedConnection, socket.socket]]:
+    """An attached connection, and the server's end of it."""
     ours, theirs = socket.socketpair()
-    with theirs, closing(AttachedConnection(ours, 2.0)) as connection:
+    with theirs, closing(AttachedConnection(ours, timeout_s)) as connection:
         with Arena.create(1 << 16, HugepageMode.OFF) as arena:
             descriptor = arena.share()
             connection._arena = SharedArena(descriptor, arena.nbytes)
             os.close(descriptor)
         connection._limit_ms = 30_000
-        theirs.sendall(said)
-        yield connection
+        yield connection, theirs
 
 
 def test_a_block_that_may_not_be_leased_a_second_time_comes_over_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +82,108 @@ def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(mon
         waits_s.clear()
         assert lane.take(lambda length: memoryview(bytearray(4096))) == 4096
     assert waits_s == [5.0, 4.5, 4.0, 3.5]
+
+
+def places(answers: list[object]) -> list[tuple[int, int]]:
+    """Where leases are."""
+    return [(each._offset, each.length) for each in answers if isinstance(each, SharedLease)]
+
+
+def test_an_answer_that_comes_in_pieces_is_read_as_one_that_comes_whole() -> None:
+    wanted = [(number * 512, number) for number in range(100)]
+    said = b"*100\r\n" + b"".join(b"*2\r\n:%d\r\n:%d\r\n" % place for place in wanted)
+
+    def speak(theirs: socket.socket) -> None:
+        for at in range(0, len(said), 7):
+            theirs.sendall(said[at : at + 7])
+        theirs.sendall(b"+PONG\r\n")
+
+    with told_by() as (connection, theirs):
+        speaker = threading.Thread(target=speak, args=(theirs,))
+        speaker.start()
+        answers = connection.read_leases(1e9, 100)
+        assert places([*answers]) == wanted
+        assert connection.has_leases
+        assert connection.read() == "PONG", "and nothing is read of what stands behind it"
+        speaker.join()
+        for lease in answers:
+            assert isinstance(lease, SharedLease)
+            lease.release()
+        assert not connection.has_leases
+
+
+@pytest.mark.parametrize("count", [1, 64, 1000])
+@pytest.mark.parametrize("other", [b"$-1\r\n", b"$5\r\n*2\r\n:\r\n", b"-OOM no\r\n"])
+def test_what_else_is_among_the_places_comes_in_its_turn(other: bytes, count: int) -> None:
+    for first in (0, count // 2, count - 1):
+        items = [b"*2\r\n:%d\r\n:512\r\n" % (number * 8) for number in range(count)]
+        items[first] = other
+        with told(b"*%d\r\n" % count + b"".join(items) + b"+PONG\r\n") as connection:
+            answers = connection.read_leases(1e9, count)
+            assert places([*answers]) == [(number * 8, 512) for number in range(count) if number != first]
+            assert str(answers[first]) in ("None", "b'*2\\r\\n:'", "OOM no")
+            assert connection.read() == "PONG"
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"+5", b":", b":x", b":5:6", b"5", b"::5", b"$1\r\n5", b":5\r\n:6", b":-1", b":-5", b": 5 5"]
+)
+@pytest.mark.parametrize("behind", [b"", b"*2\r\n:0\r\n:5\r\n" * 9])
+def test_an_answer_of_anything_but_integers_breaks_the_connection(wrong: bytes, behind: bytes) -> None:
+    with told(b"*3\r\n*2\r\n:0\r\n:5\r\n*2\r\n" + wrong + b"\r\n:5\r\n*2\r\n:0\r\n:5\r\n" + behind, 0.2) as connection:
+        with pytest.raises(BackendError):
+            connection.read_leases(1e9, 3)
+        assert not connection.usable
+
+
+def test_the_server_hears_of_ended_leases_when_they_are_many_or_large_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "RELEASES_TOGETHER", 5)
+    monkeypatch.setattr(attached, "RELEASED_BYTES", 4096)
+    skip = b"*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$4\r\nSKIP\r\n"
+    with told_by() as (connection, theirs):
+        theirs.setblocking(False)
+
+        def leases(count: int, length: int) -> list[SharedLease]:
+            theirs.sendall(b"*%d\r\n" % count + b"*2\r\n:512\r\n:%d\r\n" % length * count)
+            return [each for each in connection.read_leases(1e9, count) if isinstance(each, SharedLease)]
+
+        def heard() -> int:
+            try:
+                said = theirs.recv(1 << 16)
+            except BlockingIOError:
+                return 0
+            assert said.startswith(skip + b"*")
+            return said.count(b"$3\r\n512\r\n")
+
+        kept = leases(1, 1)
+        ended = []
+        for lease in leases(6, 1):
+            lease.release()
+            lease.release()
+            ended.append(heard())
+        assert ended == [0, 0, 0, 0, 5, 0]
+        ended = []
+        for lease in leases(3, 2048):
+            lease.release()
+            ended.append(heard())
+        assert ended == [0, 3, 0], "two of them and the one of before"
+        kept[0].release()
+        assert heard() == 2
+        for lease in leases(2, 5000):
+            lease.release()
+            assert heard() == 1
+
+
+def test_what_its_reader_is_given_may_still_be_held_and_is_asked_about_without_a_system_call() -> None:
+    with told(b"*2\r\n" + b"*2\r\n:0\r\n:4096\r\n" * 2) as connection:
+        one, two = connection.read_leases(1e9, 2)
+        assert isinstance(one, SharedLease)
+        assert isinstance(two, SharedLease)
+        assert one.lasts
+        connection.interrupt()
+        assert one.lasts
+        assert not one.held, "which looks at the socket"
+        one.release()
+        assert not one.lasts
+        two._until_s = 0.0
+        assert not two.lasts

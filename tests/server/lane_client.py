@@ -83,6 +83,10 @@ class LaneClient:
     def close(self) -> None:
         """Hang up and let go of all."""
         self.sock.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give up what `attach` has brought."""
         if self.arena is not None and self.side is not None:
             self.arena.close()
             self.side.close()

@@ -9,10 +9,13 @@ from typing import Any
 import hiredis
 import pytest
 
-from tests.server.lane_client import LaneClient, attached, connected, open_descriptors
-from tests.server.live import LiveServer, run_on, until
+from tests.server.lane_client import LaneClient, attached, connected, memory, open_descriptors
+from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip().encode()
+
+BLOCK = pattern(2 * MIB, 1)
+NOT_ATTACHED = "ERR this connection is not attached to the lane: KV.ATTACH"
 
 
 def told(reply: list[Any]) -> dict[bytes, Any]:
@@ -272,5 +275,41 @@ def test_attaching_and_leaving_costs_no_descriptors(loop: str, tmp_path: Path) -
                     assert isinstance(client, LaneClient)
                 await until(lambda: not live.server.sessions)
             await until(lambda: open_descriptors() <= before)
+
+    run_on(loop, story())
+
+
+def test_reset_ends_leases_and_the_connection_goes_on_as_a_new_one(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            await client.ask("SET", "k", BLOCK)
+            ((offset, _), _) = await client.ask("KV.LEASE", 0, "k", "k")
+            with memory(BLOCK) as lent:
+                assert await client.lend(lent) == len(BLOCK)
+            assert await client.ask("RESET") == b"RESET"
+            assert live.store.leases == live.server.lane.leases == 0
+            assert b" lane=none leases=0 lent=0 " in await client.ask("CLIENT", "INFO")
+            for words in (["KV.LEASE", 0, "k"], ["KV.RELEASE", offset], ["KV.PUT", "k", 0, 5]):
+                assert str(await client.ask(*words)) == NOT_ATTACHED
+            assert client.is_open
+            assert await client.ask("RESET") == b"RESET"
+            client.let_go()
+            assert isinstance(await client.attach(), list)
+            (place,) = await client.ask("KV.LEASE", 0, "k")
+            assert client.bytes_at(place) == BLOCK
+        assert live.server.lane.clients == {}
+
+    run_on(loop, story())
+
+
+def test_reset_in_a_transaction_ends_leases_too(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, attached(live) as client:
+            await client.ask("SET", "k", BLOCK)
+            await client.ask("KV.LEASE", 0, "k")
+            await client.ask("MULTI")
+            assert await client.ask("KV.LEASE", 0, "k") == b"QUEUED"
+            assert await client.ask("RESET") == b"RESET"
+            assert live.store.leases == 0
 
     run_on(loop, story())

@@ -1,17 +1,32 @@
 """KV.LEASE and KV.RELEASE: blocks are read in the arena itself, and stay what they were while they are leased."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from kvredis.server import lane as lane_module
+from kvredis.server import places as places_module
+from kvredis.storage import leasing
 from kvredis.storage.entry import INLINE_BYTES_MAX
+from kvredis.storage.leasing import Place
 from tests.server.lane_client import attached, connected
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 from tests.server.tiered_server import TieredServer, block
 
 OLD, NEW = pattern(2 * MIB, 1), pattern(2 * MIB, 2)
+WAYS = ("native", "python") if leasing.hold is not leasing.hold_in_python else ("python",)
 SHARE_USED = "OOM this connection has leased its share of the arena"
+
+
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of this with the extensions, where they are built, and without."""
+    if request.param == "python":
+        monkeypatch.setattr(leasing, "hold", leasing.hold_in_python)
+        monkeypatch.setattr(leasing, "end", leasing.end_in_python)
+        monkeypatch.setattr(places_module, "keep", places_module.keep_in_python)
+        monkeypatch.setattr(places_module, "take", places_module.take_in_python)
 
 
 def test_a_lease_says_where_the_bytes_are_or_what_they_are_or_that_there_are_none(loop: str, tmp_path: Path) -> None:
@@ -263,13 +278,13 @@ def test_the_socket_is_shut_before_the_bytes_may_change(loop: str, tmp_path: Pat
             await client.ask("SET", "k", OLD)
             await client.ask("KV.LEASE", 0, "k")
             open_at_release: list[bool] = []
-            release = live.store.release
+            end = live.store.end_leases
 
-            def watched(entry: object) -> None:
+            def watched(places: Sequence[Place]) -> int:
                 open_at_release.append(client.is_open)
-                release(entry)  # type: ignore[arg-type]
+                return end(places)
 
-            live.store.release = watched  # type: ignore[method-assign]
+            live.store.end_leases = watched  # type: ignore[method-assign]
             live.sessions()[0].close()
             await until(lambda: live.store.leases == 0)
             assert open_at_release == [False]

@@ -109,11 +109,12 @@ def quit_(session: Session, args: list[bytes]) -> Reply:
     summary="Bring the connection back to the state in which it was opened.",
 )
 def reset(session: Session, args: list[bytes]) -> Reply:
-    """RESET: protocol 2, database 0, no name, no transaction, nothing listened to or tracked, and logged out where a
-    password is set. The library's name stays."""
+    """RESET: protocol 2, database 0, no name, no transaction, nothing listened to, tracked or leased, off the lane, and
+    logged out where a password is set. The library's name stays."""
     server = session.server
     end_transaction(session)
     server.parts.end_all(session)
+    server.lane.detach(session)
     server.pubsub.forget(session)
     server.tracking.forget(session)
     server.stop_monitoring(session)

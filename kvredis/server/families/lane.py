@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.commands import COMMANDS, command
-from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
+from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, boot_id
 from kvredis.server.lane_memory import LendError, LentMemory, receive
 from kvredis.server.pending import Answer, has_hung_up
 from kvredis.server.replies import (
@@ -114,20 +114,9 @@ def lease(session: Session, args: list[bytes]) -> Reply:
         return BAD_LIMIT
     if len(args) - 2 > KEYS_MAX:
         return TOO_MANY_KEYS
-    limit_s, store = (limit_ms or client.lease_ms) / 1000, session.store
-    until_s, replies = store.now_s() + limit_s, [b"*%d\r\n" % (len(args) - 2)]
-    for key, found in zip(args[2:], store.lease_many(args[2:], session.space, limit_s), strict=True):
-        if found is None:
-            replies.append(missing(session, key))
-        elif (value := found.entry.value) is not None:
-            found.release()
-            replies.append(bulk(value))
-        elif (offset := client.keep(found, until_s)) is None:
-            found.release()
-            replies.append(SHARE_USED)
-        else:
-            replies.append(b"*2\r\n:%d\r\n:%d\r\n" % (offset, found.entry.length))
-    return b"".join(replies)
+    keys = args[2:]
+    found, run = session.store.lease_run(keys, session.space, (limit_ms or client.lease_ms) / 1000)
+    return b"*%d\r\n" % len(keys) + client.keep(found, run, lambda at: missing(session, keys[at]))
 
 
 @command(
@@ -147,10 +136,8 @@ def release(session: Session, args: list[bytes]) -> Reply:
     client = session.server.lane.of(session)
     if client is None:
         return NOT_ATTACHED
-    offsets = [parse_integer(word) for word in args[1:]]
-    if None in offsets:
-        return NOT_AN_INTEGER
-    return integer(sum(client.release(offset) for offset in offsets if offset is not None))
+    ended = client.release(args[1:])
+    return NOT_AN_INTEGER if ended is None else integer(ended)
 
 
 @command(

@@ -1,0 +1,217 @@
+/* Holds on many blocks at a time, and their end, natively. leasing.py is the contract and has the same in Python.
+ *
+ * WHY slots are read where they lie and not as attributes: a block leased by the thousand is touched by nothing else,
+ * so a lease costs what is noted down for it, and a dozen attributes were most of that. Where slots lie is asked of the
+ * classes themselves; if they say something unexpected, this is no module and Python does the work.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+
+static PyTypeObject *ENTRY, *RUN;
+static PyObject *NOWHERE;
+
+/* Slots of Entry and the one of LeaseRun: names, and how far into the object they are. */
+enum { ACCESSED_S, EXPIRE_AT_MS, EXTENT, HITS, KEY, LEASES, SPACE, VALUE, ENTRIES, SLOTS };
+static const char *const NAMES[SLOTS] = {"accessed_s", "expire_at_ms", "extent", "hits",   "key",
+                                         "leases",     "space",        "value",  "entries"};
+static Py_ssize_t offsets[SLOTS];
+
+static PyObject **slot(PyObject *object, int name) { return (PyObject **)((char *)object + offsets[name]); }
+
+/* Exchange what is in a slot for `value`, whose reference is taken; -1 when that is NULL, with its exception. */
+static int put(PyObject *object, int name, PyObject *value) {
+    if (value == NULL) return -1;
+    PyObject *old = *slot(object, name);
+    *slot(object, name) = value;
+    Py_XDECREF(old);
+    return 0;
+}
+
+/* Add to a count in a slot; the new count, -1 with an exception. */
+static Py_ssize_t count_on(PyObject *entry, int name, Py_ssize_t step) {
+    PyObject *old = *slot(entry, name);
+    Py_ssize_t count = old == NULL ? -1 : PyLong_AsSsize_t(old);
+    if (count == -1 && !PyErr_Occurred()) PyErr_SetString(PyExc_AttributeError, NAMES[name]);
+    if (PyErr_Occurred()) return -1;
+    count += step;
+    return put(entry, name, PyLong_FromSsize_t(count)) < 0 ? -1 : count;
+}
+
+/* Whether an entry's bytes are in the arena and have no end. */
+static int is_simple(PyObject *entry) {
+    if (entry == NULL || Py_TYPE(entry) != ENTRY || *slot(entry, VALUE) != Py_None) return 0;
+    PyObject *end = *slot(entry, EXPIRE_AT_MS), *extent = *slot(entry, EXTENT);
+    return extent != NULL && extent != NOWHERE && end != NULL && PyLong_CheckExact(end) && Py_SIZE(end) == 0;
+}
+
+/* The entry under `key`, used now, as a new reference; NULL with an exception, or if there is none. */
+static PyObject *used_entry(PyObject *key, PyObject *const *args, Py_ssize_t *used) {
+    PyObject *entry = PyDict_GetItemWithError(args[1], key);
+    if (!is_simple(entry)) {
+        if (entry == NULL && PyErr_Occurred()) return NULL;
+        entry = PyObject_CallOneArg(args[2], key);
+        if (entry != Py_None) return entry;
+        Py_DECREF(entry);
+        return NULL;
+    }
+    Py_INCREF(entry);
+    PyObject *touched = PyObject_CallOneArg(args[3], entry);
+    Py_XDECREF(touched);
+    if (touched == NULL || count_on(entry, HITS, 1) < 0) {
+        Py_DECREF(entry);
+        return NULL;
+    }
+    Py_INCREF(args[4]);
+    put(entry, ACCESSED_S, args[4]);
+    ++*used;
+    return entry;
+}
+
+/* Note what there is under one key: at `index` of `found`, and of `held` if it is held now. -1 with an exception. */
+static int hold_one(PyObject *entry, PyObject *found, PyObject *held, Py_ssize_t index, Py_ssize_t *leases) {
+    PyObject *shown = entry, *kept = Py_None;
+    if (entry == NULL) {
+        if (PyErr_Occurred()) return -1;
+        shown = Py_None;
+    } else if (Py_TYPE(entry) != ENTRY) {
+        PyErr_SetString(PyExc_TypeError, "a hit is an Entry");
+        return -1;
+    } else if (*slot(entry, VALUE) != Py_None) {
+        shown = *slot(entry, VALUE) == NULL ? Py_None : *slot(entry, VALUE);
+    } else {
+        if (count_on(entry, LEASES, 1) < 0) return -1;
+        ++*leases;
+        kept = entry;
+    }
+    Py_INCREF(shown);
+    Py_INCREF(kept);
+    PyList_SET_ITEM(found, index, shown);
+    PyList_SET_ITEM(held, index, kept);
+    return 0;
+}
+
+/* Arguments: keys, entries, hit, touch and now_s. */
+static PyObject *hold(PyObject *module, PyObject *const *args, Py_ssize_t argc) {
+    (void)module;
+    if (argc != 5 || !PyList_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "hold() takes a list, a dict, two callables and a time");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_GET_SIZE(args[0]), used = 0, leases = 0, index = 0;
+    PyObject *result = NULL, *found = PyList_New(count), *held = found == NULL ? NULL : PyList_New(count);
+    for (; held != NULL && index < count && index < PyList_GET_SIZE(args[0]); index++) {
+        PyObject *key = PyList_GET_ITEM(args[0], index);
+        Py_INCREF(key);
+        PyObject *entry = used_entry(key, args, &used);
+        int failed = hold_one(entry, found, held, index, &leases);
+        Py_XDECREF(entry);
+        Py_DECREF(key);
+        if (failed) break;
+    }
+    if (held != NULL && index == count) result = Py_BuildValue("(OOnn)", found, held, used, leases);
+    Py_XDECREF(found);
+    Py_XDECREF(held);
+    if (result == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "the keys have changed meanwhile");
+    return result;
+}
+
+/* Whether `entry` is what stands under its key in `spaces`; -1 with an exception. */
+static int is_visible(PyObject *entry, PyObject *spaces) {
+    if (spaces == Py_None) return 0;
+    PyObject *space = *slot(entry, SPACE), *key = *slot(entry, KEY);
+    Py_ssize_t number = space == NULL ? -1 : PyLong_AsSsize_t(space);
+    if (key == NULL || number < 0 || number >= PyList_GET_SIZE(spaces) ||
+        !PyDict_CheckExact(PyList_GET_ITEM(spaces, number))) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "an entry of no database");
+        return -1;
+    }
+    PyObject *there = PyDict_GetItemWithError(PyList_GET_ITEM(spaces, number), key);
+    return there == NULL && PyErr_Occurred() ? -1 : there == entry;
+}
+
+/* End one hold: 1, 0 when it has ended before, -1 with an exception. */
+static int end_one(PyObject *place, PyObject *spaces, PyObject *unheld) {
+    PyObject *run = PyTuple_CheckExact(place) && PyTuple_GET_SIZE(place) == 3 ? PyTuple_GET_ITEM(place, 0) : NULL;
+    PyObject *entries = run != NULL && Py_TYPE(run) == RUN ? *slot(run, ENTRIES) : NULL;
+    Py_ssize_t at = entries == NULL ? -1 : PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
+    if (at < 0 || !PyList_CheckExact(entries) || at >= PyList_GET_SIZE(entries)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "not a place");
+        return -1;
+    }
+    PyObject *entry = PyList_GET_ITEM(entries, at);
+    if (entry == Py_None) return 0;
+    Py_INCREF(Py_None);
+    PyList_SET_ITEM(entries, at, Py_None); /* what the list had of `entry` is ours now */
+    Py_ssize_t leases = Py_TYPE(entry) == ENTRY ? count_on(entry, LEASES, -1) : -1;
+    int visible = leases == 0 ? is_visible(entry, spaces) : 1, failed = leases < 0 || visible < 0;
+    if (!visible) {
+        PyObject *done = PyObject_CallOneArg(unheld, entry);
+        failed = done == NULL;
+        Py_XDECREF(done);
+    }
+    Py_DECREF(entry);
+    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "ended more often than begun");
+    return failed ? -1 : 1;
+}
+
+/* Arguments: places, spaces or None, and unheld. */
+static PyObject *end(PyObject *module, PyObject *const *args, Py_ssize_t argc) {
+    (void)module;
+    if (argc != 3 || !PyList_CheckExact(args[0]) || !(args[1] == Py_None || PyList_CheckExact(args[1]))) {
+        PyErr_SetString(PyExc_TypeError, "end() takes a list, a list or None, and a callable");
+        return NULL;
+    }
+    Py_ssize_t ended = 0;
+    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(args[0]); index++) {
+        PyObject *place = PyList_GET_ITEM(args[0], index);
+        Py_INCREF(place);
+        int done = end_one(place, args[1], args[2]);
+        Py_DECREF(place);
+        if (done < 0) return NULL;
+        ended += done;
+    }
+    return PyLong_FromSsize_t(ended);
+}
+
+/* Find where a class has a slot; -1 with an exception when it has none such. */
+static int find_slot(PyTypeObject *type, int name) {
+    PyObject *descriptor = PyObject_GetAttrString((PyObject *)type, NAMES[name]);
+    if (descriptor == NULL) return -1;
+    PyMemberDef *member = Py_IS_TYPE(descriptor, &PyMemberDescr_Type) ? ((PyMemberDescrObject *)descriptor)->d_member : NULL;
+    int found = member != NULL && member->type == T_OBJECT_EX && PyDescr_TYPE((PyDescrObject *)descriptor) == type;
+    if (found) offsets[name] = member->offset;
+    Py_DECREF(descriptor);
+    if (!found) PyErr_Format(PyExc_ImportError, "%s is no slot of %s", NAMES[name], type->tp_name);
+    return found ? 0 : -1;
+}
+
+/* Take the classes from entry.py. */
+static int find_classes(void) {
+    PyObject *module = PyImport_ImportModule("kvredis.storage.entry");
+    if (module == NULL) return -1;
+    ENTRY = (PyTypeObject *)PyObject_GetAttrString(module, "Entry");
+    RUN = (PyTypeObject *)PyObject_GetAttrString(module, "LeaseRun");
+    NOWHERE = PyObject_GetAttrString(module, "NOWHERE");
+    Py_DECREF(module);
+    if (!ENTRY || !RUN || !NOWHERE) return -1;
+    if (!PyType_Check(ENTRY) || !PyType_Check(RUN)) {
+        PyErr_SetString(PyExc_ImportError, "Entry and LeaseRun are no classes");
+        return -1;
+    }
+    for (int name = 0; name < SLOTS; name++)
+        if (find_slot(name == ENTRIES ? RUN : ENTRY, name) < 0) return -1;
+    return 0;
+}
+
+static PyMethodDef METHODS[] = {
+    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, "As leasing.hold_in_python."},
+    {"end", (PyCFunction)(void (*)(void))end, METH_FASTCALL, "As leasing.end_in_python."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {
+    PyModuleDef_HEAD_INIT, .m_name = "kvredis.storage._leasing", .m_size = -1, .m_methods = METHODS,
+};
+
+PyMODINIT_FUNC PyInit__leasing(void) { return find_classes() < 0 ? NULL : PyModule_Create(&MODULE); }

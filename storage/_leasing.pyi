@@ -1,0 +1,18 @@
+"""What storage/_leasing.c offers to leasing.py."""
+
+from collections.abc import Callable, Sequence
+
+from .entry import Entry
+from .leasing import Found, Hit, Place
+
+def hold(
+    keys: Sequence[bytes],
+    entries: dict[bytes, Entry],
+    hit: Hit,
+    touch: Callable[[Entry], None],
+    now_s: float,
+    /,
+) -> tuple[list[Found], list[Entry | None], int, int]: ...
+def end(
+    places: Sequence[Place], spaces: list[dict[bytes, Entry]] | None, unheld: Callable[[Entry], None], /
+) -> int: ...

@@ -1,0 +1,116 @@
+"""Leases of many blocks at a time: `lease_run` and `end_leases`, for clients that read the arena by themselves.
+
+What such a client reads costs no copy, so what is left of a block's cost is what is noted down for it here. A run is
+held under one lock and one time limit, and ended under one lock; where the extension was built, _leasing.c does what is
+said here for each block, and gives the same for every run.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from .entry import NOWHERE, Entry, LeaseRun
+from .ledger import Ledger
+from .native import NATIVE_WANTED
+
+Found = Entry | bytes | None
+"""A block that is held now; a small value, which needs no hold; None for a miss, or what is on disk alone."""
+
+Place = tuple[LeaseRun, int, int]
+"""One hold: its run, which of the run's it is, and how many bytes of the arena it keeps from others."""
+
+Hit = Callable[[bytes], Entry | None]
+Holding = Callable[
+    [Sequence[bytes], dict[bytes, Entry], Hit, Callable[[Entry], None], float],
+    tuple[list[Found], list[Entry | None], int, int],
+]
+Ending = Callable[[Sequence[Place], list[dict[bytes, Entry]] | None, Callable[[Entry], None]], int]
+
+
+class Leasing(Ledger):
+    """The part of the store that leases many blocks at a time; Store brings the lock and the other verbs."""
+
+    _lock: threading.Lock
+
+    def lease_run(self, keys: Sequence[bytes], space: int, limit_s: float) -> tuple[list[Found], LeaseRun]:
+        """What there is under each key, blocks being held from now on, for `limit_s` or until `end_leases`. Each is
+        used as by `lease`."""
+        with self._lock:
+            if self._put_off_entries:
+                self._catch_up()
+            now_s = self.now_s()
+            hit = partial(self._hit, space=space)
+            found, entries, used, leases = hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
+            self.stats.hits += used
+            self.leases += leases
+            run = LeaseRun(entries, now_s + limit_s)
+            if leases:
+                self._limits.add(run.until_s, run, self.leases)
+            return found, run
+
+    def end_leases(self, places: Sequence[Place]) -> int:
+        """End holds; returns how many of them had not ended before."""
+        with self._lock:
+            ended = end(places, self.index.spaces if self.keep else None, self._unheld)
+            self.leases -= ended
+            return ended
+
+
+def hold_in_python(
+    keys: Sequence[bytes], entries: dict[bytes, Entry], hit: Hit, touch: Callable[[Entry], None], now_s: float
+) -> tuple[list[Found], list[Entry | None], int, int]:
+    """What there is under `keys` in the database `entries`; which of it is held now; and how many blocks were used
+    without asking `hit`, which is asked about all but blocks that are in the arena without an end; and the holds."""
+    found: list[Found] = []
+    held: list[Entry | None] = []
+    used = leases = 0
+    for key in keys:
+        entry = entries.get(key)
+        if entry is not None and entry.value is None and entry.extent is not NOWHERE and not entry.expire_at_ms:
+            touch(entry)
+            entry.hits += 1
+            entry.accessed_s = now_s
+            used += 1
+        else:
+            entry = hit(key)
+            if entry is None or entry.value is not None:
+                found.append(None if entry is None else entry.value)
+                held.append(None)
+                continue
+        entry.leases += 1
+        leases += 1
+        found.append(entry)
+        held.append(entry)
+    return found, held, used, leases
+
+
+def end_in_python(
+    places: Sequence[Place], spaces: list[dict[bytes, Entry]] | None, unheld: Callable[[Entry], None]
+) -> int:
+    """End holds; returns how many went on until now. `unheld` is told of each entry that nobody holds any more, but
+    not of one that is visible in `spaces`."""
+    ended = 0
+    for run, at, _ in places:
+        entry = run.entries[at]
+        if entry is None:
+            continue
+        run.entries[at] = None
+        entry.leases -= 1
+        ended += 1
+        if not entry.leases and (spaces is None or spaces[entry.space].get(entry.key) is not entry):
+            unheld(entry)
+    return ended
+
+
+def _quickest() -> tuple[Holding, Ending]:
+    """The native ways, if they are there and wanted."""
+    if NATIVE_WANTED:
+        with suppress(ImportError):
+            from ._leasing import end, hold
+
+            return hold, end
+    return hold_in_python, end_in_python
+
+
+hold, end = _quickest()
