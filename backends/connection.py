@@ -166,14 +166,6 @@ class Connection(Wire):
             self.body(view)
         return length
 
-    def read_array_header(self) -> int | BackendError | None:
-        """Read an array's header and return how many replies follow, each to be read: MGET, streamed body by body."""
-        self.begin()
-        line = self.line()
-        if line[:1] != b"*":
-            return self._error(line, "an array")
-        return self._count(line, ARRAY_ITEMS_MAX)
-
     # ---- a request and its reply ---------------------------------------------------------------------------------
 
     def call(self, *args: Buffer) -> Reply:

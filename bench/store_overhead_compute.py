@@ -20,7 +20,7 @@ DTYPES: Final = {1: "fp8_e4m3", 2: "bf16", 4: "fp32"}
 
 TINY: Final = ModelShape("tiny", layers=2, kv_heads=2, head_dim=32)
 """Of the model that stands in where there is no GPU."""
-_WIDTHS: Final = {
+WIDTHS: Final = {
     "3b": (2048, 16, 11008),
     "7b": (3584, 28, 18944),
     "8b": (4096, 32, 14336),
@@ -83,7 +83,7 @@ class Modelled:
         import torch
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _llama(shape, len(prompts[0]), self._device)
+        self._model = llama(shape, len(prompts[0]), self._device)
         self._ids = [torch.tensor([list(prompt)], device=self._device) for prompt in prompts]
         size = (shape.layers, 2, shape.kv_heads, len(prompts[0]), shape.head_dim)
         self._kv = [torch.zeros(size, dtype=torch.bfloat16, device=self._device).transpose(2, 3) for _ in prompts]
@@ -113,24 +113,31 @@ class Modelled:
         """As Compute.step; waits for the device, as an engine does that samples a token."""
         import torch
 
+        self.enqueue(start, stop)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def enqueue(self, start: int, stop: int) -> None:
+        """As `step`, without waiting: on a GPU the current stream is not done yet."""
+        import torch
+
         with torch.inference_mode():
             ids = self._ids[self._number][:, start:stop]
             self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def kv(self, number: int) -> Tensor:
         """As Compute.kv."""
         return self._kv[number]
 
 
-def _llama(shape: ModelShape, tokens: int, device: Any) -> Any:
+def llama(shape: ModelShape, tokens: int, device: Any) -> Any:
+    """A Llama of the shape with random weights in bfloat16, the same each time; BenchError for a shape without widths."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if shape.name not in _WIDTHS or shape.dtype_bytes != 2:
-        raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(_WIDTHS)}")
-    hidden, heads, intermediate = _WIDTHS[shape.name]
+    if shape.name not in WIDTHS or shape.dtype_bytes != 2:
+        raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(WIDTHS)}")
+    hidden, heads, intermediate = WIDTHS[shape.name]
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
         hidden_size=hidden,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import click
 
 from kvredis.bench.gate import gate
 from kvredis.bench.held import held
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, gate_lines, held_lines, save, table_lines
+from kvredis.bench.report import gate_lines, held_lines, table_lines
 from kvredis.bench.result import SUBJECT
 from kvredis.bench.server import (
     BEFORE_PARTS,
@@ -33,12 +30,15 @@ from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 
 from .bench_disk import disk
+from .bench_engine_tables import hit_sweep, long_prefill, prefill
 from .bench_links import links
 from .bench_memory import memory
-from .bench_options import counts_of, picture_option, progress_bar, terminated_as_exit, words_of
+from .bench_options import Telling, counts_of, measuring, picture_option, words_of
 from .bench_plot import plot
+from .bench_profile import profile
 from .bench_slow_remote import slow_remote
 from .bench_store_overhead import store_overhead
+from .bench_swap import swap
 from .bench_transport import transport
 from .bench_workload import prompts
 
@@ -58,12 +58,17 @@ def bench() -> None:
 
 
 bench.add_command(disk)
+bench.add_command(hit_sweep)
 bench.add_command(links)
+bench.add_command(long_prefill)
 bench.add_command(memory)
 bench.add_command(plot)
+bench.add_command(profile)
+bench.add_command(prefill)
 bench.add_command(prompts)
 bench.add_command(slow_remote)
 bench.add_command(store_overhead)
+bench.add_command(swap)
 bench.add_command(transport)
 
 
@@ -122,23 +127,12 @@ def server(
         raise click.ClickException("; ".join(skipped.values()))
     parts = parts or (BEFORE_PARTS if before else DEFAULT_PARTS)
     plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "starting servers") as progress:
-            result = run(plan, progress, skipped)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "server")
-        save(result, path)
-        verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
-        for line in [*table_lines(result), *verdicts, "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
-    if judge and not (all(row["passed"] for row in result["gate"]) and all(row["passed"] for row in result["held"])):
-        sys.exit(1)
+    with measuring(plan.steps(), "starting servers") as progress:
+        result = run(plan, progress, skipped)
+    verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
+    Telling("server", json_path, picture, judge).tell(
+        result, [*table_lines(result), *verdicts], held=all(row["passed"] for row in result["held"])
+    )
 
 
 def _joined(recipes: list[Recipe], before: Path | None) -> list[Recipe]:

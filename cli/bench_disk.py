@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,8 @@ import click
 from kvredis.bench.disk import PARTS, QUICK, DiskPlan, own_directory, run
 from kvredis.bench.disk_gate import disk_gate
 from kvredis.bench.disk_report import gate_lines, table_lines
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, save
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import counts_of, picture_option, progress_bar, terminated_as_exit, words_of
+from .bench_options import Telling, counts_of, measuring, picture_option, words_of
 
 
 @click.command(
@@ -50,26 +45,9 @@ def disk(
     sample.
     """
     plan = _plan(QUICK if quick else DiskPlan(), shape)
-    try:
-        with (
-            terminated_as_exit(),
-            own_directory(directory, Path.cwd()) as place,
-            progress_bar(plan.steps(), "laying out files") as step,
-        ):
-            result = run(plan, place, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "disk")
-        save(result, path)
-        for line in [*table_lines(result), *gate_lines(disk_gate(result)), "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
-    if judge and not all(row["passed"] for row in result["gate"]):
-        sys.exit(1)
+    with measuring(plan.steps(), "laying out files") as step, own_directory(directory, Path.cwd()) as place:
+        result = run(plan, place, step)
+    Telling("disk", json_path, picture, judge).tell(result, [*table_lines(result), *gate_lines(disk_gate(result))])
 
 
 def _plan(plan: DiskPlan, shape: dict[str, Any]) -> DiskPlan:

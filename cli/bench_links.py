@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +9,8 @@ import click
 
 from kvredis.bench.links import PARTS, QUICK, LinksPlan, run
 from kvredis.bench.links_result import table_lines
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, save
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import picture_option, progress_bar, terminated_as_exit, words_of
+from .bench_options import Telling, measuring, picture_option, words_of
 
 
 @click.command(
@@ -41,17 +37,6 @@ def links(
     """
     plan = QUICK if quick else LinksPlan()
     plan = replace(plan, parts=parts or plan.parts, repeats=repeats or plan.repeats)
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "laying out memory") as step:
-            result = run(plan, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "links")
-        save(result, path)
-        for line in [*table_lines(result), "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
+    with measuring(plan.steps(), "laying out memory") as step:
+        result = run(plan, step)
+    Telling("links", json_path, picture).tell(result, table_lines(result))

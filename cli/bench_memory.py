@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ import click
 
 from kvredis.bench.memory import QUICK, MemoryPlan, run
 from kvredis.bench.memory_result import table_lines
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, save
 from kvredis.bench.shapes import SHAPES
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import counts_of, picture_option, progress_bar, shapes_of, terminated_as_exit
+from .bench_options import Telling, counts_of, measuring, picture_option, shapes_of
 
 
 @click.command(
@@ -51,17 +47,6 @@ def memory(quick: bool, json_path: str | None, picture: Path | None, **given: An
     """
     plan = QUICK if quick else MemoryPlan()
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "filling memory") as step:
-            result = run(plan, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "memory")
-        save(result, path)
-        for line in [*table_lines(result), "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
+    with measuring(plan.steps(), "filling memory") as step:
+        result = run(plan, step)
+    Telling("memory", json_path, picture).tell(result, table_lines(result))

@@ -1,16 +1,21 @@
-"""What the commands of `kvredis bench` share: how they read lists, show progress and end early."""
+"""What the commands of `kvredis bench` share: how they read lists, show progress, end early and tell the result."""
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
+from kvredis.bench.pictures import draw
 from kvredis.bench.plot import require
+from kvredis.bench.report import default_path, save
 from kvredis.bench.shapes import ModelShape, shape_of
 from kvredis.storage.errors import KVRedisError
 
@@ -76,6 +81,41 @@ picture_option = click.option(
     help="Draw the result as a picture as well; kvredis bench plot does so later.",
 )
 """What every bench that has a picture takes."""
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Where a result goes, as --json, --plot and --gate say; `name` begins the file's when --json does not say it."""
+
+    name: str
+    json_path: str | None
+    picture: Path | None = None
+    judge: bool = False
+
+    def tell(self, result: Mapping[str, Any], lines: Iterable[str], *, held: bool = True) -> None:
+        """Save the result and print `lines`, or the result alone when it goes to standard output; draw it where that
+        was asked for. Exits with 1 where the gate was and a line of it does not hold, or `held` says no."""
+        if self.json_path == "-":
+            click.echo(json.dumps(result, indent=1))
+        else:
+            path = Path(self.json_path) if self.json_path else default_path(Path.cwd(), self.name)
+            save(result, path)
+            for line in [*lines, "", f"Result: {path}"]:
+                click.echo(line)
+        if self.picture is not None:
+            draw(result, self.picture)
+        if self.judge and not (held and all(row["passed"] for row in result["gate"])):
+            sys.exit(1)
+
+
+@contextmanager
+def measuring(steps: int, first: str) -> Iterator[Callable[[str], None]]:
+    """What a bench runs in: a bar, an end by SIGTERM that leaves nothing behind, and our errors in one line."""
+    try:
+        with terminated_as_exit(), progress_bar(steps, first) as step:
+            yield step
+    except KVRedisError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @contextmanager

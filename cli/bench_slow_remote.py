@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import click
 
-from kvredis.bench.report import default_path, save
 from kvredis.bench.slow_remote import QUICK, SlowRemotePlan, run
 from kvredis.bench.slow_remote_result import table_lines
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import progress_bar, terminated_as_exit
+from .bench_options import Telling, measuring
 
 
 @click.command(
@@ -43,17 +38,6 @@ def slow_remote(
     if link_mb_per_s is not None:
         given["link_bytes_per_s"] = link_mb_per_s * 1e6
     plan = replace(QUICK if quick else SlowRemotePlan(), **given)  # type: ignore[arg-type]
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "storing prompts") as step:
-            result = run(plan, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "slow-remote")
-        save(result, path)
-        for line in [*table_lines(result), "", f"Result: {path}"]:
-            click.echo(line)
-    if judge and not all(row["passed"] for row in result["gate"]):
-        sys.exit(1)
+    with measuring(plan.steps(), "storing prompts") as step:
+        result = run(plan, step)
+    Telling("slow-remote", json_path, judge=judge).tell(result, table_lines(result))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, save
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.store_overhead import QUICK, StoreOverheadPlan, run
 from kvredis.bench.store_overhead_result import TIERS, WAYS, table_lines
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import picture_option, progress_bar, shapes_of, terminated_as_exit, words_of
+from .bench_options import Telling, measuring, picture_option, shapes_of, words_of
 
 
 def _compute(_context: click.Context, _parameter: click.Parameter, value: str | None) -> dict[str, float | None]:
@@ -86,19 +81,6 @@ def store_overhead(
     """
     given = {name: value for name, value in shape.items() if value is not None}
     plan = replace(QUICK if quick else StoreOverheadPlan(), **given, **compute)  # type: ignore[arg-type]
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "laying out memory") as step:
-            result = run(plan, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "store-overhead")
-        save(result, path)
-        for line in [*table_lines(result), "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
-    if judge and not all(row["passed"] for row in result["gate"]):
-        sys.exit(1)
+    with measuring(plan.steps(), "laying out memory") as step:
+        result = run(plan, step)
+    Telling("store-overhead", json_path, picture, judge).tell(result, table_lines(result))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvredis.bench.pictures import draw
-from kvredis.bench.report import default_path, save
 from kvredis.bench.shapes import SHAPES
 from kvredis.bench.transport import PARTS, QUICK, TRANSPORTS, TransportPlan, run
 from kvredis.bench.transport_report import gate_lines, table_lines
 from kvredis.bench.transport_result import transport_gate
-from kvredis.storage.errors import KVRedisError
 
-from .bench_options import counts_of, picture_option, progress_bar, shapes_of, terminated_as_exit, words_of
+from .bench_options import Telling, counts_of, measuring, picture_option, shapes_of, words_of
 
 
 @click.command(
@@ -55,19 +50,8 @@ def transport(quick: bool, json_path: str | None, picture: Path | None, judge: b
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
     if connections:
         plan = replace(plan, scaling=replace(plan.scaling, connections=connections))
-    try:
-        with terminated_as_exit(), progress_bar(plan.steps(), "filling memory") as step:
-            result = run(plan, step)
-    except KVRedisError as error:
-        raise click.ClickException(str(error)) from error
-    if json_path == "-":
-        click.echo(json.dumps(result, indent=1))
-    else:
-        path = Path(json_path) if json_path else default_path(Path.cwd(), "transport")
-        save(result, path)
-        for line in [*table_lines(result), *gate_lines(transport_gate(result)), "", f"Result: {path}"]:
-            click.echo(line)
-    if picture is not None:
-        draw(result, picture)
-    if judge and not all(row["passed"] for row in result["gate"]):
-        sys.exit(1)
+    with measuring(plan.steps(), "filling memory") as step:
+        result = run(plan, step)
+    Telling("transport", json_path, picture, judge).tell(
+        result, [*table_lines(result), *gate_lines(transport_gate(result))]
+    )

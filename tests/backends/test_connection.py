@@ -144,22 +144,10 @@ def test_a_body_without_room_is_dropped_and_the_stream_stays_in_step(pair: Pair,
     sender.join()
 
 
-def test_an_array_is_read_body_by_body(pair: Pair) -> None:
+def test_an_error_in_place_of_a_body_is_a_value(pair: Pair) -> None:
     connection, peer = pair
-    peer.sendall(b"*3\r\n$3\r\nabc\r\n$-1\r\n$2\r\nde\r\n")
-    assert connection.read_array_header() == 3
-    memory = bytearray(8)
-    assert connection.read_bulk_into(lambda n: memoryview(memory)[:n]) == 3
-    assert connection.read_bulk_into(lambda n: memoryview(memory)[:n]) is None
-    assert connection.read_bulk_into(lambda n: memoryview(memory)[3 : 3 + n]) == 2
-    assert memory[:5] == b"abcde"
-
-
-def test_an_error_in_place_of_a_body_or_an_array_is_a_value(pair: Pair) -> None:
-    connection, peer = pair
-    peer.sendall(b"-WRONGTYPE no\r\n-ERR no\r\n+OK\r\n")
+    peer.sendall(b"-WRONGTYPE no\r\n+OK\r\n")
     assert plain(connection.read_bulk_into(lambda n: None)) == ("error", "WRONGTYPE no")
-    assert plain(connection.read_array_header()) == ("error", "ERR no")
     assert connection.read() == "OK"
 
 

@@ -1,0 +1,46 @@
+"""How a bench begins and ends for whoever called it: errors in a line, the result where it was asked for, the gate."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from kvredis.bench.errors import BenchError
+from kvredis.cli.bench_options import Telling, measuring
+
+RESULT = {"schema": "made up/1", "rows": [{"seconds": 1.5}], "gate": [{"passed": True}]}
+MISSED = RESULT | {"gate": [{"passed": True}, {"passed": False}]}
+
+
+def test_a_result_is_saved_and_told_with_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "made.json"
+    Telling("made-up", str(path)).tell(RESULT, iter(["a table", "a gate"]))
+    assert capsys.readouterr().out.splitlines() == ["a table", "a gate", "", f"Result: {path}"]
+    assert json.loads(path.read_text()) == RESULT
+
+
+def test_without_a_name_a_result_is_saved_under_the_benchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Telling("made-up", None).tell(RESULT, [])
+    (path,) = tmp_path.iterdir()
+    assert path.match("made-up-*.json")
+
+
+def test_standard_output_gets_the_result_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    Telling("made-up", "-").tell(RESULT, ["a table"])
+    assert json.loads(capsys.readouterr().out) == RESULT
+
+
+def test_a_gate_that_is_asked_for_ends_with_1_when_a_line_of_it_or_of_another_does_not_hold() -> None:
+    Telling("made-up", "-").tell(MISSED, [])
+    Telling("made-up", "-", judge=True).tell(RESULT, [])
+    for result, held in ((MISSED, True), (RESULT, False)):
+        with pytest.raises(SystemExit) as ended:
+            Telling("made-up", "-", judge=True).tell(result, [], held=held)
+        assert ended.value.code == 1
+
+
+def test_what_a_bench_cannot_do_is_one_line_for_its_caller() -> None:
+    with pytest.raises(click.ClickException, match="no such peer"), measuring(1, "starting"):
+        raise BenchError("no such peer")
