@@ -53,7 +53,7 @@ class Transfer(Protocol):
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """Copy pages out to `memory` (writable). On a GPU what was recorded in `after` comes first, and nothing else is
-        waited for: record it behind the forward pass. Raises LayoutError for memory of another length."""
+        waited for: record it behind the forward pass. Raises LayoutError for memory of another length, or read-only."""
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`."""
@@ -86,6 +86,12 @@ def check_part(paged: PagedKV, part: Part) -> tuple[int, int, int, int, int]:
     return shape
 
 
+def check_writable(parts: Sequence[Part]) -> None:
+    """Raises LayoutError where memory to be stored into is read-only: a copy by address would end the process."""
+    if any(part.memory.readonly for part in parts):
+        raise LayoutError("memory to store into is read-only")
+
+
 class HostTransfer:
     """The engine computes on the CPU: a part is copied when it is asked for, and done on return."""
 
@@ -95,17 +101,20 @@ class HostTransfer:
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.store."""
         shapes = [check_part(self.paged, part) for part in parts]
+        check_writable(parts)
         for part, shape in zip(parts, shapes, strict=True):
-            block = borrow(part.memory, self.paged.dtype).view(shape)
-            self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
+            if part.pages:
+                block = borrow(part.memory, self.paged.dtype).view(shape)
+                self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
         return Moved(len(parts))
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.load."""
         shapes = [check_part(self.paged, part) for part in parts]
         for part, shape in zip(parts, shapes, strict=True):
-            block = borrow(part.memory, self.paged.dtype).view(shape)
-            self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
+            if part.pages:
+                block = borrow(part.memory, self.paged.dtype).view(shape)
+                self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
         return Moved(len(parts))
 
     def close(self) -> None:

@@ -1,0 +1,250 @@
+"""`kvredis bench profile`: a trace of an engine that computes while its KV leaves and comes, and what it shows.
+
+A model of the shape prefills by steps; what each step made is stored while the next one computes. Then it decodes, and
+chunks are loaded meanwhile. torch.profiler writes a Chrome trace; copies are counted in it, and how much of their time
+passed while the model computed. The KV that moves lies in pages beside the model's own cache, as many bytes as its own.
+
+schema kvredis.bench.profile/1: machine, torch, device, options, notes, trace, rows (a phase each; of a trace without a
+GPU no rows), gate. `beside_forward_percent` is the copies' time between the first and the last kernel of a forward
+(gaps between kernels of up to FORWARD_GAP_US belong to it: a model launched from Python leaves many); in
+`beside_kernels_percent` they do not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+from .machine import machine_facts
+from .prompts import PromptPlan, prompts
+from .shapes import SHAPES, ModelShape
+from .store_overhead_compute import TINY, Modelled
+from .swap_arms import HostMemory, Swap
+from .swap_result import GateLine
+from .transfer import Progress
+
+SCHEMA: Final = "kvredis.bench.profile/1"
+FORWARD_GAP_US: Final = 1000.0
+COPIES_MAX: Final = 8.0
+"""For each 1,024 tokens."""
+BESIDE_MIN_PERCENT: Final = 90.0
+_SEED: Final = 3
+_PHASES: Final = {"store": "DtoH", "load": "HtoD"}
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePlan:
+    """What one call does: `steps` steps of `step_tokens` are stored, and loaded again."""
+
+    shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
+    step_tokens: int = 1024
+    chunk_tokens: int = 256
+    steps: int = 4
+
+
+class PhaseRow(TypedDict):
+    phase: str
+    tokens: int
+    copies: int
+    copies_per_1024: float
+    nbytes: int
+    copy_ms: float
+    beside_forward_percent: float
+    beside_kernels_percent: float
+
+
+class ProfileResult(TypedDict):
+    schema: str
+    machine: dict[str, str | int]
+    torch: str
+    device: str
+    options: dict[str, object]
+    notes: list[str]
+    trace: str
+    rows: list[PhaseRow]
+    gate: list[GateLine]
+
+
+def run(plan: ProfilePlan, out: Path, progress: Progress) -> ProfileResult:
+    """Trace both phases into `out`, and read them. VerificationError when what moved has other bytes."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    shape = plan.shape if on_gpu else TINY
+    tokens = plan.steps * plan.step_tokens
+    device = torch.device("cuda" if on_gpu else "cpu")
+    result = ProfileResult(
+        schema=SCHEMA, machine=machine_facts(), torch=str(torch.__version__),
+        device=torch.cuda.get_device_name() if on_gpu else "No GPU",
+        options={
+            "shape": shape.name, "step_tokens": plan.step_tokens, "chunk_tokens": plan.chunk_tokens,
+            "steps": plan.steps,
+        },
+        notes=[] if on_gpu else ["There is no GPU: the trace has no copies to count and no overlap to measure"],
+        trace=str(out), rows=[], gate=[],
+    )  # fmt: skip
+    phases = traced(plan, Swap(shape, tokens, device), out, progress)
+    if on_gpu:
+        result["rows"] = [phase_row(name, phases[name], tokens) for name in _PHASES if name in phases]
+        result["gate"] = gate_lines(result["rows"])
+    return result
+
+
+def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict[str, list[dict[str, Any]]]:
+    """Run both phases under the profiler. Give each one's events; `out` holds those of both."""
+    from kvredis.adapters.transfer import open_transfer
+
+    on_gpu = swap.paged.device.type == "cuda"
+    prompt = list(prompts(PromptPlan(swap.tokens + 2 * plan.step_tokens, 0.0, 1, seed=_SEED)))
+    model = Modelled(swap.shape, prompt)
+    host = HostMemory(swap.host_bytes(plan.chunk_tokens), lock=on_gpu)
+    transfer = open_transfer(swap.paged)
+    parts = swap.parts(host.view, plan.chunk_tokens)
+    count = plan.step_tokens // plan.chunk_tokens
+    steps = [parts[at : at + count] for at in range(0, len(parts), count)]
+    events: dict[str, list[dict[str, Any]]] = {}
+    kept: dict[str, Any] = {}
+    try:
+        for traced_now in (False, True):  # first without: kernels are chosen and compiled
+            for name, phase in (("store", _store), ("load", _load)):
+                progress(f"{name}, {'traced' if traced_now else 'warm-up'}")
+                if name == "load":
+                    swap.wipe()
+                _settle(on_gpu)
+                if not traced_now:
+                    phase(model, transfer, steps, plan.step_tokens)
+                else:
+                    kept = _under_profiler(lambda run=phase: run(model, transfer, steps, plan.step_tokens), out, on_gpu)
+                    events[name] = kept["traceEvents"]
+                _settle(on_gpu)
+                if name == "store":
+                    swap.check_out(parts)
+                else:
+                    swap.check_in()
+    finally:
+        transfer.close()
+        host.close()
+    kept["traceEvents"] = [event for phase_events in events.values() for event in phase_events]
+    out.write_text(json.dumps(kept))
+    return events
+
+
+def _store(model: Modelled, transfer: Any, steps: Sequence[Any], tokens: int) -> None:
+    """Prefill; what a step made leaves behind its event, while the next is computed."""
+    model.begin(0)
+    movings = []
+    for at, parts in enumerate(steps):
+        model.enqueue(at * tokens, (at + 1) * tokens)
+        movings.append(transfer.store(parts, after=_event()))
+    model.enqueue(len(steps) * tokens, (len(steps) + 1) * tokens)
+    for moving in movings:
+        moving.wait()
+
+
+def _load(model: Modelled, transfer: Any, steps: Sequence[Any], tokens: int) -> None:
+    """Decode; chunks come meanwhile, a step's worth with each token."""
+    start = (len(steps) + 1) * tokens
+    movings = []
+    for at in range(2 * len(steps)):
+        model.enqueue(start + at, start + at + 1)
+        if at < len(steps):
+            movings.append(transfer.load(steps[at]))
+    for moving in movings:
+        moving.wait()
+
+
+def _event() -> Any:
+    import torch
+
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+
+def _settle(on_gpu: bool) -> None:
+    if on_gpu:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _under_profiler(work: Any, out: Path, on_gpu: bool) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        work()
+        _settle(on_gpu)
+    profiler.export_chrome_trace(str(out))
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def phase_row(name: str, events: Sequence[Mapping[str, Any]], tokens: int) -> PhaseRow:
+    """Read one phase. The model's kernels are those of the stream that has most of their time; copies on any other
+    stream are ours, of both directions: the page numbers that go up are one as well."""
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    times: dict[object, float] = {}
+    for event in kernels:
+        times[event["args"]["stream"]] = times.get(event["args"]["stream"], 0.0) + event["dur"]
+    model = max(times, key=lambda stream: times[stream], default=None)
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and e["args"]["stream"] != model]
+    computed = [(event["ts"], event["ts"] + event["dur"]) for event in kernels if event["args"]["stream"] == model]
+    moved = [(e["ts"], e["ts"] + e["dur"]) for e in copies if _PHASES[name] in e["name"] and e["args"]["bytes"] > 4096]
+    total = sum(end - begin for begin, end in moved)
+    forward, strict = (100 * shared(moved, joined(computed, gap)) / (total or 1.0) for gap in (FORWARD_GAP_US, 0.0))
+    return PhaseRow(
+        phase=name, tokens=tokens, copies=len(copies), copies_per_1024=len(copies) * 1024 / tokens,
+        nbytes=sum(e["args"]["bytes"] for e in copies), copy_ms=total / 1000,
+        beside_forward_percent=forward, beside_kernels_percent=strict,
+    )  # fmt: skip
+
+
+def joined(spans: Sequence[Span], gap: float) -> list[Span]:
+    """Give the spans in order, those that overlap or are no further than `gap` apart as one."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
+    """Give how long `spans` run within `others`, which are joined."""
+    return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in spans for since, until in others)
+
+
+def gate_lines(rows: Sequence[PhaseRow]) -> list[GateLine]:
+    """Judge copies and overlap of each phase; a phase in which nothing was seen to move holds nothing."""
+    found = []
+    for row in rows:
+        few = 0 < row["copies_per_1024"] <= COPIES_MAX
+        beside = row["beside_forward_percent"]
+        name = f"{row['phase']}: copies for 1,024 tokens"
+        found.append(GateLine(name=name, bound="<= 8", measured=row["copies_per_1024"], passed=few))
+        name, passed = f"{row['phase']}: beside the forward", beside >= BESIDE_MIN_PERCENT
+        found.append(GateLine(name=name, bound=">= 90 %", measured=beside, passed=passed))
+    return found
+
+
+def table_lines(result: ProfileResult) -> Iterator[str]:
+    """Give the report, line by line."""
+    options = result["options"]
+    yield f"{result['device']}, torch {result['torch']}; {options['shape']}, steps of {options['step_tokens']} tokens"
+    yield from result["notes"]
+    for row in result["rows"]:
+        yield (
+            f"  {row['phase']:<6} {row['tokens']} tokens, {row['nbytes'] / 1e6:.0f} MB in {row['copies']} copies"
+            f" ({row['copies_per_1024']:.1f} for 1,024 tokens), {row['copy_ms']:.2f} ms of copying;"
+            f" {row['beside_forward_percent']:.1f} % beside the forward, {row['beside_kernels_percent']:.1f} % beside"
+            " its kernels alone"
+        )
+    for line in result["gate"]:
+        verdict = "held" if line["passed"] else "MISSED"
+        yield f"  {verdict:<6}  {line['name']:<32} {line['bound']:>8} {line['measured']:7.1f}"
+    yield f"Trace: {result['trace']} (chrome://tracing, ui.perfetto.dev)"

@@ -1,0 +1,116 @@
+"""Two Triton kernels, for all layers at once: paged memory into a staging buffer, and back.
+
+The engine's layers are an array of addresses, so one launch reads however many there are. A program moves one tile of
+one unit: what a page holds in one plane of one layer, at the strides that the engine chose. Copies need no arithmetic,
+so elements are moved as the widest integers that addresses and strides are multiples of.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import math
+from typing import Any, Final
+
+import torch
+import triton  # where there is none, transfer_cuda.py does not load this file
+import triton.language as tl
+
+from kvredis.storage.errors import LayoutError
+
+from .paged import INTEGERS, PagedKV
+from .ring_plan import Launch
+
+_TILE_BYTES: Final = 16 * 1024
+_WARPS: Final = 8
+_TL_INTEGERS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+# What differs between launches is not to be compiled anew for each value that is 1 or a multiple of 16.
+_VARYING: Final = ["slot_unit", "units", "start", "page_count", "first_page", "first_layer"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _move(
+    layers, pages, slot, slot_unit, units, start, page_count, first_page, first_layer,
+    page_stride, plane_stride, token_stride, head_stride, dim_stride,
+    plane_count: tl.constexpr, unit_words: tl.constexpr, heads: tl.constexpr, dim: tl.constexpr,
+    tile: tl.constexpr, integer: tl.constexpr, scatter: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0)
+    part = unit // units
+    inside = start + unit % units
+    number = tl.load(pages + first_page + part * page_count + inside % page_count)
+    plane = (inside // page_count) % plane_count
+    layer = first_layer + inside // (page_count * plane_count)
+    base = tl.load(layers + layer).to(tl.pointer_type(integer))
+    base += number * page_stride + plane.to(tl.int64) * plane_stride
+    word = tl.program_id(1) * tile + tl.arange(0, tile)
+    mask = word < unit_words
+    token = (word // (heads * dim)).to(tl.int64)
+    head = ((word // dim) % heads).to(tl.int64)
+    paged = base + token * token_stride + head * head_stride + (word % dim).to(tl.int64) * dim_stride
+    staged = slot + (slot_unit + unit).to(tl.int64) * unit_words + word
+    if scatter:
+        tl.store(paged, tl.load(staged, mask=mask), mask=mask)
+    else:
+        tl.store(staged, tl.load(paged, mask=mask), mask=mask)
+
+
+class TritonIndex:
+    """Index (ring_index.py) by one launch for all layers. Making one compiles both kernels, in a second or two, or
+    takes them from Triton's cache."""
+
+    def __init__(self, paged: PagedKV) -> None:
+        word, sizes, strides = words_of(paged)
+        tokens, heads, dim = sizes
+        unit = tokens * heads * dim
+        tile = min(triton.next_power_of_2(unit), _TILE_BYTES // word)
+        self._tiles = triton.cdiv(unit, tile)
+        self._word = INTEGERS[word]
+        self._addresses = torch.tensor([layer.data_ptr() for layer in paged.layers], device=paged.device)
+        self._strides = strides
+        self._fixed: dict[str, Any] = {
+            "plane_count": paged.planes, "unit_words": unit, "heads": heads, "dim": dim,
+            "tile": tile, "integer": _TL_INTEGERS[word], "num_warps": _WARPS,
+        }  # fmt: skip
+        nothing = Launch(slot_unit=0, parts=0, units=1, start=0, pages=1, first_page=0, layer=0)
+        room = torch.empty(unit * word, dtype=torch.uint8, device=paged.device)
+        for scatter in (False, True):
+            self._launch(nothing, room, torch.empty(1, dtype=torch.int64, device=paged.device), scatter=scatter)
+
+    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+        """As Index.gather."""
+        self._launch(launch, slot, pages, scatter=False)
+
+    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+        """As Index.scatter."""
+        self._launch(launch, slot, pages, scatter=True)
+
+    def _launch(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> None:
+        slot_unit, parts, units, start, count, first, layer = launch
+        _move[(parts * units, self._tiles)](
+            self._addresses, pages, slot.view(self._word), slot_unit, units, start, count, first, layer,
+            *self._strides, **self._fixed, scatter=scatter,
+        )  # fmt: skip
+
+
+def words_of(paged: PagedKV) -> tuple[int, tuple[int, int, int], tuple[int, int, int, int, int]]:
+    """Bytes of the widest word that the KV can be copied by; (tokens, heads, words of a head) of a unit, axes that
+    follow each other without a gap made one; strides of (page, plane, token, head, word) in words. Raises LayoutError
+    where layers have different strides."""
+    first = paged.layers[0]
+    if any(layer.stride() != first.stride() for layer in paged.layers):
+        raise LayoutError("the layers of this paged KV have different strides")
+    itemsize = paged.dtype.itemsize
+    page, plane, token, head, dim = (stride * itemsize for stride in first.stride())
+    tokens, heads, width = paged.page_tokens, paged.kv_heads, paged.head_dim * itemsize
+    word = itemsize
+    if dim == itemsize or paged.head_dim == 1:
+        if heads == 1 or head == width:
+            heads, width, head = 1, heads * width, heads * width
+            if tokens == 1 or token == width:
+                tokens, width, token = 1, tokens * width, tokens * width
+        axes = ((paged.pages, page), (paged.planes, plane), (tokens, token), (heads, head))
+        moved = [stride for count, stride in axes if count > 1]
+        word = math.gcd(8, width, *moved, *(layer.data_ptr() for layer in paged.layers))
+        dim = word
+    strides = (page // word, plane // word, token // word, head // word, dim // word)
+    return word, (tokens, heads, width // word), strides

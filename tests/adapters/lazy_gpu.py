@@ -1,0 +1,125 @@
+"""A GPU that does nothing before it must: streams are queues, and which of them goes on next is drawn by lot.
+
+A transfer is right on it for every seed only when the events that it records and waits for are enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.ring_index import TorchIndex
+from kvredis.adapters.ring_plan import Extents, Launch
+
+
+@dataclass(eq=False)
+class LazyEvent:
+    """Passed when its stream has come to it."""
+
+    gpu: LazyGpu
+    passed: bool = False
+
+    def query(self) -> bool:
+        """Asking takes time, in which the GPU does something."""
+        self.gpu.step()
+        return self.passed
+
+    def synchronize(self) -> None:
+        while not self.passed:
+            if not self.gpu.step():
+                raise AssertionError("all streams wait for one another")
+
+
+@dataclass(eq=False)
+class LazyStream:
+    queue: deque[Callable[[], object] | LazyEvent] = field(default_factory=deque)
+    """Work, and events that must be passed before the stream goes on."""
+
+
+class LazyGpu:
+    """Device of transfer_cuda.py in the CPU's memory. `copies_until_failure` counts down; at zero copies raise."""
+
+    def __init__(self, paged: PagedKV, seed: int = 0) -> None:
+        self._index = TorchIndex(paged)
+        self._lot = random.Random(seed)
+        self.streams: list[LazyStream] = []
+        self.locked = True
+        self.asked_about = 0
+        self.copies: list[int] = []
+        self.copies_until_failure = -1
+
+    def step(self) -> bool:
+        """One stream does one thing; false when none can."""
+        ready = []
+        for stream in self.streams:
+            while stream.queue and isinstance(stream.queue[0], LazyEvent) and stream.queue[0].passed:
+                stream.queue.popleft()
+            if stream.queue and not isinstance(stream.queue[0], LazyEvent):
+                ready.append(stream)
+        if not ready:
+            return False
+        work = self._lot.choice(ready).queue.popleft()
+        assert not isinstance(work, LazyEvent)
+        work()
+        return True
+
+    def stream(self) -> LazyStream:
+        self.streams.append(LazyStream())
+        return self.streams[-1]
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+
+    def upload(self, numbers: npt.NDArray[np.int64], stream: LazyStream) -> torch.Tensor:
+        there = torch.zeros(len(numbers), dtype=torch.int64)
+        kept = torch.from_numpy(numbers.copy())
+        stream.queue.append(partial(there.copy_, kept))
+        return there
+
+    def record(self, stream: LazyStream) -> LazyEvent:
+        event = LazyEvent(self)
+        stream.queue.append(partial(setattr, event, "passed", True))
+        return event
+
+    def wait(self, stream: LazyStream, event: Any) -> None:
+        stream.queue.append(event)
+
+    def gather(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
+        stream.queue.extend(partial(self._index.gather, launch, slot, pages) for launch in launches)
+
+    def scatter(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
+        stream.queue.extend(partial(self._index.scatter, launch, slot, pages) for launch in launches)
+
+    def copy_out(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, locked: bool) -> None:
+        self._copy(slot, extents, stream, out=True, locked=locked)
+
+    def copy_in(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, locked: bool) -> None:
+        self._copy(slot, extents, stream, out=False, locked=locked)
+
+    def _copy(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, out: bool, locked: bool) -> None:
+        assert locked == self.locked
+        if self.copies_until_failure == 0:
+            raise RuntimeError("this GPU has fallen off the bus")
+        self.copies_until_failure -= 1
+        self.copies.append(len(extents.host))
+        for host, place, nbytes in zip(*(column.tolist() for column in extents), strict=True):
+            assert 0 <= place <= place + nbytes <= slot.nbytes
+            ends = (host, slot.data_ptr() + place) if out else (slot.data_ptr() + place, host)
+            stream.queue.append(partial(ctypes.memmove, *ends, nbytes))
+
+    def page_locked(self, address: int) -> bool:
+        self.asked_about += 1
+        return self.locked
+
+    def synchronize(self, stream: LazyStream) -> None:
+        self.record(stream).synchronize()

@@ -1,0 +1,210 @@
+"""The ring: whether its events are enough, what it says while it runs, failures; and on a GPU, where there is one."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+
+import pytest
+import torch
+
+from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.transfer import Part, open_transfer
+from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.backends.shared_arena import SharedArena
+
+from .lazy_gpu import LazyEvent, LazyGpu
+from .paged_layouts import block_of, planes_first
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+SIZE = (40, 2, 16, 2, 32)
+
+
+def ring(layers: list[torch.Tensor], gpu: LazyGpu | None = None, units: int = 8) -> tuple[RingTransfer, LazyGpu]:
+    paged = PagedKV(layers)
+    gpu = gpu or LazyGpu(paged)
+    return RingTransfer(paged, gpu, slot_bytes=units * layers[0][0, 0].numel() * 2, slots=2), gpu
+
+
+def made_layers(count: int = 3) -> list[torch.Tensor]:
+    return [planes_first(SIZE, torch.bfloat16) for _ in range(count)]
+
+
+def parts_of(layers: list[torch.Tensor], counts: list[int]) -> list[Part]:
+    page_bytes = len(layers) * layers[0][0].numel() * 2
+    starts = [sum(counts[:at]) for at in range(len(counts))]
+    return [
+        Part(range(start, start + count), memoryview(bytearray(count * page_bytes)))
+        for start, count in zip(starts, counts, strict=True)
+    ]
+
+
+def true(layers: list[torch.Tensor], part: Part) -> bool:
+    return bytes(part.memory) == bytes(block_of(layers, part.pages).numpy())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_in_whatever_order_streams_run_jobs_behind_each_other_are_right(seed: int) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, LazyGpu(PagedKV(layers), seed))
+    first, second = parts_of(layers, [3, 4, 5]), parts_of(layers, [1, 1, 1, 1, 6])
+    movings = [transfer.store(first), transfer.store(second)]
+    for moving in movings:
+        moving.wait()
+    assert all(true(layers, part) for part in (*first, *second))
+    swapped = [Part(range(20, 23), first[0].memory), Part(range(30, 34), first[1].memory)]
+    movings = [transfer.load(swapped), transfer.store(parts_of(layers, [2])), transfer.load(first[2:])]
+    for moving in reversed(movings):
+        moving.wait()
+    assert all(true(layers, part) for part in swapped)
+    assert len(gpu.copies) > 8  # several times around the ring
+
+
+def test_a_store_begins_behind_the_event_that_the_caller_recorded() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    forward = gpu.stream()
+    old = block_of(layers, range(3))
+    gate = LazyEvent(gpu)
+    gpu.wait(forward, gate)
+    forward.queue.append(lambda: [layer.view(torch.int16).bitwise_not_() for layer in layers])
+    (part,) = parts_of(layers, [3])
+    moving = transfer.store([part], after=gpu.record(forward))  # type: ignore[arg-type]
+    assert not moving.done
+    gate.passed = True  # the forward may run now
+    moving.wait()
+    assert true(layers, part)
+    assert not torch.equal(block_of(layers, range(3)), old)
+
+
+def test_parts_are_told_as_they_have_moved_and_their_order_is_kept() -> None:
+    layers = made_layers()
+    transfer, _ = ring(layers)
+    parts = parts_of(layers, [2] * 6)
+    moving = transfer.store(parts)
+    told = [moving.parts_done]
+    while not moving.done:
+        told.append(moving.parts_done)
+        assert all(true(layers, part) for part in parts[: told[-1]])
+    assert told == sorted(told)
+    assert told[-1] <= 6 == moving.parts_done
+    assert len(set(told)) > 2
+    again = transfer.store(parts)
+    again.wait(2)
+    assert again.parts_done >= 2
+    assert not again.done
+
+
+def test_small_parts_share_a_buffer_and_large_ones_are_cut() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, units=96)
+    transfer.store(parts_of(layers, [1] * 30)).wait()
+    assert gpu.copies == [2, 16, 12]  # parts of 6 units, in buffers of 96, the first of 12
+    gpu.copies.clear()
+    transfer.store(parts_of(layers, [40])).wait()
+    assert len(gpu.copies) >= 3
+    assert set(gpu.copies) == {1}
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_failed_copy_is_an_error_of_wait_once_nothing_is_under_way(after: int) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    parts = parts_of(layers, [2] * 6)
+    gpu.copies_until_failure = after
+    moving = transfer.store(parts)
+    with pytest.raises(RuntimeError, match="fallen off the bus"):
+        moving.wait()
+    assert moving.done
+    assert moving.parts_done < 6
+    assert all(true(layers, part) for part in parts[: moving.parts_done])
+    assert not any(stream.queue for stream in gpu.streams)
+    gpu.copies_until_failure = -1
+    moving = transfer.store(parts)  # the next job is none the worse
+    moving.wait()
+    assert all(true(layers, part) for part in parts)
+
+
+def test_after_close_nothing_is_under_way_and_nothing_begins() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    (part,) = parts_of(layers, [5])
+    moving = transfer.store([part])
+    transfer.close()
+    assert true(layers, part)
+    assert moving.done
+    with pytest.raises(RuntimeError, match="closed"):
+        transfer.store([part]).wait()
+    assert not any(stream.queue for stream in gpu.streams)
+
+
+def test_memory_that_is_not_page_locked_is_said_once_and_asked_about_once_a_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    lender = bytearray(4 * 3 * layers[0][0].numel() * 2)
+    step = len(lender) // 4
+    parts = [Part([at], memoryview(lender)[at * step : (at + 1) * step]) for at in range(4)]
+    gpu.locked = False
+    with caplog.at_level(logging.WARNING):
+        transfer.store(parts).wait()
+        transfer.load(parts).wait()
+        transfer.store(parts).wait()
+    assert gpu.asked_about == 3
+    assert len(caplog.records) == 2  # one for each direction
+    assert "not page-locked" in caplog.text
+    gpu.locked = True  # by a thread of the arena's own: the next job sees it
+    transfer.store(parts).wait()
+    assert all(true(layers, part) for part in parts)
+
+
+@needs_gpu
+def test_on_a_gpu_a_store_waits_for_its_event_and_not_for_the_default_stream() -> None:
+    layers = [layer.cuda() for layer in made_layers()]
+    transfer = open_transfer(PagedKV(layers))
+    assert isinstance(transfer, RingTransfer)
+    made = [torch.randint_like(layer.view(torch.int16), 9000).view(torch.bfloat16) for layer in layers]
+    (part,) = parts_of(layers, [9])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    for layer, new in zip(layers, made, strict=True):
+        layer.copy_(new)
+    event = torch.cuda.current_stream().record_event()
+    torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # the next forward, two seconds
+    behind = torch.cuda.current_stream().record_event()
+    transfer.store([part], after=event).wait()
+    assert not behind.query()
+    assert true(made, part)
+    torch.cuda.synchronize()
+    transfer.close()
+
+
+@needs_gpu
+def test_on_a_gpu_pages_are_loaded_from_a_server_s_sealed_read_only_memory() -> None:
+    layers = [layer.cuda() for layer in made_layers()]
+    transfer = open_transfer(PagedKV(layers))
+    page_bytes = len(layers) * layers[0][0].numel() * 2
+    nbytes = 64 * mmap.PAGESIZE + 30 * page_bytes
+    nbytes -= nbytes % mmap.PAGESIZE
+    descriptor = os.memfd_create("kvredis-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).numpy().tobytes()
+    os.pwrite(descriptor, content, 0)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    arena = SharedArena(readable, nbytes)
+    for locked in (False, True):
+        if locked:
+            arena.lock()
+            assert arena.page_locked == "cuda"
+        parts = [Part([3 + 4 * at, 9 + 4 * at], arena.part(512 + 2 * at * page_bytes, 2 * page_bytes)) for at in (0, 2)]
+        transfer.load(parts).wait()
+        assert all(true(layers, part) for part in parts)
+        for layer in layers:
+            layer.zero_()
+    os.close(descriptor)
+    os.close(readable)
+    transfer.close()

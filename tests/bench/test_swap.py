@@ -1,0 +1,128 @@
+"""`kvredis bench swap` and `bench profile`: they run without a GPU, see a wrong byte, and judge by the bars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvredis.bench import swap_arms
+from kvredis.bench.errors import BenchError, VerificationError
+from kvredis.bench.profile import gate_lines as profile_gate
+from kvredis.bench.profile import joined, phase_row, shared
+from kvredis.bench.shapes import ModelShape
+from kvredis.bench.swap import SwapPlan, run
+from kvredis.bench.swap_arms import ARMS, PER_PAGE
+from kvredis.bench.swap_result import OURS, SCHEMA, PrefillSample, SwapSample, gate_lines, prefill_row, swap_row
+from kvredis.cli.main import main
+
+SHAPE = ModelShape("small", layers=3, kv_heads=2, head_dim=8)
+PLAN = SwapPlan((SHAPE,), chunk_tokens=(16, 32), tokens=64, repeats=2)
+
+
+def test_every_arm_is_measured_each_way_and_every_byte_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    steps: list[str] = []
+    result = run(PLAN, steps.append)
+    assert result["schema"] == SCHEMA
+    assert len(steps) == PLAN.steps()
+    rows = {(row["chunk_tokens"], row["arm"], row["direction"]): row for row in result["rows"]}
+    assert set(rows) == {(chunk, arm, way) for chunk in (16, 32) for arm in ARMS for way in ("out", "in")}
+    assert all(len(row["samples"]) == 2 and row["nbytes"] == SHAPE.block_bytes(64) for row in rows.values())
+    assert result["verified_bytes"] == 2 * 3 * len(ARMS) * 2 * SHAPE.block_bytes(64)
+    assert result["gate"] == []
+    assert "no GPU" in result["notes"][0]
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    real = swap_arms._per_page_cpu
+
+    def wrong(paged: Any) -> swap_arms.Arm:
+        move = real(paged)
+
+        def moved(parts: Any, way: Any) -> None:
+            move(parts, way)
+            if way == direction == "out":
+                parts[1].memory[7] ^= 1
+            elif way == direction:
+                paged.layers[1].view(torch.int16)[parts[0].pages[0], 1, 3, 1, 2] ^= 1
+
+        return moved
+
+    monkeypatch.setattr(swap_arms, "_per_page_cpu", wrong)
+    with pytest.raises(VerificationError, match="small: "):
+        run(PLAN, lambda step: None)
+
+
+def test_tokens_that_are_not_whole_chunks_are_refused() -> None:
+    with pytest.raises(BenchError, match="64 tokens are not whole chunks of 48"):
+        run(SwapPlan((SHAPE,), chunk_tokens=(48,), tokens=64), lambda step: None)
+
+
+def sample(percent: float) -> SwapSample:
+    return SwapSample(repeat=0, seconds=1.0, gb_per_s=percent, percent=percent, verified_bytes=1)
+
+
+def test_the_gate_holds_ours_to_its_shape_s_bar_and_nobody_else() -> None:
+    rows = [
+        swap_row("8b", 16, 1, (OURS, "out"), [sample(96.0), sample(97.0), sample(99.0)]),
+        swap_row("8b", 16, 1, (OURS, "in"), [sample(96.9)]),
+        swap_row("7b", 16, 1, (PER_PAGE, "in"), [sample(10.0)]),
+        swap_row("glm", 16, 1, (OURS, "in"), [sample(10.0)]),
+    ]
+    slowed = [PrefillSample(repeat=0, alone_ms=100, beside_ms=102, slowed_percent=2.0, gb_per_s=50)]
+    found = gate_lines(rows, [prefill_row("8b", "out", 8192, slowed)])
+    assert [(line["name"], line["passed"]) for line in found] == [
+        ("8b out, chunks of 16", True),
+        ("8b in, chunks of 16", False),
+        ("8b prefill beside out", True),
+    ]
+
+
+def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path, trace = tmp_path / "profile.json", tmp_path / "trace.json"
+    sizes = ("--step-tokens", "32", "--chunk-tokens", "16", "--steps", "2")
+    done = CliRunner().invoke(main, ("bench", "profile", "--out", str(trace), *sizes, "--json", str(path)))
+    assert done.exit_code == 0, done.output
+    assert "no overlap to measure" in done.output
+    assert json.loads(path.read_text())["rows"] == []
+    assert any(event.get("cat") == "cpu_op" for event in json.loads(trace.read_text())["traceEvents"])
+    done = CliRunner().invoke(main, ("bench", "swap", "--tokens", "48", "--chunk-tokens", "32", "--shape", "3b"))
+    assert done.exit_code == 1
+    assert "not whole chunks" in done.output
+
+
+def kernel(stream: int, ts: float, dur: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": "k", "ts": ts, "dur": dur, "args": {"stream": stream}}
+
+
+def memcpy(stream: int, ts: float, dur: float, name: str = "Memcpy DtoH", nbytes: int = 1 << 20) -> dict[str, Any]:
+    return {"cat": "gpu_memcpy", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream, "bytes": nbytes}}
+
+
+def test_a_trace_is_read_by_streams_ours_are_those_that_the_model_does_not_use() -> None:
+    events = [
+        kernel(7, 0, 400), kernel(7, 500, 500), kernel(20, 100, 10), memcpy(7, 5, 50),  # the model, a gather, its copy
+        memcpy(21, 350, 100), memcpy(21, 950, 100), memcpy(20, 90, 1, "Memcpy HtoD", 512),
+    ]  # fmt: skip
+    row = phase_row("store", events, 1024)
+    assert (row["copies"], row["copies_per_1024"]) == (3, 3.0)
+    assert row["copy_ms"] == pytest.approx(0.2)
+    assert row["beside_forward_percent"] == pytest.approx(75.0)  # 50 us of the second come behind the last kernel
+    assert row["beside_kernels_percent"] == pytest.approx(50.0)
+    assert [line["passed"] for line in profile_gate([row])] == [True, False]
+    nothing = phase_row("load", [], 1024)
+    assert [line["passed"] for line in profile_gate([nothing])] == [False, False]
+
+
+def test_spans_are_joined_over_gaps_and_shared_by_their_overlap() -> None:
+    assert joined([(5, 6), (0, 2), (1, 3)], 0) == [(0, 3), (5, 6)]
+    assert joined([(5, 6), (0, 2), (1, 3)], 2) == [(0, 6)]
+    assert shared([(2, 7)], [(0, 3), (5, 6)]) == 2
