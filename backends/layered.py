@@ -15,10 +15,10 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from . import base
-from .layered_load import LayeredLoad
+from .layered_load import Far, LayeredLoad
 from .layered_passage import Leaving, Passage
 from .layered_prefetch import FarPrefetch, LayeredPrefetch, Prefetcher
 from .local import LocalBackend
@@ -28,13 +28,6 @@ RESENT_BLOCKS_MAX: Final = 128
 OUTCOMES: Final = ("lookups", "memory_hits", "disk_hits", "remote_hits", "misses")
 """What becomes of the blocks that are asked of load, and how many these are; the last four add up to the first."""
 COUNTERS: Final = (*OUTCOMES, "near_only", "sent_again", "prefetched")
-
-
-class Far(base.Backend, Protocol):
-    """A backend behind a socket, which has been given a Passage as its staging, and tells it what was taken."""
-
-    def touch_later(self, keys: Sequence[bytes]) -> None:
-        """As Backend.touch, but it never waits and answers nothing; advice only."""
 
 
 class _Round(threading.local):
@@ -112,6 +105,13 @@ class LayeredBackend:
         self._round.near_only = not self._catch_up(keys[:run])
         return run
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """As Backend.present: the server is asked once, for what is not near."""
+        near = self.near.present(keys)
+        away = [key for key, found in zip(keys, near, strict=True) if not found]
+        far = iter(self.far.present(away) if away else ())
+        return [found or next(far) for found in near]
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         """As Backend.tiers_of."""
         near = self.near.tiers_of(keys)
@@ -131,6 +131,11 @@ class LayeredBackend:
             self.far.delete(near)
         elsewhere = [key for key in keys if find(key) is None]
         return self.far.delete(elsewhere) + self._passage.delete(keys)
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        """As Backend.delete_prefix."""
+        here = [key for key in self.near.store.keys_in() if key.startswith(prefix)]
+        return self.delete(here) + self.far.delete_prefix(prefix)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -226,12 +231,11 @@ class LayeredBackend:
         free = store.arena.nbytes - store.retired_bytes - store.reserved_bytes
         filling = self._passage.new_prefetch(free)
         came: list[bytes] = []
-        with closing(self.far.load(wanted)) as leases:
+        with closing(self.far.load(wanted, rooms=filling)) as leases:
             for turn, key in enumerate(wanted):
                 if job.cancelled:
                     break
-                with self._passage.loading(filling):
-                    lease = next(leases, None)
+                lease = next(leases, None)
                 if lease is not None:
                     lease.release()
                     came.append(key)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from . import base
 from .layered_passage import Passage
 from .local import LocalBackend
 from .local_reading import Waits
+from .remote_holds import Rooms
 
 LOOK_BLOCKS_MAX: Final = 128
 """When a block has left near since it was planned, so may have others: how many of those that follow are looked at."""
@@ -17,16 +18,25 @@ Outcome = Literal["memory_hits", "disk_hits", "remote_hits", "misses"]
 _Leases = Generator[base.Lease | None, None, None]
 
 
+class Far(base.Backend, Protocol):
+    """A backend behind a socket, which has been given a Passage as its staging, and tells it what was taken."""
+
+    def touch_later(self, keys: Sequence[bytes]) -> None:
+        """As Backend.touch, but it never waits and answers nothing; advice only."""
+
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None) -> _Leases:
+        """As Backend.load, of values that come to be in `rooms`, and stay there."""
+
+
 class LayeredLoad:
     """For one thread: `take` every turn in order, then `close`."""
 
     def __init__(
-        self, near: LocalBackend, far: base.Backend, passage: Passage, keys: Sequence[bytes], within_s: float | None
+        self, near: LocalBackend, far: Far, passage: Passage, keys: Sequence[bytes], within_s: float | None
     ) -> None:
         self.outcome: Outcome = "misses"
         """Where the block that was taken last has come from."""
         self._far = far
-        self._passage = passage
         self._keys = keys
         self._waits = Waits(within_s)
         self._near = near.read_ahead(keys, self._waits)
@@ -48,7 +58,7 @@ class LayeredLoad:
             self._ask_far([turn, *left])
         source = self._from_far[turn]
         if source is not None and self._waits.left_s > 0:
-            with self._passage.loading(self._filling), self._waits.counted():
+            with self._waits.counted():
                 lease = next(source, None)
         self.outcome = "misses" if lease is None else "remote_hits"
         return lease
@@ -62,7 +72,8 @@ class LayeredLoad:
     def _ask_far(self, turns: list[int]) -> None:
         """Have these turns, in order, brought by one load, which begins when the first of them is taken."""
         if turns:
-            source = self._far.load([self._keys[turn] for turn in turns], within_s=self._waits.within_s)
+            keys = [self._keys[turn] for turn in turns]
+            source = self._far.load(keys, within_s=self._waits.within_s, rooms=self._filling)
             self._asked.append(source)
             for turn in turns:
                 self._from_far[turn] = source

@@ -37,12 +37,14 @@ of the time that the server has for its bodies, lest it is taken for lost."""
 
 
 class Filling:
-    """One load from far on its way into near memory. Its blocks stay unless a delete comes in between."""
+    """The Rooms of one load from far, in near memory. Its blocks stay unless a delete comes in between."""
 
-    __slots__ = ("bytes_left", "deletes", "is_wanted", "no_room", "room_wait_s")
+    __slots__ = ("_passage", "bytes_left", "deletes", "is_wanted", "no_room", "room_wait_s")
 
-    def __init__(self, deletes: int, *, is_wanted: bool, room_wait_s: float, bytes_left: int) -> None:
-        self.deletes = deletes
+    def __init__(self, passage: Passage, *, is_wanted: bool, room_wait_s: float, bytes_left: int) -> None:
+        self._passage = passage
+        self.deletes = passage.deletes
+        """How many deletes there had been when it began."""
         self.is_wanted = is_wanted
         """Whether somebody waits for its blocks, so that others leave for them even if the disk has not got these."""
         self.room_wait_s = room_wait_s
@@ -51,6 +53,14 @@ class Filling:
         """What all of its blocks may take of memory."""
         self.no_room = 0
         """Blocks that came and were dropped."""
+
+    def reserve(self, key: bytes, length: int) -> Arriving | None:
+        """As Rooms.reserve: waits for others to make room as long as may be."""
+        return self._passage.receive(self, key, length)
+
+    def reserve_ahead(self, key: bytes, length: int) -> Arriving | None:
+        """As Rooms.reserve_ahead: nobody who shall go to disk leaves unwritten for it."""
+        return self._passage.receive(self, key, length, ahead=True)
 
 
 class _Hold(ABC):
@@ -84,20 +94,26 @@ class _Hold(ABC):
 class Arriving(_Hold):
     """Room for a value that comes from far."""
 
-    __slots__ = ("_deletes", "_room")
+    __slots__ = ("_filling", "_has_ended", "_room")
 
-    def __init__(self, passage: Passage, room: Reservation, deletes: int) -> None:
+    def __init__(self, passage: Passage, room: Reservation, filling: Filling) -> None:
         super().__init__(passage, room.key, room)
         self._room = room
-        self._deletes = deletes
+        self._filling = filling
+        self._has_ended = False
 
     def commit(self) -> None:
         """It has come, and its reader is done with it."""
-        self.passage.keep(self._room, self._deletes)
+        if not self._has_ended:
+            self._has_ended = True
+            self.passage.keep(self._room, self._filling.deletes)
 
     def abort(self) -> None:
         """It has not come."""
-        self._room.abort()
+        if not self._has_ended:
+            self._has_ended = True
+            self._room.abort()
+            self.passage.give_back(self._filling, len(self.view))
 
 
 class Leaving(_Hold):
@@ -138,15 +154,15 @@ class Leaving(_Hold):
 
 
 class _Here(threading.local):
-    """What the far backend is being asked for in this thread."""
+    """What the far backend is being given in this thread."""
 
     leaving: Leaving | None = None
-    filling: Filling | None = None
 
 
 class Passage:
-    """The Staging of a far backend over `near`. A backend asks its staging for room in the thread that stores or loads;
-    `sending` and `loading` say there which of the two it is. Thread-safe; `close` ends waits and leaves near open.
+    """The Staging of a far backend over `near`. A backend asks its staging for room in the thread that stores, where
+    `sending` says of what; each load has rooms of its own (Filling). Thread-safe; `close` ends waits and leaves near
+    open.
     """
 
     def __init__(self, near: LocalBackend, timeout_s: float) -> None:
@@ -155,7 +171,7 @@ class Passage:
         self._timeout_s = timeout_s
         self._here = _Here()
         self._lock = threading.RLock()  # reentrant: a collected generator may end a hold anywhere
-        self._deletes = 0
+        self.deletes = 0
         self._unsent: OrderedDict[bytes, None] = OrderedDict()  # each step is one that the interpreter does whole
         self._failed_s = -math.inf
         self._closed = threading.Event()
@@ -165,37 +181,13 @@ class Passage:
         """The memory that there is: near's."""
         return self._near.store.arena
 
-    def reserve(self, key: bytes, length: int) -> _Hold | None:
-        """Give the room of the value that is being sent, or get some for one that comes; None when there is none."""
-        here = self._here
-        if here.leaving is not None:
-            return here.leaving
-        filling = here.filling or self.new_load()
-        needed = extent_length(length)
-        room = self._find_room(key, length, filling) if needed <= min(filling.bytes_left, self.arena.nbytes) else None
-        if room is None:
-            filling.no_room += 1
-            return None
-        filling.bytes_left -= needed
-        return Arriving(self, room, filling.deletes)
+    def reserve(self, key: bytes, length: int) -> Leaving | None:
+        """Give the room of the value that is being sent in this thread; None when none is."""
+        return self._here.leaving
 
     def close(self) -> None:
         """Let nobody wait any more."""
         self._closed.set()
-
-    def _find_room(self, key: bytes, length: int, filling: Filling) -> Reservation | None:
-        """Room for a body whose sender waits: nobody who shall go to disk leaves unwritten while there is time."""
-        store = self._near.store
-        room = store.reserve(key, length, drop=False)
-        while room is None and filling.room_wait_s > 0 and not self._closed.is_set():
-            began_s = store.now_s()
-            if store.tiering is not None and store.tiering.makes_room:
-                store.tiering.wait_for_room(min(filling.room_wait_s, ROOM_LOOK_S))
-            else:
-                self._closed.wait(min(filling.room_wait_s, ROOM_LOOK_S))
-            filling.room_wait_s -= store.now_s() - began_s
-            room = store.reserve(key, length, drop=False)
-        return store.reserve(key, length) if room is None and filling.is_wanted else room
 
     # ---- from near to far --------------------------------------------------------------------------------------------
 
@@ -254,25 +246,53 @@ class Passage:
         """Begin a load that may take so long: from now on a delete is news."""
         patience_s = self._timeout_s if within_s is None else min(within_s, self._timeout_s)
         wait_s = min(ROOM_WAIT_S, patience_s / ROOM_WAIT_PART)
-        return Filling(self._deletes, is_wanted=True, room_wait_s=wait_s, bytes_left=sys.maxsize)
+        return Filling(self, is_wanted=True, room_wait_s=wait_s, bytes_left=sys.maxsize)
 
     def new_prefetch(self, bytes_max: int) -> Filling:
         """Begin a load that nobody waits for, of so many bytes: from now on a delete is news."""
-        return Filling(self._deletes, is_wanted=False, room_wait_s=0.0, bytes_left=bytes_max)
+        return Filling(self, is_wanted=False, room_wait_s=0.0, bytes_left=bytes_max)
 
-    @contextmanager
-    def loading(self, filling: Filling) -> Iterator[None]:
-        """What the far backend reserves in here belongs to this load."""
-        self._here.filling = filling
-        try:
-            yield
-        finally:
-            self._here.filling = None
+    def receive(self, filling: Filling, key: bytes, length: int, *, ahead: bool = False) -> Arriving | None:
+        """Get room for a value of that load, in any thread; None when there is none, which counts unless it is
+        reserved `ahead`, and is never waited for then."""
+        needed = extent_length(length)
+        with self._lock:
+            fits = needed <= min(filling.bytes_left, self.arena.nbytes)
+            filling.bytes_left -= needed * fits
+        room = None
+        if fits:
+            store = self._near.store
+            room = store.reserve(key, length, drop=False) if ahead else self._find_room(key, length, filling)
+        if room is None:
+            with self._lock:
+                filling.bytes_left += needed * fits
+                filling.no_room += not ahead
+            return None
+        return Arriving(self, room, filling)
+
+    def give_back(self, filling: Filling, length: int) -> None:
+        """A value of that load has not come: others of it may have its room."""
+        with self._lock:
+            filling.bytes_left += extent_length(length)
+
+    def _find_room(self, key: bytes, length: int, filling: Filling) -> Reservation | None:
+        """Room for a body whose sender waits: nobody who shall go to disk leaves unwritten while there is time."""
+        store = self._near.store
+        room = store.reserve(key, length, drop=False)
+        while room is None and filling.room_wait_s > 0 and not self._closed.is_set():
+            began_s = store.now_s()
+            if store.tiering is not None and store.tiering.makes_room:
+                store.tiering.wait_for_room(min(filling.room_wait_s, ROOM_LOOK_S))
+            else:
+                self._closed.wait(min(filling.room_wait_s, ROOM_LOOK_S))
+            filling.room_wait_s -= store.now_s() - began_s
+            room = store.reserve(key, length, drop=False)
+        return store.reserve(key, length) if room is None and filling.is_wanted else room
 
     def keep(self, room: Reservation, deletes: int) -> None:
         """Commit what has come, unless something has happened to its key since."""
         with self._lock:
-            if self._deletes == deletes and self._near.store.find(room.key) is None:
+            if self.deletes == deletes and self._near.store.find(room.key) is None:
                 room.commit()
                 return
         room.abort()
@@ -280,7 +300,7 @@ class Passage:
     def delete(self, keys: Sequence[bytes]) -> int:
         """Take keys away near; what is on its way from far under any key is not kept."""
         with self._lock:
-            self._deletes += 1
+            self.deletes += 1
             for key in keys:
                 self.note_sent(key)
             return self._near.delete(keys)

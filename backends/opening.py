@@ -13,7 +13,8 @@ from .address import ClusterAddress, RemoteAddress, parse_remote
 from .base import Backend
 from .cluster import ClusterBackend
 from .config import Config
-from .layered import Far, LayeredBackend
+from .layered import LayeredBackend
+from .layered_load import Far
 from .layered_passage import Passage
 from .local import LocalBackend
 from .remote import RemoteBackend

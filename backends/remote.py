@@ -34,7 +34,7 @@ class RemoteBackend(RemoteBlocks):
         clock: Callable[[], float] = time.monotonic,
         keep: bool = False,
     ) -> None:
-        """With `keep` what passes through `staging` stays in it, under its key: a tier nearer than the server."""
+        """With `keep` `staging` is a nearer tier, and hears by a commit of each value that the server has taken."""
         self.address = address
         # Whose own memory the GPU knows wants the server's known to it as well.
         page_lock = staging.arena.page_locked == "cuda"

@@ -9,6 +9,7 @@ Routes say which server has a key, and where to go when that one says it does no
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -19,7 +20,7 @@ from kvredis.storage.errors import BackendError
 from . import base
 from .connection import Reply
 from .lanes import Touch
-from .remote_holds import RemoteReservation, Staging
+from .remote_holds import RemoteReservation, Rooms, Staging
 from .remote_load import Load, Patience
 from .remote_node import Node
 from .remote_outbox import Outbox
@@ -30,6 +31,8 @@ QUESTION_KEYS: Final = 4096
 """Keys in one command."""
 EXISTS_KEYS: Final = 256
 """EXISTS in one round; a long prompt that is not stored costs no more than one such round."""
+SCAN_COUNT: Final = b"1000"
+"""Keys that a server looks at for one answer."""
 COUNTERS: Final = ("hits", "misses", "no_room", "given_up")
 
 
@@ -48,11 +51,10 @@ class RemoteBlocks:
         timeout_s: float,
         keep: bool,
     ) -> None:
-        """`name` is said in the log. With `keep` what passes through `staging` stays in it, under its key."""
+        """`name` is said in the log. With `keep` `staging` hears by a commit of each value that a server has taken."""
         self._name = name
         self._staging = staging
         self._timeout_s = timeout_s
-        self._keep = keep
         self._outbox = Outbox(lambda: self._routes, staging, keep=keep)
         self._routes = open_routes(self._outbox)
         self._lock = threading.RLock()  # reentrant: a collected generator may end its load anywhere
@@ -70,6 +72,13 @@ class RemoteBlocks:
         run = self._leading_run(asked)
         return keys.index(asked[run]) if run < len(asked) else len(keys)
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """As Backend.present: pipelined EXISTS; what is on its way counts as present."""
+        asked = self._outbox.without(keys)
+        self._routes.await_first()
+        found = dict(zip(asked, self._exist(asked), strict=True))
+        return [found.get(key, True) for key in keys]
+
     def touch(self, keys: Sequence[bytes]) -> int:
         """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
         queued = self._outbox.touch(keys, self._touches(keys))
@@ -83,6 +92,25 @@ class RemoteBlocks:
         """As Backend.delete; waits until none of `keys` is on its way."""
         self._outbox.wait_for(keys)
         return self._sum(b"UNLINK", keys)
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        """As Backend.delete_prefix: SCAN on every server; one that does not answer keeps what it has."""
+        self._routes.await_first()
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"*"
+        count = 0
+        for node in self._routes.nodes():
+            cursor = b"0"
+            while True:
+                reply = node.pipeline([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT)])[0]
+                if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
+                    self._count(node, reply)
+                    break
+                cursor, found = reply[0], reply[1]
+                keys = [key for key in found if isinstance(key, bytes)] if isinstance(found, list) else []
+                count += self._sum(b"UNLINK", keys) if keys else 0
+                if cursor == b"0":
+                    break
+        return count
 
     def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:
         """As Backend.prefetch; a server that does not know KV.PREFETCH or PREFETCH has queued nothing."""
@@ -139,8 +167,11 @@ class RemoteBlocks:
         return next((place for place, key in enumerate(keys) if key in missing), len(keys)) if missing else len(keys)
 
     def _run_by_exists(self, keys: Sequence[bytes]) -> int:
+        return [*self._exist(keys), False].index(False)
+
+    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         answers = self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in keys])
-        return [*(self._count(node, reply) == 1 for node, reply in answers), False].index(False)
+        return [self._count(node, reply) == 1 for node, reply in answers]
 
     def _sum(self, name: bytes, keys: Sequence[bytes]) -> int:
         """Add up a command's answers over parts of the keys, tail first: what is touched last stays longest."""
@@ -207,11 +238,14 @@ class RemoteBlocks:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[base.Lease | None, None, None]:
+    def load(
+        self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None
+    ) -> Generator[base.Lease | None, None, None]:
         """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
-        way on each. All waits together last as long as the timeout at most."""
+        way on each. All waits together last as long as the timeout at most. Bodies come into `rooms`, and are committed
+        there when they have been read; without any they pass through the staging memory."""
         here: list[base.Lease | None] = list(self._outbox.hold(keys))
-        load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), keep=self._keep)
+        load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
         hits = misses = 0
         try:
             load.begin([key for key, lease in zip(keys, here, strict=True) if lease is None])

@@ -33,6 +33,32 @@ class Staging(Protocol):
         """Give the memory back."""
 
 
+class Rooms(Protocol):
+    """Where the bodies of one load come to be. For several threads, as several bodies come at once."""
+
+    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+        """Get room for a body that has come, None when there is none: then it is dropped. May wait for a moment."""
+
+    def reserve_ahead(self, key: bytes, length: int) -> base.Reservation | None:
+        """Get room for a body that is most likely as long. Never waits, and None does no harm: it is asked for again
+        when the body has come."""
+
+
+class AnyRooms:
+    """Rooms in staging memory that keeps nothing of a load."""
+
+    __slots__ = ("_staging",)
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+        """As Rooms.reserve."""
+        return self._staging.reserve(key, length)
+
+    reserve_ahead = reserve
+
+
 class RemoteReservation:
     """A value on its way out. To whoever fills it a base.Reservation; once committed it is the outbox's, which counts
     in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done. The

@@ -1,11 +1,15 @@
 """One load under way: bodies from one or several servers, each in the order of its own keys, handed out in the load's.
 
+Over a unix socket bodies come over several connections at once (remote_receiving.py), as long as they come so quickly
+that it is our own copying that takes the time, and there is room for all of them before they come.
+
 All waits of a load together are bounded (Patience). A server that lets the time pass without a body is lost; one that
 was merely too slow, or was given less time than usual, is not: what has not come from it is a miss, and nothing else.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,15 +20,25 @@ from kvredis.storage.errors import BackendError
 
 from . import base
 from .attached import AttachedConnection
-from .connection import Allocate, Connection
+from .connection import Connection
 from .lanes import AHEAD_MIN, GetLane, ahead_for
 from .lease_lane import LeaseLane
-from .remote_holds import RemoteLease, Staging
+from .remote_holds import AnyRooms, RemoteLease, Rooms, Staging
 from .remote_node import Node
+from .remote_receiving import Body, Receiver, receive
 from .remote_routes import HOPS_MAX, Hop, Routes
 
 OVER_S: Final = 0.001
 """Less than this is not worth a wait; timers are off by as much."""
+TOGETHER_BYTES_MIN: Final = 512 * 1024
+"""Bodies of 256 KiB came no sooner with more threads: these want the interpreter's lock for each."""
+TURN_BYTES: Final = 8 * 1024 * 1024
+"""What a thread receives before the others are waited for: several bodies if they are shorter."""
+TOGETHER_S: Final = 0.02
+"""How long bodies that come at once may take: the first of them waits for the last. Where each takes as long it is the
+network that is slow, and more threads would not make it quicker."""
+TOGETHER_SHARE: Final = 8
+"""They may take an eighth of the memory, as readers and other loads need some too."""
 
 
 class Patience:
@@ -59,28 +73,37 @@ class Patience:
 class Stream:
     """The share of a load that one server has, striped over connections that it borrows from `node`."""
 
-    __slots__ = ("_keep", "bodies", "lanes", "node", "turn")
+    __slots__ = ("_keep", "_receivers", "_turn", "_was_fresh", "bodies", "coming", "keys", "lanes", "node", "pace_s")
 
     def __init__(self, node: Node, *, keep: bool) -> None:
         self.node = node
-        self._keep = keep
         self.lanes: list[GetLane] = []
-        self.turn = 0
+        self.keys: deque[bytes] = deque()
+        """Those of its keys that have not been received, in their order."""
+        self.coming: deque[Body] = deque()
+        """What is received next, or has been and is to be handed out."""
         self.bodies = 0
+        self.pace_s = math.inf
+        """How long a body took when some were received last."""
+        self._keep = keep
+        self._receivers: list[Receiver] = []
+        self._turn = 0
+        self._was_fresh = True
 
     @property
     def is_usable(self) -> bool:
         """Whether there are connections; they are good, or given up, together."""
         return bool(self.lanes) and self.lanes[0].connection.usable
 
-    @property
-    def bytes_in(self) -> int:
-        """All that has been received on them."""
-        return sum(lane.connection.bytes_in for lane in self.lanes)
+    def is_hung(self, *, is_silent: bool) -> bool:
+        """Whether a wait that took all the time was no sign of life: of no byte in it, a long wait and no body before,
+        two have to hold."""
+        return [is_silent, self._was_fresh, not self.bodies].count(True) >= 2
 
     def open(self, keys: Sequence[bytes], lanes_max: int) -> None:
         """Borrow connections and deal `keys` out over them; none when the server is lost. One is enough where it does
         not carry the bodies."""
+        self.keys.extend(keys)
         connections = self.node.borrow(1)
         try:
             if lanes_max > 1 and connections and not isinstance(connections[0], AttachedConnection):
@@ -94,20 +117,60 @@ class Stream:
             return LeaseLane(connection, keys, keep=self._keep)
         return GetLane(connection, keys)
 
-    def ask(self, ahead: int, left_s: float) -> None:
-        """Top up what is asked for on all lanes, and wait no longer than `left_s` for anything from now on."""
+    def ask(self, ahead: int, patience: Patience) -> None:
+        """Top up what is asked for on all lanes, and wait no longer than is left for anything from now on."""
+        self._was_fresh = patience.is_fresh
         for lane in self.lanes:
-            lane.connection.set_timeout(left_s)
+            lane.connection.set_timeout(patience.left_s)
             lane.ask(ahead)
 
-    def take(self, allocate: Allocate) -> int | base.Lease | BackendError | None:
-        """Receive the next body; as GetLane.take."""
-        lane = self.lanes[self.turn % len(self.lanes)]
-        self.turn += 1
-        return lane.take(allocate)
+    def at_once(self, most: int, each: int) -> int:
+        """How many bodies, `most` at most, can be received together: there is a connection and a thread for each, or
+        for up to `each` that have been asked for."""
+        lanes = len(self.lanes)
+        if lanes < 2 or not self.lanes[0].connection.is_local:
+            return 1  # over TCP it is the server whose one thread takes the time, and more of ours only wake it up
+        most = min(most, len(self.keys), lanes * max(1, min(each, *(lane.asked for lane in self.lanes))))
+        wanted = min(most, lanes) - 1
+        if wanted > len(self._receivers):
+            self._receivers += self.node.borrow_receivers(wanted - len(self._receivers))
+        return max(1, most if wanted <= len(self._receivers) else 1 + len(self._receivers))
+
+    def receive(self) -> None:
+        """Receive all that are `coming`, no more than at_once has allowed: the first here, the others beside it."""
+        began_s = time.monotonic()
+        if len(self.coming) == 1:
+            self.coming[0].receive(self.lanes[self._turn % len(self.lanes)])
+            self._turn += 1
+        else:
+            self._receive_beside(tuple(self.coming))
+        self.pace_s = (time.monotonic() - began_s) / len(self.coming)
+
+    def _receive_beside(self, bodies: Sequence[Body]) -> None:
+        count = len(self.lanes)
+        lanes = [self.lanes[(self._turn + place) % count] for place in range(min(count, len(bodies)))]
+        shares = [bodies[place::count] for place in range(len(lanes))]
+        self._turn += len(bodies)
+        beside = self._receivers[: len(lanes) - 1]
+        try:
+            for receiver, share, lane in zip(beside, shares[1:], lanes[1:], strict=True):
+                receiver.begin(share, lane)
+            receive(shares[0], lanes[0])
+            for body in shares[0]:
+                if body.error is not None and not isinstance(body.error, Exception):
+                    raise body.error
+            for receiver in beside:
+                receiver.wait()
+        except BaseException:  # somebody interrupts us: the memory is not ours again before all have stopped
+            for lane in lanes:
+                lane.connection.interrupt()
+            for receiver in beside:
+                receiver.wait()
+            raise
 
     def give_up(self, error: BackendError | None) -> None:
         """Close the connections, as nobody knows which bodies are still to come; with an error the server is lost."""
+        self._drop_coming()
         broken = next((lane.connection for lane in self.lanes if not lane.connection.usable), None)
         for lane in self.lanes:
             lane.connection.close()
@@ -115,7 +178,8 @@ class Stream:
             self.node.lose(broken, error)
 
     def close(self, left_s: float) -> None:
-        """Give the connections back."""
+        """Give connections and threads back."""
+        self._drop_coming()
         try:
             for lane in self.lanes:
                 lane.settle(left_s)
@@ -125,23 +189,31 @@ class Stream:
             raise
         finally:
             self.node.bring_back([lane.connection for lane in self.lanes])
+            receivers, self._receivers = self._receivers, []
+            self.node.bring_back_receivers(receivers)
+
+    def _drop_coming(self) -> None:
+        while self.coming:
+            self.coming.popleft().drop()
 
 
 class Load:
     """Bodies to be taken one after the other, between `begin` and `close`. For one thread at a time."""
 
-    def __init__(self, routes: Routes, staging: Staging, patience: Patience, *, keep: bool) -> None:
-        """With `keep` what has been read stays in `staging`."""
+    def __init__(self, routes: Routes, staging: Staging, patience: Patience, rooms: Rooms | None = None) -> None:
+        """Bodies come into `rooms` and stay there when they have been read, or without any pass through `staging`."""
         self.no_room = 0
         self.is_given_up = False
         self._routes = routes
-        self._staging = staging
+        self._rooms = AnyRooms(staging) if rooms is None else rooms
+        self._together_bytes = staging.arena.nbytes // TOGETHER_SHARE
         self._patience = patience
-        self._keep = keep
+        self._keep = rooms is not None
         self._turns: deque[Stream] = deque()
         self._streams: dict[Node, Stream] = {}
         self._asides: dict[Node, Stream] = {}  # to where servers have sent us
         self._ahead = AHEAD_MIN
+        self._length = 0  # of the last body: most likely of the next as well
 
     def begin(self, keys: Sequence[bytes]) -> None:
         """Ask for the first of `keys` at every server that has some."""
@@ -180,54 +252,77 @@ class Load:
         try:
             with self._patience:
                 stream.open(keys, lanes_max)
-                stream.ask(self._ahead, self._patience.left_s)
+                stream.ask(self._ahead, self._patience)
         except BaseException as error:
-            self._fail(stream, error, True)
+            self._fail(stream, error, is_hung=True)
 
     def _receive(self, stream: Stream, key: bytes, hop: Hop | None) -> base.Lease | Hop | None:
-        room: base.Reservation | None = None
-
-        def allocate(length: int) -> memoryview | None:
-            nonlocal room
-            room = self._staging.reserve(key, length)
-            self.no_room += room is None
-            return None if room is None else room.view
-
-        self.is_given_up |= self._patience.is_over
-        if self._patience.is_over or not stream.is_usable:
+        if not stream.coming and not self._fetch(stream, key, hop):
             return None
-        got: int | base.Lease | BackendError | None = None
-        before, was_fresh = stream.bytes_in, self._patience.is_fresh
-        try:
-            with self._patience:
-                stream.ask(self._ahead, self._patience.left_s)
-                if hop is not None:
-                    stream.lanes[0].ask_aside(key, asking=hop.asking)
-                got = stream.take(allocate)
-        except BaseException as error:
-            got = None
-            is_hung = [stream.bytes_in == before, was_fresh, not stream.bodies].count(True) >= 2
-            self._fail(stream, error, is_hung)
-        finally:
-            if room is not None and not isinstance(got, int):
-                room.abort()
+        body = stream.coming.popleft()
+        if body.error is not None:
+            self._fail(stream, body.error, is_hung=stream.is_hung(is_silent=body.is_silent))
+            return None
+        got, self.no_room = body.got, self.no_room + body.has_no_room
         if isinstance(got, BackendError):
             hop = self._routes.follow(stream.node, got)
             if hop is None:
                 stream.node.complain(got, stream.lanes[0].connection)
             return hop
-        if got is None or (isinstance(got, int) and room is None):
+        if got is None or body.has_no_room:
             return None
         stream.bodies += 1
         if not isinstance(got, int):
             return got  # the value where it lies, on the server
-        assert room is not None
+        assert body.room is not None
+        self._length = got
         self._ahead = ahead_for(got, sum(len(each.lanes) for each in self._streams.values()))
-        return RemoteLease(room.view, room.commit if self._keep else room.abort)
+        return RemoteLease(body.room.view, body.room.commit if self._keep else body.room.abort)
 
-    def _fail(self, stream: Stream, error: BaseException, is_hung: bool) -> None:
+    def _fetch(self, stream: Stream, key: bytes, hop: Hop | None) -> bool:
+        """Receive the body of `key`, and those behind it that come at once; False when there is nothing to wait for."""
+        self.is_given_up |= self._patience.is_over
+        if self._patience.is_over or not stream.is_usable:
+            return False
+        try:
+            with self._patience:
+                stream.ask(self._ahead, self._patience)
+                if hop is not None:
+                    stream.lanes[0].ask_aside(key, asking=hop.asking)
+                self._plan(stream, key)
+                stream.receive()
+        except BaseException as error:
+            self._fail(stream, error, is_hung=stream.is_hung(is_silent=True))
+            return False
+        return True
+
+    def _plan(self, stream: Stream, key: bytes) -> None:
+        """Say which bodies come next. Of several each has its room before, the first of them first: else those behind
+        would take what it needs."""
+        stream.coming.append(Body(key, self._rooms))
+        at_once = 1
+        if self._length >= TOGETHER_BYTES_MIN and stream.keys:
+            at_once = stream.at_once(self._together(stream.pace_s), TURN_BYTES // self._length)
+        if stream.keys:
+            stream.keys.popleft()
+        if at_once < 2 or not stream.coming[0].reserve_ahead(self._length):
+            return
+        while len(stream.coming) < at_once:
+            body = Body(stream.keys[0], self._rooms)
+            if not body.reserve_ahead(self._length):
+                break
+            stream.coming.append(body)
+            stream.keys.popleft()
+
+    def _together(self, pace_s: float) -> int:
+        """How many bodies like the last one may come at once: what there is time and memory for."""
+        # Half of what is left: when the time is up all that are coming are lost.
+        in_time = min(TOGETHER_S, self._patience.left_s / 2) / max(pace_s, 1e-6)
+        return min(int(in_time), self._together_bytes // self._length)
+
+    def _fail(self, stream: Stream, error: BaseException, *, is_hung: bool) -> None:
         """End the stream after an error. When that is only that the time is up, the server is lost if it had the usual
-        time and did too little with it: of no byte in this wait, a long wait and no body before, two have to hold."""
+        time and has hung."""
         if not isinstance(error, BackendError):
             stream.give_up(None)
             raise error

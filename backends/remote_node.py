@@ -16,6 +16,7 @@ from kvredis.storage.errors import BackendError
 from .attached import AttachedConnection
 from .connection import Connection, Reply
 from .link import WAIT_S_MIN, Link
+from .remote_receiving import Receiver
 
 PIPELINE_MAX: Final = 256
 """Commands sent before their answers are read; these are short, so that neither side waits for the other to read."""
@@ -37,6 +38,7 @@ class Node:
         self._open: dict[Connection, int] = {}  # all there are, idle or lent, and the losses before each was opened
         self._closed = False
         self._bytes_in = self._bytes_out = 0
+        self._receivers: list[Receiver] = []  # idle ones
 
     # ---- connections ---------------------------------------------------------------------------------------------
 
@@ -119,6 +121,30 @@ class Node:
                     self._idle.append(connection)
             if not keep:
                 self.retire(connection)
+
+    def borrow_receivers(self, count: int) -> list[Receiver]:
+        """Up to `count` threads that receive for a load beside its own; fewer when there are no more to be had."""
+        borrowed: list[Receiver] = []
+        while len(borrowed) < count:
+            with self._lock:
+                if self._closed:
+                    break
+                idle = self._receivers.pop() if self._receivers else None
+            try:
+                borrowed.append(idle or Receiver())
+            except RuntimeError:  # the interpreter ends, or has no threads left
+                break
+        return borrowed
+
+    def bring_back_receivers(self, receivers: Sequence[Receiver]) -> None:
+        """Take threads back that have nothing to do; as many stay as one load uses."""
+        for receiver in receivers:
+            with self._lock:
+                keep = not self._closed and len(self._receivers) < self.connections - 1
+                if keep:
+                    self._receivers.append(receiver)
+            if not keep:
+                receiver.end()
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -213,7 +239,11 @@ class Node:
             self._closed = True
             idle = tuple(self._idle)
             self._idle.clear()
+            receivers = tuple(self._receivers)
+            self._receivers.clear()
         self.link.close()
+        for receiver in receivers:
+            receiver.end()
         for connection in idle:
             self.retire(connection)
         with self._question:

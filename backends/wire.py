@@ -77,6 +77,11 @@ class Wire:
         """Say whether it is open: closed neither by us nor after a failure."""
         return self._sock is not None
 
+    @property
+    def is_local(self) -> bool:
+        """Say whether it is a unix socket."""
+        return self._sock is not None and self._sock.family == socket.AF_UNIX
+
     def stale(self) -> bool:
         """Look, without waiting, whether an idle wire has been closed by the server or holds bytes nobody asked for."""
         if self._sock is None or self._start != self._end:

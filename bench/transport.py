@@ -41,6 +41,7 @@ from .transport_result import (
     transport_gate,
 )
 from .transport_scaling import Scaling, ScalingPlan
+from .transport_striped import Striped
 from .wire import Resp, Wire
 from .zmq_client import ZmqProcess, ZmqThread
 from .zmq_client import missing as zmq_missing
@@ -174,6 +175,8 @@ class _Bench:
         for name, wire in wires.items():
             if name in plan.transports:
                 arms += wire_arms(name, wire, blocks, store)
+                striped = stack.enter_context(closing(Striped(server.address_of(name), blocks)))
+                arms.append(striped.arm(name, store))
         if "lane" in plan.transports:
             try:
                 lane = stack.enter_context(LaneClient(server.address.path))
@@ -303,13 +306,17 @@ def _one(plan: TransportPlan, result: TransportResult, progress: Progress) -> No
 class TwoDoors(ServerProcess):
     """One kvredis that listens on a unix socket and on TCP, so that both transports reach the same blocks."""
 
-    def connect_to(self, transport: str) -> Wire:
-        """Connect over `transport`, tcp or unix."""
+    def address_of(self, transport: str) -> Address:
+        """Give the door of `transport`, tcp or unix."""
         if transport == "unix":
-            return self.connect()
+            return self.address
         words = self.command
         at = len(words) - 1 - words[::-1].index("--port")  # the last one counts
-        return Wire.connect(Address(host="127.0.0.1", port=int(words[at + 1])), Resp())
+        return Address(host="127.0.0.1", port=int(words[at + 1]))
+
+    def connect_to(self, transport: str) -> Wire:
+        """Connect over `transport`."""
+        return Wire.connect(self.address_of(transport), Resp())
 
 
 @contextmanager

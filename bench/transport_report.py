@@ -54,12 +54,12 @@ def _arms(result: TransportResult) -> Iterator[str]:
             f" T0 {base['seconds'] * 1e3:.1f} ms, {base['gb_per_s']:.2f} GB/s"
         )
         yield (
-            f"  {'arm':<24} {'ms':>8} {'GB/s':>6} {'(min':>6} {'max)':>6} {'x T0':>7} {'(min':>6} {'max)':>6}"
+            f"  {'arm':<30} {'ms':>8} {'GB/s':>6} {'(min':>6} {'max)':>6} {'x T0':>7} {'(min':>6} {'max)':>6}"
             f" {'peer ms/GB':>10} {'client ms/GB':>12} {'ahead of pyzmq':>14}"
         )
         for row in rows:
             yield (
-                f"  {arm_name(row):<24} {row['seconds'] * 1e3:8.1f} {row['gb_per_s']:6.2f} {row['gb_per_s_min']:6.2f}"
+                f"  {arm_name(row):<30} {row['seconds'] * 1e3:8.1f} {row['gb_per_s']:6.2f} {row['gb_per_s_min']:6.2f}"
                 f" {row['gb_per_s_max']:6.2f} {_ratio(row['ratio_t0']):>7} {_bare(row['ratio_t0_min']):>6}"
                 f" {_bare(row['ratio_t0_max']):>6} {row['peer_cpu_ms_per_gb']:10.0f}"
                 f" {row['client_cpu_ms_per_gb']:12.0f} {_ratio(row['ahead']):>14}"

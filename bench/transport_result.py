@@ -14,6 +14,8 @@ Top level
 Arms, by transport (tcp, unix; ipc is zmq's name for a unix socket; inproc is between threads; lane is the same host's
 shared memory):
     GET one by one, stream_get (64 GETs in one write, bodies received into place), MGET, SET pipelined (64 in one write)
+    stream_get, 4 connections (our backend loads 64 blocks into place, with a thread for each connection where blocks
+    are long; its like is pyzmq stream too: one socket, whose bytes pass through a thread of zmq's own at either end)
     pyzmq multipart (REQ/REP, one reply with 64 frames, then copied into place), pyzmq recv_into (received into place),
     pyzmq stream (one message per block), pyzmq send (64 frames, copied by the peer before it answers)
     lane, no copy (64 leases, given back with the request for the next 64), lane, touched (every byte is read),
@@ -34,6 +36,7 @@ MIB: Final = 1024**2
 ONE_BYTES: Final = 2 * MIB
 AHEAD_LEAST: Final = 1.5
 LANE_AHEAD_LEAST: Final = 5.0
+STRIPED: Final = "stream_get, 4 connections"
 EARLIER_FROM: Final = "wde 0.3.1 on its own machine (RTX 4090 host)"
 EARLIER: Final[Mapping[str, tuple[float, float]]] = {
     "tcp pyzmq multipart": (3.6, 4.6),
@@ -57,6 +60,8 @@ T0_MOST: Final[Mapping[tuple[str, str], float]] = {
 LIKE: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("tcp", "stream_get"): ("tcp", "pyzmq stream"),
     ("unix", "stream_get"): ("ipc", "pyzmq stream"),
+    ("tcp", STRIPED): ("tcp", "pyzmq stream"),
+    ("unix", STRIPED): ("ipc", "pyzmq stream"),
     ("tcp", "SET pipelined"): ("tcp", "pyzmq send"),
     ("unix", "SET pipelined"): ("ipc", "pyzmq send"),
     ("lane", "lane, copied"): ("ipc", "pyzmq stream"),

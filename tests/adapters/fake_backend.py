@@ -76,6 +76,10 @@ class FakeBackend:
         self.touch(keys[:run])
         return run
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        self._try()
+        return [key in self.values for key in keys]
+
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
         self._try()
         return None if self.full else FakeReservation(self, key, length)
@@ -98,6 +102,9 @@ class FakeBackend:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        return self.delete([key for key in self.values if key.startswith(prefix)])
 
     def room(self, length: int, at_least: int = 1) -> int:
         return 1 << 30

@@ -7,21 +7,24 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from kvredis.bench.errors import VerificationError
-from kvredis.bench.lane_client import LaneClient, LaneMissing, LentMemory
+from kvredis.backends.connection import Connection
+from kvredis.bench.errors import BenchError, VerificationError
+from kvredis.bench.lane_client import LaneClient, LaneMissing, LentMemory, request
 from kvredis.bench.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.transport import TransportPlan, run
 from kvredis.bench.transport_arms import Arm, LaneArms, Store, fetch_by_wire, wire_arms
-from kvredis.bench.transport_blocks import Blocks, TorchCopy
+from kvredis.bench.transport_blocks import Blocks, TorchCopy, Turn
 from kvredis.bench.transport_one import OnePlan
-from kvredis.bench.transport_result import SCHEMA
+from kvredis.bench.transport_result import SCHEMA, STRIPED
 from kvredis.bench.transport_scaling import ScalingPlan
+from kvredis.bench.transport_striped import CONNECTIONS, Striped
 from kvredis.bench.wire import WireError
 from kvredis.cli.bench import bench
 from tests.bench.fake_server import FakePeer
@@ -130,6 +133,49 @@ def test_a_server_that_is_wrong_gets_no_figure(
             moved(arms[place], blocks, next(turns))  # the key that is wrong is asked for
 
 
+@pytest.mark.parametrize("size", [4096, 512 * 1024])
+def test_four_connections_bring_every_block_to_its_place(size: int) -> None:
+    blocks = Blocks(size, COUNT)
+    recipe = kvredis_recipe("kvredis", "--max-local-cpu-size", "64MB")
+    with ServerProcess(recipe, "unix") as server, server.connect() as wire:
+        store = Store("kvredis", server.cpu_s, fetch_by_wire(wire, blocks))
+        moved(wire_arms("unix", wire, blocks, store)[3], blocks, 0)
+        with closing(Striped(server.address, blocks)) as striped:
+            for number in range(3):
+                moved(striped.arm("unix", store), blocks, number)
+            all_at_once = [(index, COUNT - 1 - index) for index in range(COUNT - 3)]
+            one_key = Turn([[*all_at_once, *((7, place) for place in range(3))]])
+            striped.arm("unix", store).run(one_key, store.shift)
+            blocks.verify_pairs(one_key.pairs, store.shift, "a key at several places")
+            with Connection.open(server.address) as another:
+                told = another.call(b"INFO", b"clients")
+            assert isinstance(told, bytes)
+            assert b"connected_clients:%d\r\n" % (CONNECTIONS + 2) in told
+
+
+@pytest.mark.parametrize("fault", ["misses a key", "has a longer value", "is gone"])
+def test_four_connections_that_bring_less_than_was_asked_for_get_no_figure(fault: str) -> None:
+    blocks = Blocks(SIZE, COUNT)
+    recipe = kvredis_recipe("kvredis", "--max-local-cpu-size", "64MB")
+    turn = Turn([[(index, index) for index in range(COUNT)]])
+    with (
+        ServerProcess(recipe, "unix") as server,
+        server.connect() as wire,
+        closing(Striped(server.address, blocks)) as striped,
+    ):
+        store = Store("kvredis", server.cpu_s, fetch_by_wire(wire, blocks))
+        moved(wire_arms("unix", wire, blocks, store)[3], blocks, 0)
+        striped.arm("unix", store).run(turn, store.shift)
+        if fault == "misses a key":
+            wire.call(request(b"UNLINK", blocks.keys[5]), b":1")
+        elif fault == "has a longer value":
+            wire.put(blocks.keys[5], memoryview(bytes(SIZE + 1)))
+        else:
+            server.stop()
+        with pytest.raises(BenchError, match="no block came for bench:"):
+            striped.arm("unix", store).run(turn, store.shift)
+
+
 def test_a_lane_reads_where_the_blocks_lie_and_stores_from_lent_memory() -> None:
     blocks = Blocks(SIZE, COUNT)
     recipe = kvredis_recipe("kvredis", "--max-local-cpu-size", "64MB")
@@ -179,7 +225,7 @@ def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
     assert result["schema"] == SCHEMA
     assert len(steps) >= SHORT.steps()
     names = [f"{row['transport']} {row['arm']}" for row in result["arms"]]
-    assert len(names) == len(set(names)) == 22
+    assert len(names) == len(set(names)) == 24
     for row in result["arms"]:
         assert [sample["verified_bytes"] for sample in row["samples"]] == [COUNT * TINY.block_bytes()]
         assert row["ratio_t0"] is not None
@@ -187,8 +233,10 @@ def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
     ahead = {f"{row['transport']} {row['arm']}" for row in result["arms"] if row["ahead"] is not None}
     assert ahead == {
         "tcp stream_get",
+        f"tcp {STRIPED}",
         "tcp SET pipelined",
         "unix stream_get",
+        f"unix {STRIPED}",
         "unix SET pipelined",
         "lane lane, no copy",
         "lane lane, copied",
@@ -207,7 +255,7 @@ def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
     assert [(row["what"], row["keys"]) for row in result["lookups"]] == [
         (what, keys) for keys in (1, 64) for what in ("KV.MATCH", "KV.LEASE, KV.RELEASE")
     ]
-    assert len(result["gate"]) == 13
+    assert len(result["gate"]) == 15
     assert children() == before
 
 
@@ -217,7 +265,8 @@ def test_without_pyzmq_its_arms_are_left_out_with_a_note(monkeypatch: pytest.Mon
     plan = TransportPlan(shapes=[TINY], blocks=COUNT, repeats=1, parts=("arms",), transports=("unix", "pyzmq"))
     result = run(plan, lambda _step: None)
     assert result["notes"] == ["pyzmq's arms are left out: pyzmq is not installed: pip install it"]
-    assert [row["arm"] for row in result["arms"]] == ["GET one by one", "stream_get", "MGET", "SET pipelined"]
+    names = ["GET one by one", "stream_get", "MGET", "SET pipelined", STRIPED]
+    assert [row["arm"] for row in result["arms"]] == names
     assert {row["ahead"] for row in result["arms"]} == {None}
     assert [row["name"] for row in result["gate"]] == ["tiny unix stream_get / T0", "tiny unix SET pipelined / T0"]
 

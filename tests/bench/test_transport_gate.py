@@ -8,6 +8,7 @@ from kvredis.bench.result import ServerFacts
 from kvredis.bench.transport_report import gate_lines, table_lines
 from kvredis.bench.transport_result import (
     SCHEMA,
+    STRIPED,
     T0_MOST,
     ArmRow,
     ArmSample,
@@ -107,6 +108,18 @@ def test_being_ahead_of_pyzmq_is_paired_by_repeat(empty: TransportResult) -> Non
     set_ahead(empty["arms"])
     lines = {row.name: row for row in transport_gate(empty)}
     assert not lines["7b tcp stream_get ahead of tcp pyzmq stream"].passed
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("tcp", "tcp"), ("unix", "ipc")])
+def test_four_connections_are_judged_by_pyzmqs_stream_alone(empty: TransportResult, ours: str, theirs: str) -> None:
+    empty["arms"] = [arm(ours, STRIPED, 9.0), arm(theirs, "pyzmq stream", 1.0, (1.5, 1.5, 1.5))]
+    set_ahead(empty["arms"])
+    (row,) = transport_gate(empty)
+    assert (row.name, row.measured, row.passed) == (f"7b {ours} {STRIPED} ahead of {theirs} pyzmq stream", 1.5, True)
+    empty["arms"][0]["samples"] = [sample(repeat, 1.01) for repeat in range(3)]
+    set_ahead(empty["arms"])
+    (row,) = transport_gate(empty)
+    assert not row.passed
 
 
 def test_one_block_by_lane_is_five_times_ahead_of_get_over_tcp(empty: TransportResult) -> None:

@@ -1,0 +1,114 @@
+"""Bodies that come at once: one into the thread that loads, those behind it into threads beside it, a connection each.
+
+What a socket brings is copied by the kernel, outside the interpreter's lock; one thread does that at the speed of one
+core. A thread is handed a few bodies of one connection, and whoever loads waits for all threads before it hands out the
+first body: so between two calls nothing is under way, and who gives up a load has nobody to stop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+from kvredis.storage.errors import BackendError
+
+from . import base
+from .lanes import DRAIN_S_MIN, GetLane
+from .remote_holds import Rooms
+
+
+class Body:
+    """What comes for one key: `got` as GetLane.take gives it, with its bytes in `room`; or `error`."""
+
+    __slots__ = ("_key", "_rooms", "error", "got", "has_no_room", "is_silent", "room")
+
+    def __init__(self, key: bytes, rooms: Rooms) -> None:
+        self._key = key
+        self._rooms = rooms
+        self.room: base.Reservation | None = None
+        self.has_no_room = False
+        """Whether it was there, and dropped."""
+        self.got: int | base.Lease | BackendError | None = None
+        self.error: BaseException | None = None
+        self.is_silent = True
+        """Whether not a byte has come."""
+
+    def reserve_ahead(self, length: int) -> bool:
+        """Get room for as many bytes as it most likely has, before it comes; False when there is none to spare."""
+        self.room = self._rooms.reserve_ahead(self._key, length)
+        return self.room is not None
+
+    def receive(self, lane: GetLane) -> None:
+        """Take the next body of a lane, in any thread; raises nothing."""
+        before = lane.connection.bytes_in
+        try:
+            self.got = lane.take(self._allocate)
+        except BaseException as error:
+            self.error = error
+        self.is_silent = lane.connection.bytes_in == before
+        if not isinstance(self.got, int):
+            self._free()
+
+    def drop(self) -> None:
+        """Nobody wants it any more; not while somebody receives it."""
+        self._free()
+        if self.got is not None and not isinstance(self.got, int | BackendError):
+            self.got.release()
+
+    def _free(self) -> None:
+        room, self.room = self.room, None
+        if room is not None:
+            room.abort()
+
+    def _allocate(self, length: int) -> memoryview | None:
+        if self.room is not None and len(self.room.view) != length:
+            self._free()
+        if self.room is None:
+            self.room = self._rooms.reserve(self._key, length)
+            self.has_no_room = self.room is None
+        return None if self.room is None else self.room.view
+
+
+def receive(bodies: Sequence[Body], lane: GetLane) -> None:
+    """Take the next bodies of a lane, in the time that its connection has for one answer; raises nothing."""
+    until_s = time.monotonic() + lane.connection.timeout_s
+    for number, body in enumerate(bodies):
+        if number:
+            lane.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
+        body.receive(lane)
+
+
+class Receiver:
+    """A thread that receives for whoever has borrowed it from a Node."""
+
+    __slots__ = ("_done", "_given", "_is_busy")
+
+    def __init__(self) -> None:
+        """Start it; raises RuntimeError when there is no thread to be had."""
+        self._given: SimpleQueue[tuple[Sequence[Body], GetLane] | None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._is_busy = False
+        threading.Thread(target=self._run, name="kvredis receives", daemon=True).start()
+
+    def begin(self, bodies: Sequence[Body], lane: GetLane) -> None:
+        """Have the next bodies of `lane` received; `wait` comes before the next call."""
+        self._is_busy = True
+        self._given.put((bodies, lane))
+
+    def wait(self) -> None:
+        """Block until all have come, or failed, which the lane's timeout bounds; a second call does nothing."""
+        if self._is_busy:
+            self._done.get()
+            self._is_busy = False
+
+    def end(self) -> None:
+        """Let the thread end; nothing may be under way."""
+        self._given.put(None)
+
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            receive(*given)
+            del given  # whoever waits for work holds nobody's memory
+            self._done.put(None)
