@@ -12,6 +12,8 @@ from typing import Any, Final, cast
 
 from .disk_result import SCHEMA as DISK
 from .disk_result import DiskResult
+from .engine_tables_result import SCHEMA as ENGINE_TABLES
+from .engine_tables_result import picture as draw_engine_tables
 from .errors import BenchError
 from .figures import counted, size_text
 from .links_picture import picture as draw_links
@@ -138,4 +140,5 @@ _PAINTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path], None]]] = {
     LINKS: draw_links,
     TRANSPORT: draw_transport,
     STORE_OVERHEAD: draw_store_overhead,
+    ENGINE_TABLES: draw_engine_tables,
 }

@@ -31,6 +31,7 @@ from kvredis.storage.options import parse_size
 
 from .bench_disk import disk
 from .bench_engine_tables import hit_sweep, long_prefill, prefill
+from .bench_layerwise import layerwise
 from .bench_links import links
 from .bench_memory import memory
 from .bench_options import Telling, counts_of, measuring, picture_option, words_of
@@ -59,6 +60,7 @@ def bench() -> None:
 
 bench.add_command(disk)
 bench.add_command(hit_sweep)
+bench.add_command(layerwise)
 bench.add_command(links)
 bench.add_command(long_prefill)
 bench.add_command(memory)

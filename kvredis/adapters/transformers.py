@@ -1,41 +1,60 @@
-"""transformers' generate() with a prompt's KV taken from the store, and put there for the next time.
+"""transformers' generate() with prompts' KV taken from the store, and put there for the next time.
 
-Written for the Cache API of transformers 5 (cache.layers[i].keys of [batch, kv_heads, tokens, head_dim]). It serves
-what it can serve exactly: one prompt at a time, models whose layers all keep every token. Anything else is a ValueError
-that names it, because a wrong prefix would be wrong silently.
+It serves what it can serve exactly: models whose layers attend to everything or to a sliding window, with or without
+linear attention between them; one prompt or a batch of them. Anything else is a ValueError that names it, because a
+wrong prefix would be wrong silently. For transformers 4.57 and later.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.backends.config import Config
 
 from .engine import AUTO, CacheEngine, Role
+from .later import Save
 from .layout import ChunkLayout
 from .stats import LoadPlan
-from .tensors import dtype_name, empty_kv
+from .tensors import KV, dtype_name
+from .transformers_cache import (
+    Room,
+    attention_layers,
+    fresh_cache,
+    kept_tokens,
+    linear_layers,
+    token_major,
+)
+from .transformers_cache import RoomyLayer as RoomyLayer
+from .transformers_state import Snapshots
 
 ROPES_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the whole sequence's length: a prefix has other keys in another prompt."""
-
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LINEAR_TYPES = ("linear_attention", "conv")
+NO_ATTENTION_TYPES = ("mlp", "moe")
+WRONG_BEHIND_KV = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "prefill_chunk_size")
+"""With these transformers gives other tokens behind KV that it has not computed, without us too: assisted generation of
+5.17 and 5.23, prefill in chunks of 4.57 to 5.17."""
 
 NEW_TOKENS = 256
 """Room for generated tokens when nothing says how many there will be."""
 NEW_TOKENS_MAX = 4096
 """More room than this is not taken in advance."""
+SAVES_MAX = 2
+"""Prompts whose memory waits for its store while the next one is computed."""
 
 
 def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -> ChunkLayout:
     """The layout of a model's KV. `name` (default: where the weights were loaded from) stands for these very weights.
 
-    Raises ValueError for a model without a name, and for one whose KV cannot be cut at any token: sliding window,
-    linear or latent attention, KV shared between layers, an encoder, rotary angles that depend on the whole length.
+    It has the layers that keep K and V by token, sliding windows too. Raises ValueError for a model without a name, and
+    for one whose KV is not the prefix's alone or not alike in all layers: chunked or latent attention, linear attention
+    in a cache of the model's own, KV shared between layers, an encoder, rotary angles that depend on the whole length.
     """
     name = name or model.config._name_or_path
     if not name:
@@ -43,61 +62,54 @@ def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name}: encoder-decoder models are not supported")
-    layers = full_layers(DynamicCache(config=model.config), name)
-    if len(layers) != config.num_hidden_layers:
-        raise ValueError(f"{name}: {config.num_hidden_layers} layers share the KV of {len(layers)}; not supported")
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{name}: latent attention (kv_lora_rank) is not supported")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ROPES_BY_LENGTH:
-        raise ValueError(f"{name}: rope_type {rope['rope_type']} depends on the whole length; not supported")
+    cache = fresh_cache(model.config)
+    layers, linear = attention_layers(cache, name), linear_layers(cache)
+    _refuse_layer_types(model, config, name, bool(linear))
+    without = sum(kind in NO_ATTENTION_TYPES for kind in getattr(config, "layer_types", None) or ())
+    if len(layers) + len(linear) + without != config.num_hidden_layers:
+        raise ValueError(f"{name}: {config.num_hidden_layers} layers share the KV of {len(layers)}; not supported")
+    if not layers:
+        raise ValueError(f"{name}: no layer keeps K and V by token; not supported")
+    for rope in _ropes(config):
+        if rope in ROPES_BY_LENGTH:
+            raise ValueError(f"{name}: rope_type {rope} depends on the whole length; not supported")
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for other in ("v_head_dim", "global_head_dim"):
+        if (getattr(config, other, None) or head_dim) != head_dim:
+            raise ValueError(f"{name}: {other} is another than the {head_dim} of other KV; not supported")
+    if (getattr(config, "num_global_key_value_heads", None) or kv_heads) != kv_heads:
+        raise ValueError(f"{name}: layers have different numbers of KV heads; not supported")
     return ChunkLayout(len(layers), kv_heads, head_dim, dtype_name(model.dtype), chunk_tokens, model=name)
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """A DynamicLayer with room behind its last token, so that growing by a token does not copy all the others.
+class Row(NamedTuple):
+    """One prompt of a batch: its tokens, and how many columns of padding are before them."""
 
-    `keys` and `values` are the whole memory, [1, kv_heads, room, head_dim], of which the first `tokens` are valid. Once
-    the room is used up, or something has put other tensors in its place, it goes on as its parent does.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._room = (keys, values)
-        self.lazy_initialization(keys, values)
-        self.keys, self.values = keys[:, :, :tokens], values[:, :, :tokens]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As DynamicLayer.update: appends, and returns all keys and values."""
-        keys, values = self._room
-        used = self.get_seq_length()
-        end = used + key_states.shape[-2]
-        moved = used and keys_and_values(self)[0].data_ptr() != keys.data_ptr()
-        if moved or end > keys.shape[2] or key_states.shape[0] != 1:
-            longer = super().update(key_states, value_states, *args, **kwargs)
-            return longer[0], longer[1]
-        keys[:, :, used:end] = key_states
-        values[:, :, used:end] = value_states
-        self.is_initialized = True
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
-        return self.keys, self.values
+    pad: int
+    tokens: list[int]
 
 
 class CachedModel:
     """A causal language model whose prompts' KV outlives the request, the process and the machine.
 
-    `last_plan` is what the latest generate() found, and `last_loaded` how many tokens it then took from the store.
+    `last_plans` is what the latest generate() found for each prompt, and `last_loaded` how many tokens, of all prompts
+    together, it then took from the store. With `behind` (the default where the model is not on a CPU) prompts are
+    stored behind generate()'s back, unless the caller has their cache too; flush() of the engine waits for that.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: CacheEngine) -> None:
+    def __init__(self, model: PreTrainedModel, engine: CacheEngine, *, behind: bool | None = None) -> None:
         self.model = model
         self.engine = engine
-        self.last_plan = LoadPlan(0, 0, 0)
+        self.last_plans = [LoadPlan(0, 0, 0)]
         self.last_loaded = 0
+        self._behind = model.device.type != "cpu" if behind is None else behind
+        self._saves: list[tuple[list[int], Save]] = []
+        kinds = fresh_cache(model.config)
+        self._has_windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in kinds.layers)
+        self._snapshots = Snapshots(model, engine) if linear_layers(kinds) else None
 
     @classmethod
     def open(
@@ -105,50 +117,166 @@ class CachedModel:
     ) -> "CachedModel":
         """A cached model with an engine of its own, configured by the environment unless `config` is given.
 
-        Raises ValueError as layout_of does, ConfigError as Config.load and CacheEngine do.
+        Raises ValueError as layout_of does and for linear attention that cannot go on from a stored state, ConfigError
+        as Config.load and CacheEngine do.
         """
         return cls(model, CacheEngine(config or Config.load(), layout_of(model, name), role=kv_role))
+
+    @property
+    def last_plan(self) -> LoadPlan:
+        """What the latest generate() found for its first prompt."""
+        return self.last_plans[0]
 
     def generate(
         self, input_ids: torch.Tensor, *, past_key_values: Cache | None = None, request: str = "-", **options: Any
     ) -> Any:
-        """model.generate() of one prompt, [1, tokens]; every other argument passes through, and so does the result.
+        """model.generate() of [prompts, tokens]; every other argument passes through, and so does the result.
 
-        `past_key_values` (a DynamicCache) may hold the KV of the prompt's first tokens: they are kept, and only what is
-        behind them is loaded. The prompt's KV is stored when generate() is done, so a streamer gets its tokens first;
-        with save_decode_cache that of the generated tokens too, for a conversation's next turn.
-        Raises ValueError for more than one sequence, padding, or a cache of another kind.
+        Prompts of several lengths are padded on the left, as attention_mask says. All prompts of a batch go on from one
+        column, so what is loaded ends where the hit of one ends first; each is stored as if it had been alone. With
+        linear attention one prompt at a time is served; it is computed up to its last whole chunk first, and a hit
+        ends where that was done before.
+
+        `past_key_values` (a DynamicCache) may hold the KV of the first columns: they are kept, and only what is behind
+        them is loaded. Where it has forgotten some of it (a window that is transformers' own, a state), it is used as
+        it is, and nothing is loaded or stored. Prompts are stored when generate() is done, so a streamer gets its
+        tokens first; with save_decode_cache that of the generated tokens too, for a conversation's next turn.
+        Raises ValueError for beams, padding elsewhere, input that is not tokens, or a cache of another kind.
         """
-        self._refuse(input_ids, past_key_values, options)
-        tokens = input_ids[0].tolist()
+        rows = self._rows(input_ids, past_key_values, options)
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        self.last_plan = self.engine.plan(tokens, cached=cached, request=request)
-        cache, self.last_loaded = self._filled(tokens, past_key_values, self._room(len(tokens), options), request)
-        options["attention_mask"] = torch.ones_like(input_ids)
-        with self._timed(cache):
+        past = past_key_values
+        if past is not None and cached and (self._snapshots or kept_tokens(past) < cached):
+            self.last_plans = [LoadPlan(len(row.tokens), min(cached, len(row.tokens)), cached) for row in rows]
+            self.last_loaded = 0
+            return cast(Any, self.model).generate(input_ids, past_key_values=past, **options)
+        self._wait_for_heads(rows)
+        self.last_plans = [
+            self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request) for row in rows
+        ]
+        cache, room = self._filled(rows, past, self._room_tokens(input_ids.shape[1], options), request)
+        options["attention_mask"] = options.get("attention_mask", torch.ones_like(input_ids))
+        with self._timed(cache, len(rows)):
+            snapshots = self._advance(input_ids, cache, rows[0])
             result = cast(Any, self.model).generate(input_ids, past_key_values=cache, **options)
-        computed = cache.get_seq_length()
-        for stored in self._to_store(tokens, result):
-            if computed:
-                self.engine.store(stored[:computed], token_major(cache), request=request)
+        is_ours = past is None and isinstance(result, torch.Tensor)
+        self._store(rows, cache, room, result, is_ours=is_ours, request=request)
+        for stop, taken in snapshots.items():
+            assert self._snapshots is not None
+            self._snapshots.store(rows[0].tokens[:stop], taken)
         return result
 
     def close(self) -> None:
-        """Closes the engine; the model is the caller's."""
+        """Waits until what was stored behind its back has been handed over, and closes the engine; the model is the
+        caller's."""
+        for _, save in self._saves:
+            save.wait()
         self.engine.close()
 
-    def _to_store(self, prompt: list[int], result: Any) -> list[list[int]]:
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def _filled(self, rows: list[Row], past: Cache | None, width: int, request: str) -> tuple[Cache, Room | None]:
+        """The cache to generate with (`past` if there is one), with room for `width` columns; None: `past` as it was.
+
+        Whatever is loaded is counted in last_loaded.
+        """
+        cached = 0 if past is None else past.get_seq_length()
+        stop = min(row.pad + plan.stop for row, plan in zip(rows, self.last_plans, strict=True))
+        self.last_loaded = 0
+        if past is not None and cached and stop <= cached and not self._has_windows:
+            return past, None
+        state = None
+        if self._snapshots is not None:
+            stop, state = self._snapshots.find(rows[0].tokens, stop)
+        room = Room(self.engine.layout, len(rows), width, self.model.device)
+        if past is not None and cached:
+            room.fill_from(past, cached)
+        reached = max(stop, cached)
+        for number, row in enumerate(rows):
+            room.blank(number, row.pad)
+            own = max(cached - row.pad, 0)
+            if stop - row.pad > own:
+                kv = room.row(number, row.pad)
+                loaded = self.engine.retrieve(row.tokens, kv, start=own, stop=stop - row.pad, request=request)
+                reached = min(reached, row.pad + loaded)
+        if state is not None and reached < stop:  # a state without the KV before it is worth nothing
+            reached, state = 0, None
+        self.last_loaded = sum(max(reached - max(cached, row.pad), 0) for row in rows)
+        kinds = fresh_cache(self.model.config)
+        if state is not None and self._snapshots is not None:
+            self._snapshots.put(state, kinds)
+        cache = kinds if past is None else past
+        room.furnish(cache, kinds, reached)
+        return cache, room
+
+    def _advance(self, input_ids: torch.Tensor, cache: Cache, row: Row) -> dict[int, torch.Tensor]:
+        """With linear attention: compute up to the ends of chunks where the state is worth storing, and give these.
+
+        These are where the KV that was found ends, since others share that prefix, and the prompt's last whole chunk.
+        """
+        if self._snapshots is None or self.engine.role == "kv_consumer":
+            return {}
+        chunk, start = self.engine.layout.chunk_tokens, cache.get_seq_length()
+        taken = {}
+        for stop in sorted({self.last_plan.hit // chunk * chunk, (len(row.tokens) - 1) // chunk * chunk}):
+            if stop <= start:
+                continue
+            with torch.no_grad():
+                self.model(
+                    input_ids=input_ids[:, start:stop],
+                    attention_mask=torch.ones_like(input_ids[:, :stop]),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            taken[stop] = self._snapshots.take(cache)
+            start = stop
+        return taken
+
+    def _wait_for_heads(self, rows: list[Row]) -> None:
+        """Let what begins as these prompts do be stored before anybody looks for it."""
+        chunk = self.engine.layout.chunk_tokens
+        heads = [row.tokens[:chunk] for row in rows]
+        for head, save in self._saves:
+            if head in heads:
+                save.wait()
+        self._saves = [pair for pair in self._saves if not pair[1].done]
+
+    # -- storing -----------------------------------------------------------------------------------------------------
+
+    def _store(
+        self, rows: list[Row], cache: Cache, room: Room | None, result: Any, *, is_ours: bool, request: str
+    ) -> None:
+        computed = kept_tokens(cache)
+        in_room = room is not None and room.holds(cache)
+        for number, row in enumerate(rows):
+            kv: KV = room.row(number, row.pad) if room and in_room else token_major(cache, number, row.pad)
+            for sequence in self._to_store(number, row, result):
+                tokens = sequence[: max(computed - row.pad, 0)]
+                if not tokens:
+                    continue
+                if not (self._behind and is_ours):
+                    self.engine.store(tokens, kv, request=request)
+                    continue
+                while len(self._saves) >= SAVES_MAX * len(rows):
+                    self._saves.pop(0)[1].wait()
+                save = self.engine.store_later(tokens, kv, request=request)
+                self._saves.append((tokens[: self.engine.layout.chunk_tokens], save))
+
+    def _to_store(self, number: int, row: Row, result: Any) -> list[list[int]]:
         """The token sequences whose KV is stored. The prompt alone is only one more where its end has a key of its own;
         else its chunks are the first ones of the whole."""
         config = self.engine.config
         if not config.save_decode_cache:
-            return [prompt]
+            return [row.tokens]
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        whole = sequences[0].tolist()
-        return [prompt, whole] if config.save_unfull_chunk else [whole]
+        whole = sequences[number, row.pad :].tolist()
+        return [row.tokens, whole] if config.save_unfull_chunk else [whole]
+
+    # -- the model ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _timed(self, cache: Cache) -> Iterator[None]:
+    def _timed(self, cache: Cache, rows: int) -> Iterator[None]:
         """Tell the engine how long the first forward pass takes, if it wants to know. Waits for the device around it,
         as the choice of the first token does anyway."""
         if self.engine.config.min_retrieve_tokens != AUTO:
@@ -169,7 +297,7 @@ class CachedModel:
             begins.remove()
 
         def end(*_: object) -> None:
-            self.engine.prefill_took(cache.get_seq_length() - before, now_s() - began_s)
+            self.engine.prefill_took(rows * (cache.get_seq_length() - before), now_s() - began_s)
             ends.remove()
 
         begins, ends = self.model.register_forward_pre_hook(begin), self.model.register_forward_hook(end)
@@ -179,64 +307,66 @@ class CachedModel:
             begins.remove()
             ends.remove()
 
-    def _filled(self, tokens: list[int], past: Cache | None, room: int, request: str) -> tuple[Cache, int]:
-        """The cache to generate with (`past` if there is one), and how many of its tokens came from the store."""
-        plan, layout = self.last_plan, self.engine.layout
-        if past is not None and not plan.need_to_load:
-            return past, 0
-        kv = empty_kv(layout, room, self.model.device)
-        views = [(pair[0].transpose(0, 1)[None], pair[1].transpose(0, 1)[None]) for pair in kv]
-        if plan.cached and past is not None:
-            for pair, layer in zip(views, full_layers(past), strict=True):
-                for target, own in zip(pair, keys_and_values(layer), strict=True):
-                    target[:, :, : plan.cached] = own
-        stop = self.engine.retrieve(tokens, kv, start=plan.cached, stop=plan.stop, request=request)
-        cache = DynamicCache(config=self.model.config) if past is None else past
-        if stop > plan.cached or past is None:
-            cache.layers = [RoomyLayer(keys, values, stop) for keys, values in views]
-        return cache, stop - plan.cached
-
-    def _room(self, prompt_tokens: int, options: dict[str, Any]) -> int:
-        """Tokens that the cache has memory for: the prompt and, within a bound, what is to be generated."""
+    def _room_tokens(self, prompt_tokens: int, options: dict[str, Any]) -> int:
+        """Columns that the cache has memory for: the prompt and, within a bound, what is to be generated."""
         settings = options.get("generation_config") or self.model.generation_config
         new_tokens = options.get("max_new_tokens") or getattr(settings, "max_new_tokens", None) or NEW_TOKENS
         return prompt_tokens + min(int(new_tokens), NEW_TOKENS_MAX)
 
-    def _refuse(self, input_ids: torch.Tensor, past: Cache | None, options: dict[str, Any]) -> None:
-        if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-            raise ValueError(f"one prompt at a time: input_ids must be [1, tokens], not {list(input_ids.shape)}")
+    def _rows(self, input_ids: torch.Tensor, past: Cache | None, options: dict[str, Any]) -> list[Row]:
+        """The prompts. Raises ValueError for what cannot be served."""
+        if input_ids.ndim != 2 or not input_ids.shape[0]:
+            raise ValueError(f"input_ids must be [prompts, tokens], not {list(input_ids.shape)}")
         settings = options.get("generation_config") or self.model.generation_config
         for name in ("num_beams", "num_return_sequences"):
             count = options.get(name) or getattr(settings, name, None) or 1
             if count != 1:
-                raise ValueError(f"one sequence at a time: {name} is {count}")
-        mask = options.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            raise ValueError("a padded prompt cannot be cached: attention_mask must be all ones")
+                raise ValueError(f"one sequence a prompt: {name} is {count}")
+        for name in WRONG_BEHIND_KV:
+            if options.get(name) or getattr(settings, name, None):
+                raise ValueError(f"{name}: transformers gives other tokens behind loaded KV with it; not supported")
+        _refuse_other_input(options)
         if past is not None:
-            full_layers(past, "past_key_values")
+            attention_layers(past, "past_key_values")
+        mask = options.get("attention_mask")
+        pads = [0] * len(input_ids)
+        if mask is not None:
+            if mask.shape != input_ids.shape:
+                raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(input_ids.shape)}")
+            pads = [int(pad) for pad in (mask == 0).sum(dim=1)]
+            if any(not bool(row[pad:].all()) or pad == len(row) for pad, row in zip(pads, mask, strict=True)):
+                raise ValueError("padding must be on the left of each prompt, by whole tokens of attention_mask")
+        if self._snapshots is not None and (len(input_ids) > 1 or any(pads)):
+            raise ValueError("one prompt at a time, without padding, for a model with linear attention")
+        return [Row(pad, ids[pad:].tolist()) for pad, ids in zip(pads, input_ids, strict=True)]
 
 
-def full_layers(cache: Cache, name: str = "the cache") -> list[DynamicLayer]:
-    """The cache's layers, all of which keep every token. Raises ValueError that names the first one that does not."""
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, RoomyLayer):
-            raise ValueError(f"{name}: layer {index} has a {type(layer).__name__}; only full attention is supported")
-        layers.append(layer)
-    return layers
+def _refuse_other_input(options: Mapping[str, Any]) -> None:
+    """Keys name tokens alone: what else the KV would depend on must not be there."""
+    for name, value in options.items():
+        is_input = isinstance(value, torch.Tensor) or name == "inputs_embeds"
+        if value is None or not is_input or name == "attention_mask" or name.startswith("negative_prompt"):
+            continue
+        if name == "token_type_ids" and not bool(value.any()):
+            continue
+        raise ValueError(f"{name}: the KV of a prompt with more input than its tokens cannot be cached")
 
 
-def keys_and_values(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a layer that has been used, each [1, kv_heads, tokens, head_dim]."""
-    assert isinstance(layer.keys, torch.Tensor)
-    assert isinstance(layer.values, torch.Tensor)
-    return layer.keys, layer.values
+def _refuse_layer_types(model: PreTrainedModel, config: PretrainedConfig, name: str, has_linear: bool) -> None:
+    """What a cache made from the configuration does not show, where transformers makes plain layers of all others."""
+    known = LAYER_TYPES + (LINEAR_TYPES + NO_ATTENTION_TYPES if has_linear else ())
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in known:
+            raise ValueError(f"{name}: layers of {kind} are not supported with this transformers")
+    if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
+        raise ValueError(f"{name}: chunked attention is not supported")
+    if getattr(model, "_is_stateful", False) and not has_linear:
+        raise ValueError(f"{name}: its state is in a cache of its own; not supported with this transformers")
 
 
-def token_major(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each layer's K and V as (tokens, kv_heads, head_dim) views of a cache of one sequence."""
-    return [
-        (keys[0].transpose(0, 1), values[0].transpose(0, 1))
-        for keys, values in map(keys_and_values, full_layers(cache))
-    ]
+def _ropes(config: PretrainedConfig) -> Iterator[str]:
+    """Every rope_type that a configuration names: one, or one for each type of layer."""
+    for found in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
+        if isinstance(found, dict):
+            for part in (found, *(value for value in found.values() if isinstance(value, dict))):
+                yield str(part.get("rope_type") or part.get("type") or "default")

@@ -11,44 +11,21 @@ from transformers import (
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     StaticCache,
 )
 from transformers.cache_utils import DynamicLayer
 
 from kvredis.adapters.engine import CacheEngine, Role
-from kvredis.adapters.transformers import CachedModel, RoomyLayer, full_layers, keys_and_values, layout_of, token_major
+from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.transformers_cache import RoomyLayer, attention_layers, keys_and_values, token_major
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.slow_backend import SlowBackend
+from tests.adapters.tiny_models import SHAPE, tiny
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,  # large enough that greedy tokens vary with the prompt
-}
 CHUNK = 16
-
-
-def made(kind: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model: PreTrainedModel
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_sliding_window=False))
-    model.train(False)
-    return model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,12 +39,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return made(request.param)
+    return tiny(request.param)
 
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return made("llama")
+    return tiny("llama")
 
 
 def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
@@ -123,7 +100,7 @@ def test_the_last_tokens_logits_are_those_without_the_store(model: PreTrainedMod
 
 
 def test_bfloat16_logits_stay_within_their_rounding(llama: PreTrainedModel) -> None:
-    model: Any = made("llama")
+    model: Any = tiny("llama")
     model.to(torch.bfloat16)
     backend, ids = FakeBackend(), prompt(100)
     options: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
@@ -190,7 +167,7 @@ def test_a_roomy_layer_grows_in_place_and_falls_back_to_its_parents_ways() -> No
     assert same_as_plain(layer, plain, new)
     for cache in (layer, plain):
         cache.reset()
-    assert layer.get_seq_length() == 0
+    assert layer.get_seq_length() == plain.get_seq_length(), "older versions keep the length"
     assert same_as_plain(layer, plain, kv[:, :, :, :3])
 
 
@@ -344,14 +321,20 @@ def test_tokens_stream_as_they_come(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("ids", "options", "text"),
     [
-        (torch.zeros(2, 8, dtype=torch.long), {}, "one prompt at a time"),
-        (torch.zeros(8, dtype=torch.long), {}, "one prompt at a time"),
+        (torch.zeros(8, dtype=torch.long), {}, "must be"),
         (prompt(8), {"num_beams": 2}, "num_beams is 2"),
+        (prompt(8), {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        (prompt(8), {"prefill_chunk_size": 4}, "prefill_chunk_size"),
         (prompt(8), {"num_return_sequences": 3}, "num_return_sequences is 3"),
-        (prompt(8), {"attention_mask": torch.tensor([[0] + [1] * 7])}, "padded"),
+        (prompt(8), {"attention_mask": torch.tensor([[1] * 7 + [0]])}, "on the left"),
+        (prompt(8), {"attention_mask": torch.tensor([[0] * 8])}, "on the left"),
+        (prompt(8), {"attention_mask": torch.tensor([[1] * 9])}, "attention_mask is"),
+        (prompt(8), {"inputs_embeds": torch.zeros(1, 8, 64)}, "inputs_embeds"),
+        (prompt(8), {"pixel_values": torch.zeros(1, 3, 8, 8)}, "pixel_values"),
+        (prompt(8), {"token_type_ids": torch.ones(1, 8)}, "token_type_ids"),
     ],
 )
-def test_more_than_one_sequence_is_refused(
+def test_what_keys_do_not_name_is_refused(
     llama: PreTrainedModel, ids: torch.Tensor, options: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -365,15 +348,21 @@ def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
 
 
 def test_models_that_would_be_wrong_silently_are_refused_by_name() -> None:
-    sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=32))
-    with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
-        layout_of(sliding, "tiny")
+    chunked = tiny("llama")
+    chunked.config.layer_types = ["chunked_attention"] * 3
+    chunked.config.attention_chunk_size = chunked.config.sliding_window = 32
+    with pytest.raises(ValueError, match="chunked_attention"):
+        layout_of(chunked, "tiny")
+    uneven = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    uneven.config.v_head_dim = 8
+    with pytest.raises(ValueError, match="v_head_dim"):
+        layout_of(uneven, "tiny")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     stretched = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope))
     with pytest.raises(ValueError, match="dynamic"):
         layout_of(stretched, "tiny")
     with pytest.raises(ValueError, match="needs a name"):
-        layout_of(made("llama"))
+        layout_of(tiny("llama"))
 
 
 def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
@@ -385,4 +374,4 @@ def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
         llama(prompt(8), past_key_values=cache)
     views = token_major(cache)
     assert views[2][1].shape == (8, 2, 16)
-    assert views[2][1].data_ptr() == keys_and_values(full_layers(cache)[2])[1].data_ptr()
+    assert views[2][1].data_ptr() == keys_and_values(attention_layers(cache)[2])[1].data_ptr()

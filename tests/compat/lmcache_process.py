@@ -5,27 +5,19 @@ tree, made once, whole or not at all; torch and transformers are this environmen
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import platform
 import queue
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
+from tests.compat.side_packages import packages
 
 HERE = Path(__file__).parent / "lmcache"
 REQUIREMENTS = HERE / "requirements.txt"
-PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile",
-               "--only-binary", ":all:", "--retries", "1")  # fmt: skip
-UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ReadTimeoutError", "ProxyError")
-INSTALL_S = 180
 ANSWER_S = 60
 STAGING_GIB = "0.0625"
 
@@ -33,29 +25,8 @@ Answer = dict[str, Any]
 
 
 def site() -> Path:
-    """The folder with the packages of requirements.txt, made if it is not there.
-
-    Without PyPI the tests are skipped, unless CI is set in the environment: there they fail.
-    """
-    kind = f"{sys.version_info[:2]} {platform.machine()}".encode()
-    name = hashlib.sha256(REQUIREMENTS.read_bytes() + kind).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvredis-lmcache"
-    folder = cache / name
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=cache))
-    try:
-        command = [sys.executable, *PIP_INSTALL, "--target", str(scratch), "--requirement", str(REQUIREMENTS)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if any(sign in done.stderr for sign in UNREACHABLE) and not os.environ.get("CI"):
-            pytest.skip(f"LMCache cannot be installed, PyPI cannot be reached: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, f"pip could not install LMCache: {done.stderr}"
-        with contextlib.suppress(OSError):  # another run was quicker
-            scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+    """The folder with the packages of requirements.txt, made if it is not there."""
+    return packages(REQUIREMENTS, "lmcache")
 
 
 class LMCacheProcess:

@@ -1,0 +1,351 @@
+"""`kvredis bench prefill`, `hit-sweep` and `long-prefill`: what a stored prompt saves an engine, from each tier.
+
+Two processes with a model each take turns: the first fills a cache and, where the cache is its own memory, reads it
+again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone before the
+next is stored. Prompts, hits and bytes are the same for every arm, and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self, cast
+
+from kvredis.backends.connection import Connection
+
+from .engine_tables_result import (
+    ARMS,
+    CPU,
+    DEVICE,
+    DISK,
+    LANE,
+    RECOMPUTE,
+    REMOTE,
+    SCHEMA,
+    EngineTablesResult,
+    Row,
+    Sample,
+    conclude,
+    gate_of,
+    row_of,
+)
+from .engine_tables_worker import Pass, Task, first_line
+from .errors import BenchError, VerificationError
+from .figures import rotated
+from .machine import machine_facts
+from .servers import ServerProcess, child_environment, kvredis_recipe
+from .shapes import SHAPES, ModelShape
+from .store_overhead_compute import TINY
+from .transfer import MIB, Progress
+
+MEMORY_MIN_BYTES = 64 * MIB
+STOP_S = 30.0
+_SEED = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place on a bench's axis. `at` is that place; `budget` the tokens of a forward pass, all rows together."""
+
+    at: float
+    hit_rate: float
+    output: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class TablesPlan:
+    """What one call of a bench does; `rows` is how many prompts are served together."""
+
+    bench: str
+    points: tuple[Point, ...]
+    prompts: int
+    prompt_tokens: int
+    rows: int = 1
+    shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
+    arms: tuple[str, ...] = ARMS
+    chunk_tokens: int = 256
+    repeats: int = 3
+    auto: bool = False
+
+    @property
+    def data_bytes(self) -> int:
+        """KV of all prompts of a point, had they nothing in common."""
+        return self.prompts * self.shape.block_bytes(self.prompt_tokens)
+
+    def served(self) -> list[str]:
+        """Every arm, recompute always first."""
+        return [RECOMPUTE, *(arm for arm in self.arms if arm != RECOMPUTE)]
+
+    def steps(self) -> int:
+        """Give how often `run` calls its progress."""
+        return self.repeats * len(self.points) * 2 * len(self.served())
+
+    def options(self) -> dict[str, Any]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            "prompts": self.prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "rows": self.rows,
+            "repeats": self.repeats,
+            "auto": self.auto,
+            "points": [[point.at, point.hit_rate, point.output, point.budget] for point in self.points],
+        }
+
+
+def prefill_plan(budgets: tuple[int, ...] = (1024, 8192), **rest: Any) -> TablesPlan:
+    """Prompts one after another, in passes of 1,024 tokens and at once; one token comes out."""
+    points = tuple(Point(budget, 0.0, 1, budget) for budget in budgets)
+    return TablesPlan("prefill", points, **{"prompts": 3, "prompt_tokens": 8192} | rest)
+
+
+def hit_sweep_plan(
+    rates: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9, 1.0), output: int = 24, budget: int = 8192, **rest: Any
+) -> TablesPlan:
+    """Prompts of which a share is common to all, many at once."""
+    points = tuple(Point(rate, rate, output, budget) for rate in rates)
+    return TablesPlan("hit-sweep", points, **{"prompts": 200, "prompt_tokens": 1000, "rows": 32} | rest)
+
+
+def long_prefill_plan(outputs: tuple[int, ...] = (2, 16, 128), budget: int = 1024, **rest: Any) -> TablesPlan:
+    """Long prompts, two at once, and answers of several lengths."""
+    points = tuple(Point(output, 0.0, output, budget) for output in outputs)
+    given: dict[str, Any] = {"prompts": 10, "prompt_tokens": 10_240, "rows": 2, "shape": SHAPES["7b"]} | rest
+    return TablesPlan("long-prefill", points, **given)
+
+
+PLANS: dict[str, Callable[..., TablesPlan]] = {
+    "prefill": prefill_plan,
+    "hit-sweep": hit_sweep_plan,
+    "long-prefill": long_prefill_plan,
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "prefill": {"budgets": (1024,), "prompt_tokens": 2048, "repeats": 1},
+    "hit-sweep": {"rates": (0.0, 0.8), "prompts": 33, "output": 4, "repeats": 1},
+    "long-prefill": {"outputs": (2, 16), "prompts": 2, "prompt_tokens": 2048, "repeats": 1},
+}
+
+
+class WorkerProcess:
+    """One engine in a process of its own; a context manager."""
+
+    def __init__(self, plan: TablesPlan) -> None:
+        self._plan = plan
+        self._process: subprocess.Popen[str] | None = None
+        self.device = ""
+
+    def __enter__(self) -> Self:
+        plan = self._plan
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvredis.bench.engine_tables_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(os.environ),
+            start_new_session=True,
+        )
+        columns = plan.prompt_tokens + max(point.output for point in plan.points)
+        sizes = sorted({(rows, point.budget) for point in plan.points for rows in (1, plan.rows)})
+        self._tell(first_line(plan.shape, columns, plan.chunk_tokens, sizes))
+        return self
+
+    def started(self) -> None:
+        """Wait until it computes."""
+        self.device = self._answer()["device"]
+
+    def ask(self, task: Task) -> Pass:
+        """Have it run a pass. Raises what it raised."""
+        self._tell(cast(dict[str, Any], task))
+        return cast(Pass, self._answer())
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchError("a bench's engine process ended; what it said is above") from None
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"a bench's engine process ended with {self._process.wait()}; what it said is above")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise (VerificationError if answer["kind"] == "VerificationError" else BenchError)(answer["error"])
+        return answer
+
+
+class Tables:
+    """The two processes, the server, and one pass after another."""
+
+    def __init__(self, plan: TablesPlan, workers: tuple[WorkerProcess, WorkerProcess], server: ServerProcess | None):
+        self._plan = plan
+        self._first, self._second = workers
+        self._server = server
+        self.verified_bytes = 0
+
+    def arm(self, arm: str, point: Point, repeat: int) -> list[tuple[int, Sample]]:
+        """Both passes of an arm; what it stored is gone on return."""
+        plan = self._plan
+        with TemporaryDirectory(prefix="kvbench-") as folder:
+            task = self._task(arm, point, repeat)
+            first = self._first.ask(self._with_engine(task, Path(folder), number=1))
+            stays = arm in (DEVICE, CPU)
+            again = replace_task(task, keep=False, full=arm != RECOMPUTE and not plan.auto)
+            again["checks"] = [] if arm == RECOMPUTE or plan.auto else first["checks"]
+            second = (self._first if stays else self._second).ask(self._with_engine(again, Path(folder), number=2))
+        if self._server is not None and arm in (LANE, REMOTE):
+            with Connection.open(self._server.address) as connection:
+                connection.call(b"FLUSHALL")
+        if again["checks"]:
+            whole = (plan.prompt_tokens - 1) // plan.chunk_tokens * plan.chunk_tokens
+            self.verified_bytes += plan.prompts * whole * plan.shape.bytes_per_token()
+        return [(1, self._sample(first, repeat)), (2, self._sample(second, repeat))]
+
+    def _task(self, arm: str, point: Point, repeat: int) -> Task:
+        plan = self._plan
+        return Task(
+            arm=arm,
+            what=f"{arm}, {point.at:g}",
+            model=f"bench/{plan.bench}-{arm}",
+            prompts=plan.prompts,
+            tokens=plan.prompt_tokens,
+            hit_rate=point.hit_rate,
+            seed=_SEED + repeat,
+            output=point.output,
+            budget=point.budget,
+            rows=plan.rows,
+            engine=None,
+            keep=arm in (DEVICE, CPU),
+            checks=[],
+            full=False,
+        )
+
+    def _with_engine(self, task: Task, folder: Path, number: int) -> Task:
+        """The task with its cache's configuration."""
+        plan, arm = self._plan, task["arm"]
+        if arm in (RECOMPUTE, DEVICE):
+            return task
+        data = plan.data_bytes + max(plan.data_bytes // 4, MEMORY_MIN_BYTES)
+        memory = data
+        over: dict[str, Any] = {"chunk_size": plan.chunk_tokens, "local_cpu": arm not in (LANE, REMOTE)}
+        if arm in (LANE, REMOTE):
+            assert self._server is not None
+            scheme = "kvredis" if arm == LANE else "redis"
+            over["remote_url"] = f"{scheme}://127.0.0.1:{self._server.address.port}"
+            memory = data if number == 1 else max(data // 4, MEMORY_MIN_BYTES)  # what waits to be sent
+        elif arm == DISK:
+            over |= {"local_disk": str(folder), "max_local_disk_size": f"{2 * data // MIB + 1024}MB"}
+            memory = max(data // 8, MEMORY_MIN_BYTES)
+        over["max_local_cpu_size"] = f"{memory // MIB}MB"
+        if plan.auto:
+            over["min_retrieve_tokens"] = "auto"
+        return replace_task(task, engine=over)
+
+    def _sample(self, passed: Pass, repeat: int) -> Sample:
+        prompts = self._plan.prompts
+        return Sample(
+            repeat=repeat,
+            qps=prompts / passed["seconds"],
+            first_ms=(passed["load_seconds"] + passed["prefill_seconds"]) / prompts * 1e3,
+            seconds=passed["seconds"],
+            load_seconds=passed["load_seconds"],
+            prefill_seconds=passed["prefill_seconds"],
+            decode_seconds=passed["decode_seconds"],
+            drain_seconds=passed["drain_seconds"],
+            hit_tokens=passed["hit_tokens"],
+            computed_tokens=passed["computed_tokens"],
+        )
+
+
+def replace_task(task: Task, **changes: Any) -> Task:
+    """The task with these entries changed."""
+    return cast(Task, dict(task) | changes)
+
+
+def on_cpu(plan: TablesPlan) -> TablesPlan:
+    """What is left of a plan where there is no GPU: a tiny model, and prompts that it gets through."""
+    tokens = min(plan.prompt_tokens, 4 * plan.chunk_tokens)
+    return replace(plan, shape=TINY, prompts=min(plan.prompts, 2 * plan.rows), prompt_tokens=tokens)
+
+
+def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
+    """Measure everything in `plan`; without a GPU what on_cpu leaves of it.
+
+    Raises KVRedisError, VerificationError at a wrong byte or a missing hit; leaves no process and no folder behind.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError("the bench's engines need torch and transformers: pip install kvredis[demo]") from error
+    start_s, notes = time.monotonic(), []
+    if not torch.cuda.is_available():
+        plan = on_cpu(plan)
+        notes.append("There is no GPU: a tiny model computes on the CPU, and the ratios say nothing of a real one.")
+    if plan.prompt_tokens <= plan.chunk_tokens:
+        raise BenchError(f"a prompt of {plan.prompt_tokens} tokens has no chunk of {plan.chunk_tokens} before its last")
+    rows: dict[tuple[str, int, float], Row] = {}
+    with ExitStack() as stack:
+        server = None
+        if {LANE, REMOTE} & set(plan.arms):
+            room = plan.data_bytes + max(plan.data_bytes // 4, MEMORY_MIN_BYTES)
+            size = ("--max-local-cpu-size", f"{room // MIB}MB")
+            server = stack.enter_context(ServerProcess(kvredis_recipe("engine-tables", *size), "tcp"))
+        workers = stack.enter_context(WorkerProcess(plan)), stack.enter_context(WorkerProcess(plan))
+        for worker in workers:
+            worker.started()
+        notes.append(f"A model with random weights computes in bfloat16 on {workers[0].device}.")
+        tables, facts = Tables(plan, workers, server), machine_facts()
+        for repeat in range(plan.repeats):
+            for point in plan.points:
+                for arm in rotated(plan.served(), repeat):
+                    progress(f"{arm}, {point.at:g}")
+                    for number, sample in tables.arm(arm, point, repeat):
+                        place = (arm, number, point.at)
+                        rows.setdefault(place, row_of(*place))["samples"].append(sample)
+                    progress(f"{arm}, {point.at:g}")
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    result = EngineTablesResult(
+        schema=SCHEMA,
+        bench=plan.bench,
+        machine=facts,
+        options=plan.options(),
+        notes=notes,
+        rows=sorted(rows.values(), key=lambda row: (row["point"], row["number"], order[row["arm"]])),
+        verified_bytes=tables.verified_bytes,
+        gate=[],
+        seconds=time.monotonic() - start_s,
+    )
+    conclude(result["rows"], plan.shape.bytes_per_token())
+    result["gate"] = [line.json() for line in gate_of(result)]
+    return result

@@ -1,0 +1,266 @@
+"""What computes in `kvredis bench prefill`, `hit-sweep` and `long-prefill`: an engine small enough to read.
+
+Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
+computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored, and
+generates greedily. The model is a Llama of the shape with random weights, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvredis.adapters.keys import chunk_keys
+
+from .errors import VerificationError
+from .shapes import ModelShape
+from .store_overhead_compute import DTYPES, llama
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvredis import CacheEngine, ChunkLayout
+    from kvredis.adapters.later import Save
+
+_WEIGHT: Final = 2_654_435_761  # Knuth's: spreads a place's number over all bits
+_ROOMS: Final = 2
+
+
+class Subject(Protocol):
+    """A cache under test, for one prompt at a time."""
+
+    def hit(self, tokens: list[int]) -> int:
+        """Tokens of the stored prefix, less than all."""
+
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+        """Load up to `stop` into KV of (layers, 2, tokens, kv_heads, head_dim); gives how many are valid then."""
+
+    def store(self, tokens: list[int], kv: Tensor) -> Save | None:
+        """Store a prompt's whole chunks; the tensor is its own until the Save is done."""
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Hear how long computing took."""
+
+
+class NoCache:
+    """The row that others are compared with."""
+
+    def hit(self, tokens: list[int]) -> int:
+        """As Subject.hit."""
+        return 0
+
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+        """As Subject.load."""
+        return 0
+
+    def store(self, tokens: list[int], kv: Tensor) -> Save | None:
+        """As Subject.store."""
+        return None
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """As Subject.computed."""
+
+
+class OnDevice(NoCache):
+    """An engine's own cache in the accelerator's memory, which nothing leaves: what a hit is worth at most."""
+
+    def __init__(self, layout: ChunkLayout) -> None:
+        self._layout = layout
+        self._chunks: dict[bytes, Tensor] = {}
+
+    def hit(self, tokens: list[int]) -> int:
+        """As Subject.hit."""
+        found = 0
+        for chunk in chunk_keys(tokens, self._layout):
+            if chunk.key not in self._chunks:
+                break
+            found = chunk.stop
+        return min(found, len(tokens) - 1)
+
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+        """As Subject.load."""
+        for chunk in chunk_keys(tokens, self._layout):
+            if chunk.start < stop:
+                end = min(chunk.stop, stop)
+                kv[:, :, chunk.start : end] = self._chunks[chunk.key][:, :, : end - chunk.start]
+        return stop
+
+    def store(self, tokens: list[int], kv: Tensor) -> Save | None:
+        """As Subject.store."""
+        for chunk in chunk_keys(tokens, self._layout):
+            if chunk.key not in self._chunks:
+                self._chunks[chunk.key] = kv[:, :, chunk.start : chunk.stop].clone()
+        return None
+
+
+class Tiered:
+    """A CacheEngine, whatever is behind it."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+
+    def hit(self, tokens: list[int]) -> int:
+        """As Subject.hit; with min_retrieve_tokens = auto what is worth loading."""
+        return self._engine.plan(tokens).stop
+
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+        """As Subject.load."""
+        return self._engine.retrieve(tokens, kv, stop=stop)
+
+    def store(self, tokens: list[int], kv: Tensor) -> Save | None:
+        """As Subject.store."""
+        return self._engine.store_later(tokens, kv)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """As Subject.computed."""
+        self._engine.prefill_took(tokens, seconds)
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a pass took so far: seconds on a clock that waits for the accelerator."""
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.load_s + self.prefill_s + self.decode_s
+
+
+class Engine:
+    """The model, and memory for batches of up to `columns` tokens a row, prompt and answer."""
+
+    def __init__(self, shape: ModelShape, columns: int, chunk_tokens: int) -> None:
+        import torch
+
+        from kvredis import ChunkLayout
+
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.layout = ChunkLayout(
+            shape.layers, shape.kv_heads, shape.head_dim, DTYPES[shape.dtype_bytes], chunk_tokens=chunk_tokens
+        )
+        self._columns = columns
+        self._model = llama(shape, columns, self.device)
+        self._rooms: dict[tuple[int, int], Any] = {}
+        self._saves: dict[tuple[int, int], list[Save]] = {}
+        self._turn = 0
+        self._weights = torch.zeros(0, dtype=torch.int32, device=self.device)
+
+    def warm_up(self, rows: int, budget: int) -> None:
+        """Run a pass and a step of this size: kernels are chosen and loaded."""
+        tokens = min(max(2 * budget // rows, 2), self._columns - 2)
+        self.batch(NoCache(), [[row + 1] * tokens for row in range(rows)], 2, budget)
+
+    def batch(
+        self, subject: Subject, prompts: Sequence[list[int]], output: int, budget: int, spent: Spent | None = None
+    ) -> list[int]:
+        """Serve prompts of equal length together; adds to `spent`, and gives the checksum of each one's KV.
+
+        A checksum is over the whole chunks that leave a token to compute; taking it is not in the time.
+        """
+        import torch
+
+        spent = Spent() if spent is None else spent
+        place, room = self._room(len(prompts))
+        ids = torch.tensor(prompts, device=self.device)
+        total = ids.shape[1]
+        with torch.inference_mode():
+            began_s = self._now_s()
+            start = self._load(subject, prompts, room, spent)
+            loaded_s = self._now_s()
+            cache = self._cache(room, start)
+            columns = max(budget // len(prompts), 1)
+            for first in range(start, total, columns):
+                logits = self._forward(ids[:, first : min(first + columns, total)], cache)
+            token = logits[:, -1:].argmax(dim=-1)
+            computed_s = self._now_s()
+            computed = (total - start) * len(prompts)
+            subject.computed(computed, computed_s - loaded_s)
+            saves = [subject.store(prompt, room.row(row, 0)) for row, prompt in enumerate(prompts)]
+            self._saves[place] = [save for save in saves if save is not None]
+            handed_s = self._now_s()
+        checks = [self._checksum(room.row(row, 0), total) for row in range(len(prompts))]
+        with torch.inference_mode():
+            decode_s = self._now_s()
+            for _ in range(output - 1):
+                token = self._forward(token, cache)[:, -1:].argmax(dim=-1)
+            ended_s = self._now_s()
+        spent.load_s += loaded_s - began_s
+        spent.prefill_s += handed_s - loaded_s
+        spent.decode_s += ended_s - decode_s
+        spent.hit_tokens += start * len(prompts)
+        spent.computed_tokens += computed
+        return checks
+
+    def settle(self) -> None:
+        """Wait until the memory of all batches is our own again."""
+        for place in list(self._saves):
+            self._wait(place)
+
+    def checked_tokens(self, total: int) -> int:
+        """Tokens of a prompt that a checksum covers, and that a full hit has at least."""
+        return (total - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
+
+    def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any, spent: Spent) -> int:
+        stop = min(subject.hit(prompt) for prompt in prompts)
+        if not stop:
+            return 0
+        return min(subject.load(prompt, room.row(row, 0), stop) for row, prompt in enumerate(prompts))
+
+    def _room(self, rows: int) -> tuple[tuple[int, int], Any]:
+        """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
+        from kvredis.adapters.transformers_cache import Room
+
+        self._turn = (self._turn + 1) % _ROOMS
+        place = (rows, self._turn)
+        self._wait(place)
+        if place not in self._rooms:
+            self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
+        return place, self._rooms[place]
+
+    def _wait(self, place: tuple[int, int]) -> None:
+        for save in self._saves.pop(place, []):
+            save.wait()
+
+    def _cache(self, room: Any, tokens: int) -> Any:
+        from kvredis.adapters.transformers_cache import fresh_cache
+
+        cache = fresh_cache(self._model.config)
+        room.furnish(cache, fresh_cache(self._model.config), tokens)
+        return cache
+
+    def _forward(self, ids: Tensor, cache: Any) -> Tensor:
+        logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    def _checksum(self, kv: Tensor, total: int) -> int:
+        """A sum of the KV's words, each times a number of its place: equal bytes at equal places give equal sums."""
+        import torch
+
+        stop = self.checked_tokens(total)
+        words = kv[:, :, :stop].contiguous().view(-1).view(torch.int32)
+        if len(self._weights) < len(words):
+            places = torch.arange(1, len(words) + 1, device=self.device)
+            self._weights = (places * _WEIGHT).to(torch.int32) | 1
+        return int((words * self._weights[: len(words)]).sum(dtype=torch.int64))
+
+    def _now_s(self) -> float:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def compare(checks: Sequence[int], others: Sequence[int], what: str) -> None:
+    """Raises VerificationError when a prompt's KV is not what was computed the first time."""
+    for number, (check, other) in enumerate(zip(checks, others, strict=True)):
+        if check != other:
+            raise VerificationError(f"{what}: prompt {number} came back with other bytes than were stored")
