@@ -133,6 +133,9 @@ class Backend(Protocol):
     def match(self, keys: Sequence[bytes]) -> int:
         """Count how many of `keys`, from the first on, are present without a gap; the run is touched."""
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say for each key whether there is a block under it, whatever the others are; touches nothing."""
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
         """Say for each key where its block would come from if it is anywhere; asks nobody and touches nothing."""
 
@@ -167,6 +170,10 @@ class Backend(Protocol):
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Take keys away and count how many there were."""
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        """Take away all keys that begin with `prefix` and count them. Walks over every key there is: for a person who
+        asks for it, never in an engine's way. What is stored meanwhile may stay."""
 
     def prefetch(self, keys: Sequence[bytes]) -> Prefetch:
         """Ask for blocks, the most urgent first, to be brought near; answers at once."""

@@ -95,6 +95,13 @@ class Config:
     min_retrieve_tokens: int | str = _key(
         0, values.whole_or("auto", 0), "N", "do not load fewer tokens than this; auto = by measured speed"
     )
+    max_load_chunks: int = _key(
+        1024, values.whole(1), "N", "chunks that engines with paged KV may be loading at a time; more are computed"
+    )
+    verify_blocks: bool = _key(True, values.flag, "BOOL", "checksums for the blocks of engines with paged KV")
+    bandwidth_gb_s: float = _key(
+        0.0, values.gb_per_s_or_none, "GB/S", "bound on what such an engine moves, loads before stores; 0 = none"
+    )
     blocking_timeout_secs: float = _key(10.0, values.seconds, "SECONDS", "a slower remote is a miss")
     pre_caching_hash_algorithm: str = _key(
         "sha256_cbor",

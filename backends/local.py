@@ -41,6 +41,10 @@ class LocalBackend:
         """As Backend.match."""
         return self.store.match(keys)
 
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """As Backend.present."""
+        return [self.store.find(key) is not None for key in keys]
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         """As Backend.tiers_of."""
         if self.store.tiering is None:
@@ -85,6 +89,10 @@ class LocalBackend:
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete."""
         return self.store.delete(keys)
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        """As Backend.delete_prefix."""
+        return self.store.delete([key for key in self.store.keys_in() if key.startswith(prefix)])
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
         """As Backend.prefetch: from disk into memory. Refused where memory keeps nothing."""

@@ -140,6 +140,15 @@ def seconds_or_none(raw: Any, key: str, source: str) -> float:
     return number
 
 
+def gb_per_s_or_none(raw: Any, key: str, source: str) -> float:
+    """Read a rate in GB/s (1e9 bytes) where 0 means: no bound."""
+    reason = "want a number of GB/s from 0.001 to 10000, or 0"
+    number = _number(raw, key, source, reason)
+    if number != 0 and not 0.001 <= number <= 10_000:
+        raise ConfigError(key, raw, source, reason)
+    return number
+
+
 def size_gib(raw: Any, key: str, source: str) -> float:
     """Read a size greater than 0 and return it in GiB, exactly: a division by a power of two loses no bit."""
     if not isinstance(raw, str | int | float) or isinstance(raw, bool):

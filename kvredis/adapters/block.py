@@ -4,13 +4,18 @@ A block is a safetensors file (https://huggingface.co/docs/safetensors, "Format"
 bytes of JSON, the tensor's bytes. The JSON is padded with blanks until 8 + N is a multiple of 512: the tensor is then
 as well aligned as the block is. One tensor, "kv", of AXES' order; `__metadata__` (strings only, as the format asks)
 carries what makes it ours: format, axes, model, tokens, chunk_tokens, rank, world_size, and part where there is one.
+Its last entry may be xxh3: the XXH3-64 of the tensor's bytes, 16 hex digits, for engines that believe whatever they are
+given. A block without it is as good as ever.
 
 What is read is believed only when it is what the layout says, to the byte; anything else is a LayoutError, and a miss.
 """
 
 import json
+import re
 from functools import lru_cache
 from typing import NamedTuple
+
+from xxhash import xxh3_64_hexdigest
 
 from kvredis.storage.errors import LayoutError
 
@@ -19,23 +24,67 @@ from .layout import AXES, DTYPES, FORMAT, ChunkLayout
 TENSOR_NAME = "kv"
 HEADER_ALIGN_BYTES = 512
 LENGTH_BYTES = 8
+CHECKSUM_DIGITS = 16
+_XXH3_ENTRY = b',"xxh3":"'
+_XXH3_DIGITS = re.compile(rb"[0-9a-f]{%d}" % CHECKSUM_DIGITS)
 HEADER_BYTES_MAX = 16 * 1024
 """Bounds what parsing a bad block costs. No header of ours comes near it; only the model's name has no fixed size."""
 
 
 class Block(NamedTuple):
-    """An opened block: the tensor's bytes (a slice of the caller's view, no copy) and the tokens it covers."""
+    """An opened block: the tensor's bytes (a slice of the caller's view, no copy), the tokens it covers, and the
+    checksum that its header claims, "" where it has none. Nobody has compared it yet."""
 
     tensor: memoryview
     tokens: int
+    checksum: str = ""
 
 
-@lru_cache(maxsize=256)
-def encode_header(layout: ChunkLayout, tokens: int) -> bytes:
-    """Everything before the tensor of a block of `tokens` tokens; its length is a multiple of 512.
+def encode_header(layout: ChunkLayout, tokens: int, checksum: str = "") -> bytes:
+    """Everything before the tensor of a block of `tokens` tokens; its length is a multiple of 512, and the same for
+    every `checksum` but "", which stands for none.
 
     Raises LayoutError when the model's name makes it longer than HEADER_BYTES_MAX.
     """
+    before, behind = _header(layout, tokens, bool(checksum))
+    return before + checksum.encode("ascii") + behind
+
+
+def checksum_of(tensor: memoryview) -> str:
+    """What a header says of these bytes. Other threads run on meanwhile; some 10 to 30 GB/s."""
+    return xxh3_64_hexdigest(tensor)
+
+
+def block_bytes(layout: ChunkLayout, tokens: int, *, is_checked: bool = False) -> int:
+    """Length in bytes of a whole block of `tokens` tokens, header and tensor, with or without a checksum."""
+    return (
+        sum(map(len, _header(layout, tokens, is_checked))) + is_checked * CHECKSUM_DIGITS + layout.chunk_bytes(tokens)
+    )
+
+
+def open_block(view: memoryview, layout: ChunkLayout) -> Block:
+    """Checks a whole block against the layout and lends its tensor. The bytes stay the caller's; nothing is copied.
+
+    Raises LayoutError that names the first difference: damaged, cut short, too long, of another model, dtype or shape.
+    """
+    total = _header_total(view)
+    tokens = layout.chunk_tokens
+    checksum = _claimed_checksum(view[:total], layout, tokens)
+    if checksum is None:  # not a full chunk, the common case, which costs no parsing
+        try:
+            tokens, checksum = _parsed(view[:total], layout)
+        except RecursionError as error:  # brackets in brackets, to be parsed or to be shown
+            raise LayoutError("block header nests too deep") from error
+    if len(view) != total + layout.chunk_bytes(tokens):
+        raise LayoutError(
+            f"block has {len(view) - total} bytes of tensor, its header says {layout.chunk_bytes(tokens)}"
+        )
+    return Block(view[total:], tokens, checksum)
+
+
+@lru_cache(maxsize=256)
+def _header(layout: ChunkLayout, tokens: int, is_checked: bool) -> tuple[bytes, bytes]:
+    """What is before a checksum's digits and what is behind them; all of it and nothing without one."""
     metadata = {
         "format": FORMAT,
         "axes": AXES if layout.planes == 2 else AXES.replace("2", "1"),
@@ -47,6 +96,8 @@ def encode_header(layout: ChunkLayout, tokens: int) -> bytes:
     }
     if layout.part:
         metadata["part"] = layout.part
+    if is_checked:
+        metadata["xxh3"] = "0" * CHECKSUM_DIGITS
     tensor = {
         "dtype": DTYPES[layout.dtype].safetensors,
         "shape": list(layout.shape(tokens)),
@@ -56,31 +107,33 @@ def encode_header(layout: ChunkLayout, tokens: int) -> bytes:
     total = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
     if total > HEADER_BYTES_MAX:
         raise LayoutError(f"a block header of {total} bytes exceeds {HEADER_BYTES_MAX}: the model's name is too long")
-    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+    header = (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+    if not is_checked:
+        return header, b""
+    at = header.rindex(_XXH3_ENTRY) + len(_XXH3_ENTRY)  # in a model's name the quotes would be escaped
+    return header[:at], header[at + CHECKSUM_DIGITS :]
 
 
-def block_bytes(layout: ChunkLayout, tokens: int) -> int:
-    """Length in bytes of a whole block of `tokens` tokens, header and tensor."""
-    return len(encode_header(layout, tokens)) + layout.chunk_bytes(tokens)
+def _claimed_checksum(header: memoryview, layout: ChunkLayout, tokens: int) -> str | None:
+    """The checksum of a header that is this layout's but for its digits, "" if it is so without; None: it is not."""
+    if header == encode_header(layout, tokens):
+        return ""
+    before, behind = _header(layout, tokens, True)
+    at = len(before) + CHECKSUM_DIGITS
+    if header[: len(before)] != before or header[at:] != behind:
+        return None
+    digits = bytes(header[len(before) : at])
+    return digits.decode("ascii") if _XXH3_DIGITS.fullmatch(digits) else None
 
 
-def open_block(view: memoryview, layout: ChunkLayout) -> Block:
-    """Checks a whole block against the layout and lends its tensor. The bytes stay the caller's; nothing is copied.
-
-    Raises LayoutError that names the first difference: damaged, cut short, too long, of another model, dtype or shape.
-    """
-    total = _header_total(view)
-    tokens = layout.chunk_tokens
-    if view[:total] != encode_header(layout, tokens):  # a full chunk, the common case, costs no parsing
-        header = _parse(view, total)
-        tokens = _claimed_tokens(header, layout)
-        if view[:total] != encode_header(layout, tokens):
-            raise LayoutError(_difference(header, layout, tokens))
-    if len(view) != total + layout.chunk_bytes(tokens):
-        raise LayoutError(
-            f"block has {len(view) - total} bytes of tensor, its header says {layout.chunk_bytes(tokens)}"
-        )
-    return Block(view[total:], tokens)
+def _parsed(header: memoryview, layout: ChunkLayout) -> tuple[int, str]:
+    """Tokens and checksum of a header that is this layout's for as many tokens as it says."""
+    claims = _parse(header, len(header))
+    tokens = _claimed_tokens(claims, layout)
+    checksum = _claimed_checksum(header, layout, tokens)
+    if checksum is None:
+        raise LayoutError(_difference(claims, layout, tokens))
+    return tokens, checksum
 
 
 def _header_total(view: memoryview) -> int:

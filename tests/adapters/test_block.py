@@ -168,6 +168,17 @@ def test_damage_is_refused_and_never_another_error() -> None:
             open_block(memoryview(damaged), SMALL)
 
 
+@pytest.mark.parametrize("depth", [200, 900, 950, 990, 1000, 8000])
+def test_a_header_of_brackets_in_brackets_is_refused_and_never_another_error(depth: int) -> None:
+    nested = b"[" * depth + b"]" * depth
+    whole, shape = encode_header(SMALL, 16)[8:].rstrip(), json.dumps(SMALL.shape(16), separators=(",", ":"))
+    for text in (nested, b'{"__metadata__":' + nested + b"}", whole.replace(shape.encode(), nested)):
+        total = -(-(8 + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
+        header = (total - 8).to_bytes(8, "little") + text.ljust(total - 8)
+        with pytest.raises(LayoutError, match=r"JSON object|__metadata__|block shape|nests too deep|within the block"):
+            open_block(memoryview(header + bytes(32768)), SMALL)
+
+
 def test_memory_for_a_prefix_is_heads_first_and_takes_blocks_as_a_whole() -> None:
     kv = random_bits(SMALL, 40)
     for layout, tokens in ((SMALL, 1), (SMALL, 40), (replace(SMALL, head_dim=64), 256)):

@@ -1,0 +1,69 @@
+"""A cache that shares a link with something more important may use so much of it and no more, and what an engine waits
+for goes before what it does not.
+
+Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
+gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+LATE_S = 0.025
+"""Time that may be made up for when a piece is booked late, since its predecessor took so long to move; its own time if
+that is more."""
+
+
+def _wait(changed: threading.Condition, seconds: float | None) -> None:
+    changed.wait(seconds)
+
+
+class Bandwidth:
+    """`bytes_per_s` for loads and stores together; None: no bound, and no order. Raises ValueError below one."""
+
+    def __init__(
+        self,
+        bytes_per_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Condition, float | None], None] = _wait,
+    ) -> None:
+        if bytes_per_s is not None and bytes_per_s < 1:
+            raise ValueError(f"a bandwidth of {bytes_per_s} bytes/s moves nothing")
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._wait = wait
+        self._changed = threading.Condition()
+        self._free_s = clock()  # when all that is booked has passed
+        self._loads = 0
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether anything ever waits."""
+        return self._bytes_per_s is not None
+
+    def piece_bytes(self, wanted: int) -> int:
+        """How much to take at once: a bound is kept evenly when pieces are of 10 ms at most."""
+        return wanted if self._bytes_per_s is None else min(wanted, int(self._bytes_per_s / 100) + 1)
+
+    def begin(self) -> None:
+        """A row of pieces begins: the pause before it is not made up for."""
+        with self._changed:
+            self._free_s = max(self._free_s, self._clock())
+
+    def take(self, nbytes: int, *, is_load: bool) -> None:
+        """Block until so many bytes may be moved. Stores wait for as long as a load does."""
+        if self._bytes_per_s is None:
+            return
+        with self._changed:
+            self._loads += is_load
+            try:
+                while not is_load and self._loads:
+                    self._wait(self._changed, None)
+                mine_s = nbytes / self._bytes_per_s
+                self._free_s = max(self._free_s, self._clock() - max(LATE_S, mine_s)) + mine_s
+                until_s = self._free_s
+                while (left_s := until_s - self._clock()) > 0:
+                    self._wait(self._changed, left_s)
+            finally:
+                self._loads -= is_load
+                self._changed.notify_all()

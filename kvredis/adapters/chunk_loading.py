@@ -1,0 +1,217 @@
+"""One load into an engine's pages: chunks by key, head first, for as long as they come and are what was stored.
+
+A chunk has come when its last byte has been copied, its lease was held until then, and its bytes have the checksum that
+they were stored with. All that is asked while the next chunks are on their way.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+
+from kvredis.backends.base import Lease
+from kvredis.storage.errors import LayoutError
+
+from .block import Block, open_block
+from .checking import Verdict
+from .chunk_moves import ChunkMove
+from .layout import ChunkLayout
+from .moving_options import Errand, Means
+from .tensors import view_tensor
+from .transfer import Moving, Part
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LeasedChunk:
+    """A chunk whose bytes are lent, and look like its layout's. Whoever has one releases it."""
+
+    move: ChunkMove
+    lease: Lease
+    block: Block
+    verdict: Verdict
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.block.tensor.nbytes
+
+    def release(self) -> None:
+        """End the lease, when nobody hashes the bytes any more."""
+        self.verdict.drop()
+        self.block = Block(memoryview(b""), 0)
+        self.lease.release()
+
+
+class Intake:
+    """Takes leases in and tells good chunks from others, which it counts. `forget` deletes blocks that were damaged:
+    they would be found, and missed, again and again."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._damaged: list[bytes] = []
+
+    def open(self, move: ChunkMove, lease: Lease | None) -> LeasedChunk | None:
+        """The chunk that was leased, or None: it is missing, or not what the layout says. Its lease has ended then."""
+        if lease is None:
+            self._means.counters.add(missing_chunks=1)
+            return None
+        group = self._means.groups[move.group]
+        try:
+            block = open_block(lease.view, group.layout)
+            if block.tokens < group.tokens_of(move):
+                raise LayoutError(f"block covers {block.tokens} tokens, its pages {group.tokens_of(move)}")
+        except LayoutError as error:
+            self._refuse(move, lease, str(error))
+            lease.release()
+            return None
+        return LeasedChunk(
+            move, lease, last_tokens(block, group.layout, group.tokens_of(move)), self._means.checking.verdict(block)
+        )
+
+    def judge(self, chunk: LeasedChunk) -> bool:
+        """Whether what has been copied, to the last byte, is what was stored."""
+        if not chunk.verdict.wait():
+            self._refuse(chunk.move, chunk.lease, "its bytes do not have its checksum")
+            return False
+        if not chunk.lease.held:
+            self._means.counters.add(expired_chunks=1)
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Delete what was damaged."""
+        if self._damaged:
+            self._means.backend.delete(self._damaged)
+            self._damaged = []
+
+    def _refuse(self, move: ChunkMove, lease: Lease, why: str) -> None:
+        if not lease.held:  # the memory is another value's by now
+            self._means.counters.add(expired_chunks=1)
+            return
+        self._means.counters.add(corrupt_chunks=1)
+        self._damaged.append(move.key)
+        logger.warning(
+            "A stored block was refused and counts as a miss: %s: %s", move.key.decode("ascii", "replace"), why
+        )
+
+
+def last_tokens(block: Block, layout: ChunkLayout, tokens: int) -> Block:
+    """The block itself, or a copy of its last tokens: a layer's bytes must lie together, and of a block that is partly
+    there already, or that a window begins in, only one of a load is so."""
+    if tokens == block.tokens:
+        return block
+    tail = view_tensor(block.tensor, layout, block.tokens)[:, :, block.tokens - tokens :].contiguous()
+    return Block(tail.view(-1).view(torch.uint8).numpy().data, tokens, block.checksum)
+
+
+def note_come(means: Means, errand: Errand, chunks: list[LeasedChunk]) -> None:
+    """Count chunks that have come."""
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    errand.come += len(chunks)
+    errand.tokens += sum(chunk.block.tokens for chunk in chunks)
+    errand.nbytes += nbytes
+    means.counters.add(loaded_chunks=len(chunks), loaded_bytes=nbytes)
+
+
+class ChunkLoading:
+    """Loads an errand's moves; `run` may raise what backend and transfer raise. The errand's `come` is right whatever
+    happens, and when `run` has ended nothing is written any more."""
+
+    def __init__(self, means: Means, errand: Errand) -> None:
+        self._means = means
+        self._errand = errand
+        self._intake = Intake(means)
+        self._next: list[LeasedChunk] = []  # of one group
+        self._next_bytes = 0
+        self._under_way: deque[tuple[list[LeasedChunk], Moving]] = deque()
+        self._under_way_bytes = 0
+        self._gap = False
+        """Whether a chunk has not come: what is behind it is of no use."""
+
+    def run(self) -> None:
+        """Load until the first chunk that does not come, or until nobody wants it any more."""
+        moves = self._errand.moves
+        self._means.bandwidth.begin()
+        try:
+            with closing(self._means.backend.load([move.key for move in moves])) as leases:
+                for move, lease in zip(moves, leases, strict=True):
+                    chunk = self._intake.open(move, lease)
+                    if chunk is None or not self._add(chunk):
+                        break
+            if not self._gap and not self._errand.cancelled:
+                self._send()
+            while self._under_way and not self._gap:
+                self._settle()
+        finally:
+            self._drop()
+        self._intake.forget()
+        if self._errand.come:  # the head was used first, which would make it the first to be evicted
+            self._means.backend.touch([move.key for move in moves[: self._errand.come]])
+
+    def _add(self, chunk: LeasedChunk) -> bool:
+        """Take a chunk along, and say whether to go on."""
+        if self._next and self._next[0].move.group != chunk.move.group:
+            self._send()
+        self._next.append(chunk)
+        self._next_bytes += chunk.nbytes
+        if self._errand.cancelled:
+            return False
+        if self._next_bytes >= self._means.piece_bytes:
+            self._send()
+            while self._under_way and not self._gap and (self._is_full or self._is_known):
+                self._settle()
+        return not self._gap
+
+    @property
+    def _is_full(self) -> bool:
+        return self._under_way_bytes > self._means.options.window_bytes
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the oldest batch can be judged at once: the sooner its leases end the better."""
+        chunks, moving = self._under_way[0]
+        return moving.done and all(chunk.verdict.is_known for chunk in chunks)
+
+    def _send(self) -> None:
+        if self._next:
+            self._means.bandwidth.take(self._next_bytes, is_load=True)
+            transfer = self._means.groups[self._next[0].move.group].transfer
+            moving = transfer.load([Part(chunk.move.pages, chunk.block.tensor) for chunk in self._next])
+            self._under_way.append((self._next, moving))
+            for chunk in self._next:
+                chunk.verdict.begin()  # beside the copies, and behind them where there is one core for both
+            self._under_way_bytes += self._next_bytes
+            self._next, self._next_bytes = [], 0
+
+    def _settle(self) -> None:
+        """Wait for the oldest batch, and judge it."""
+        chunks, moving = self._under_way[0]
+        moving.wait()
+        self._under_way.popleft()
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        self._under_way_bytes -= nbytes
+        come = 0
+        try:
+            while come < len(chunks) and self._intake.judge(chunks[come]):
+                come += 1
+        finally:
+            note_come(self._means, self._errand, chunks[:come])
+            for chunk in chunks:
+                chunk.release()
+        self._gap = come < len(chunks)
+
+    def _drop(self) -> None:
+        """End what is left: no page is written behind this, and no lease held."""
+        for chunks, moving in self._under_way:
+            with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                moving.wait()
+            self._next += chunks
+        for chunk in self._next:
+            chunk.release()
+        self._under_way.clear()
+        self._next = []

@@ -1,0 +1,171 @@
+"""A step's loads, layer by layer: attention of layer 0 begins when layer 0 is there, and the rest comes meanwhile.
+
+All chunks are leased first, then one layer of all of them moves after the other; while one is waited for, the next two
+are asked for already, so that a device is never idle. What an engine sees of it is the leasing and one layer. Where a
+lease is the bytes themselves (memory of this process, or of a server on this host) leasing takes microseconds; through
+a socket whole blocks must have come before layer 0 moves, so there it hides the copies and not the network.
+
+Whether a chunk was good is known when its last layer has moved, and `finished` says so behind the forward pass: the
+engine may have computed with it by then, and computes again.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from .chunk_loading import Intake, LeasedChunk, note_come
+from .later import Later
+from .moving_options import Errand, Means
+from .transfer import Moving, Part
+
+AHEAD = 2
+"""Layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking for more
+would delay."""
+
+
+def places_of(means: Means) -> list[int]:
+    """The layers of the model that there are, in order."""
+    found = {place for group in means.groups for place in (group.places or range(group.layout.layers))}
+    return sorted(found)
+
+
+def layer_bytes(chunk: memoryview, layers: int, layer: int) -> memoryview:
+    """The bytes of one layer of a chunk's tensor."""
+    nbytes = chunk.nbytes // layers
+    return chunk[layer * nbytes : (layer + 1) * nbytes]
+
+
+def has_moved(movings: Sequence[Moving]) -> bool:
+    """Whether waiting for them takes no time."""
+    return all(moving.done for moving in movings)
+
+
+@dataclass(slots=True)
+class _Load:
+    errand: Errand
+    chunks: list[LeasedChunk] = field(default_factory=list)
+
+
+class LayerLoads(Later):
+    """The loads of one step: `run`, on the thread that loads, brings them; `wait_layer` is the engine's."""
+
+    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
+        super().__init__(0)
+        self.errands = list(errands)
+        self._loads = [_Load(errand) for errand in errands]
+        self.loaded_s: dict[int, float] = {}
+        """When each layer had come (time.monotonic)."""
+        self._means = means
+        self._intake = Intake(means)
+        self._places = places_of(means)
+        self._changed = threading.Condition()
+        self._through = -1
+        self._ended = False
+        self._hashed = 0
+
+    def end(self, tokens: int) -> None:
+        """As Later.end; nobody waits for a layer any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        super().end(tokens)
+
+    def wait_layer(self, place: int) -> None:
+        """Block until that layer of the model and all before it have come, or nothing more comes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._through >= place)
+
+    def run(self) -> None:
+        """Bring all layers; each errand's `come` is right when it ends. Raises what backend and transfer raise."""
+        waiting: deque[tuple[int, list[Moving]]] = deque()
+        ahead = 0 if self._means.bandwidth.is_bound else AHEAD  # else a layer that is there waited for the next's turn
+        self._means.bandwidth.begin()
+        try:
+            for load in self._loads:
+                self._lease(load)
+            for place in self._places:
+                waiting.append((place, []))
+                self._send(place, waiting[-1][1])
+                while waiting and (len(waiting) > min(ahead, len(self.loaded_s)) or has_moved(waiting[0][1])):
+                    self._settle(waiting)
+            while waiting:
+                self._settle(waiting)
+            for load in self._loads:
+                self._judge(load)
+        finally:
+            for moving in (each for _, movings in waiting for each in movings):
+                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                    moving.wait()
+            for chunk in (chunk for load in self._loads for chunk in load.chunks):
+                chunk.release()
+        self._intake.forget()
+        self._touch()
+
+    def _lease(self, load: _Load) -> None:
+        moves = load.errand.moves
+        with closing(self._means.backend.load([move.key for move in moves])) as leases:
+            for move, lease in zip(moves, leases, strict=True):
+                chunk = self._intake.open(move, lease)
+                if chunk is None:
+                    break
+                load.chunks.append(chunk)
+                if load.errand.cancelled or self.cancelled:
+                    break
+
+    def _send(self, place: int, movings: list[Moving]) -> None:
+        """Ask for one layer of all chunks that are wanted still; what is under way is in `movings` in any case."""
+        for number, group in enumerate(self._means.groups):
+            layer = group.layer_of(place)
+            if layer is None:
+                continue
+            parts = [
+                Part(
+                    chunk.move.pages,
+                    layer_bytes(chunk.block.tensor, group.layout.layers, layer),
+                    range(layer, layer + 1),
+                )
+                for load in self._loads
+                if not load.errand.cancelled and not self.cancelled
+                for chunk in load.chunks
+                if chunk.move.group == number
+            ]
+            if parts:
+                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=True)
+                movings.append(group.transfer.load(parts))
+
+    def _settle(self, waiting: "deque[tuple[int, list[Moving]]]") -> None:
+        place, movings = waiting[0]
+        for moving in movings:
+            moving.wait()
+        waiting.popleft()
+        with self._changed:
+            self._through = place
+            self.loaded_s[place] = time.monotonic()
+            self._changed.notify_all()
+        self._hash_some()
+
+    def _hash_some(self) -> None:
+        """Begin to hash so many chunks that all are begun with the last layer: sooner would delay the next layers, and
+        an answer is not wanted before."""
+        chunks = [chunk for load in self._loads for chunk in load.chunks]
+        share = -(-len(chunks) // len(self._places))
+        for chunk in chunks[self._hashed : self._hashed + share]:
+            chunk.verdict.begin()
+        self._hashed += share
+
+    def _judge(self, load: _Load) -> None:
+        if load.errand.cancelled or self.cancelled:
+            return
+        come = 0
+        while come < len(load.chunks) and self._intake.judge(load.chunks[come]):
+            come += 1
+        note_come(self._means, load.errand, load.chunks[:come])
+
+    def _touch(self) -> None:
+        for load in self._loads:
+            if load.errand.come:
+                self._means.backend.touch([move.key for move in load.errand.moves[: load.errand.come]])

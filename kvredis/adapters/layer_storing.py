@@ -1,0 +1,155 @@
+"""A step's stores, layer by layer: each layer leaves the engine's pages while the next is computed.
+
+Room for whole chunks is held from the first layer to the last, and a chunk is visible when its last layer is in it:
+never a part. So the copy out of the engine is over when the step is, but for one layer. Over a socket the bytes leave
+this process only then, as whole values.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .chunk_moves import ChunkMove
+from .chunk_storing import Filled, ReservedChunk, by_group, reserve
+from .later import Later
+from .layer_loading import AHEAD, has_moved, layer_bytes, places_of
+from .moving_options import Errand, Means
+from .transfer import Moving, Part
+
+logger = logging.getLogger(__name__)
+
+
+class LayerStores(Later):
+    """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
+
+    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
+        super().__init__(0)
+        self.errands = list(errands)
+        self.computed_s: dict[int, float] = {}
+        """When each layer was said to be computed (time.monotonic)."""
+        self.stored_s: dict[int, float] = {}
+        """When each layer's bytes had left the engine's pages."""
+        self._means = means
+        self._places = places_of(means)
+        self._changed = threading.Condition()
+        self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._finished = False
+        self._rooms: list[tuple[Errand, ReservedChunk]] = []
+        self._moving: deque[tuple[int, list[Moving]]] = deque()
+
+    def computed(self, place: int, after: torch.cuda.Event | None) -> bool:
+        """A layer of the model is there, on a GPU when `after` has passed. False: it is not this step's next."""
+        with self._changed:
+            if self._finished or (self.computed_s and place <= max(self.computed_s)):
+                return False
+            self.computed_s[place] = time.monotonic()
+            self._computed.append((place, after))
+            self._changed.notify_all()
+        return True
+
+    def finish(self) -> None:
+        """No more layers are computed."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """As Later.cancel."""
+        super().cancel()
+        self.finish()
+
+    def run(self) -> None:
+        """Store what is not there yet. Raises what backend and transfer raise; when it has ended no page is read any
+        more, and no room held."""
+        self._means.bandwidth.begin()
+        try:
+            for errand in self.errands:
+                for moves in by_group(errand.moves):
+                    self._reserve(errand, moves)
+            while (layer := self._next()) is not None:
+                self._moving.append((layer[0], []))
+                self._send(*layer, self._moving[-1][1])
+            if list(self.stored_s) == self._places:
+                self._commit()
+            elif self._rooms:
+                self._means.counters.add(dropped_stores=len(self._rooms))
+        finally:
+            for moving in (each for _, movings in self._moving for each in movings):
+                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                    moving.wait()
+            for _, chunk in self._rooms:
+                chunk.abort()
+            self._rooms = []
+
+    def _reserve(self, errand: Errand, moves: list[ChunkMove]) -> None:
+        """Room for what is not stored yet, from the head on as far as there is any."""
+        if errand.cancelled or self.cancelled:
+            return
+        group = self._means.groups[moves[0].group]
+        present = self._means.backend.match([move.key for move in moves])
+        missing = sum(group.tokens_of(move) for move in moves[present:])
+        logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, errand.total, errand.request)
+        left = len(moves) - present
+        length = group.value_bytes(moves[0], is_checked=self._means.checking.is_on)
+        count = min(self._means.backend.room(length), left) if left else 0
+        refused = 0
+        for move in moves[present : present + count]:
+            chunk = reserve(self._means, move)
+            if chunk is None:  # what is behind a gap is worth nothing
+                refused = 1
+                break
+            left -= 1
+            self._rooms.append((errand, chunk))
+        self._means.counters.add(present_chunks=present, refused_stores=refused, dropped_stores=left - refused)
+
+    def _next(self) -> tuple[int, torch.cuda.Event | None] | None:
+        """The next layer that has been computed, None behind the last. Meanwhile those under way arrive."""
+        while True:
+            with self._changed:
+                if not self._moving:
+                    self._changed.wait_for(lambda: self._computed or self._finished)
+                is_ready = bool(self._moving) and has_moved(self._moving[0][1])
+                if self._computed and not self.cancelled and not is_ready and len(self._moving) <= AHEAD:
+                    return self._computed.popleft()
+                if not self._moving:
+                    return None
+            self._settle()
+
+    def _settle(self) -> None:
+        place, movings = self._moving[0]
+        for moving in movings:
+            moving.wait()
+        self._moving.popleft()
+        self.stored_s[place] = time.monotonic()
+
+    def _send(self, place: int, after: torch.cuda.Event | None, movings: list[Moving]) -> None:
+        for number, group in enumerate(self._means.groups):
+            layer = group.layer_of(place)
+            if layer is None:
+                continue
+            parts = [
+                Part(chunk.move.pages, layer_bytes(chunk.tensor, group.layout.layers, layer), range(layer, layer + 1))
+                for errand, chunk in self._rooms
+                if not errand.cancelled and chunk.move.group == number
+            ]
+            if parts:
+                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=False)
+                movings.append(group.transfer.store(parts, after=after))
+
+    def _commit(self) -> None:
+        """Make all visible, of each errand and group the tail first."""
+        for errand in self.errands:
+            mine = [chunk for owner, chunk in self._rooms if owner is errand]
+            self._rooms = [(owner, chunk) for owner, chunk in self._rooms if owner is not errand]
+            if errand.cancelled:
+                for chunk in mine:
+                    chunk.abort()
+                continue
+            Filled(self._means, errand, mine[::-1]).commit()
+            for moves in by_group(errand.moves):
+                self._means.backend.touch([move.key for move in moves])

@@ -1,0 +1,288 @@
+"""The worker's side of an engine, whichever it is: chunks between a Backend and the engine's pages, behind its back.
+
+A thread for loads and one for stores, each of which does one job after the other in few long calls without the GIL: an
+engine that steps busily in the same process leaves little of it. Whatever happens there is a failed page, a counter and
+a line in the log, and never an error of the engine's.
+
+Until a job is over its pages are its own: a load writes them, a store reads them. `finished` says when that ends, and
+`cancel` makes it end sooner.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvredis.backends.base import Backend
+
+from .bandwidth import Bandwidth
+from .checking import Checking
+from .chunk_loading import ChunkLoading
+from .chunk_moves import LoadJob, StoreJob
+from .chunk_storing import ChunkStoring
+from .later import Behind, Later
+from .layer_loading import LayerLoads
+from .layer_storing import LayerStores
+from .moving_options import Counters, Errand, Finished, Means, MovingOptions
+from .moving_options import PagedGroup as PagedGroup
+
+logger = logging.getLogger(__name__)
+
+
+class _Turn(Later):
+    """One whole errand in the queue of a background thread."""
+
+    def __init__(self, errand: Errand, run: Callable[[], None]) -> None:
+        super().__init__(0)
+        self.errands = [errand]
+        self.run = run
+
+
+Turn = _Turn | LayerLoads | LayerStores
+
+
+class ChunkMover:
+    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are asked for by
+    one thread, the rest by any. Nothing here raises."""
+
+    def __init__(self, backend: Backend, groups: Sequence[PagedGroup], options: MovingOptions | None = None) -> None:
+        self.options = MovingOptions() if options is None else options
+        self.counters = Counters()
+        bandwidth, checking = Bandwidth(self.options.bytes_per_s), Checking(is_on=self.options.verify)
+        self._means = Means(backend, tuple(groups), self.options, bandwidth, checking, self.counters)
+        self._loader: Behind[Turn] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._storer: Behind[Turn] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
+        self._changed = threading.Condition()  # of all below
+        self._errands: dict[str, list[Errand]] = {}
+        self._chunks = {True: 0, False: 0}
+        """Of errands that are not over: loads, stores."""
+        self._finished = Finished()
+        self._failing = {True: False, False: False}
+        """Whether the latest load, and store, has failed: one line a spell."""
+        self._layer_loads: LayerLoads | None = None
+        self._layer_stores: LayerStores | None = None
+
+    # ---- whole chunks ------------------------------------------------------------------------------------------------
+
+    def load(self, job: LoadJob) -> None:
+        """Bring a job's chunks in the background, behind the loads that were asked for before."""
+        self._load(job)
+
+    def load_now(self, job: LoadJob) -> int:
+        """The same before it returns: how many of the job's first moves have come. What has failed is in the next
+        `finished`, as with `load`."""
+        errand, turn = self._load(job)
+        turn.wait()
+        return errand.come
+
+    def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
+        """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
+        errand = Errand(job.request, job.moves, total=job.total)
+        if self._admit(errand):
+            self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after).run))
+
+    def finished(self) -> Finished:
+        """What is over since the last call; waits for nothing."""
+        with self._changed:
+            finished, self._finished = self._finished, Finished()
+        return finished
+
+    def cancel(self, request: str, wait_s: float = 0.0) -> bool:
+        """Want no more of a request's loads and stores. True: its pages are free now. False: a copy is under way still
+        when `wait_s` have passed; they are free when `finished` names the request."""
+        with self._changed:
+            self._cancel(request)
+            return self._changed.wait_for(lambda: request not in self._errands, wait_s)
+
+    # ---- layer by layer ----------------------------------------------------------------------------------------------
+
+    def begin_layers(self, jobs: Sequence[LoadJob]) -> None:
+        """Begin a step whose loads come layer by layer, behind the loads that were asked for before. All their chunks
+        are leased at once, for as long as that takes: what does not fit into memory does not come."""
+        errands = [Errand(job.request, job.moves) for job in jobs]
+        errands = [errand for errand in errands if self._admit(errand)]
+        self._layer_loads = LayerLoads(self._means, errands) if errands else None
+        if self._layer_loads is not None:
+            self._submit(self._loader, self._layer_loads)
+
+    def wait_layer(self, place: int) -> None:
+        """Block until that layer of the model, and those before it, are in the pages of all chunks of `begin_layers`,
+        or it is known that they do not come."""
+        if self._layer_loads is not None:
+            began_s = time.monotonic()
+            self._layer_loads.wait_layer(place)
+            self.counters.add(layer_wait_seconds=time.monotonic() - began_s)
+
+    def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
+        """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
+        the same for all layers of a step, which are said in their order; the first begins it."""
+        if self._layer_stores is None or not self._layer_stores.computed(place, self._launched()):
+            if self._layer_stores is not None:
+                self._layer_stores.finish()
+            errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]
+            errands = [errand for errand in errands if self._admit(errand)]
+            self._layer_stores = LayerStores(self._means, errands)
+            self._layer_stores.computed(place, self._launched())
+            if errands:
+                self._submit(self._storer, self._layer_stores)
+
+    def end_layers(self) -> None:
+        """The forward pass of the step is over: waits for the loads of `begin_layers`, so that the next `finished` says
+        which of them have failed. Stores go on in the background; those that lack a layer are given up."""
+        if self._layer_loads is not None:
+            self._layer_loads.wait()
+        if self._layer_stores is not None:
+            self._layer_stores.finish()
+        self._layer_loads = self._layer_stores = None
+
+    @property
+    def layer_loads(self) -> LayerLoads | None:
+        """Those of this step, for who wants to know when each layer came."""
+        return self._layer_loads
+
+    @property
+    def layer_stores(self) -> LayerStores | None:
+        """Those of this step."""
+        return self._layer_stores
+
+    # ---- all of it ---------------------------------------------------------------------------------------------------
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing that was asked for is under way, at most so long; say whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._errands, timeout_s)
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters since the start, by name, and the chunks under way now."""
+        with self._changed:
+            under_way = {"loading_chunks": self._chunks[True], "storing_chunks": self._chunks[False]}
+        return {**self.counters.sums(), **under_way}
+
+    def close(self) -> None:
+        """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
+        with self._changed:
+            for request in tuple(self._errands):
+                self._cancel(request)
+        self._loader.close()
+        self._storer.close()
+        self._means.checking.close()
+        with self._changed:  # what was asked for meanwhile has not begun, and does not any more
+            for request in tuple(self._errands):
+                self._cancel(request)
+
+    # ---- errands -----------------------------------------------------------------------------------------------------
+
+    def _load(self, job: LoadJob) -> tuple[Errand, _Turn]:
+        errand = Errand(job.request, job.moves)
+        turn = _Turn(errand, ChunkLoading(self._means, errand).run)
+        if self._admit(errand):
+            self._submit(self._loader, turn)
+        else:
+            turn.end(0)
+        return errand, turn
+
+    def _admit(self, errand: Errand) -> bool:
+        """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
+        groups = len(self._means.groups)
+        wrong = next((move for move in errand.moves if not 0 <= move.group < groups or not move.pages), None)
+        if wrong is not None:
+            logger.error(
+                "Request %s: there is nothing to move as pages %s of group %d", errand.request, wrong.pages, wrong.group
+            )
+            self.counters.add(errors=1)
+        bound = self.options.max_load_chunks if errand.is_load else self.options.max_store_chunks
+        is_mine = self.options.role != ("kv_producer" if errand.is_load else "kv_consumer")
+        with self._changed:
+            self._errands.setdefault(errand.request, []).append(errand)
+            self._chunks[errand.is_load] += len(errand.moves)
+            if not is_mine or not errand.moves or wrong is not None:
+                self._end(errand)
+            elif self._chunks[errand.is_load] > bound:
+                self._refuse(errand)
+            return not errand.over
+
+    def _submit(self, behind: Behind[Turn], turn: Turn) -> None:
+        if not behind.add(turn):
+            with self._changed:
+                for errand in turn.errands:
+                    self._refuse(errand)
+
+    def _refuse(self, errand: Errand) -> None:
+        """It is too much; holds the lock."""
+        if not errand.over:
+            if errand.is_load:
+                self.counters.add(refused_loads=1)
+            else:
+                self.counters.add(dropped_stores=len(errand.moves))
+                logger.info("Dropped %d chunks of request %s: too many wait", len(errand.moves), errand.request)
+            self._end(errand)
+
+    def _run(self, turn: Turn) -> int:
+        """One turn of a background thread; raises nothing."""
+        errands, is_load = turn.errands, turn.errands[0].is_load
+        with self._changed:
+            for errand in errands:
+                errand.started = not errand.over
+        began_s, failing = time.monotonic(), False
+        try:
+            if any(errand.started for errand in errands):
+                turn.run()
+        except Exception as error:
+            failing = True
+            self.counters.add(errors=1)
+            if not self._failing[is_load]:
+                logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
+        self._failing[is_load] = failing
+        seconds = time.monotonic() - began_s
+        self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds})
+        for errand in errands:
+            self._log(errand, seconds)
+        with self._changed:
+            for errand in errands:
+                self._end(errand)
+        return 0
+
+    def _cancel(self, request: str) -> None:
+        """Holds the lock."""
+        for errand in tuple(self._errands.get(request, ())):
+            errand.cancelled = True
+            if not errand.started:
+                self._end(errand)
+
+    def _end(self, errand: Errand) -> None:
+        """It is over; holds the lock. A second call does nothing."""
+        if errand.over:
+            return
+        errand.over = True
+        mine = self._errands[errand.request]
+        mine.remove(errand)
+        if not mine:
+            del self._errands[errand.request]
+        self._chunks[errand.is_load] -= len(errand.moves)
+        if errand.cancelled:
+            self.counters.add(cancelled_jobs=1)
+        if errand.is_load:
+            self._end_load(errand)
+        elif not any(not other.is_load for other in mine):
+            self._finished.stored.add(errand.request)
+        self._changed.notify_all()
+
+    def _end_load(self, errand: Errand) -> None:
+        self._finished.loaded.add(errand.request)
+        failed = () if errand.cancelled else errand.moves[errand.come :]
+        self.counters.add(loads=1, failed_chunks=len(failed))
+        if failed:
+            pages = self._finished.failed_pages.setdefault(errand.request, [])
+            pages += [(move.group, page) for move in failed for page in move.pages]
+
+    def _log(self, errand: Errand, seconds: float) -> None:
+        if errand.come and logger.isEnabledFor(logging.INFO):
+            verb, gb = "Retrieved" if errand.is_load else "Stored", errand.nbytes / 1e9
+            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
+            logger.info(text, verb, errand.tokens, errand.request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
+
+    def _launched(self) -> torch.cuda.Event | None:
+        device = self._means.groups[0].paged.device
+        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

@@ -1,0 +1,346 @@
+"""Layer by layer: one leaves while the next is computed and comes before it is needed; a chunk is all or nothing."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from kvredis.adapters.chunk_moves import LoadJob, StoreJob
+from kvredis.adapters.layer_storing import LayerStores
+from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.transfer import HostTransfer, Moving, Part
+from kvredis.backends.local import LocalBackend
+from tests.adapters.fake_backend import FakeBackend
+from tests.adapters.paged_engine import (
+    CHUNK,
+    WAIT_S,
+    PagedEngine,
+    block_for,
+    mover_on,
+    moves_of,
+    pages_in,
+)
+from tests.backends.nodes import wait_until
+from tests.storage.small_store import small_store
+
+PLACES = range(6)
+
+
+class LaterMoving:
+    """Parts that move when the test says so."""
+
+    parts_done = 0
+
+    def __init__(self, move: Callable[[], object]) -> None:
+        self._move = move
+        self.gone = threading.Event()
+        self.failure: RuntimeError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.gone.is_set()
+
+    def let_go(self) -> None:
+        self._move()
+        self.gone.set()
+
+    def wait(self, parts: int | None = None) -> None:
+        assert self.gone.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+
+
+class ManualTransfer(HostTransfer):
+    """Both directions wait for the test, unless `by_hand` is false."""
+
+    by_hand = True
+
+    def __init__(self, paged: PagedKV) -> None:
+        super().__init__(paged)
+        self.calls: list[tuple[range | None, LaterMoving]] = []
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        return self._later(parts, lambda: HostTransfer.store(self, parts, after=after))
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        return self._later(parts, lambda: HostTransfer.load(self, parts, after=after))
+
+    def _later(self, parts: Sequence[Part], move: Callable[[], object]) -> Moving:
+        moving = LaterMoving(move)
+        self.calls.append((parts[0].layers, moving))
+        if not self.by_hand:
+            moving.let_go()
+        return moving
+
+
+def by_hand(engine: PagedEngine) -> list[ManualTransfer]:
+    """The transfers of an engine that was made with such."""
+    transfers = [group.transfer for group in engine.groups]
+    assert all(isinstance(each, ManualTransfer) for each in transfers)
+    return transfers  # type: ignore[return-value]
+
+
+def of_both(name: str, chunks: int = 3, seed: int = 0) -> LoadJob:
+    """A job over both groups of layers."""
+    return LoadJob(name, moves_of(name, chunks, seed) + moves_of(name, 2, seed, group=1))
+
+
+def with_blocks(*jobs: LoadJob) -> tuple[FakeBackend, PagedEngine]:
+    """A backend that has the jobs' chunks, and the engine that they are from."""
+    source, backend = PagedEngine(50), FakeBackend()
+    for move in (move for job in jobs for move in job.moves):
+        backend.put(move.key, block_for(source, move))
+    return backend, source
+
+
+def compute(engine: PagedEngine, place: int) -> None:
+    """Attention of a layer of the model writes it, all over."""
+    for group, layers in zip(engine.groups, engine.memory, strict=True):
+        layer = group.layer_of(place)
+        if layer is not None:
+            bits = layers[layer].view(torch.int16)
+            bits.copy_(torch.randint(-30000, 30000, bits.shape, generator=torch.Generator().manual_seed(place)))
+
+
+def test_layer_0_has_been_stored_before_the_last_layer_is_computed_and_nothing_can_be_seen_before_it_is_whole() -> None:
+    engine, backend = PagedEngine(), LocalBackend(small_store())
+    job, begun = StoreJob("r", of_both("r").moves, 3 * CHUNK), list[LayerStores]()
+    with mover_on(backend, engine) as mover:
+        for place in PLACES:
+            compute(engine, place)
+            if place == PLACES[-1]:
+                wait_until(lambda: 0 in begun[0].stored_s, "layer 0 in the store's memory")
+            mover.save_layer(place, [job])
+            if place == 0 and mover.layer_stores is not None:
+                begun.append(mover.layer_stores)
+            if place != PLACES[-1]:
+                assert not any(backend.present([move.key for move in job.moves]))
+        mover.end_layers()
+        assert mover.layer_stores is None
+        assert mover.settle(WAIT_S)
+        assert mover.finished().stored == {"r"}
+        assert begun[0].stored_s[0] < begun[0].computed_s[5]
+        assert list(begun[0].stored_s) == list(PLACES)
+        assert all(backend.present([move.key for move in job.moves]))
+        assert mover.stats()["stored_chunks"] == 5
+    with mover_on(backend, other := PagedEngine(300)) as mover:
+        assert mover.load_now(LoadJob("s", of_both("r", seed=4).moves)) == 5
+    for from_, to in zip(job.moves, of_both("r", seed=4).moves, strict=True):
+        assert other.bytes_of(to) == engine.bytes_of(from_)
+    backend.close()
+
+
+def test_only_what_is_new_leaves_layer_by_layer_and_the_tail_is_seen_first() -> None:
+    engine, backend, job = PagedEngine(), FakeBackend(), of_both("r", 4)
+    backend.put(job.moves[0].key, block_for(engine, job.moves[0]))
+    del backend.written[:]
+    with mover_on(backend, engine) as mover:
+        for place in PLACES:
+            mover.save_layer(place, [StoreJob("r", job.moves, 4 * CHUNK)])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert backend.written == [move.key for move in job.moves[1:]][::-1]
+        for place in PLACES:  # now all of it is there
+            mover.save_layer(place, [StoreJob("r", job.moves, 4 * CHUNK)])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        stats = mover.stats()
+        assert (stats["stored_chunks"], stats["present_chunks"], stats["errors"]) == (5, 7, 0)
+    assert all(backend.values[move.key] == block_for(engine, move) for move in job.moves)
+
+
+def test_a_step_that_ends_without_its_last_layer_stores_nothing_and_gives_its_room_back() -> None:
+    engine, backend = PagedEngine(), LocalBackend(small_store())
+    jobs = [StoreJob(name, of_both(name).moves, 3 * CHUNK) for name in "ab"]
+    with mover_on(backend, engine) as mover:
+        for place in PLACES[:5]:
+            mover.save_layer(place, jobs[:1])
+        for place in PLACES:  # nobody has said that the step before was over
+            mover.save_layer(place, jobs[1:])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert mover.finished().stored == {"a", "b"}
+        assert mover.stats()["dropped_stores"] == 5
+    assert not any(backend.present([move.key for move in jobs[0].moves]))
+    assert all(backend.present([move.key for move in jobs[1].moves]))
+    backend.close()
+
+
+def test_layers_without_room_are_dropped_from_the_tail_on() -> None:
+    engine, backend = PagedEngine(groups=1), LocalBackend(small_store(nbytes=4 * 64 * 1024))
+    moves = moves_of("r", 9)
+    with mover_on(backend, engine) as mover:
+        for place in range(4):
+            mover.save_layer(place, [StoreJob("r", moves, 9 * CHUNK)])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        stats = mover.stats()
+    kept = backend.match([move.key for move in moves])
+    assert kept == stats["stored_chunks"] == 9 - stats["refused_stores"] - stats["dropped_stores"] > 1
+    backend.close()
+
+
+def test_a_layer_that_is_waited_for_is_there_and_the_next_ones_are_asked_for_already() -> None:
+    job = LoadJob("r", moves_of("r", 3))
+    backend, source = with_blocks(job)
+    engine = PagedEngine(transfer=ManualTransfer, groups=1)
+    (transfer,) = by_hand(engine)
+    with mover_on(backend, engine) as mover:
+        mover.begin_layers([job])
+        for layer, asked in enumerate([1, 3, 4, 4]):  # the second has one behind it, and only the third two
+            wait_until(lambda asked=asked: len(transfer.calls) == asked, "two layers ahead")  # type: ignore[misc]
+            assert transfer.calls[layer][0] == range(layer, layer + 1)
+            transfer.calls[layer][1].let_go()
+            mover.wait_layer(layer)
+            for done in range(4):
+                ours, theirs = engine.memory[0][done], source.memory[0][done]
+                pages = torch.tensor([page for move in job.moves for page in move.pages])
+                same = torch.equal(ours[pages].view(torch.int16), theirs[pages].view(torch.int16))
+                assert same == (done <= layer)
+        mover.end_layers()
+        assert mover.finished().loaded == {"r"}
+        assert mover.stats()["layer_wait_seconds"] > 0
+    assert engine.changed_pages() == pages_in(job.moves)
+
+
+def test_layers_of_several_groups_and_requests_come_in_the_order_of_the_model() -> None:
+    jobs = [LoadJob("a", moves_of("a", 2, group=1)), LoadJob("b", moves_of("b", 2))]
+    backend, source = with_blocks(*jobs)
+    engine = PagedEngine(transfer=ManualTransfer)
+    dense, latent = by_hand(engine)
+    dense.by_hand = latent.by_hand = False
+    with mover_on(backend, engine) as mover:
+        mover.begin_layers(jobs)
+        for place in PLACES:
+            mover.wait_layer(place)
+        loads = mover.layer_loads
+        assert loads is not None
+        mover.end_layers()
+        assert list(loads.loaded_s) == list(PLACES)
+        assert mover.finished().loaded == {"a", "b"}
+    assert [layers.start for layers, _ in dense.calls if layers] == [0, 1, 2, 3]
+    assert [layers.start for layers, _ in latent.calls if layers] == [0, 1]
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for job in jobs for move in job.moves)
+
+
+def test_a_missing_chunk_fails_its_own_request_alone() -> None:
+    jobs = [LoadJob(name, moves_of(name, 3, pages=40)) for name in "ab"]
+    backend, source = with_blocks(*jobs)
+    backend.delete([jobs[0].moves[1].key])
+    engine = PagedEngine(groups=1)
+    with mover_on(backend, engine) as mover:
+        for job in jobs:
+            mover.begin_layers([job])
+            mover.wait_layer(3)
+            assert mover.layer_loads is not None
+            mover.end_layers()
+            finished = mover.finished()
+            failed = job.moves[1:] if job is jobs[0] else []
+            assert {each for pages in finished.failed_pages.values() for each in pages} == pages_in(failed)
+        assert engine.bytes_of(jobs[1].moves[2]) == source.bytes_of(jobs[1].moves[2])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_damage_that_is_found_when_the_layers_are_there_is_told_behind_the_step(verify: bool) -> None:
+    job = of_both("r")
+    backend, _ = with_blocks(job)
+    spoilt = bytearray(backend.values[job.moves[2].key])
+    spoilt[-1] ^= 1
+    backend.put(job.moves[2].key, bytes(spoilt))
+    engine = PagedEngine()
+    with mover_on(backend, engine, verify=verify) as mover:
+        mover.begin_layers([job])
+        mover.wait_layer(5)
+        mover.end_layers()
+        failed = mover.finished().failed_pages.get("r", [])
+        assert set(failed) == (pages_in(job.moves[2:]) if verify else set())
+        assert (job.moves[2].key in backend.values) == (not verify)
+
+
+def test_a_device_that_fails_between_two_layers_fails_them_all_and_nobody_waits_for_ever() -> None:
+    job = LoadJob("r", moves_of("r", 3))
+    backend, _ = with_blocks(job)
+    engine = PagedEngine(transfer=ManualTransfer, groups=1)
+    (transfer,) = by_hand(engine)
+    with mover_on(backend, engine) as mover:
+        mover.begin_layers([job])
+        wait_until(lambda: len(transfer.calls) == 1, "layer 0 is asked for")
+        transfer.calls[0][1].let_go()
+        mover.wait_layer(0)
+        wait_until(lambda: len(transfer.calls) == 3, "two more are asked for")
+        transfer.by_hand = False
+        for _, moving in transfer.calls[1:]:
+            moving.failure = RuntimeError("this GPU has fallen off the bus")
+            moving.let_go()
+        mover.wait_layer(3)
+        mover.end_layers()
+        assert set(mover.finished().failed_pages["r"]) == pages_in(job.moves)
+        assert mover.stats()["errors"] == 1
+        transfer.calls.clear()
+        mover.begin_layers([job])
+        mover.end_layers()
+        assert mover.finished().failed_pages == {}
+
+
+def test_a_request_that_is_cancelled_between_two_layers_gets_no_more_of_them() -> None:
+    jobs = [LoadJob("a", moves_of("x", 2)), LoadJob("b", moves_of("x", 6)[2:])]
+    backend, source = with_blocks(*jobs)
+    engine = PagedEngine(transfer=ManualTransfer, groups=1)
+    (transfer,) = by_hand(engine)
+    with mover_on(backend, engine) as mover:
+        mover.begin_layers(jobs)
+        wait_until(lambda: len(transfer.calls) == 1, "layer 0 is asked for")
+        transfer.calls[0][1].let_go()
+        wait_until(lambda: len(transfer.calls) == 3, "two more are asked for")
+        assert not mover.cancel("a"), "two layers of it are under way"
+        transfer.by_hand = False
+        for _, moving in transfer.calls[1:3]:
+            moving.let_go()
+        mover.end_layers()
+        finished = mover.finished()
+        assert finished.loaded == {"a", "b"}
+        assert finished.failed_pages == {}, "whose pages these are now nobody here knows"
+        assert mover.cancel("a")
+    last = engine.memory[0][3].view(torch.int16)
+    assert all(torch.equal(last[page].flatten(), engine.before[0][3][page]) for _, page in pages_in(jobs[0].moves))
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in jobs[1].moves)
+
+
+def test_a_request_that_is_cancelled_is_not_stored_and_its_neighbour_is() -> None:
+    engine, backend = PagedEngine(groups=1), LocalBackend(small_store())
+    jobs = [StoreJob(name, moves_of(name, 2), 2 * CHUNK) for name in "ab"]
+    with mover_on(backend, engine) as mover:
+        for place in range(4):
+            if place == 2:
+                mover.cancel("a")
+            mover.save_layer(place, jobs)
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert mover.finished().stored == {"a", "b"}
+    assert [backend.match([move.key for move in job.moves]) for job in jobs] == [0, 2]
+    backend.close()
+
+
+def test_closing_in_the_middle_of_a_step_ends_it() -> None:
+    job = of_both("r")
+    backend, _ = with_blocks(job)
+    engine = PagedEngine()
+    with mover_on(backend, engine) as mover:
+        mover.save_layer(0, [StoreJob("s", of_both("s").moves, 3 * CHUNK)])
+        mover.begin_layers([job])
+    mover.wait_layer(5)
+    mover.end_layers()
+    assert not any(backend.present([move.key for move in of_both("s").moves]))
+    assert mover.settle(0)
+
+
+def test_steps_without_jobs_wait_for_nothing() -> None:
+    with mover_on(FakeBackend(), PagedEngine()) as mover:
+        mover.wait_layer(0)
+        mover.begin_layers([])
+        for place in PLACES:
+            mover.wait_layer(place)
+            mover.save_layer(place, [])
+        mover.end_layers()
+        assert mover.finished().loaded == mover.finished().stored == set()
