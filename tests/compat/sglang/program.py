@@ -1,0 +1,272 @@
+"""SGLang's own HiCache classes and host pools on the CPU with kvredis behind; run by test_sglang.py.
+
+A line of JSON on stdin is a request, a line of JSON on the first stdout its answer. The bytes of a page are random and
+follow from its name and pool, so that any process knows what any other must have stored.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+import types
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+
+class Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """What SGLang imports of torchvision, which these tests have no use for: names without a meaning."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        """Answer for torchvision and what is in it."""
+        is_it = fullname.split(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_it else None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        """Make an empty package whose every name is an empty class."""
+        module = types.ModuleType(spec.name)
+        module.__path__ = []
+        module.__version__ = "0.0"  # type: ignore[attr-defined]
+
+        def named(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = named  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing is in it."""
+
+
+import transformers.utils  # noqa: E402, F401  # before the stub: it asks whether torchvision is there
+
+sys.meta_path.append(Torchvision())
+import torch  # noqa: E402
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
+from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
+
+PAGE_TOKENS = 16
+POOL_TOKENS = 2048
+LAYERS = 4
+CONFIG = {
+    "tp_rank": 0,
+    "tp_size": 1,
+    "pp_rank": 0,
+    "pp_size": 1,
+    "attn_cp_rank": 0,
+    "attn_cp_size": 1,
+    "is_mla_model": False,
+    "enable_storage_metrics": True,
+    "is_page_first_layout": False,
+    "model_name": "org/tiny",
+}
+
+
+def host_pool(kind: str, layout: str, dtype: torch.dtype) -> Any:
+    """A host pool of SGLang's over a device pool whose device is the CPU."""
+    common: dict[str, Any] = {"size": POOL_TOKENS // 2, "page_size": PAGE_TOKENS, "dtype": dtype, "layer_num": LAYERS}
+    common |= {"device": "cpu", "enable_memory_saver": False}
+    span = {"device_capacity_tokens": POOL_TOKENS // 2, "start_layer": 0, "end_layer": LAYERS}
+    ours: dict[str, Any] = {"pin_memory": False, "device": "cpu"}
+    if kind == "mla":
+        mla = MLATokenToKVPool(kv_lora_rank=128, qk_rope_head_dim=32, **common)
+        info = mla._mla_buffer_info()
+        return MLATokenToKVPoolHost(info, 2.0, 0, PAGE_TOKENS, layout, **ours, **span, target_layer_num=LAYERS)
+    mha = MHATokenToKVPool(head_num=2, head_dim=64, enable_alt_stream=False, **common)
+    return MHATokenToKVPoolHost(mha._mha_buffer_info(), 2.0, 0, PAGE_TOKENS, layout, **ours, **span)
+
+
+class Worker:
+    """A storage backend as SGLang's factory makes it, and the pools that it knows."""
+
+    def __init__(
+        self,
+        kind: str,
+        layout: str,
+        extra: dict[str, Any],
+        config: dict[str, Any],
+        dtype: str = "bfloat16",
+        sidecars: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        names = {"backend_name": "kvredis", "module_path": "kvredis.adapters.sglang", "class_name": "KVRedisHiCache"}
+        whole = CONFIG | {"is_page_first_layout": layout == "page_first", "is_mla_model": kind == "mla"} | config
+        storage_config = HiCacheStorageConfig(**whole, extra_config=names | extra)
+        self.pools = {str(PoolName.KV): host_pool(kind, layout, getattr(torch, dtype))}
+        anchor = self.pools[str(PoolName.KV)]
+        self.backend = StorageBackendFactory.create_backend("dynamic", storage_config, anchor)
+        self.backend.register_mem_pool_host(anchor)
+        for name, pool_kind in sidecars:
+            self.pools[name] = host_pool(pool_kind, "page_first", torch.bfloat16)
+            self.backend.register_mem_host_pool_v2(self.pools[name], PoolName(name))
+        self.backend.on_host_pools_registered()
+
+    # -- the ways that SGLang takes ----------------------------------------------------------------------------------
+
+    def set(self, prompt: int, pages: int, way: str, first: int = 0) -> dict[str, Any]:
+        """Store pages [first, pages) of a prompt."""
+        keys = names(prompt, pages)[first:]
+        pool = self.pools[str(PoolName.KV)]
+        indices = filled(pool, keys, str(PoolName.KV))
+        if way == "v1":
+            told: Any = self.backend.batch_set_v1(keys, indices)
+        else:
+            starts = indices.tolist()[::PAGE_TOKENS]
+            told = self.backend.batch_set(keys, [pool.get_data_page(start) for start in starts])
+        pool.free(indices)
+        return {"set": told}
+
+    def get(self, prompt: int, pages: int, way: str) -> dict[str, Any]:
+        """Load pages of a prompt, and compare those that have come with what they must be."""
+        keys = names(prompt, pages)
+        pool = self.pools[str(PoolName.KV)]
+        indices = pool.alloc(pages * PAGE_TOKENS)
+        if way == "v1":
+            come = self.backend.batch_get_v1(keys, indices)
+        else:
+            tensors = self.backend.batch_get(keys, [pool.get_dummy_flat_data_page() for _ in keys])
+            come = [tensor is not None for tensor in tensors]
+            for start, tensor in zip(indices.tolist()[::PAGE_TOKENS], tensors, strict=True):
+                if tensor is not None:
+                    pool.set_from_flat_data_page(start, tensor)
+        answer = {"come": come, "equal": are_equal(pool, keys, str(PoolName.KV), indices, come)}
+        pool.free(indices)
+        return answer
+
+    def exists(self, prompt: int, pages: int) -> dict[str, Any]:
+        """How many pages of a prompt are found."""
+        return {"found": self.backend.batch_exists(names(prompt, pages))}
+
+    def set_v2(self, prompt: int, pages: int, pools: dict[str, list[int]]) -> dict[str, Any]:
+        """Store these pages of a prompt from these pools."""
+        keys = names(prompt, pages)
+        transfers = [transfer(name, [keys[place] for place in places]) for name, places in pools.items()]
+        for each in transfers:
+            each.host_indices = filled(self.pools[str(each.name)], each.keys, str(each.name))
+        return {"set": {str(name): told for name, told in self.backend.batch_set_v2(transfers).items()}}
+
+    def get_v2(self, prompt: int, pages: int, pools: dict[str, list[int]]) -> dict[str, Any]:
+        """Load these pages of a prompt into these pools."""
+        keys = names(prompt, pages)
+        transfers = [transfer(name, [keys[place] for place in places]) for name, places in pools.items()]
+        for each in transfers:
+            each.host_indices = self.pools[str(each.name)].alloc(len(each.keys) * PAGE_TOKENS)
+        come = self.backend.batch_get_v2(transfers)
+        equal = [
+            are_equal(self.pools[str(each.name)], each.keys, str(each.name), each.host_indices, come[each.name])
+            for each in transfers
+        ]
+        return {"come": {str(name): told for name, told in come.items()}, "equal": all(equal)}
+
+    def exists_v2(self, prompt: int, pages: int, windows: dict[str, int]) -> dict[str, Any]:
+        """What can be restored of a prompt, where a pool needs its last pages (a window) or, with 0, all."""
+        keys = names(prompt, pages)
+        transfers = []
+        for name, window in windows.items():
+            each = transfer(name, keys[:window] if window else keys)
+            each.hit_policy = PoolHitPolicy.TRAILING_PAGES if window else PoolHitPolicy.ALL_PAGES
+            transfers.append(each)
+        told = self.backend.batch_exists_v2(keys, transfers)
+        hits = {str(name): count for name, count in told.extra_pool_hit_pages.items()}
+        return {"pages": told.kv_hit_pages, "hits": hits, "restorable": told.restorable_prefix_pages}
+
+    def stats(self) -> dict[str, Any]:
+        """SGLang's figures since the last time."""
+        told = self.backend.get_stats()
+        return {"prefetched": told.prefetch_pgs, "backed_up": told.backup_pgs, "gb_s": told.prefetch_bandwidth}
+
+    def kind(self) -> dict[str, Any]:
+        """The class that SGLang has made."""
+        return {"class": type(self.backend).__name__}
+
+    def clear(self) -> dict[str, Any]:
+        """Take everything away."""
+        return {"cleared": self.backend.clear()}
+
+    def close(self) -> dict[str, Any]:
+        """End it."""
+        self.backend.close()
+        return {}
+
+
+def transfer(name: str, keys: list[str]) -> Any:
+    """A transfer of pages of a pool."""
+    return PoolTransfer(name=PoolName(name), keys=keys)
+
+
+def names(prompt: int, pages: int) -> list[str]:
+    """SGLang's hashes of a prompt's pages."""
+    tokens = [prompt * 100_000 + place for place in range(pages * PAGE_TOKENS)]
+    hashes: list[str] = get_hash_str(tokens, None, page_size=PAGE_TOKENS)
+    return hashes
+
+
+def content(pool: Any, key: str, pool_name: str) -> torch.Tensor:
+    """What a page of a pool must be, as the pool gives it."""
+    dummy = pool.get_dummy_flat_data_page()
+    noise = torch.Generator().manual_seed(zlib.crc32(f"{key} {pool_name}".encode()))
+    return torch.randint(0, 256, (dummy.nbytes,), dtype=torch.uint8, generator=noise).view(dummy.dtype)
+
+
+def filled(pool: Any, keys: Sequence[str], pool_name: str) -> torch.Tensor:
+    """Indices of pages that hold what they must."""
+    indices: torch.Tensor = pool.alloc(len(keys) * PAGE_TOKENS)
+    for key, start in zip(keys, indices.tolist()[::PAGE_TOKENS], strict=True):
+        pool.set_from_flat_data_page(start, content(pool, key, pool_name))
+    return indices
+
+
+def are_equal(pool: Any, keys: Sequence[str], pool_name: str, indices: torch.Tensor, come: Sequence[bool]) -> bool:
+    """Whether all pages that have come are what they must be."""
+    pages = zip(keys, indices.tolist()[::PAGE_TOKENS], come, strict=True)
+    return all(
+        torch.equal(pool.get_data_page(start).view(torch.uint8), content(pool, key, pool_name).view(torch.uint8))
+        for key, start, has in pages
+        if has
+    )
+
+
+def main() -> None:
+    """Answer requests until there are none."""
+    workers: dict[str, Worker] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        do, worker = request.pop("do"), request.pop("worker")
+        try:
+            answer: dict[str, Any] = {}
+            if do == "open":
+                around = dict(os.environ)
+                os.environ.update(request.pop("environment", {}))
+                try:
+                    workers[worker] = Worker(**request)
+                finally:
+                    os.environ.clear()
+                    os.environ.update(around)
+            else:
+                answer = getattr(workers[worker], do)(**request)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"raised": f"{type(error).__name__}: {error}"}
+        ANSWERS.write(json.dumps(answer) + "\n")
+        ANSWERS.flush()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # what SGLang has imported takes long to end, and does nothing

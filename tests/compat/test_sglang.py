@@ -1,0 +1,341 @@
+"""SGLang 0.5.23's HiCache stores and loads pages of its own host pools through kvredis, from one process to another.
+
+Its storage factory, host pools, hashes and fault injection are the real ones (sglang/program.py); only the pools'
+device is the CPU, and there is no engine above them, which needs a GPU.
+"""
+
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.backends.conftest import ServerProcess
+from tests.compat.conftest import RunningServer
+from tests.compat.engine_process import ROOT, EngineProcess, packages
+from tests.proxy import Proxy
+
+HERE = Path(__file__).parent / "sglang"
+PAGES = 24
+LAYOUTS = [
+    ("mha", "layer_first"),
+    ("mha", "page_first"),
+    ("mha", "page_first_direct"),
+    ("mla", "layer_first"),
+    ("mla", "page_first"),
+    ("mla", "page_first_direct"),
+]
+PAGE_BYTES = 2 * 16 * 4 * 2 * 64 * 2
+"""A page of the MHA pools: keys and values, tokens, layers, heads, head_dim, bytes."""
+
+Open = Callable[..., "Worker"]
+
+
+class Worker:
+    """A storage backend in one of the processes."""
+
+    def __init__(self, process: EngineProcess, name: str, **arguments: Any) -> None:
+        self._process, self._name = process, name
+        arguments = {"kind": "mha", "layout": "page_first", "config": {}} | arguments
+        arguments["extra"] = {"interface_v1": 1, "blocking_timeout_secs": 5} | arguments.get("extra", {})
+        process.ask("open", worker=name, **arguments)
+
+    def __call__(self, do: str, **arguments: Any) -> dict[str, Any]:
+        return self._process.ask(do, worker=self._name, **arguments)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    folder, logs = packages("sglang", HERE / "requirements.txt"), tmp_path_factory.mktemp("sglang")
+    command = [sys.executable, str(HERE / "program.py")]
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
+    pair = (
+        EngineProcess(command, logs / "first.log", environment),
+        EngineProcess(command, logs / "second.log", environment),
+    )
+    yield pair
+    for process in pair:
+        process.stop()
+
+
+@pytest.fixture
+def opened(processes: tuple[EngineProcess, EngineProcess], request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Opens a backend in the first process, or with `second` in the other; all are closed in the end."""
+    workers: list[Worker] = []
+
+    def open_one(*, second: bool = False, **arguments: Any) -> Worker:
+        worker = Worker(processes[second], f"{request.node.name} {len(workers)}", **arguments)
+        workers.append(worker)
+        return worker
+
+    yield open_one
+    for worker in workers:
+        worker("close")
+
+
+def lane(server: RunningServer) -> dict[str, Any]:
+    """The extra config for a server on this host."""
+    return {"host": "127.0.0.1", "port": server.port}
+
+
+def tcp(server: RunningServer) -> dict[str, Any]:
+    """The extra config for a server to which bytes go through a socket."""
+    return {"url": f"redis://127.0.0.1:{server.port}"}
+
+
+def client(server: RunningServer) -> redis.Redis:
+    """Somebody who looks at the server from outside."""
+    return redis.Redis(host="127.0.0.1", port=server.port, protocol=2)
+
+
+@pytest.mark.parametrize("way", ["v1", "generic"])
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_pages_of_every_layout_are_loaded_by_another_process_byte_for_byte(
+    kind: str, layout: str, way: str, opened: Open, kvredis: RunningServer
+) -> None:
+    extra = {"interface_v1": int(way == "v1")} | (lane(kvredis) if layout == "page_first" else tcp(kvredis))
+    one = opened(kind=kind, layout=layout, extra=extra)
+    another = opened(second=True, kind=kind, layout=layout, extra=extra)
+    assert another("exists", prompt=1, pages=PAGES) == {"found": 0}
+    told = one("set", prompt=1, pages=PAGES, way=way)["set"]
+    assert told == ([True] * PAGES if way == "v1" else True)
+    assert client(kvredis).dbsize() == PAGES, "one value for each page"
+    assert another("exists", prompt=1, pages=PAGES + 5) == {"found": PAGES}
+    assert another("get", prompt=1, pages=PAGES, way=way) == {"come": [True] * PAGES, "equal": True}
+    assert another("get", prompt=2, pages=3, way=way)["come"] == [False] * 3
+
+
+def test_whether_pages_are_there_is_one_question(opened: Open, kvredis: RunningServer) -> None:
+    worker = opened(extra=tcp(kvredis))
+    worker("set", prompt=1, pages=PAGES, way="v1")
+    with client(kvredis) as looking:
+        looking.config_resetstat()
+        assert worker("exists", prompt=1, pages=PAGES) == {"found": PAGES}
+        asked = {name: told["calls"] for name, told in looking.info("commandstats").items()}
+    assert asked.get("cmdstat_kv.match") == 1
+    assert not asked.keys() & {"cmdstat_exists", "cmdstat_get", "cmdstat_touch"}
+
+
+def stored_key(server: RunningServer, worker: Worker, *, without: int, pages: int = PAGES) -> bytes:
+    """The key of page `without` of prompt 1, which is stored here page by page to learn it."""
+    with client(server) as looking:
+        worker("set", prompt=1, pages=without, way="v1")
+        before = set(looking.keys())
+        worker("set", prompt=1, pages=without + 1, way="v1")
+        (key,) = set(looking.keys()) - before
+        assert worker("set", prompt=1, pages=pages, way="v1")["set"] == [True] * pages
+    found: bytes = key
+    return found
+
+
+def test_loading_stops_at_the_first_page_that_is_missing(opened: Open, kvredis: RunningServer) -> None:
+    worker = opened(extra=lane(kvredis))
+    key = stored_key(kvredis, worker, without=10)
+    client(kvredis).delete(key)
+    assert worker("exists", prompt=1, pages=PAGES) == {"found": 10}
+    told = worker("get", prompt=1, pages=PAGES, way="v1")
+    assert told == {"come": [True] * 10 + [False] * (PAGES - 10), "equal": True}
+    assert worker("set", prompt=1, pages=PAGES, way="v1")["set"] == [True] * PAGES
+    assert worker("get", prompt=1, pages=PAGES, way="v1")["come"] == [True] * PAGES
+
+
+@pytest.mark.parametrize("place", [0, 100, 512, 20_000, -1])
+def test_a_page_that_was_damaged_is_missing_and_is_stored_anew(
+    place: int, opened: Open, kvredis: RunningServer
+) -> None:
+    worker = opened(extra=lane(kvredis))
+    key = stored_key(kvredis, worker, without=7)
+    with client(kvredis) as looking:
+        value = bytearray(looking.get(key))
+        assert len(value) == PAGE_BYTES + 512
+        value[place] ^= 1
+        looking.set(key, bytes(value))
+    assert worker("get", prompt=1, pages=PAGES, way="v1")["come"] == [True] * 7 + [False] * (PAGES - 7)
+    assert worker("exists", prompt=1, pages=PAGES) == {"found": 7}
+    worker("set", prompt=1, pages=PAGES, way="v1")
+    assert worker("get", prompt=1, pages=PAGES, way="v1") == {"come": [True] * PAGES, "equal": True}
+
+
+@pytest.mark.parametrize("length", [0, 100, 511, 512, PAGE_BYTES])
+def test_a_value_of_another_length_is_missing(length: int, opened: Open, kvredis: RunningServer) -> None:
+    worker = opened(extra=tcp(kvredis))
+    key = stored_key(kvredis, worker, without=0, pages=2)
+    with client(kvredis) as looking:
+        looking.set(key, looking.get(key)[:length])
+    assert worker("get", prompt=1, pages=2, way="v1")["come"] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layout": "page_first_direct"},
+        {"layout": "layer_first"},
+        {"dtype": "float16"},
+        {"dtype": "float8_e4m3fn"},
+        {"config": {"model_name": "org/other"}},
+        {"config": {"tp_size": 2}},
+        {"config": {"tp_size": 2, "tp_rank": 1}},
+        {"config": {"pp_size": 2, "pp_rank": 1}},
+        {"config": {"attn_cp_size": 2, "attn_cp_rank": 1}},
+        {"extra": {"namespace": "tuned"}},
+        {"extra": {"interface_v1": 0}, "layout": "layer_first"},
+    ],
+    ids=str,
+)
+def test_what_is_stored_under_another_configuration_is_not_found(
+    other: dict[str, Any], opened: Open, kvredis: RunningServer
+) -> None:
+    one = opened(extra=tcp(kvredis))
+    another = opened(**{**other, "extra": tcp(kvredis) | other.get("extra", {})})
+    way = "v1" if another is not None and other.get("extra", {}).get("interface_v1", 1) else "generic"
+    one("set", prompt=1, pages=4, way="v1")
+    assert another("exists", prompt=1, pages=4) == {"found": 0}
+    another("set", prompt=1, pages=4, way=way)
+    assert another("get", prompt=1, pages=4, way=way) == {"come": [True] * 4, "equal": True}
+    assert one("get", prompt=1, pages=4, way="v1") == {"come": [True] * 4, "equal": True}
+    assert client(kvredis).dbsize() == 8
+
+
+def test_ranks_that_hold_the_same_latents_share_them(opened: Open, kvredis: RunningServer) -> None:
+    """As SGLang has it: with MLA one rank writes for all."""
+    first = opened(kind="mla", extra=tcp(kvredis), config={"tp_size": 2, "tp_rank": 0})
+    second = opened(second=True, kind="mla", extra=tcp(kvredis), config={"tp_size": 2, "tp_rank": 1})
+    first("set", prompt=1, pages=5, way="v1")
+    assert second("get", prompt=1, pages=5, way="v1") == {"come": [True] * 5, "equal": True}
+
+
+def test_a_hybrid_model_restores_what_all_of_its_pools_can(opened: Open, kvredis: RunningServer) -> None:
+    sidecars = [("indexer", "mla"), ("swa", "mha")]
+    one = opened(extra=lane(kvredis), sidecars=sidecars)
+    another = opened(second=True, extra=lane(kvredis), sidecars=sidecars)
+    one("set", prompt=1, pages=12, way="v1")
+    stored = one("set_v2", prompt=1, pages=12, pools={"indexer": [*range(10)], "swa": [2, 3, 6, 7, 8]})
+    assert stored == {"set": {"indexer": [True] * 10, "swa": [True] * 5}}
+    told = another("exists_v2", prompt=1, pages=14, windows={"indexer": 0, "swa": 2})
+    assert told == {"pages": 9, "hits": {"kv": 12, "indexer": 10, "swa": 9}, "restorable": [4, 8, 9]}
+    assert another("exists_v2", prompt=1, pages=14, windows={"indexer": 0})["pages"] == 10
+    assert another("exists_v2", prompt=3, pages=4, windows={"swa": 2}) == {"pages": 0, "hits": {}, "restorable": []}
+    loaded = another("get_v2", prompt=1, pages=12, pools={"indexer": [*range(12)], "swa": [7, 8], "kv": [0, 1]})
+    assert loaded["come"] == {"indexer": [True] * 10 + [False] * 2, "swa": [True] * 2, "kv": [True] * 2}
+    assert loaded["equal"]
+
+
+def test_pages_outlive_the_server_on_its_disk(opened: Open, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # short, for the socket's path
+        disk = ("--local-disk", str(tmp_path), "--max-local-disk-size", "1GB")
+        server = ServerProcess("kvredis", Path(folder), disk)
+        server.start()
+        try:
+            extra = {"url": f"kvredis://{folder}/socket"}
+            worker = opened(extra=extra)
+            worker("set", prompt=1, pages=PAGES, way="v1")
+            server.signal(signal.SIGTERM)
+            assert server._process is not None
+            server._process.wait(30)
+            server.kill()
+            assert worker("get", prompt=1, pages=PAGES, way="v1")["come"] == [False] * PAGES
+            server.start()
+            another = opened(second=True, extra=extra)
+            assert another("get", prompt=1, pages=PAGES, way="v1") == {"come": [True] * PAGES, "equal": True}
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("way", ["v1", "generic"])
+def test_a_connection_that_ends_in_the_middle_costs_the_pages_that_had_not_come(
+    way: str, opened: Open, kvredis: RunningServer
+) -> None:
+    v1 = {"interface_v1": int(way == "v1")}
+    writer = opened(extra=tcp(kvredis) | v1)
+    writer("set", prompt=1, pages=PAGES, way=way)
+    with Proxy(("127.0.0.1", kvredis.port)) as proxy:
+        reader = opened(second=True, extra={"url": f"redis://{proxy.address}"} | v1)
+        assert reader("exists", prompt=1, pages=PAGES) == {"found": PAGES}
+        proxy.cut(after_bytes=PAGES * PAGE_BYTES // 2)
+        told = reader("get", prompt=1, pages=PAGES, way=way)
+        run = told["come"].index(False)
+        assert 0 < run < PAGES
+        assert told == {"come": [True] * run + [False] * (PAGES - run), "equal": True}
+
+
+def test_a_server_that_is_gone_is_false_everywhere_and_used_again_when_it_is_back(opened: Open) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess("kvredis", Path(folder))
+        server.start()
+        try:
+            worker = opened(extra={"url": f"unix://{folder}/socket"}, sidecars=[("swa", "mha")])
+            assert worker("set", prompt=1, pages=4, way="v1")["set"] == [True] * 4
+            server.kill()
+            assert worker("set", prompt=2, pages=4, way="v1")["set"] == [False] * 4
+            assert worker("get", prompt=1, pages=4, way="v1")["come"] == [False] * 4
+            assert worker("exists", prompt=1, pages=4) == {"found": 0}
+            assert worker("set_v2", prompt=1, pages=2, pools={"swa": [0, 1]}) == {"set": {"swa": [False] * 2}}
+            assert worker("exists_v2", prompt=1, pages=2, windows={"swa": 1})["pages"] == 0
+            assert worker("clear") == {"cleared": True}
+            server.start()
+            for _ in range(200):  # it looks for the server at its own pace
+                if all(worker("set", prompt=3, pages=4, way="v1")["set"]):
+                    break
+            assert worker("get", prompt=3, pages=4, way="v1") == {"come": [True] * 4, "equal": True}
+        finally:
+            server.kill()
+
+
+def test_more_than_the_memory_for_what_is_on_its_way_is_stored_all_the_same(
+    opened: Open, kvredis: RunningServer
+) -> None:
+    """SGLang's thread waits: 64 pages of 64 KiB through 1 MiB."""
+    worker = opened(extra=tcp(kvredis) | {"max_local_cpu_size": "1MB"})
+    assert worker("set", prompt=1, pages=64, way="v1")["set"] == [True] * 64
+    assert worker("get", prompt=1, pages=64, way="v1") == {"come": [True] * 64, "equal": True}
+
+
+def test_clearing_takes_ones_own_pages_and_no_others(opened: Open, kvredis: RunningServer) -> None:
+    worker = opened(extra=tcp(kvredis), sidecars=[("swa", "mha")])
+    other = opened(extra=tcp(kvredis), config={"model_name": "org/tiny-2"})
+    for each in (worker, other):
+        each("set", prompt=1, pages=4, way="v1")
+    worker("set_v2", prompt=1, pages=4, pools={"swa": [0, 1]})
+    client(kvredis).set("somebody's", "own")
+    assert worker("clear") == {"cleared": True}
+    assert worker("exists", prompt=1, pages=4) == {"found": 0}
+    assert other("exists", prompt=1, pages=4) == {"found": 4}
+    assert client(kvredis).dbsize() == 5
+
+
+def test_sglangs_own_figures_say_what_was_moved(opened: Open, kvredis: RunningServer) -> None:
+    worker = opened(extra=tcp(kvredis))
+    worker("stats")
+    worker("set", prompt=1, pages=4, way="v1")
+    worker("get", prompt=1, pages=3, way="v1")
+    told = worker("stats")
+    assert (told["backed_up"], told["prefetched"]) == ([4], [3])
+    assert told["gb_s"][0] > 0
+    assert worker("stats") == {"backed_up": [], "prefetched": [], "gb_s": []}
+
+
+def test_sglangs_own_faults_are_misses(opened: Open, kvredis: RunningServer) -> None:
+    one = opened(extra=tcp(kvredis))
+    one("set", prompt=1, pages=4, way="v1")
+    environment = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.5"}
+    faulty = opened(extra=tcp(kvredis), environment=environment)
+    assert faulty("kind") == {"class": "HiCacheStorageFailureInjector"}
+    told = [faulty("get", prompt=1, pages=4, way="v1") for _ in range(40)]
+    assert {sum(each["come"]) for each in told} == {0, 4}
+    assert all(each["equal"] for each in told)
+
+
+def test_lmcaches_variables_configure_it_too(opened: Open, kvredis: RunningServer) -> None:
+    environment = {"LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{kvredis.port}", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.0625"}
+    worker = opened(environment=environment)
+    worker("set", prompt=1, pages=4, way="v1")
+    assert client(kvredis).dbsize() == 4
+
+
+def test_an_argument_that_nobody_knows_is_named(opened: Open) -> None:
+    with pytest.raises(AssertionError, match="hicache-storage-backend-extra-config: blocking_timeout: unknown key"):
+        opened(extra={"host": "127.0.0.1", "blocking_timeout": 3})
