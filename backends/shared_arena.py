@@ -62,7 +62,7 @@ class SharedArena:
             else CudaLock.take(address_of(self.view), self.nbytes, driver, read_only=True)
         )
         if isinstance(taken, str):
-            logger.info("the server's memory is not registered with the GPU (%s): copies to it are slower", taken)
+            logger.warning("the server's memory is not registered with the GPU (%s): copies to it are slower", taken)
             return
         # Runs before the mapping can go. At the interpreter's end the driver may be gone already, and frees all itself.
         weakref.finalize(self, taken.release).atexit = False

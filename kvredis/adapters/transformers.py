@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvredis.backends.config import Config
 
 from .engine import AUTO, CacheEngine, Role
+from .engine_config import for_device
 from .later import Save
 from .layout import ChunkLayout
 from .stats import LoadPlan
@@ -120,7 +121,8 @@ class CachedModel:
         Raises ValueError as layout_of does and for linear attention that cannot go on from a stored state, ConfigError
         as Config.load and CacheEngine do.
         """
-        return cls(model, CacheEngine(config or Config.load(), layout_of(model, name), role=kv_role))
+        config = for_device(config or Config.load(), model.device.type)
+        return cls(model, CacheEngine(config, layout_of(model, name), role=kv_role))
 
     @property
     def last_plan(self) -> LoadPlan:
