@@ -1,0 +1,173 @@
+"""A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
+
+The engine asks before, in and behind each forward pass; a ChunkMover works behind its back. This is what lies between
+the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have failed.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvredis.backends.base import Backend
+
+from .chunk_moves import ChunkMove, LoadJob, StoreJob
+from .moving import ChunkMover
+from .moving_options import MovingOptions, PagedGroup
+from .paged import PagedKV
+from .scheduling import Step, key_of_rank
+from .transfer import open_transfer
+from .vllm_views import LayerGroup, in_order, paged_view
+
+logger = logging.getLogger(__name__)
+
+CANCEL_WAIT_S = 30.0
+"""How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
+
+
+IDLE_WAIT_S = 0.002
+"""An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: two
+milliseconds between two questions leave the interpreter to who moves."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What is over since the last question: requests whose pages are the engine's again, those of them that have
+    failed, and the pages (of the only group, where there is one) that hold nothing."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_pages: set[int] = field(default_factory=set)
+
+
+class PagedWorker:
+    """One rank's KV memory and what moves in and out of it. Methods come from one thread: the engine's."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        groups: Sequence[LayerGroup],
+        caches: Mapping[str, torch.Tensor],
+        pages: int,
+        options: MovingOptions,
+    ) -> None:
+        """`caches` are the engine's tensors by layer name, of `pages` pages. Raises LayoutError where they are not what
+        `groups` say."""
+        self.groups = list(groups)
+        names = sorted((name for group in groups for name in group.names), key=in_order)
+        self.places = {name: place for place, name in enumerate(names)}
+        """Each layer's number in the order of the forward pass."""
+        self._device = caches[names[0]].device
+        self._ratios: list[int] = []
+        paged_groups = []
+        for group in groups:
+            views = [paged_view(caches[name], group, pages, name) for name in group.names]
+            paged = PagedKV(views)
+            paged.check(group.layout)
+            self._ratios.append(group.page_tokens // paged.page_tokens)
+            places = tuple(self.places[name] for name in group.names)
+            paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged), places))
+        self._transfers = [group.transfer for group in paged_groups]
+        self.mover = ChunkMover(backend, paged_groups, options)
+        self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
+        self._in_step: dict[str, LoadJob] = {}
+        self._storing: dict[str, set[tuple[int, int]]] = {}
+        self._spoilt: set[str] = set()
+        self._results = Results()
+        self._warm_up(backend)
+
+    # -- in the order of a step --------------------------------------------------------------------------------------
+
+    def before(self, step: Step) -> None:
+        """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        for name in step.moves.cancelled:
+            self.mover.cancel(name)  # its pages are its own until it is told of
+        for name, pages in list(self._storing.items()):
+            if not pages.isdisjoint(step.taken):
+                if name in self._waited_for:
+                    self._spoilt.add(name)  # its load ends with it, and is no load any more
+                if not self.mover.cancel(name, CANCEL_WAIT_S):
+                    logger.error("A copy of request %s is stuck: its pages are used all the same", name)
+                del self._storing[name]
+
+    def load(self, step: Step, *, ahead: bool) -> None:
+        """Begin the step's loads: `ahead` of the step in which their requests run, or by layers beside this one."""
+        jobs = [replace(job, moves=[self._move(move) for move in job.moves]) for job in step.moves.loads]
+        if not ahead:
+            self._in_step = {job.request: job for job in jobs}
+            if jobs:
+                self.mover.begin_layers(jobs)
+            return
+        for job in jobs:
+            self._waited_for[job.request] = job
+            self.mover.load(job)
+        if step.is_idle and self._waited_for:
+            self.mover.settle(IDLE_WAIT_S)
+
+    def stores(self, step: Step) -> list[StoreJob]:
+        """The step's stores as this rank has them. Its pages are watched from here on."""
+        jobs = []
+        for job in step.moves.stores:
+            ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
+            if not ours:
+                continue
+            watched = self._storing.setdefault(job.request, set())
+            watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
+            jobs.append(replace(job, moves=[self._move(move) for move in ours]))
+        return jobs
+
+    def store(self, jobs: Sequence[StoreJob]) -> None:
+        """Behind the forward pass, which is still running on a GPU: store what it has computed."""
+        if not jobs:
+            return
+        after = None
+        if self._device.type == "cuda":
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            after.record(torch.cuda.current_stream(self._device))
+        for job in jobs:
+            self.mover.store(job, after)
+
+    def results(self) -> Results:
+        """What has come to an end."""
+        over = self.mover.finished()
+        for name in over.stored:
+            self._storing.pop(name, None)
+        for name in over.loaded:
+            job, in_step = self._waited_for.pop(name, None), self._in_step.pop(name, None)
+            bad = over.failed_pages.get(name, [])
+            if name in self._spoilt:
+                self._spoilt.discard(name)
+                bad = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+            if bad:
+                self._results.failed.add(name)
+                self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
+            if job is not None and in_step is None:
+                self._results.loaded.add(name)
+        results, self._results = self._results, Results()
+        return results
+
+    def close(self) -> None:
+        """End what is under way, and give the transfers' memory back."""
+        self.mover.close()
+        for transfer in self._transfers:
+            transfer.close()
+
+    def _warm_up(self, backend: Backend) -> None:
+        """Have connections opened before a request waits for them. No key is that short."""
+        with contextlib.suppress(Exception), closing(backend.load([b"-"])) as leases:
+            for lease in leases:
+                if lease is not None:
+                    lease.release()
+
+    # -- shared ------------------------------------------------------------------------------------------------------
+
+    def _move(self, move: ChunkMove) -> ChunkMove:
+        """A move in this rank's key and in the kernels' pages."""
+        ratio, rank = self._ratios[move.group], self.groups[move.group].layout.rank
+        pages = move.pages
+        if ratio > 1:
+            pages = tuple(page * ratio + part for page in pages for part in range(ratio))
+        return ChunkMove(key_of_rank(move.key, rank), move.group, pages)

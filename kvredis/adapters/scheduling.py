@@ -1,0 +1,362 @@
+"""What a scheduler with paged KV must remember of each request, so that its workers can be told what to move.
+
+An engine asks which prefix of a prompt is stored, gives pages, computes a part of the prompt in each step, takes pages
+away again and ends requests in any order. Here that becomes loads and stores of whole chunks (chunk_moves.py). Nothing
+is known of the engine but numbers: tests drive it without one.
+
+A page that was given away while its content was still being stored belongs to somebody else. So each step lists the
+pages that are written from now on (`Step.taken`), and a worker ends whatever still reads one of them.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvredis.backends.base import Backend
+
+from .chunk_moves import ChunkMove, LoadJob, Moves, StoreJob
+from .keys import DEFAULT_ALGORITHM, ChunkKey, keys_of_bytes, token_bytes
+from .vllm_views import LayerGroup
+
+logger = logging.getLogger(__name__)
+
+NO_PAGE = 0
+"""vLLM's null block: where a sliding window has let go of a page, or never had one."""
+WINDOW_QUESTIONS_MAX = 4
+"""How often a shorter prefix is tried whose end a sliding window still has."""
+
+COUNTERS = ("lookups", "lookup_tokens", "hit_tokens", "load_tokens", "skipped_tokens")
+PLACES = ("engine", "memory", "disk", "remote", "miss")
+"""Where the tokens looked up were, nearest first; each is counted once, so that the sum is lookup_tokens."""
+
+Tables = Sequence[Sequence[int]]
+"""Of each of the engine's groups, a request's pages in the order of the tokens."""
+Narrow = Callable[[Sequence[bytes], int], int]
+"""Of the chunks found behind what is computed (their keys, tokens each), how many are worth loading."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
+    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
+
+    request: str
+    tokens: Sequence[int]
+    extras: tuple[tuple[int, bytes], ...] = ()
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingOptions:
+    """Bounds and habits. `loads_ahead`: requests wait for their loads outside of the batch, so that a prompt may be
+    found to its last token."""
+
+    loads: bool = True
+    stores: bool = True
+    loads_ahead: bool = True
+    unfull: bool = False
+    algorithm: str = DEFAULT_ALGORITHM
+    min_load_tokens: int = 0
+    max_load_chunks: int = 1024
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
+    forward or loads write; `is_idle`: it computes nothing."""
+
+    moves: Moves = field(default_factory=Moves)
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    is_idle: bool = True
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: Prompt
+    keys: list[list[ChunkKey]]
+    found: int = 0
+    """Chunks of the prefix that were stored when it was asked for."""
+    computed: int = 0
+    """Tokens the engine had itself then."""
+    answer: int = 0
+    """Tokens to load behind these."""
+    asked_attempt: int = -1
+    loaded_attempt: int = -1
+    tables: list[list[int]] = field(default_factory=list)
+    next: list[int] = field(default_factory=list)
+    """Of each group, the first chunk that has not been handed over for storing."""
+
+
+class Scheduling:
+    """One engine's requests. One thread calls it: the scheduler's."""
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], backend: Backend, options: SchedulingOptions, narrow: Narrow | None = None
+    ) -> None:
+        self.groups = list(groups)
+        self.options = options
+        self.counters = dict.fromkeys((*COUNTERS, *(f"{place}_tokens" for place in PLACES)), 0)
+        self._backend = backend
+        self._narrow = narrow
+        self._failing = False
+        self._page_tokens = max(group.page_tokens for group in groups)
+        self._requests: dict[str, _Request] = {}
+        self._step = Step()
+        self._loading: dict[str, int] = {}  # chunks under way
+
+    # -- a request comes ---------------------------------------------------------------------------------------------
+
+    def match(self, prompt: Prompt, computed: int) -> int | None:
+        """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
+        that is under way is over. Asks the backend once for each attempt of a request, and changes nothing."""
+        request = self.follow(prompt)
+        if not self.options.loads:
+            return 0
+        if request.loaded_attempt == prompt.attempt:
+            return 0  # that load has failed: what is missing is computed
+        if request.asked_attempt != prompt.attempt or request.computed != computed:
+            is_new, request.computed = request.asked_attempt != prompt.attempt, computed
+            if is_new:
+                request.found = self._find(request)
+            request.asked_attempt = prompt.attempt
+            request.answer = self._worth(request, is_new)
+        return self._within_bounds(request)
+
+    def allocated(self, name: str, tables: Tables, external: int) -> None:
+        """The engine has given a request pages; `external` tokens behind its own are to be loaded into them now."""
+        request = self._requests.get(name)
+        if request is None or not external:
+            return
+        request.tables = [list(table) for table in tables]
+        request.loaded_attempt = request.prompt.attempt
+        stop = request.computed + external
+        moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
+        self.counters["load_tokens"] += external
+        self._step.moves.loads.append(LoadJob(name, moves))
+        if self.options.loads_ahead:
+            self._loading[name] = len(moves)
+        self._step.taken |= {(self.groups[move.group].group, page) for move in moves for page in move.pages}
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def scheduled(self, name: str, tables: Tables | None, computed: int, count: int, *, anew: bool = False) -> None:
+        """The step computes `count` tokens of a request behind the first `computed`. `tables` are the pages that were
+        added, or all of them where they were given `anew`."""
+        self._step.is_idle = False
+        request = self._requests.get(name)
+        if request is None:
+            return
+        if tables is not None:
+            if anew or not request.tables:
+                request.tables = [[] for _ in tables]
+            for number, table in enumerate(tables):
+                begin = len(request.tables[number])
+                request.tables[number].extend(table)
+                page_tokens = self._tokens_of_page(number)
+                written = max(computed // page_tokens, begin) - begin
+                self._step.taken |= {(number, page) for page in table[written:] if page != NO_PAGE}
+        if self.options.stores:
+            done = min(computed + count, len(request.prompt.tokens))
+            moves = [move for place in range(len(self.groups)) for move in self._stores(request, place, computed, done)]
+            if moves:
+                self._step.moves.stores.append(StoreJob(name, moves, done))
+
+    def step(self) -> Step:
+        """Everything since the last call, for the workers."""
+        step, self._step = self._step, Step()
+        return step
+
+    # -- a request goes ----------------------------------------------------------------------------------------------
+
+    def loaded(self, name: str, *, failed: bool = False) -> None:
+        """A load is over. Where it failed, all that the request has is offered for storing again."""
+        self._loading.pop(name, None)
+        request = self._requests.get(name)
+        if request is not None and failed:
+            request.found, request.next = 0, [0] * len(self.groups)
+
+    def lost(self, pages: set[int]) -> None:
+        """These pages of the only group hold nothing: what their requests have is offered for storing again."""
+        for request in self._requests.values():
+            if request.tables and not pages.isdisjoint(request.tables[0]):
+                request.found, request.next = 0, [0] * len(self.groups)
+
+    def finished(self, name: str) -> None:
+        """The request has ended, or was given up; a load that is under way is not wanted any more."""
+        self._requests.pop(name, None)
+        if name in self._loading:
+            self._step.moves.cancelled.append(name)
+
+    @property
+    def chunks_loading(self) -> int:
+        """Of all requests."""
+        return sum(self._loading.values())
+
+    # -- keys and what is there --------------------------------------------------------------------------------------
+
+    def follow(self, prompt: Prompt) -> _Request:
+        """Note what a request is, or that its tokens have become more."""
+        request = self._requests.get(prompt.request)
+        if request is None or len(request.prompt.tokens) != len(prompt.tokens):
+            earlier = request
+            request = _Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
+            if earlier is not None:
+                request.tables, request.next, request.found = earlier.tables, earlier.next, earlier.found
+                request.loaded_attempt = earlier.loaded_attempt
+            self._requests[prompt.request] = request
+        request.prompt = prompt
+        return request
+
+    def _keys(self, prompt: Prompt) -> list[list[ChunkKey]]:
+        whole_pages = len(prompt.tokens) // self._page_tokens * self._page_tokens
+        data = token_bytes(prompt.tokens[:whole_pages])
+        keys = []
+        for group in self.groups:
+            chunk = group.layout.chunk_tokens
+            extras: dict[int, bytes] = {}
+            for position, extra in prompt.extras:
+                extras[position // chunk] = extras.get(position // chunk, b"") + extra
+            unfull, algorithm = self.options.unfull, self.options.algorithm
+            keys.append(keys_of_bytes(data, group.layout, unfull=unfull, algorithm=algorithm, extras=extras))
+        return keys
+
+    def _find(self, request: _Request) -> int:
+        """How many chunks of the prefix can be loaded, as far as the backend knows."""
+        total = len(request.prompt.tokens)
+        self.counters["lookups"] += 1
+        self.counters["lookup_tokens"] += total
+        count = len(request.keys[0])
+        if not self.options.loads_ahead and count and request.keys[0][-1].stop == total:
+            count -= 1  # the last token's logits come of computing it
+        found = self._find_whole(request, count)
+        for _ in range(WINDOW_QUESTIONS_MAX):
+            left = self._find_windows(request, found)
+            if left == found:
+                break
+            found = left
+        else:
+            found = 0
+        self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
+        return found
+
+    def _find_whole(self, request: _Request, count: int) -> int:
+        """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
+        places = [place for place, group in enumerate(self.groups) if group.window is None]
+        names = [name for at in range(count) for place in places for name in self._of_ranks(request, place, at)]
+        if not names:
+            return count
+        return self._count(names) * count // len(names)
+
+    def _find_windows(self, request: _Request, found: int) -> int:
+        """`found`, or less where a sliding window lacks a chunk that it would need there."""
+        for place, group in enumerate(self.groups):
+            if group.window is None or not found:
+                continue
+            first = group.first_kept(request.keys[place][found - 1].stop) // group.layout.chunk_tokens
+            names = [name for at in range(first, found) for name in self._of_ranks(request, place, at)]
+            present = self._count(names) if names else 0
+            if present < len(names):
+                return first + present * (found - first) // len(names)
+        return found
+
+    def _count(self, names: list[bytes]) -> int:
+        """How many of these, from the first on, are stored; trouble is a miss."""
+        try:
+            present = self._backend.match(names)
+        except Exception as error:
+            if not self._failing:
+                logger.warning("KV cache lookup failed; the engine goes on without: %s", error, exc_info=error)
+            self._failing = True
+            return 0
+        self._failing = False
+        return present
+
+    def _of_ranks(self, request: _Request, place: int, at: int) -> list[bytes]:
+        group, key = self.groups[place], request.keys[place][at].key
+        return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
+
+    def _worth(self, request: _Request, is_new: bool) -> int:
+        """Tokens to load of what was found."""
+        keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
+        hit = keys[request.found - 1].stop if request.found else 0
+        chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
+        chosen = chosen[: max(self.options.max_load_chunks // len(self.groups), 1)]
+        if self._narrow is not None and chosen:
+            chosen = chosen[: self._narrow([chunk.key for chunk in chosen], chosen[0].stop - chosen[0].start)]
+        need = chosen[-1].stop - computed if chosen else 0
+        text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
+        found, why = max(hit - computed, 0), ""
+        if 0 < need < self.options.min_load_tokens:
+            need, why = 0, f" < min_retrieve {self.options.min_load_tokens}, nothing is loaded"
+        elif need < found:
+            why = f"; the other {found - need} are computed"
+        # As LMCache has it: a full hit's last token is computed, and what is below the minimum is said to be needed.
+        said = max(min(hit, total - 1) - computed, 0)
+        if not is_new:
+            return need
+        logger.info(text, request.prompt.request, total, min(hit, total - 1), said if need in (0, found) else need, why)
+        self.counters["skipped_tokens"] += found - need
+        self._count_places(request, total)
+        return need
+
+    def _count_places(self, request: _Request, total: int) -> None:
+        chunks = request.keys[0][: request.found]
+        for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
+            self.counters[f"{tier}_tokens"] += max(chunk.stop - max(chunk.start, request.computed), 0)
+        known = max(chunks[-1].stop if chunks else 0, request.computed)
+        self.counters["engine_tokens"] += request.computed
+        self.counters["miss_tokens"] += total - known
+
+    def _within_bounds(self, request: _Request) -> int | None:
+        under_way = self.chunks_loading
+        chunks = -(-request.answer // self.groups[0].layout.chunk_tokens) * len(self.groups)
+        if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
+            return None
+        return request.answer
+
+    # -- chunks and pages --------------------------------------------------------------------------------------------
+
+    def _loads(self, request: _Request, place: int, stop: int) -> list[ChunkMove]:
+        """Chunks for the tokens from `computed` on. What the engine has of the first one is not written: the pages that
+        a move names are the last ones of its chunk."""
+        group, moves = self.groups[place], []
+        kept = max(request.computed, group.first_kept(stop))
+        for chunk in request.keys[place]:
+            if chunk.stop <= kept or chunk.stop > stop:
+                continue
+            first = max(chunk.start, kept // group.page_tokens * group.page_tokens)
+            pages = self._pages(request, group, first, chunk.stop)
+            while pages and pages[0] == NO_PAGE:
+                pages = pages[1:]
+            if pages and NO_PAGE not in pages:
+                moves.append(ChunkMove(chunk.key, place, pages))
+        return moves
+
+    def _stores(self, request: _Request, place: int, computed: int, done: int) -> list[ChunkMove]:
+        """Chunks that are complete with this step and have all of their pages still."""
+        group, keys, moves = self.groups[place], request.keys[place], []
+        request.next[place] = max(request.next[place], request.found)
+        while request.next[place] < len(keys) and keys[request.next[place]].stop <= done:
+            chunk = keys[request.next[place]]
+            request.next[place] += 1
+            if chunk.start < group.first_kept(computed) // group.page_tokens * group.page_tokens:
+                continue  # a window has let go of its first pages
+            pages = self._pages(request, group, chunk.start, chunk.stop)
+            if len(pages) * group.page_tokens == chunk.stop - chunk.start and NO_PAGE not in pages:
+                moves.append(ChunkMove(chunk.key, place, pages))
+        return moves
+
+    def _pages(self, request: _Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
+        table = request.tables[group.group] if group.group < len(request.tables) else []
+        return tuple(table[start // group.page_tokens : stop // group.page_tokens])
+
+    def _tokens_of_page(self, number: int) -> int:
+        return next((group.page_tokens for group in self.groups if group.group == number), self._page_tokens)
+
+
+def key_of_rank(key: bytes, rank: int) -> bytes:
+    """The key of the same chunk of another rank: it stands behind the key's only opening brace (keys.py)."""
+    if not rank:
+        return key
+    head, tail = key.split(b"{", 1)
+    return b"%b{%d@%b" % (head, rank, tail.split(b"@", 1)[1])

@@ -1,0 +1,319 @@
+"""vLLM's door: a KV connector that loads stored prefixes into vLLM's pages and stores what it computes.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVRedisConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "kvredis.adapters.vllm", "kv_load_failure_policy": "recompute"}'
+
+Configured as LMCache is: LMCACHE_CONFIG_FILE, LMCACHE_*, and entries of kv_connector_extra_config, which win. vLLM
+makes one object for its scheduler and one for each worker; what a step needs goes from the first to the others as
+metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
+computed.
+
+The only file that imports vLLM. Of vLLM only names are imported that have been there since 0.18; the rest is looked up.
+Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvredis.backends.config import Config
+from kvredis.storage.errors import ConfigError
+
+from .engine import AUTO
+from .engine_config import for_device
+from .keys import key_prefix
+from .moving_options import options_of
+from .paged_worker import PagedWorker, Results
+from .scheduling import Scheduling, SchedulingOptions, Step
+from .shared_backend import Shared, join, leave
+from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
+from .worth import Worth
+
+_TransferResults = getattr(base, "KVConnectorTransferResults", None)
+_Hybrid: Any = base.SupportsHMA if _TransferResults else object
+"""Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
+
+
+class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's half sends to the workers'."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
+    """One half of an engine's connection, by `role`. Raises ConfigError and LayoutError for a configuration or a model
+    that cannot be served; after that nothing raises into the engine."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm_does()
+        transfer = vllm_config.kv_transfer_config
+        is_scheduler = role == base.KVConnectorRole.SCHEDULER
+        parallel = vllm_config.parallel_config
+        is_apart = parallel.world_size > 1 or parallel.distributed_executor_backend not in (None, "uni")
+        config = configured(transfer.kv_connector_extra_config or {}, questions_only=is_scheduler and is_apart)
+        if not (is_scheduler and is_apart):
+            config = for_device(config, str(vllm_config.device_config.device_type))
+        if is_apart and config.remote_url is None:
+            text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
+            raise ConfigError("remote_url", "none", "KVRedisConnector", text)
+        self._role_name = str(transfer.kv_role)
+        self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._is_single = len(kv_cache_config.kv_cache_groups) == 1
+        self._by_layers = config.use_layerwise
+        self._loads_ahead = not (config.use_layerwise and self._is_single)
+        self._config = config
+        self._engine = f"{transfer.engine_id} {role.name if is_apart else ''}"
+        self._shared: Shared | None = join(self._engine, config, self._groups[0].layout)
+        self._told: dict[str, float] = {}
+        self._results = Results()
+        self._worker: PagedWorker | None = None
+        self._jobs: list[Any] = []
+        self._requests: dict[str, Any] = {}
+        self._scheduling: Scheduling | None = None
+        self._worth: Worth | None = None
+        if is_scheduler:
+            self._schedule(self._shared, config)
+
+    # -- the scheduler's half ----------------------------------------------------------------------------------------
+
+    def _schedule(self, shared: Shared, config: Config) -> None:
+        least = config.min_retrieve_tokens
+        if least == AUTO:
+            self._worth = Worth(shared)
+        options = SchedulingOptions(
+            loads=self._role_name != "kv_producer",
+            stores=self._role_name != "kv_consumer",
+            loads_ahead=self._loads_ahead,
+            unfull=config.save_unfull_chunk,
+            algorithm=config.pre_caching_hash_algorithm,
+            min_load_tokens=least if isinstance(least, int) else 0,
+            max_load_chunks=config.max_load_chunks,
+        )
+        narrow = self._worth.narrow if self._worth else None
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not stored is computed again."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load behind those that vLLM has; True: while other requests are computed."""
+        prompt = prompt_of(request, generated=self._config.save_decode_cache)
+        if prompt is None or self._scheduling is None:
+            return 0, False
+        tokens = self._scheduling.match(prompt, num_computed_tokens)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            tokens = 0
+        if self._config.save_decode_cache:
+            self._requests[request.request_id] = request
+        return tokens, bool(tokens) and self._loads_ahead
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has given a request pages, and says how many tokens of what matched it wants."""
+        if self._scheduling is not None and num_external_tokens > 0:
+            self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            if self._worth is not None:
+                self._worth.load_began(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """What the workers are to do beside this step."""
+        assert self._scheduling is not None
+        counts = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            self._scheduling.scheduled(
+                new.req_id, new.block_ids, new.num_computed_tokens, counts[new.req_id], anew=True
+            )
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            if name in self._requests and (longer := prompt_of(self._requests[name], generated=True)) is not None:
+                self._scheduling.follow(longer)
+            self._scheduling.scheduled(name, pages, computed, counts[name], anew=name in cached.resumed_req_ids)
+        if self._worth is not None:
+            self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
+        return StepMetadata(self._scheduling.step())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have told behind a step."""
+        assert self._scheduling is not None
+        failed = getattr(connector_output, "failed_recving", None) or set()
+        if self._is_single and connector_output.invalid_block_ids:
+            self._scheduling.lost(set(connector_output.invalid_block_ids))
+        for name in connector_output.finished_recving or ():
+            self._scheduling.loaded(name, failed=name in failed)
+            if self._worth is not None:
+                self._worth.load_over(name, failed=bool(failed or connector_output.invalid_block_ids))
+        if self._worth is not None:
+            self._worth.step_over()
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its pages are free at once: whoever gets one that is still being stored has that store ended first."""
+        if self._scheduling is not None:
+            self._scheduling.finished(request.request_id)
+        self._requests.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As request_finished."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool | None:
+        """Forget all that is stored of this model, whoever has stored it: its weights may have changed. Slow."""
+        if self._shared is None:
+            return False
+        algorithm = self._config.pre_caching_hash_algorithm
+        for prefix in {key_prefix(group.layout, algorithm).partition(b"{")[0] for group in self._groups}:
+            self._shared.backend.delete_prefix(prefix)
+        return True
+
+    # -- a worker's half ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Here are the pages. Raises LayoutError where they are not what the model's groups say."""
+        assert self._shared is not None
+        options = options_of(self._config, self._role_name)  # type: ignore[arg-type]
+        pages = self._kv_cache_config.num_blocks
+        self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before anything of the step is written."""
+        if self._worker is not None:
+            self._worker.before(kv_connector_metadata.step)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._jobs = self._worker.stores(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's loads."""
+        if self._worker is not None:
+            self._worker.load(self._get_connector_metadata().step, ahead=self._loads_ahead)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Block until that layer is there, where layers are loaded one by one."""
+        if self._by_layers and not self._loads_ahead and self._worker is not None and layer_name in self._worker.places:
+            self._worker.mover.wait_layer(self._worker.places[layer_name])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """That layer's attention has run: let it leave, where layers are stored one by one."""
+        if self._by_layers and self._jobs and self._worker is not None and layer_name in self._worker.places:
+            self._worker.mover.save_layer(self._worker.places[layer_name], self._jobs)
+
+    def wait_for_save(self) -> None:
+        """The forward pass is launched: hand its stores over. Waits for none of them."""
+        if self._worker is None:
+            return
+        if self._by_layers:
+            self._worker.mover.end_layers()
+        else:
+            self._worker.store(self._jobs)
+        self._jobs = []
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads are over."""
+        if self._worker is not None:
+            self._results = self._worker.results()
+        return None, self._results.loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The same since 0.30, with those that have failed where pages do not tell (several groups)."""
+        assert _TransferResults is not None
+        self.get_finished(finished_req_ids)
+        failed = set() if self._is_single else self._results.failed & self._results.loaded
+        return _TransferResults(finished_recving=self._results.loaded, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages of the loads that get_finished has just told of which hold nothing."""
+        return self._results.failed_pages if self._is_single else set()
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> "KVRedisStats | None":
+        """What has been counted since the last question, by this half."""
+        counters: Mapping[str, float] = {}
+        if self._scheduling is not None:
+            counters = self._scheduling.counters
+        elif self._worker is not None:
+            counters = self._worker.mover.stats()
+        grown = {name: value - self._told.get(name, 0) for name, value in counters.items()}
+        self._told.update(counters)
+        grown = {name: value for name, value in grown.items() if value > 0}
+        return KVRedisStats(grown) if grown else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVRedisStats":
+        """Counters that came from another process."""
+        return KVRedisStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> "KVRedisMetrics":
+        """Counters for /metrics: vllm:kvredis_..._total."""
+        return KVRedisMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether the hooks of single layers do anything, which a whole graph would leave out."""
+        return configured(extra_config).use_layerwise
+
+    def shutdown(self) -> None:
+        """End what is under way; a second call does nothing."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._shared is not None:
+            self._shared = None
+            leave(self._engine)
+
+
+class KVRedisStats(KVConnectorStats):  # type: ignore[misc]
+    """Counters by name, as they have grown."""
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: Any) -> "KVRedisStats":
+        """Add another's."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the periodic log line shows."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing has grown."""
+        return not self.data
+
+
+class KVRedisMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same counters for Prometheus, each made when it first grows."""
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what has grown."""
+        made: dict[str, Any] = self.__dict__.setdefault("_made", {})
+        for name, value in transfer_stats_data.items():
+            if name not in made:
+                text = f"{name.replace('_', ' ')} of the KV cache behind KVRedisConnector"
+                made[name] = self._counter_cls(
+                    name=f"vllm:kvredis_{name}", documentation=text, labelnames=self._labelnames
+                )
+            made[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(value)
+
+
+def _rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())

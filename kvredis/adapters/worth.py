@@ -1,0 +1,68 @@
+"""What min_retrieve_tokens = auto needs to know of an engine that computes in steps and loads behind their backs.
+
+The scheduler sees neither the model nor the loads at work, only when a step was asked for and when its output came.
+That is what an engine waits for, so it is what is measured. Steps follow each other: one takes from when it was asked
+for, or from when the one before was over, whichever is later, until its output comes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvredis.backends.base import Tier
+
+from .block import block_bytes
+from .deciding import Piece
+from .shared_backend import Shared
+
+NEAREST_FIRST: Sequence[Tier] = ("memory", "disk", "remote")
+
+
+class Worth:
+    """Measures steps and loads, and says which chunks come sooner than they are computed. One thread calls it."""
+
+    def __init__(self, shared: Shared, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._shared = shared
+        self._clock = clock
+        self._steps: deque[tuple[float, int]] = deque()
+        self._over_s = 0.0
+        self._loads: dict[str, tuple[float, Tier, int]] = {}
+        self._chosen: list[Piece] = []
+
+    def narrow(self, keys: Sequence[bytes], tokens: int) -> int:
+        """Of these chunks of `tokens` tokens each, how many to load, from the first on."""
+        layout = self._shared.break_even.layout
+        tiers = self._shared.backend.tiers_of(keys)
+        for tier in set(tiers):
+            there = (key for key, where in zip(keys, tiers, strict=True) if where == tier)
+            self._shared.probes.found(tier, there)
+        self._shared.probes.begin()
+        pieces = [Piece(tier, block_bytes(layout, layout.chunk_tokens), tokens) for tier in tiers]
+        count = self._shared.break_even.worth(pieces)
+        self._chosen = pieces[:count]
+        return count
+
+    def load_began(self, request: str) -> None:
+        """The chunks chosen last are being loaded for a request."""
+        if self._chosen:
+            tier = max((piece.tier for piece in self._chosen), key=NEAREST_FIRST.index)
+            self._loads[request] = (self._clock(), tier, sum(piece.nbytes for piece in self._chosen))
+        self._chosen = []
+
+    def load_over(self, request: str, *, failed: bool) -> None:
+        """That load is over; a failed one says nothing of its tier's speed."""
+        began_s, tier, nbytes = self._loads.pop(request, (0.0, "memory", 0))
+        if nbytes and not failed:
+            self._shared.break_even.load_took(tier, nbytes, self._clock() - began_s)
+
+    def step_began(self, tokens: int) -> None:
+        """A step that computes so many tokens is handed to the workers."""
+        self._steps.append((self._clock(), tokens))
+
+    def step_over(self) -> None:
+        """The output of the oldest step has come."""
+        now_s = self._clock()
+        if self._steps:
+            began_s, tokens = self._steps.popleft()
+            self._shared.break_even.prefill_took(tokens, now_s - max(began_s, self._over_s))
+        self._over_s = now_s

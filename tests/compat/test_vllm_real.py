@@ -1,0 +1,233 @@
+"""vLLM 0.32 as it is, on the CPU, with KVRedisConnector: the tokens that it generates, and what it need not compute.
+
+Few processes, since each takes its time to start: engines of several models are opened in them one after the other.
+Models are tiny and of random weights, and what they generate depends on every token before.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from tests.compat.conftest import RunningServer, start_kvredis, stop
+from tests.compat.vllm_process import CONNECTOR, VLLMProcess, site
+from tests.proxy import Proxy
+
+CHUNK = 64
+MODELS = {"llama": 32, "gemma": 32, "deepseek": 16}
+"""And the blocks that each is opened with."""
+LOCAL = {"LMCACHE_CHUNK_SIZE": str(CHUNK), "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"}
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "first.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    process, server = start_kvredis(tmp_path_factory.mktemp("server"))
+    yield server
+    stop(process)
+
+
+@pytest.fixture
+def proxy(server: RunningServer) -> Iterator[Proxy]:
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+    with Proxy(("127.0.0.1", server.port)) as proxy:
+        yield proxy
+
+
+def prompt(length: int = 1000, seed: int = 0) -> list[int]:
+    return [3 + (at * 7919 + seed * 104729) % 1000 for at in range(length)]
+
+
+def far(port: int, **rest: str) -> dict[str, str]:
+    """A server alone, over RESP, which is given up and found again quickly."""
+    always = {"LMCACHE_CHUNK_SIZE": str(CHUNK), "LMCACHE_LOCAL_CPU": "false", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.125"}
+    always |= {"LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{port}", "LMCACHE_BLOCKING_TIMEOUT_SECS": "5"}
+    return always | rest
+
+
+def until(condition: object, what: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: VLLMProcess, model: str) -> None:
+    first.open(model, LOCAL, block_size=MODELS[model])
+    cold = first.generate(prompt())[0]
+    first.stored()
+    warm, cut, other = (first.generate(each)[0] for each in (prompt(), prompt()[:300] + [5] * 300, prompt(640)))
+    assert (cold["cached"], warm["cached"], cut["cached"]) == (0, 960, 256)
+    assert warm["tokens"] == cold["tokens"] != other["tokens"]
+    assert other["cached"] == 640  # all of it: the last token is computed again for its logits alone
+    assert first.ask("stats")["left"] == 0
+
+
+def test_tokens_are_those_of_an_engine_without_the_connector(first: VLLMProcess) -> None:
+    prompts = [prompt(300, seed) for seed in range(8)]
+    small: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}  # so that rounding plays no part
+    small |= {"num_gpu_blocks_override": 61, "max_num_batched_tokens": 512}
+    first.open("llama", {}, connector=None, **small)
+    alone = [first.generate(each, tokens=32)[0]["tokens"] for each in prompts]
+    first.open("llama", LOCAL, **small)
+    for _ in range(2):
+        assert [each["tokens"] for each in first.generate(*prompts, tokens=32)] == alone
+    stats = first.ask("stats")
+    assert stats["preemptions"] > 0
+    assert stats["worker"]["loaded_chunks"] > 0
+    assert (stats["left"], stats["free"]) == (0, 60)
+
+
+def test_a_prompt_that_is_computed_in_parts_is_stored_in_parts(first: VLLMProcess) -> None:
+    first.open("llama", LOCAL, max_num_batched_tokens=256)
+    began = len(first.log)
+    first.generate(prompt())
+    first.stored()
+    text = first.log[began:]
+    assert re.search(r"Reqid: \S+, Total tokens 1000, LMCache hit tokens: 0, need to load: 0", text)
+    found = re.findall(r"Storing KV cache for (\d+) out of (\d+) tokens for request", text)
+    assert found == [("256", "256"), ("256", "512"), ("256", "768"), ("192", "1000")]
+    first.generate(prompt())
+    text = first.log[began:]
+    assert re.search(r"Reqid: \S+, Total tokens 1000, LMCache hit tokens: 960, need to load: 960", text)
+
+
+def test_layers_are_loaded_and_stored_one_by_one(first: VLLMProcess) -> None:
+    for model in ("llama", "gemma"):
+        first.open(model, LOCAL | {"LMCACHE_USE_LAYERWISE": "true"})
+        cold = first.generate(prompt())[0]
+        first.stored()
+        warm = first.generate(prompt())[0]
+        assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
+        assert first.ask("stats")["worker"]["stored_chunks"] >= 15
+
+
+def test_a_salt_keeps_tenants_apart_and_roles_are_kept(first: VLLMProcess, server: RunningServer) -> None:
+    first.open("llama", far(server.port), connector=CONNECTOR | {"kv_role": "kv_producer"})
+    first.generate(prompt(), salt="a")
+    first.stored()
+    assert first.generate(prompt(), salt="a")[0]["cached"] == 0
+    first.open("llama", far(server.port), connector=CONNECTOR | {"kv_role": "kv_consumer"})
+    assert first.generate(prompt(), salt="a")[0]["cached"] == 960
+    assert [first.generate(prompt(), salt="b")[0]["cached"] for _ in range(2)] == [0, 0]
+    assert first.ask("reset", connector=True)["reset"]
+    assert first.generate(prompt(), salt="a")[0]["cached"] == 0
+
+
+def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: Proxy, server: RunningServer) -> None:
+    first.open("llama", far(proxy.port))
+    cold = first.generate(prompt())[0]
+    first.stored()
+    with redis.Redis(port=server.port) as client:
+        keys = sorted(client.keys("*"))
+        assert len(keys) == 15
+        for key in keys:
+            value = bytearray(client.get(key))
+            value[-1000:] = bytes(255 - byte for byte in value[-1000:])
+            client.set(key, bytes(value))
+        damaged = first.generate(prompt())[0]
+        assert damaged["tokens"] == cold["tokens"]
+        assert first.ask("stats")["worker"]["corrupt_chunks"] >= 1
+        first.stored()
+        assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
+        # That the tokens would be others, if nobody looked:
+        for key in client.keys("*"):
+            value = bytearray(client.get(key))
+            value[4096:] = bytes(len(value) - 4096)
+            client.set(key, bytes(value))
+        first.open("llama", far(proxy.port), extra={"verify_blocks": False})
+        believed = first.generate(prompt())[0]
+        assert believed["cached"] == 960
+        assert believed["tokens"] != cold["tokens"]
+
+
+@pytest.mark.parametrize("layerwise", ["false", "true"])
+def test_a_connection_that_ends_in_the_middle_of_a_load_costs_hits_and_no_tokens(
+    first: VLLMProcess, proxy: Proxy, layerwise: str
+) -> None:
+    first.open("llama", far(proxy.port, LMCACHE_USE_LAYERWISE=layerwise))
+    cold = first.generate(prompt())[0]
+    first.stored()
+    proxy.cut(after_bytes=500_000)  # of 2 MB
+    assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
+    worker = first.ask("stats")["worker"]
+    assert worker["failed_chunks"] > 0
+    proxy.heal()
+
+    def is_back() -> bool:
+        again = first.generate(prompt())[0]
+        assert again["tokens"] == cold["tokens"]
+        return bool(again["cached"] == 960)
+
+    until(is_back, "the server is not used again")
+
+
+def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(first: VLLMProcess, proxy: Proxy) -> None:
+    first.open("llama", far(proxy.port))
+    cold = first.generate(prompt())[0]
+    first.stored()
+    free = first.ask("stats")["free"]
+    proxy.throttle(down=500_000)
+    aborted = first.ask("abort", prompt=prompt(), after_s=1.0)
+    assert (aborted["states"], aborted["left"]) == (["FINISHED_ABORTED"], 0)
+    worker = first.ask("stats")["worker"]
+    assert (worker["cancelled_jobs"], worker["loading_chunks"]) == (1, 0)
+    proxy.heal()
+    assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
+    stats = first.ask("stats")
+    assert (stats["free"], stats["left"]) == (free, 0)
+
+
+def test_a_server_that_is_killed_and_started_again_serves_a_fresh_engine_from_its_disk(
+    first: VLLMProcess, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("disk")
+    flags = ("--local-disk", str(folder / "tier"), "--max-local-disk-size", "512MB")
+    process, server = start_kvredis(folder, *flags)
+    cold = {}
+    try:
+        for model, block in MODELS.items():
+            first.open(model, far(server.port), block_size=block)
+            cold[model] = first.generate(prompt())[0]["tokens"]
+            first.stored()
+        with redis.Redis(port=server.port) as client:
+            client.save()
+            blocks = client.dbsize()
+        process.send_signal(signal.SIGKILL)
+    finally:
+        stop(process)
+    assert first.generate(prompt())[0]["tokens"] == cold["deepseek"]  # nobody is there
+    process, server = start_kvredis(folder, *flags)
+    second = VLLMProcess(site(), folder / "second.log")
+    try:
+        with redis.Redis(port=server.port) as client:
+            assert client.dbsize() == blocks
+        for model, block in MODELS.items():
+            second.open(model, far(server.port), block_size=block)
+            warm = second.generate(prompt())[0]
+            assert (warm["tokens"], warm["cached"]) == (cold[model], 960)
+    finally:
+        second.stop()
+        stop(process)
+
+
+def test_a_configuration_that_cannot_be_served_says_why(first: VLLMProcess) -> None:
+    with pytest.raises(AssertionError, match="chunk_size"):
+        first.open("llama", {"LMCACHE_CHUNK_SIZE": "abc"})
+    began = len(first.log)
+    first.open("llama", {"LMCACHE_CHUNK_SIZE": "48", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"})
+    assert "chunk_size 48 is not made of whole blocks of 32 tokens: 96 is used" in first.log[began:]

@@ -1,0 +1,206 @@
+"""A vLLM engine that does what it is told, for tests to see what comes out with KVRedisConnector and without.
+
+Run by vllm_process.py in an environment that has vLLM; a line of JSON on stdin is a request, a line of JSON on stdout
+its answer. Models are tiny, of random weights that follow from a seed, so every process computes the same tokens.
+"""
+
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+Answer = dict[str, Any]
+COMMON = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 1024, "rms_norm_eps": 1e-5}
+COMMON |= {"initializer_range": 0.2}  # large: what comes out depends on what went in
+MODELS: dict[str, Answer] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "max_position_embeddings": 4096, "hidden_act": "silu", "tie_word_embeddings": False, "rope_theta": 10000.0,
+    },
+    "gemma": {  # two layers with a sliding window, then one without, twice over
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 256,
+        "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 64, "max_position_embeddings": 4096, "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 128, "query_pre_attn_scalar": 64, "rope_theta": 10000.0, "rope_local_base_freq": 10000.0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    },
+    "deepseek": {  # multi-head latent attention
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256,
+        "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 4, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 3, "max_position_embeddings": 4096, "hidden_act": "silu",
+        "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+
+
+class Program:
+    """The engine that is open, if one is."""
+
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def open(self, model: str, variables: dict[str, str], connector: Answer | None, engine: Answer) -> Answer:
+        """Open an engine, and say what its connector has made of the model."""
+        self.close()
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
+            del os.environ[name]
+        os.environ.update(variables)
+        options: Answer = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
+        options |= {"block_size": 32, "enable_prefix_caching": False, "dtype": "bfloat16"} | engine
+        if connector is not None:
+            options["kv_transfer_config"] = KVTransferConfig(**connector)
+        self._llm = LLM(model=str(saved(model)), enforce_eager=True, seed=7, disable_log_stats=False, **options)
+        half = self._worker_half()
+        if half is None:
+            return {"groups": []}
+        return {"groups": [[len(group.names), group.window, group.layout.planes] for group in half._groups]}
+
+    def generate(self, prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> Answer:
+        """Complete prompts side by side, greedily."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        return {
+            "outputs": [
+                {"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs
+            ]
+        }
+
+    def abort(self, prompt: list[int], after_s: float) -> Answer:
+        """Begin a prompt, let the engine step for a while, abort it, and run on until nothing is left to do."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=8))
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + after_s:
+            engine.step()
+        engine.abort_request(["aborted"])
+        core = engine.engine_core.engine_core
+        began_s, states = time.monotonic(), [str(each.status) for each in core.scheduler.requests.values()]
+        while core.scheduler.has_requests() and time.monotonic() < began_s + 60:
+            core.step()
+        return {"states": states, "left": len(core.scheduler.requests), "seconds": time.monotonic() - began_s}
+
+    def settle(self) -> Answer:
+        """Wait until all stores are over, the backend's included."""
+        half = self._worker_half()
+        settled = half._worker.mover.settle(60)
+        return {"settled": settled, "refused": half._shared.backend.flush()}
+
+    def stats(self) -> Answer:
+        """Counters of both halves, and the leases and rooms that are held."""
+        half = self._worker_half()
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        return {
+            "worker": dict(half._worker.mover.stats()),
+            "scheduler": dict(scheduler.connector._scheduling.counters),
+            "left": len(scheduler.connector._scheduling._requests),
+            "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "preemptions": sum(
+                metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
+            ),
+        }
+
+    def save(self, model: str) -> Answer:
+        """Make a model, and say where it is."""
+        return {"folder": str(saved(model))}
+
+    def reset(self, connector: bool = False) -> Answer:
+        """Forget vLLM's own prefix cache, and what its connector has."""
+        return {"reset": self._llm.reset_prefix_cache(reset_connector=connector)}
+
+    def close(self) -> Answer:
+        """Close the engine."""
+        if self._llm is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+            cleanup_dist_env_and_memory()
+        return {}
+
+    def _worker_half(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+
+def saved(model: str) -> Path:
+    """The folder of a model, made if it is not there: the same in every process, since it is in the keys."""
+    config: Answer = COMMON | MODELS[model]
+    name = f"kvredis-{model}-{hashlib.sha256(json.dumps(config).encode()).hexdigest()[:12]}"
+    folder = Path(tempfile.gettempdir()) / name
+    if folder.is_dir():
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    described: Any = AutoConfig.for_model(config.pop("model_type"), **config)
+    weights: Any = AutoModelForCausalLM.from_config(described).to(torch.bfloat16)  # type: ignore[no-untyped-call]
+    if model == "gemma":  # whose embeddings, made large and used twice, would drown everything else
+        weights.get_input_embeddings().weight.data.mul_(0.02)
+    scratch = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
+    weights.save_pretrained(scratch)
+    tokenizer().save_pretrained(scratch)
+    try:
+        scratch.rename(folder)
+    except OSError:  # another process was quicker
+        shutil.rmtree(scratch)
+    return folder
+
+
+def tokenizer() -> Any:
+    """Bytes and a few words, for who talks to a server in text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(unk_token=None))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=alphabet)
+    made.train_from_iterator(["blocks are stored and loaded " * 4] * 20, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def main() -> None:
+    """Serve requests until stdin ends. What vLLM prints goes to stderr."""
+    faulthandler.enable()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    program = Program()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = getattr(program, request.pop("do"))(**request)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"raised": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    program.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""vLLM itself in processes of its own: where it is installed, and how a test tells a process what to do.
+
+torch is this environment's own. vllm/program.py runs there.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.compat.engine_process import ROOT, Answer, EngineProcess, packages
+
+HERE = Path(__file__).parent / "vllm"
+CONNECTOR = {
+    "kv_connector": "KVRedisConnector",
+    "kv_connector_module_path": "kvredis.adapters.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+def site() -> Path:
+    """The folder with the packages of requirements.txt, made if it is not there."""
+    return packages("vllm", HERE / "requirements.txt")
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    """What a process with vLLM is started with: nothing of ours but what is named."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "KVREDIS_"))}
+    return clean | ENVIRONMENT | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"} | variables
+
+
+class VLLMProcess(EngineProcess):
+    """One process with vLLM in it, which serves requests in their order; one engine at a time is open in it."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        variables = environment(folder, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        super().__init__([sys.executable, str(HERE / "program.py")], log, variables)
+
+    def open(self, model: str, variables: dict[str, str], *, extra: Answer | None = None, **engine: Any) -> Answer:
+        """Open an engine in place of the one that was open, with these LMCACHE_* variables and entries of
+        kv_connector_extra_config; `connector` None goes without."""
+        connector = engine.pop("connector", CONNECTOR)
+        if connector is not None:
+            connector = connector | {"kv_connector_extra_config": extra or {}}
+        return self.ask("open", model=model, variables=variables, connector=connector, engine=engine)
+
+    def generate(self, *prompts: list[int], **options: Any) -> list[Answer]:
+        """Have prompts completed side by side: of each the `tokens` that came, and how many were `cached`."""
+        answers: list[Answer] = self.ask("generate", prompts=prompts, **options)["outputs"]
+        return answers
+
+    def stored(self) -> None:
+        """Wait until all that was computed is stored."""
+        assert self.ask("settle")["settled"]
