@@ -91,7 +91,7 @@ class Config:
     cache_policy: str = _key("LRU", values.choice(*POLICIES), "NAME", f"what is evicted first: {', '.join(POLICIES)}")
     save_decode_cache: bool = _key(False, values.flag, "BOOL", "store the KV of generated tokens too")
     save_unfull_chunk: bool = _key(False, values.flag, "BOOL", "store a prompt's last, partial chunk too")
-    use_layerwise: bool = _key(False, values.flag, "BOOL", "store and load layer by layer", later=True)
+    use_layerwise: bool = _key(False, values.flag, "BOOL", "store and load layer by layer, where an engine can (vLLM)")
     min_retrieve_tokens: int | str = _key(
         0, values.whole_or("auto", 0), "N", "do not load fewer tokens than this; auto = by measured speed"
     )

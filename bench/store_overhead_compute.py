@@ -131,7 +131,7 @@ class Modelled:
 
 
 def llama(shape: ModelShape, tokens: int, device: Any) -> Any:
-    """A Llama of the shape with random weights in bfloat16, the same each time; BenchError for a shape without widths."""
+    """A Llama of the shape with random weights in bfloat16, the same each time; BenchError for one without widths."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
