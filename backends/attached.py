@@ -45,11 +45,13 @@ _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLN
 class SharedLease:
     """A value in the server's own memory; a base.Lease. Its bytes are sure as long as `held` says so."""
 
-    __slots__ = ("_connection", "_offset", "_until_s", "length", "view")
+    __slots__ = ("_arena", "_connection", "_offset", "_until_s", "length", "view")
 
     def __init__(self, connection: AttachedConnection, offset: int, length: int, until_s: float) -> None:
         """The server promises the bytes until `until_s` of time.monotonic(), and while the connection is open."""
-        self.view = connection.arena.part(offset, length)
+        # Held here too: whoever copies to a GPU just now does so from page-locked memory even if the connection breaks.
+        self._arena = connection.arena
+        self.view = self._arena.part(offset, length)
         self.length = length
         """Bytes of payload."""
         self._connection: AttachedConnection | None = connection

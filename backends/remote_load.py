@@ -13,6 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
@@ -21,7 +22,7 @@ from kvredis.storage.errors import BackendError
 from . import base
 from .attached import AttachedConnection
 from .connection import Connection
-from .lanes import AHEAD_MIN, GetLane, ahead_for
+from .lanes import AHEAD_MIN, DRAIN_S, GetLane, ahead_for
 from .lease_lane import LeaseLane
 from .remote_holds import AnyRooms, RemoteLease, Rooms, Staging
 from .remote_node import Node
@@ -152,21 +153,14 @@ class Stream:
         shares = [bodies[place::count] for place in range(len(lanes))]
         self._turn += len(bodies)
         beside = self._receivers[: len(lanes) - 1]
-        try:
-            for receiver, share, lane in zip(beside, shares[1:], lanes[1:], strict=True):
-                receiver.begin(share, lane)
-            receive(shares[0], lanes[0])
-            for body in shares[0]:
-                if body.error is not None and not isinstance(body.error, Exception):
-                    raise body.error
-            for receiver in beside:
-                receiver.wait()
-        except BaseException:  # somebody interrupts us: the memory is not ours again before all have stopped
-            for lane in lanes:
-                lane.connection.interrupt()
-            for receiver in beside:
-                receiver.wait()
-            raise
+        for receiver, share, lane in zip(beside, shares[1:], lanes[1:], strict=True):
+            receiver.begin(share, lane)
+        receive(shares[0], lanes[0])
+        for body in shares[0]:
+            if body.error is not None and not isinstance(body.error, Exception):
+                raise body.error
+        for receiver in beside:
+            receiver.wait()
 
     def give_up(self, error: BackendError | None) -> None:
         """Close the connections, as nobody knows which bodies are still to come; with an error the server is lost."""
@@ -178,11 +172,12 @@ class Stream:
             self.node.lose(broken, error)
 
     def close(self, left_s: float) -> None:
-        """Give connections and threads back."""
-        self._drop_coming()
+        """Give connections and threads back; the server may keep us waiting for DRAIN_S, however many there are."""
+        until_s = time.monotonic() + min(left_s, DRAIN_S)
         try:
+            self._drop_coming()
             for lane in self.lanes:
-                lane.settle(left_s)
+                lane.settle(max(until_s - time.monotonic(), 0.0))
                 lane.connection.set_timeout(self.node.link.timeout_s)
         except BaseException:
             self.give_up(None)
@@ -193,6 +188,13 @@ class Stream:
             self.node.bring_back_receivers(receivers)
 
     def _drop_coming(self) -> None:
+        """Give up what has been received. Where we were interrupted some is on its way still, and its memory is not
+        ours again before that has stopped: whoever is interrupted here as well comes here once more."""
+        if any(receiver.is_busy for receiver in self._receivers):
+            for lane in self.lanes:
+                lane.connection.interrupt()
+            for receiver in self._receivers:
+                receiver.wait()
         while self.coming:
             self.coming.popleft().drop()
 
@@ -242,7 +244,12 @@ class Load:
 
     def close(self) -> None:
         """Give all connections back; what is owed on them is read if that is cheap."""
-        for stream in (*self._streams.values(), *self._asides.values()):
+        with ExitStack() as every:  # if one is interrupted the others still give back what they have borrowed
+            for stream in (*self._streams.values(), *self._asides.values()):
+                every.callback(self._end, stream)
+
+    def _end(self, stream: Stream) -> None:
+        with self._patience:
             stream.close(self._patience.left_s)
 
     def _open(self, stream: Stream, keys: Sequence[bytes], lanes_max: int) -> None:

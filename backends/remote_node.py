@@ -137,10 +137,12 @@ class Node:
         return borrowed
 
     def bring_back_receivers(self, receivers: Sequence[Receiver]) -> None:
-        """Take threads back that have nothing to do; as many stay as one load uses."""
+        """Take threads back; as many stay as one load uses. One that receives still, as its load was interrupted again
+        and again, ends when it is done with that."""
         for receiver in receivers:
             with self._lock:
-                keep = not self._closed and len(self._receivers) < self.connections - 1
+                spare = len(self._receivers) >= self.connections - 1
+                keep = not self._closed and not spare and not receiver.is_busy
                 if keep:
                     self._receivers.append(receiver)
             if not keep:

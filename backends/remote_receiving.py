@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from queue import SimpleQueue
 
 from kvredis.storage.errors import BackendError
 
@@ -81,34 +80,55 @@ def receive(bodies: Sequence[Body], lane: GetLane) -> None:
 
 
 class Receiver:
-    """A thread that receives for whoever has borrowed it from a Node."""
+    """A thread that receives for whoever has borrowed it from a Node.
 
-    __slots__ = ("_done", "_given", "_is_busy")
+    WHY `_given` alone says that something is under way: whoever is interrupted, at whatever step, can still wait for
+    it, and is neither told too early that it is over nor kept for ever.
+    """
+
+    __slots__ = ("_changed", "_given", "_is_wanted")
 
     def __init__(self) -> None:
         """Start it; raises RuntimeError when there is no thread to be had."""
-        self._given: SimpleQueue[tuple[Sequence[Body], GetLane] | None] = SimpleQueue()
-        self._done: SimpleQueue[None] = SimpleQueue()
-        self._is_busy = False
+        self._changed = threading.Condition()
+        self._given: tuple[Sequence[Body], GetLane] | None = None
+        self._is_wanted = True
         threading.Thread(target=self._run, name="kvredis receives", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to `wait` for."""
+        return self._given is not None
 
     def begin(self, bodies: Sequence[Body], lane: GetLane) -> None:
         """Have the next bodies of `lane` received; `wait` comes before the next call."""
-        self._is_busy = True
-        self._given.put((bodies, lane))
+        with self._changed:
+            self._given = bodies, lane
+            self._changed.notify_all()
 
     def wait(self) -> None:
         """Block until all have come, or failed, which the lane's timeout bounds; a second call does nothing."""
-        if self._is_busy:
-            self._done.get()
-            self._is_busy = False
+        with self._changed:
+            self._changed.notify_all()  # an interrupted `begin` may not have said it
+            self._changed.wait_for(lambda: self._given is None)
 
     def end(self) -> None:
-        """Let the thread end; nothing may be under way."""
-        self._given.put(None)
+        """Let the thread end, when it is done with what is under way."""
+        with self._changed:
+            self._is_wanted = False
+            self._changed.notify_all()
 
     def _run(self) -> None:
-        while (given := self._given.get()) is not None:
-            receive(*given)
-            del given  # whoever waits for work holds nobody's memory
-            self._done.put(None)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._given is not None or not self._is_wanted)
+                if self._given is None:
+                    return
+                bodies, lane = self._given
+            try:
+                receive(bodies, lane)
+            finally:
+                del bodies, lane  # whoever waits for work holds nobody's memory
+                with self._changed:
+                    self._given = None
+                    self._changed.notify_all()

@@ -42,7 +42,7 @@ static Py_ssize_t count_on(PyObject *entry, int name, Py_ssize_t step) {
 static int is_simple(PyObject *entry) {
     if (entry == NULL || Py_TYPE(entry) != ENTRY || *slot(entry, VALUE) != Py_None) return 0;
     PyObject *end = *slot(entry, EXPIRE_AT_MS), *extent = *slot(entry, EXTENT);
-    return extent != NULL && extent != NOWHERE && end != NULL && PyLong_CheckExact(end) && Py_SIZE(end) == 0;
+    return extent != NULL && extent != NOWHERE && end != NULL && PyLong_CheckExact(end) && !PyObject_IsTrue(end);
 }
 
 /* The entry under `key`, used now, as a new reference; NULL with an exception, or if there is none. */

@@ -72,6 +72,8 @@ class LaneClient:
         self.is_own_user = uid_of(peer) == os.geteuid()
         """Whether it could do us harm anyhow."""
         self.memory: LentMemory | None = None
+        self.at_end: Callable[[], None] = lambda: None
+        """What its session calls when that is over."""
         self._peer = peer  # the connection's socket once more, to shut it whatever the transport does
         self._store = store
         self._share_bytes = store.arena.nbytes // SHARE
@@ -292,7 +294,8 @@ class Lane:
         os.close(arena_fd)
         theirs.close()
         self.clients[session.id] = client
-        session.at_end.append(lambda: self.detach(session, hang_up=True))
+        client.at_end = lambda: self.detach(session, hang_up=True)
+        session.at_end.append(client.at_end)
         session.output_bytes += sent
         return reply[sent:]
 
@@ -300,6 +303,8 @@ class Lane:
         """End all that a client holds here: its connection is over (`hang_up`), or it is to be as a new one."""
         client = self.clients.pop(session.id, None)
         if client is not None:
+            if not hang_up:  # a connection may come and go here as often as it likes
+                session.at_end.remove(client.at_end)
             client.end(hang_up=hang_up)
 
     def _objection(self, session: Session, peer: socket.socket, command: Command, args: list[bytes]) -> bytes | None:

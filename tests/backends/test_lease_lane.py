@@ -1,5 +1,6 @@
 """A share of a load by leases, when the server answers late or refuses: what is asked next, and how long for."""
 
+import gc
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ from kvredis.backends.lease_lane import LeaseLane
 from kvredis.backends.shared_arena import SharedArena
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
+from tests.storage.test_pagelock import FakeDriver
 
 from .lane_server import pass_time
 
@@ -172,6 +174,21 @@ def test_the_server_hears_of_ended_leases_when_they_are_many_or_large_or_all(mon
         for lease in leases(2, 5000):
             lease.release()
             assert heard() == 1
+
+
+def test_memory_that_is_read_by_a_gpu_stays_registered_when_the_connection_breaks() -> None:
+    driver = FakeDriver()
+    with told(LEASED) as connection:
+        connection.arena.lock(driver)
+        (lease,) = connection.read_leases(1e9, 1)
+        assert isinstance(lease, SharedLease)
+        connection.close()
+        gc.collect()
+        assert driver.registered, "somebody may be copying"
+        lease.release()
+        del lease
+        gc.collect()
+        assert driver.registered == {}
 
 
 def test_what_its_reader_is_given_may_still_be_held_and_is_asked_about_without_a_system_call() -> None:

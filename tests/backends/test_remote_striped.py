@@ -11,11 +11,12 @@ import pytest
 
 from kvredis.backends import remote_load
 from kvredis.backends.address import Address
+from kvredis.backends.lanes import GetLane
 from kvredis.backends.layered import LayeredBackend
 from kvredis.backends.layered_passage import Passage
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_receiving import Receiver
+from kvredis.backends.remote_receiving import Body, Receiver
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
@@ -272,6 +273,47 @@ def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is
         assert store.used_bytes == 0
         relay.lengths = {}
         relay.close()
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_before_memory_is_given_back(
+    tmp_path: Path, interrupts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, receiving, dropped = [interrupts], set[Body](), list[bool]()
+    wait, receive, drop = Receiver.wait, Body.receive, Body.drop
+
+    def interrupted(receiver: Receiver) -> None:
+        if left[0]:
+            left[0] -= 1
+            assert relay.halfway.wait(WAIT_S)
+            raise KeyboardInterrupt
+        wait(receiver)
+
+    def watched(body: Body, lane: GetLane) -> None:
+        receiving.add(body)
+        receive(body, lane)
+        receiving.remove(body)
+
+    def noted(body: Body) -> None:
+        dropped.append(body in receiving)
+        drop(body)
+
+    monkeypatch.setattr(Receiver, "wait", interrupted)
+    monkeypatch.setattr(Body, "receive", watched)
+    monkeypatch.setattr(Body, "drop", noted)
+    with connected(tmp_path, 64 * MIB) as (relay, backend, store):
+        relay.wait_for_nobody()
+        relay.lengths = {2: 0}
+        load = backend.load(KEYS)
+        first = next(load)
+        assert first is not None
+        first.release()
+        with pytest.raises(KeyboardInterrupt):
+            next(load)
+        assert left == [0]
+        assert dropped
+        assert not any(dropped)
+        assert store.used_bytes == 0
 
 
 # ---- into near memory ------------------------------------------------------------------------------------------------

@@ -302,6 +302,21 @@ def test_reset_ends_leases_and_the_connection_goes_on_as_a_new_one(loop: str, tm
     run_on(loop, story())
 
 
+def test_nothing_piles_up_for_a_connection_that_attaches_and_resets_again_and_again(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live, connected(live) as client:
+            await client.ask("PING")
+            (session,) = live.server.sessions.values()
+            for _ in range(3):
+                assert isinstance(await client.attach(), list)
+                assert len(session.at_end) == 1
+                assert await client.ask("RESET") == b"RESET"
+                assert session.at_end == []
+                client.let_go()
+
+    run_on(loop, story())
+
+
 def test_reset_in_a_transaction_ends_leases_too(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live, attached(live) as client:

@@ -35,6 +35,9 @@ def lent(content: bytes, seals: int, *, own_user: bool = True) -> Iterator[LentM
             yield memory
         finally:
             memory.close()
+            for thread in threading.enumerate():
+                if thread.name == "kvredis-closing":
+                    thread.join()
 
 
 def is_mapped() -> bool:
