@@ -19,7 +19,7 @@ import pytest
 PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile",
                "--only-binary", ":all:", "--retries", "1")  # fmt: skip
 UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ReadTimeoutError", "ProxyError")
-INSTALL_S = 180
+INSTALL_S = 420
 
 
 def packages(requirements: Path, name: str) -> Path:
