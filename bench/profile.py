@@ -1,28 +1,33 @@
 """`kvredis bench profile`: a trace of an engine that computes while its KV leaves and comes, and what it shows.
 
-A model of the shape prefills by steps; what each step made is stored while the next one computes. Then it decodes, and
-chunks are loaded meanwhile. torch.profiler writes a Chrome trace; copies are counted in it, and how much of their time
-passed while the model computed. The KV that moves lies in pages beside the model's own cache, as many bytes as its own.
+A model of the shape prefills by steps; what each step made is stored while the next one computes. Then it does so again
+for one prompt while another's chunks are loaded. A thread moves the chunks, as in an engine. torch.profiler writes a
+Chrome trace; copies are counted in it, and how much of their time passed while the model computed. The KV that moves
+lies in pages beside the model's own cache, as many bytes as its own.
 
 schema kvredis.bench.profile/1: machine, torch, device, options, notes, trace, rows (a phase each; of a trace without a
-GPU no rows), gate. `beside_forward_percent` is the copies' time between the first and the last kernel of a forward
-(gaps between kernels of up to FORWARD_GAP_US belong to it: a model launched from Python leaves many); in
-`beside_kernels_percent` they do not.
+GPU no rows), gate. `copies` are those that the trace shows, page numbers on their way up among them; a call of
+cudaMemcpyBatchAsync is one there, however many pieces of host memory it names. `beside_forward_percent` is the copies'
+time between the first and the last kernel of a forward (gaps between kernels of up to FORWARD_GAP_US belong to it: a
+model launched from Python leaves many); in `beside_kernels_percent` they do not.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, TypedDict
 
+from .errors import BenchError
 from .machine import machine_facts
 from .prompts import PromptPlan, prompts
 from .shapes import SHAPES, ModelShape
 from .store_overhead_compute import TINY, Modelled
-from .swap_arms import HostMemory, Swap
+from .swap_arms import HostMemory, Swap, settle
 from .swap_result import GateLine
 from .transfer import Progress
 
@@ -41,8 +46,8 @@ Span = tuple[float, float]
 class ProfilePlan:
     """What one call does: `steps` steps of `step_tokens` are stored, and loaded again."""
 
-    shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
-    step_tokens: int = 1024
+    shape: ModelShape = field(default_factory=lambda: SHAPES["8b"])
+    step_tokens: int = 2048
     chunk_tokens: int = 256
     steps: int = 4
 
@@ -99,10 +104,10 @@ def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict
     """Run both phases under the profiler. Give each one's events; `out` holds those of both."""
     from kvredis.adapters.transfer import open_transfer
 
-    on_gpu = swap.paged.device.type == "cuda"
-    prompt = list(prompts(PromptPlan(swap.tokens + 2 * plan.step_tokens, 0.0, 1, seed=_SEED)))
+    device = swap.paged.device
+    prompt = list(prompts(PromptPlan(swap.tokens + plan.step_tokens, 0.0, 1, seed=_SEED)))
     model = Modelled(swap.shape, prompt)
-    host = HostMemory(swap.host_bytes(plan.chunk_tokens), lock=on_gpu)
+    host = HostMemory(swap.host_bytes(plan.chunk_tokens), lock=device.type == "cuda")
     transfer = open_transfer(swap.paged)
     parts = swap.parts(host.view, plan.chunk_tokens)
     count = plan.step_tokens // plan.chunk_tokens
@@ -110,19 +115,16 @@ def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict
     events: dict[str, list[dict[str, Any]]] = {}
     kept: dict[str, Any] = {}
     try:
-        for traced_now in (False, True):  # first without: kernels are chosen and compiled
-            for name, phase in (("store", _store), ("load", _load)):
-                progress(f"{name}, {'traced' if traced_now else 'warm-up'}")
-                if name == "load":
+        for name in ("warm-up", "traced"):  # the first: kernels are chosen and compiled, and the profiler is loaded
+            for phase in _PHASES:
+                progress(f"{phase}, {name}")
+                if phase == "load":
                     swap.wipe()
-                _settle(on_gpu)
-                if not traced_now:
-                    phase(model, transfer, steps, plan.step_tokens)
-                else:
-                    kept = _under_profiler(lambda run=phase: run(model, transfer, steps, plan.step_tokens), out, on_gpu)
-                    events[name] = kept["traceEvents"]
-                _settle(on_gpu)
-                if name == "store":
+                settle(device)
+                with _Behind(transfer, phase) as behind:
+                    kept = _under_profiler(lambda to=behind: _forward(model, to, steps, plan.step_tokens), out, device)
+                events[phase] = kept["traceEvents"]
+                if phase == "store":
                     swap.check_out(parts)
                 else:
                     swap.check_in()
@@ -134,28 +136,56 @@ def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict
     return events
 
 
-def _store(model: Modelled, transfer: Any, steps: Sequence[Any], tokens: int) -> None:
-    """Prefill; what a step made leaves behind its event, while the next is computed."""
+class _Behind:
+    """A thread that moves what it is given, one step's parts after another: as an engine's stores and loads are moved,
+    so that who launches the model's kernels enqueues no copies. Raises on exit what failed."""
+
+    def __init__(self, transfer: Any, phase: str) -> None:
+        self._transfer = transfer
+        self._phase = phase
+        self._steps: SimpleQueue[tuple[Sequence[Any], Any] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvredis bench profile", daemon=True)
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> _Behind:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+        if self._failure is not None:
+            raise BenchError(f"{self._phase}: nothing was moved: {self._failure}") from self._failure
+
+    def add(self, parts: Sequence[Any], after: Any) -> None:
+        """Move these too; a store comes behind `after`."""
+        self._steps.put((parts, after))
+
+    def finish(self) -> None:
+        """Wait until all has moved; nothing may be added afterwards."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                parts, after = step
+                if self._phase == "store":
+                    self._transfer.store(parts, after=after).wait()
+                else:
+                    self._transfer.load(parts).wait()
+        except Exception as error:
+            self._failure = error
+
+
+def _forward(model: Modelled, behind: _Behind, steps: Sequence[Any], tokens: int) -> None:
+    """Compute a prompt by steps. What a step made leaves behind its event, while the next is computed; loads are for
+    another prompt, a step's worth beside each."""
     model.begin(0)
-    movings = []
     for at, parts in enumerate(steps):
         model.enqueue(at * tokens, (at + 1) * tokens)
-        movings.append(transfer.store(parts, after=_event()))
+        behind.add(parts, _event())
     model.enqueue(len(steps) * tokens, (len(steps) + 1) * tokens)
-    for moving in movings:
-        moving.wait()
-
-
-def _load(model: Modelled, transfer: Any, steps: Sequence[Any], tokens: int) -> None:
-    """Decode; chunks come meanwhile, a step's worth with each token."""
-    start = (len(steps) + 1) * tokens
-    movings = []
-    for at in range(2 * len(steps)):
-        model.enqueue(start + at, start + at + 1)
-        if at < len(steps):
-            movings.append(transfer.load(steps[at]))
-    for moving in movings:
-        moving.wait()
+    behind.finish()
 
 
 def _event() -> Any:
@@ -164,20 +194,13 @@ def _event() -> Any:
     return torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
 
 
-def _settle(on_gpu: bool) -> None:
-    if on_gpu:
-        import torch
-
-        torch.cuda.synchronize()
-
-
-def _under_profiler(work: Any, out: Path, on_gpu: bool) -> dict[str, Any]:
+def _under_profiler(work: Any, out: Path, device: Any) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as profiler:
         work()
-        _settle(on_gpu)
+        settle(device)
     profiler.export_chrome_trace(str(out))
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -2,7 +2,7 @@
 
 One task moves random pages out to blocks of page-locked memory, or back in: by one cudaMemcpyAsync for each layer,
 page and K/V, as engines began; gathered by torch's index operations; and as kvredis does it. The link is measured in
-the same repeat. On the GPU a real prefill may run beside it. Every byte is compared, each time.
+the same repeat. On the GPU a real prefill may run beside it. Every byte is compared, each time, where the KV is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .machine import machine_facts
 from .prompts import PromptPlan, prompts
 from .shapes import BLOCK_TOKENS, SHAPES, ModelShape
 from .store_overhead_compute import DTYPES, Modelled
-from .swap_arms import ARMS, ONE_BYTES, Arm, HostMemory, Link, Swap, arm_of
+from .swap_arms import ARMS, ONE_BYTES, Arm, HostMemory, Link, Swap, arm_of, settle
 from .swap_result import (
     DIRECTIONS,
     OURS,
@@ -155,15 +155,14 @@ def _rows(
 def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[LinkSample]) -> SwapSample:
     arm, direction = way
     if direction == "out":
-        for part in parts:
-            part.memory[:] = bytes(len(part.memory))
+        swap.blank(parts)
     else:  # the blocks hold what was stored and compared just before
         swap.wipe()
-    _settle(swap)
+    settle(swap.paged.device)
     began_s = time.perf_counter()
     arm(parts, direction)
     seconds = time.perf_counter() - began_s
-    _settle(swap)
+    settle(swap.paged.device)
     verified = swap.check_out(parts) if direction == "out" else swap.check_in()
     rate = swap.nbytes / GB / seconds
     link = next(each for each in links if each["direction"] == direction)
@@ -171,13 +170,6 @@ def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[Link
         repeat=link["repeat"], seconds=seconds, gb_per_s=rate,
         percent=100 * rate / max(link["one_gb_per_s"], link["row_gb_per_s"]), verified_bytes=verified,
     )  # fmt: skip
-
-
-def _settle(swap: Swap) -> None:
-    if swap.paged.device.type == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
 
 
 def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> PrefillRow:

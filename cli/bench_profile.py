@@ -21,20 +21,20 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
     return shapes[0] if shapes else None
 
 
-@click.command(epilog="Example: kvredis bench profile --shape 3b --out trace.json")
+@click.command(epilog="Example: kvredis bench profile --shape 8b --out trace.json")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The Chrome trace to write."
 )
 @click.option(
-    "--shape", callback=_shape, metavar="NAME", help="8b, 7b, 3b ...; default 3b. Without a GPU a tiny model."
+    "--shape", callback=_shape, metavar="NAME", help="8b, 7b, 3b ...; default 8b. Without a GPU a tiny model."
 )
-@click.option("--step-tokens", type=click.IntRange(16, 1 << 16), help="Tokens of a step; default 1024.")
+@click.option("--step-tokens", type=click.IntRange(16, 1 << 16), help="Tokens of a step; default 2048.")
 @click.option("--chunk-tokens", type=click.IntRange(16, 1 << 16), help="Tokens of a stored block; default 256.")
 @click.option("--steps", type=click.IntRange(1, 64), help="Steps that are stored and loaded; default 4.")
 @click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a bar is missed.")
 def profile(out: Path, json_path: str | None, judge: bool, **given: Any) -> None:
-    """Trace a model that prefills while its KV is stored, and decodes while KV is loaded.
+    """Trace a model that prefills while KV is stored, and again while KV is loaded.
 
     Counts copies for each 1,024 tokens and how much of their time passes beside the model's own work.
     """

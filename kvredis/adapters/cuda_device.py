@@ -3,7 +3,9 @@ the runtime's copies."""
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +25,40 @@ logger = logging.getLogger(__name__)
 _HIGH_PRIORITY = -1
 """Kernels of ours are short and few; behind those of a prefill they would keep the copy engine waiting."""
 
+_NUMBERS = 8192
+"""Pages of a job for which memory is kept from the beginning; more is taken when a job has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """An event that is asked on its own device. A thread that has chosen no device is on GPU 0, where the runtime makes
+    a context for whatever it is asked: half a GiB that another engine counts on."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+        with torch.cuda.device(self.device):
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
+
+
+class _Numbers:
+    """Memory for page numbers on their way: page-locked here, and there of `stream`, which has to be the current one.
+    It is found by the stream's identity, and so holds it."""
+
+    def __init__(self, stream: torch.cuda.Stream, count: int) -> None:
+        self.stream = stream
+        self.host = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self.array: npt.NDArray[np.int64] = self.host.numpy()
+        self.there = torch.empty(count, dtype=torch.int64, device=stream.device)
+        self.copied: torch.cuda.Event = stream.record_event()
+
 
 class CudaDevice:
     """Device (transfer_cuda.py) for the GPU that `paged` is on. `kernels` is triton, torch, or None: Triton where it is
@@ -33,8 +69,9 @@ class CudaDevice:
         self._runtime = cuda_runtime()
         with torch.cuda.device(self._device):
             self._index = _index(paged, kernels)
-            self.upload(np.zeros(1, np.int64), self.stream())  # host memory for page numbers is made now, not later
             torch.cuda.synchronize(self._device)
+        self._numbers: dict[int, _Numbers] = {}
+        self._orders: dict[int, torch.cuda.Event] = {}
 
     @property
     def kernels(self) -> str:
@@ -42,8 +79,19 @@ class CudaDevice:
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
     def stream(self) -> torch.cuda.Stream:
-        """As Device.stream; ahead of an engine's kernels, not of its copies."""
-        return torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        """As Device.stream; ahead of an engine's kernels, not of its copies. Memory for page numbers is made now, and
+        not when a job is waited for."""
+        made = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        with self.on(made):
+            self._numbers[id(made)] = _Numbers(made, _NUMBERS)
+        return made
+
+    @contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As Device.on. The device comes first: a stream's context alone would go back to GPU 0 by making a context
+        there, in a thread that has chosen no device."""
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """As Device.buffer; waits for the current stream once, from whose memory it is taken."""
@@ -52,62 +100,73 @@ class CudaDevice:
         return made
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> torch.Tensor:
-        """As Device.upload; through page-locked memory that torch keeps until it has been copied."""
-        with torch.cuda.stream(stream):
-            return torch.from_numpy(numbers).pin_memory().to(self._device, non_blocking=True)
+        """As Device.upload; through page-locked memory that is kept, since taking it anew costs more than the copy."""
+        kept = self._numbers[id(stream)]
+        if not kept.copied.query() or len(numbers) > len(kept.there):  # type: ignore[no-untyped-call]
+            kept = self._numbers[id(stream)] = _Numbers(stream, max(len(numbers), len(kept.there)))
+        kept.array[: len(numbers)] = numbers
+        there = kept.there[: len(numbers)]
+        there.copy_(kept.host[: len(numbers)], non_blocking=True)
+        kept.copied.record(stream)
+        return there
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
         """As Device.record."""
-        event: torch.cuda.Event = stream.record_event()
-        return event
+        return DeviceEvent(stream.record_event(), self._device)
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent) -> None:
         """As Device.wait."""
+        stream.wait_event(event.event if isinstance(event, DeviceEvent) else event)
+
+    def behind(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """As Device.behind. One event for each stream: a wait is for what it marks at that moment."""
+        event = self._orders.get(id(other))
+        if event is None:
+            event = self._orders[id(other)] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(other)
         stream.wait_event(event)
 
     def gather(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         """As Device.gather."""
-        with torch.cuda.stream(stream):
-            for launch in launches:
-                self._index.gather(launch, slot, pages)
+        for launch in launches:
+            self._index.gather(launch, slot, pages)
 
     def scatter(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         """As Device.scatter."""
-        with torch.cuda.stream(stream):
-            for launch in launches:
-                self._index.scatter(launch, slot, pages)
+        for launch in launches:
+            self._index.scatter(launch, slot, pages)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
         """As Device.copy_out."""
         if self._runtime is None:
             self._copy(slot, extents, stream, out=True)
             return
-        with torch.cuda.device(self._device):
-            places = extents.place + np.uint64(slot.data_ptr())
-            self._runtime.copy(extents.host, places, extents.nbytes, stream.cuda_stream, batch=locked)
+        places = extents.place + np.uint64(slot.data_ptr())
+        self._runtime.copy(extents.host, places, extents.nbytes, stream.cuda_stream, batch=locked)
 
     def copy_in(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
         """As Device.copy_in."""
         if self._runtime is None:
             self._copy(slot, extents, stream, out=False)
             return
-        with torch.cuda.device(self._device):
-            places = extents.place + np.uint64(slot.data_ptr())
-            self._runtime.copy(places, extents.host, extents.nbytes, stream.cuda_stream, batch=locked)
+        places = extents.place + np.uint64(slot.data_ptr())
+        self._runtime.copy(places, extents.host, extents.nbytes, stream.cuda_stream, batch=locked)
 
     def page_locked(self, address: int) -> bool:
         """As Device.page_locked."""
         if self._runtime is not None:
-            return self._runtime.page_locked(address)
+            with torch.cuda.device(self._device):
+                return self._runtime.page_locked(address)
         return bool(_host(address, 1).is_pinned())
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
         """As Device.synchronize."""
-        stream.synchronize()
+        with torch.cuda.device(self._device):
+            stream.synchronize()
 
     def _copy(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, out: bool) -> None:
         with torch.cuda.stream(stream):

@@ -83,8 +83,9 @@ class CudaRuntime:
         """Enqueue copies, in no particular order, on a stream, which must not be the legacy default stream. With
         `batch` all are one call where there is such a call: their host memory must be page-locked then. Raises
         CudaError; what had been enqueued before goes on."""
-        if batch and self._batch is not None and len(targets) > 1:
-            code = self._batch(
+        batched = self._batch  # once: another thread may find out meanwhile that there is none
+        if batch and batched is not None and len(targets) > 1:
+            code = batched(
                 targets.ctypes.data, sources.ctypes.data, nbytes.ctypes.data, len(targets),
                 ctypes.byref(self._attributes), ctypes.byref(self._first), 1, *self._fail_index, stream,
             )  # fmt: skip

@@ -49,12 +49,30 @@ class TorchIndex:
     def _steps(
         self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Give (planes, all pages, ...) of a layer, the buffer's (parts, planes, pages, ...), and page numbers."""
-        _, parts, units, start, count, first, layer = launch
-        size = units * self._unit_bytes
-        begin = launch.slot_unit * self._unit_bytes
-        held = slot[begin : begin + parts * size].view(self._integers).view(parts, units, *self._unit_shape)
-        numbers = pages[first : first + parts * count].view(parts, count)
+        """Give (planes, all pages, ...) of a layer, the buffer's (parts, planes, pages, ...), and page numbers: for the
+        rest of a part that was cut, for whole ones together, for the beginning of one."""
+        steps, at = [], 0
+        while at < launch.total:
+            part, start = divmod(launch.start + at, launch.units)
+            left = launch.total - at
+            parts, units = (0, min(launch.units - start, left)) if start else divmod(left, launch.units)
+            if parts:
+                units = launch.units
+            parts = max(parts, 1)
+            begin, size = (launch.slot_unit + at) * self._unit_bytes, parts * units * self._unit_bytes
+            held = slot[begin : begin + size].view(self._integers).view(parts, units, *self._unit_shape)
+            first = launch.first_page + part * launch.pages
+            numbers = pages[first : first + parts * launch.pages].view(parts, launch.pages)
+            steps += self._layers(launch.layer, start, held, numbers)
+            at += parts * units
+        return steps
+
+    def _layers(
+        self, layer: int, start: int, held: torch.Tensor, numbers: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """As `_steps`, of parts of which all have the same units, from `start` on."""
+        parts, units = held.shape[:2]
+        count = numbers.shape[1]
         steps, at = [], start
         while at < start + units:
             above, inside = divmod(at, self._paged.planes * count)

@@ -7,6 +7,7 @@ are gathered into a ring of staging buffers, which leave by few large copies on 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from kvredis.storage.errors import LayoutError
 
 from .paged import PagedKV
 from .tensors import borrow
+
+_READ_ONLY = attrgetter("memory.readonly")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def check_part(paged: PagedKV, part: Part) -> tuple[int, int, int, int, int]:
 
 def check_writable(parts: Sequence[Part]) -> None:
     """Raises LayoutError where memory to be stored into is read-only: a copy by address would end the process."""
-    if any(part.memory.readonly for part in parts):
+    if any(map(_READ_ONLY, parts)):
         raise LayoutError("memory to store into is read-only")
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -22,14 +23,20 @@ import torch
 from kvredis.storage.addresses import address_of
 
 from .paged import PagedKV
-from .ring_plan import Extents, Launch, Piece, Plan, plan
+from .ring_plan import Extents, Launch, Plan, Span, plan
 from .transfer import Moving, Part, check_writable
 
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES: Final = 32 * 1024 * 1024
 SLOTS: Final = 3
-"""Three buffers of 32 MiB a direction are as fast as two of 64 (measured), and a third less of the GPU's memory."""
+"""Three buffers of 32 MiB a direction are as fast as two of 64 (measured), and a quarter less of the GPU's memory."""
+
+FIRST_OUT: Final = 4
+"""A store's first buffer is filled to a quarter: nothing is copied before it is gathered. Copying as much takes as long
+as planning and gathering the next."""
+FIRST_IN: Final = 2
+"""A load's to a half: it waits for no kernel, only until its copies are listed."""
 
 
 class Event(Protocol):
@@ -44,22 +51,29 @@ class Event(Protocol):
 
 class Device(Protocol):
     """What the ring needs of a GPU. Everything but `page_locked` and `synchronize` only enqueues on `stream`, one that
-    `stream()` has made."""
+    `stream()` has made. A thread takes a buffer, uploads, gathers, scatters and copies within `on`."""
 
     def stream(self) -> Any:
         """Make one of our own."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Let this thread use the device, and give kernels to that stream: once a job, since it costs a launch."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Give uint8 memory there that no other stream still uses."""
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: Any) -> torch.Tensor:
-        """Bring numbers there; the array may go at once."""
+        """Bring numbers there; the array may go at once. They stay until more are uploaded on that stream, and what was
+        given to it before then finds them."""
 
     def record(self, stream: Any) -> Event:
         """Mark what the stream has been given until now."""
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let what the stream is given from now on come behind an event."""
+
+    def behind(self, stream: Any, other: Any) -> None:
+        """Let what `stream` is given from now on come behind what `other` has been given until now."""
 
     def gather(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: Any) -> None:
         """Copy from the engine's pages into a buffer."""
@@ -95,19 +109,19 @@ class RingTransfer:
         unit = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
         whole = unit * paged.planes * paged.pages * len(paged.layers)
         nbytes = max(min(slot_bytes, whole) // unit, 1) * unit
-        self._store = _Way(device, slots, nbytes)
-        self._load = _Way(device, slots, nbytes)
+        self._store = _Way(device, slots, nbytes, out=True)
+        self._load = _Way(device, slots, nbytes, out=False)
         self._closed = False
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.store."""
         job = plan(self.paged, parts)
         check_writable(parts)
-        return self._begin(self._store, job, after, out=True)
+        return self._begin(self._store, parts, job, after)
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.load."""
-        return self._begin(self._load, plan(self.paged, parts), after, out=False)
+        return self._begin(self._load, parts, plan(self.paged, parts), after)
 
     def close(self) -> None:
         """As Transfer.close; what is asked for afterwards fails."""
@@ -115,15 +129,18 @@ class RingTransfer:
         self._store.close()
         self._load.close()
 
-    def _begin(self, way: "_Way", job: Plan, after: Any, *, out: bool) -> Moving:
-        moving = RingMoving(job.parts)
+    def _begin(self, way: "_Way", parts: Sequence[Part], job: Plan, after: Any) -> Moving:
+        moving = RingMoving(parts)
         try:
             if self._closed:
                 raise RuntimeError("the transfer is closed")
-            way.run(job, after, moving, out=out)
-        except RuntimeError as error:  # torch's errors and ours; what is enqueued goes on, and is waited for
+            way.run(job, after, moving)
+        except Exception as error:  # whoever's it is: what is enqueued goes on, and the caller has to wait for it
             moving.failure = error
             way.settle(moving)
+        except BaseException:  # an interrupt: the caller learns of no Moving, and takes his memory back
+            way.synchronize()
+            raise
         return moving
 
 
@@ -138,8 +155,9 @@ class _Slot:
 class _Way:
     """One direction: its streams and its ring. One thread at a time uses it."""
 
-    def __init__(self, device: Device, slots: int, nbytes: int) -> None:
+    def __init__(self, device: Device, slots: int, nbytes: int, *, out: bool) -> None:
         self._device = device
+        self._is_out = out
         self._slots = slots
         self._nbytes = nbytes
         self._kernels = device.stream()
@@ -148,58 +166,70 @@ class _Way:
         self._next = 0
         self._warned = False
 
-    def run(self, job: Plan, after: Any, moving: "RingMoving", *, out: bool) -> None:
+    def run(self, job: Plan, after: Any, moving: "RingMoving") -> None:
         """Enqueue the whole job. Raises RuntimeError from the device."""
-        if not job.pages.size:
-            moving.add(len(job.parts), None)
-            return
-        if not self._ring:
-            self._ring = [_Slot(self._device.buffer(self._nbytes)) for _ in range(self._slots)]
-        locked: dict[int, bool] = {}
+        if job.pages.size:
+            with self._device.on(self._kernels):
+                if not self._ring:
+                    self._ring = [_Slot(self._device.buffer(self._nbytes)) for _ in range(self._slots)]
+                if self._is_out:
+                    self._out(job, after, moving)
+                else:
+                    self._in(job, after, moving)
+        moving.add(len(job.memories), None)
+
+    def _out(self, job: Plan, after: Any, moving: "RingMoving") -> None:
+        device, known = self._device, dict[int, bool]()
+        pages = self._pages(job, after, moving)
+        for span in job.slots(self._nbytes, FIRST_OUT):
+            slot = self._slot()
+            if slot.free is not None:
+                device.wait(self._kernels, slot.free)
+            device.gather(job.launches(span), slot.buffer, pages, self._kernels)
+            device.behind(self._copies, self._kernels)
+            locked = self._locked(job, span, known)
+            device.copy_out(slot.buffer, job.extents(span), self._copies, locked=locked)
+            slot.free = device.record(self._copies)
+            moving.add(job.parts_before(span.stop), slot.free)
+
+    def _in(self, job: Plan, after: Any, moving: "RingMoving") -> None:
+        device, known = self._device, dict[int, bool]()
+        pages = None
+        for span in job.slots(self._nbytes, FIRST_IN):
+            slot = self._slot()
+            if slot.free is not None:
+                device.wait(self._copies, slot.free)
+            locked = self._locked(job, span, known)
+            device.copy_in(slot.buffer, job.extents(span), self._copies, locked=locked)
+            device.behind(self._kernels, self._copies)
+            if pages is None:  # not before the first copy is on its way
+                pages = self._pages(job, after, moving)
+            device.scatter(job.launches(span), slot.buffer, pages, self._kernels)
+            slot.free = device.record(self._kernels)
+            moving.add(job.parts_before(span.stop), slot.free)
+
+    def _pages(self, job: Plan, after: Any, moving: "RingMoving") -> torch.Tensor:
+        """Bring page numbers there; kernels come behind `after` from now on."""
         pages = self._device.upload(job.pages, self._kernels)
         moving.hold.append(pages)
         if after is not None:
             self._device.wait(self._kernels, after)
-        for pieces in job.slots(self._nbytes):
-            slot = self._ring[self._next]
-            self._next = (self._next + 1) % len(self._ring)
-            launches, extents = job.launches(pieces), job.extents(pieces)
-            if out:
-                self._out(slot, launches, extents, pages, locked=self._locked(job, pieces, locked))
-            else:
-                self._in(slot, launches, extents, pages, locked=self._locked(job, pieces, locked))
-            part, _, stop = pieces[-1]
-            moving.add(part + (stop == job.units[part]), slot.free)
-        moving.add(len(job.parts), None)
+        return pages
 
-    def _out(self, slot: _Slot, launches: list[Launch], extents: Extents, pages: torch.Tensor, *, locked: bool) -> None:
-        device = self._device
-        if slot.free is not None:
-            device.wait(self._kernels, slot.free)
-        device.gather(launches, slot.buffer, pages, self._kernels)
-        device.wait(self._copies, device.record(self._kernels))
-        device.copy_out(slot.buffer, extents, self._copies, locked=locked)
-        slot.free = device.record(self._copies)
+    def _slot(self) -> _Slot:
+        slot = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        return slot
 
-    def _in(self, slot: _Slot, launches: list[Launch], extents: Extents, pages: torch.Tensor, *, locked: bool) -> None:
-        device = self._device
-        if slot.free is not None:
-            device.wait(self._copies, slot.free)
-        device.copy_in(slot.buffer, extents, self._copies, locked=locked)
-        device.wait(self._kernels, device.record(self._copies))
-        device.scatter(launches, slot.buffer, pages, self._kernels)
-        slot.free = device.record(self._kernels)
-
-    def _locked(self, job: Plan, pieces: list[Piece], known: dict[int, bool]) -> bool:
+    def _locked(self, job: Plan, span: Span, known: dict[int, bool]) -> bool:
         """Whether all host memory of a buffer is page-locked: asked once a job for each object that lends it, since an
         arena may be locked by a thread of its own while it is used already."""
-        every = True
-        for part, _, _ in pieces:
-            memory = job.parts[part].memory
-            lender = id(memory.obj)  # held by the view, so no other object has this id meanwhile
-            if lender not in known:
-                known[lender] = self._device.page_locked(address_of(memory))
-            every &= known[lender]
+        held = job.held(span)
+        memories = job.memories[held.start : held.stop]
+        lenders = {id(memory.obj): memory for memory in memories}  # held by views: no other objects have these ids
+        for lender in lenders.keys() - known.keys():
+            known[lender] = self._device.page_locked(address_of(lenders[lender]))
+        every = all(map(known.__getitem__, lenders))
         if not every and not self._warned:
             self._warned = True
             logger.warning("KV is copied between the GPU and memory that is not page-locked: several times slower")
@@ -215,13 +245,17 @@ class _Way:
                 logger.warning("the GPU fails: %s", error)
         moving.end(events)
 
-    def close(self) -> None:
-        """Wait for both streams and let the buffers go."""
+    def synchronize(self) -> None:
+        """Wait for both streams."""
         for stream in (self._kernels, self._copies):
             try:
                 self._device.synchronize(stream)
             except RuntimeError as error:
                 logger.warning("the GPU fails: %s", error)
+
+    def close(self) -> None:
+        """Wait for both streams and let the buffers go."""
+        self.synchronize()
         self._ring = []
 
 

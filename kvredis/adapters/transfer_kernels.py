@@ -7,6 +7,7 @@ so elements are moved as the widest integers that addresses and strides are mult
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import logging
 import math
 from typing import Any, Final
 
@@ -19,8 +20,11 @@ from kvredis.storage.errors import LayoutError
 from .paged import INTEGERS, PagedKV
 from .ring_plan import Launch
 
+logger = logging.getLogger(__name__)
+
 _TILE_BYTES: Final = 16 * 1024
 _WARPS: Final = 8
+_ALIGNED: Final = 16
 _TL_INTEGERS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # What differs between launches is not to be compiled anew for each value that is 1 or a multiple of 16.
@@ -35,8 +39,8 @@ def _move(
     tile: tl.constexpr, integer: tl.constexpr, scatter: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
-    part = unit // units
-    inside = start + unit % units
+    part = (start + unit) // units
+    inside = (start + unit) % units
     number = tl.load(pages + first_page + part * page_count + inside % page_count)
     plane = (inside // page_count) % plane_count
     layer = first_layer + inside // (page_count * plane_count)
@@ -67,14 +71,35 @@ class TritonIndex:
         self._word = INTEGERS[word]
         self._addresses = torch.tensor([layer.data_ptr() for layer in paged.layers], device=paged.device)
         self._strides = strides
-        self._fixed: dict[str, Any] = {
-            "plane_count": paged.planes, "unit_words": unit, "heads": heads, "dim": dim,
-            "tile": tile, "integer": _TL_INTEGERS[word], "num_warps": _WARPS,
-        }  # fmt: skip
-        nothing = Launch(slot_unit=0, parts=0, units=1, start=0, pages=1, first_page=0, layer=0)
+        self._constants = (paged.planes, unit, heads, dim, tile, _TL_INTEGERS[word])
+        nothing = Launch(slot_unit=0, total=0, start=0, units=1, pages=1, first_page=0, layer=0)
         room = torch.empty(unit * word, dtype=torch.uint8, device=paged.device)
+        pages = torch.empty(1, dtype=torch.int64, device=paged.device)
+        self._compiled: dict[bool, Any] = {}
         for scatter in (False, True):
-            self._launch(nothing, room, torch.empty(1, dtype=torch.int64, device=paged.device), scatter=scatter)
+            self._compiled[scatter] = self._launch_slowly(nothing, room, pages, scatter=scatter)
+        try:
+            for scatter in (False, True):
+                self._launch(nothing, room, pages, scatter=scatter)
+            is_right = self._reads_right(paged, room, pages)
+        except Exception as error:  # whatever another release's launcher says to our arguments
+            logger.info("Triton's compiled kernels are not called directly: %s", error)
+            is_right = False
+        if not is_right:
+            self._compiled = {}
+
+    def _reads_right(self, paged: PagedKV, room: torch.Tensor, pages: torch.Tensor) -> bool:
+        """Whether arguments arrive where the kernel looks for them: it reads one page, as torch does."""
+        pages.zero_()
+        room.zero_()
+        last = len(paged.layers) - 1
+        self._launch(Launch(slot_unit=0, total=1, start=0, units=1, pages=1, first_page=0, layer=last), room, pages,
+                     scatter=False)  # fmt: skip
+        wanted = paged.layers[last][0, 0].contiguous().view(-1).view(torch.uint8)
+        if torch.equal(room, wanted):
+            return True
+        logger.warning("Triton's compiled kernels are not called directly: a page that was read is another's")
+        return False
 
     def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
         """As Index.gather."""
@@ -85,10 +110,24 @@ class TritonIndex:
         self._launch(launch, slot, pages, scatter=True)
 
     def _launch(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> None:
-        slot_unit, parts, units, start, count, first, layer = launch
-        _move[(parts * units, self._tiles)](
-            self._addresses, pages, slot.view(self._word), slot_unit, units, start, count, first, layer,
-            *self._strides, **self._fixed, scatter=scatter,
+        """Call the compiled kernel itself: finding it again by its arguments' types costs Triton more than the launch.
+        It may expect addresses that are multiples of 16, as those that it was compiled with are."""
+        compiled = self._compiled.get(scatter)
+        if compiled is None or (slot.data_ptr() | pages.data_ptr()) % _ALIGNED:
+            self._launch_slowly(launch, slot, pages, scatter=scatter)
+            return
+        slot_unit, total, start, units, page_count, first, layer = launch
+        compiled[total, self._tiles, 1](
+            self._addresses, pages, slot, slot_unit, units, start, page_count, first, layer,
+            *self._strides, *self._constants, scatter,
+        )  # fmt: skip
+
+    def _launch_slowly(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> Any:
+        """Give the compiled kernel; None from Triton's interpreter."""
+        slot_unit, total, start, units, page_count, first, layer = launch
+        return _move[(total, self._tiles)](
+            self._addresses, pages, slot.view(self._word), slot_unit, units, start, page_count, first, layer,
+            *self._strides, *self._constants, scatter, num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,6 +54,8 @@ class LazyGpu:
         self._index = TorchIndex(paged)
         self._lot = random.Random(seed)
         self.streams: list[LazyStream] = []
+        self._current: LazyStream | None = None
+        self._numbers: dict[int, torch.Tensor] = {}
         self.locked = True
         self.asked_about = 0
         self.copies: list[int] = []
@@ -77,11 +80,20 @@ class LazyGpu:
         self.streams.append(LazyStream())
         return self.streams[-1]
 
+    @contextmanager
+    def on(self, stream: LazyStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: LazyStream) -> torch.Tensor:
-        there = torch.zeros(len(numbers), dtype=torch.int64)
+        assert stream is self._current
+        there = self._numbers.setdefault(id(stream), torch.zeros(4096, dtype=torch.int64))[: len(numbers)]  # as a GPU's
         kept = torch.from_numpy(numbers.copy())
         stream.queue.append(partial(there.copy_, kept))
         return there
@@ -94,10 +106,15 @@ class LazyGpu:
     def wait(self, stream: LazyStream, event: Any) -> None:
         stream.queue.append(event)
 
+    def behind(self, stream: LazyStream, other: LazyStream) -> None:
+        self.wait(stream, self.record(other))
+
     def gather(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
+        assert stream is self._current
         stream.queue.extend(partial(self._index.gather, launch, slot, pages) for launch in launches)
 
     def scatter(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
+        assert stream is self._current
         stream.queue.extend(partial(self._index.scatter, launch, slot, pages) for launch in launches)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, locked: bool) -> None:
@@ -108,6 +125,7 @@ class LazyGpu:
 
     def _copy(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, out: bool, locked: bool) -> None:
         assert locked == self.locked
+        assert self._current is not None
         if self.copies_until_failure == 0:
             raise RuntimeError("this GPU has fallen off the bus")
         self.copies_until_failure -= 1

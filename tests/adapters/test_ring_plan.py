@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate, pairwise
 
-import numpy as np
 import pytest
 import torch
 
 from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_plan import Piece, merged, plan, slots_of
+from kvredis.adapters.ring_plan import Launch, Span, merged, plan, spans_of
 from kvredis.adapters.transfer import Part
 
 
-def whole(units: list[int], slots: list[list[Piece]]) -> bool:
-    """Whether the pieces are all units of all parts, in order."""
-    told = [(piece.part, unit) for slot in slots for piece in slot for unit in range(piece.start, piece.stop)]
-    return told == [(part, unit) for part, total in enumerate(units) for unit in range(total)]
+def shared(units: list[int], grains: list[int], most: int, room: int) -> list[Span]:
+    return list(spans_of(list(accumulate(units, initial=0)), grains.__getitem__, most, room))
+
+
+def cuts(units: list[int], spans: list[Span]) -> list[tuple[int, int]]:
+    """Parts that are cut, and behind which of their units."""
+    begins = list(accumulate(units, initial=0))
+    return [
+        (part, span.stop - begin)
+        for span in spans
+        for part, (begin, end) in enumerate(pairwise(begins))
+        if begin < span.stop < end
+    ]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -25,45 +34,63 @@ def test_any_parts_fill_buffers_in_order_and_within_their_size(seed: int) -> Non
     units = [lot.choice([0, 1, 3, 16, 50, 400]) for _ in range(lot.randint(1, 30))]
     grains = [lot.choice([1, 2, 7, 16, max(total, 1)]) for total in units]
     most = lot.choice([1, 5, 16, 64, 1000])
-    slots = list(slots_of(units, grains, most))
-    assert whole(units, slots)
-    assert all(0 < sum(stop - start for _, start, stop in slot) <= most for slot in slots)
+    room = max(most // 4, 1)
+    spans = shared(units, grains, most, room)
+    assert [unit for span in spans for unit in range(*span)] == list(range(sum(units)))
+    assert all(0 < span.stop - span.start <= (most if at else room) for at, span in enumerate(spans))
+    for part, unit in cuts(units, spans):  # behind a grain, unless a grain is larger than the buffer
+        assert unit % grains[part] == 0 or grains[part] > room
 
 
-def test_the_first_buffer_is_an_eighth_so_that_copying_begins_soon() -> None:
-    slots = list(slots_of([1024] * 3, [32] * 3, 1024))
-    assert slots[0] == [Piece(0, 0, 128)]
-    assert list(slots_of([100], [1], 1024)) == [[Piece(0, 0, 100)]]  # what is small anyway is one
+def test_the_first_buffer_is_smaller_so_that_copying_begins_soon_but_not_when_there_is_no_other() -> None:
+    paged = PagedKV([torch.zeros(40, 2, 16, 2, 8, dtype=torch.bfloat16) for _ in range(4)])
+    parts = [Part(range(32), memoryview(bytearray(32 * 8 * 512))) for _ in range(4)]
+    job = plan(paged, parts)
+    assert next(job.slots(512 * 512, 4)) == Span(0, 128)
+    assert next(job.slots(512 * 512)) == Span(0, 512)
+    assert list(plan(paged, parts[:1]).slots(512 * 512, 4)) == [Span(0, 256)]
 
 
 def test_a_chunk_as_large_as_a_buffer_is_cut_once_at_the_beginning_and_never_again() -> None:
-    slots = list(slots_of([1024] * 32, [32] * 32, 1024))
-    assert sum(map(len, slots)) == 33
+    units = [1024] * 32
+    assert cuts(units, shared(units, [32] * 32, 1024, 256)) == [(0, 256)]
 
 
 def test_a_small_part_is_never_cut() -> None:
     units = [36] * 100
-    slots = list(slots_of(units, units, 1024))
-    assert whole(units, slots)
-    assert all(piece.stop - piece.start == 36 for slot in slots for piece in slot)
+    spans = shared(units, units, 1024, 256)
+    assert spans[-1].stop == 3600
+    assert cuts(units, spans) == []
 
 
 def test_what_adjoins_in_host_memory_is_one_copy() -> None:
-    found = merged(np.array([100, 110, 130, 140, 50], np.uint64), np.array([10, 10, 10, 5, 7], np.uint64))
+    found = merged([100, 110, 999, 130, 140, 50], [10, 10, 0, 10, 5, 7])
     assert found.host.tolist() == [100, 130, 50]
     assert found.place.tolist() == [0, 20, 35]
     assert found.nbytes.tolist() == [20, 15, 7]
+    found = merged([100, 500, 500], [10, 0, 10])
+    assert found.host.tolist() == [100, 500], "not as far as where a part of no pages lies"
+    assert found.nbytes.tolist() == [10, 10]
 
 
-def test_parts_alike_that_follow_each_other_share_a_kernel_and_a_cut_one_has_its_own() -> None:
+def test_parts_alike_that_follow_each_other_share_a_kernel_also_where_the_first_and_the_last_are_cut() -> None:
     paged = PagedKV([torch.zeros(40, 2, 16, 2, 8, dtype=torch.bfloat16) for _ in range(4)])
-    nbytes = 4 * 2 * 2 * 16 * 2 * 8 * 2
-    parts = [Part([2 * at, 2 * at + 1], memoryview(bytearray(nbytes))) for at in range(10)]
+    page_bytes = 4 * 2 * 16 * 2 * 8 * 2
+    counts = [2] * 10 + [0, 1, 1]
+    begins = list(accumulate(counts, initial=0))
+    parts = [
+        Part(range(begin, begin + count), memoryview(bytearray(count * page_bytes)))
+        for begin, count in zip(begins, counts, strict=False)
+    ]
+    parts.append(Part([39, 38], memoryview(bytearray(page_bytes)), layers=range(1, 3)))
     job = plan(paged, parts)
-    assert job.units == [16] * 10
-    cuts = [job.launches(pieces) for pieces in job.slots(64 * job.unit_bytes)]
-    # 64 units a buffer, the first one 8; a part is 16, so it is cut between layers of 4 units
-    assert [(each.parts, each.units, each.start) for each in cuts[0]] == [(1, 8, 0)]
-    assert [(each.parts, each.units, each.start) for each in cuts[1]] == [(1, 8, 8), (3, 16, 0)]
-    assert [(each.slot_unit, each.first_page) for each in cuts[1]] == [(0, 0), (8, 2)]
-    assert sum(each.parts * each.units for slot in cuts for each in slot) == 160
+    slots = list(job.slots(64 * job.unit_bytes, 8))
+    # 64 units a buffer, the first one 8; a part of 16 units is cut between layers of 4
+    found = [job.launches(span) for span in slots]
+    assert found[0] == [Launch(slot_unit=0, total=8, start=0, units=16, pages=2, first_page=0, layer=0)]
+    assert found[1] == [Launch(slot_unit=0, total=56, start=8, units=16, pages=2, first_page=0, layer=0)]
+    rest = [launch for launches in found[2:] for launch in launches]
+    assert [(each.total, each.units, each.pages, each.first_page, each.layer) for each in rest] == [
+        (64, 16, 2, 8, 0), (32, 16, 2, 16, 0), (16, 8, 1, 20, 0), (8, 8, 2, 22, 1),
+    ]  # fmt: skip
+    assert [job.parts_before(span.stop) for span in slots] == [0, 4, 8, 14]

@@ -6,10 +6,14 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from kvredis.adapters.cuda_device import DeviceEvent
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer import Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
@@ -101,7 +105,7 @@ def test_small_parts_share_a_buffer_and_large_ones_are_cut() -> None:
     layers = made_layers()
     transfer, gpu = ring(layers, units=96)
     transfer.store(parts_of(layers, [1] * 30)).wait()
-    assert gpu.copies == [2, 16, 12]  # parts of 6 units, in buffers of 96, the first of 12
+    assert gpu.copies == [4, 16, 10]  # parts of 6 units, in buffers of 96, the first of 24
     gpu.copies.clear()
     transfer.store(parts_of(layers, [40])).wait()
     assert len(gpu.copies) >= 3
@@ -125,6 +129,73 @@ def test_a_failed_copy_is_an_error_of_wait_once_nothing_is_under_way(after: int)
     moving = transfer.store(parts)  # the next job is none the worse
     moving.wait()
     assert all(true(layers, part) for part in parts)
+
+
+def test_a_part_that_cannot_be_addressed_fails_the_job_once_what_was_begun_of_it_has_ended() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    *parts, last = parts_of(layers, [2] * 6)
+    scattered = memoryview(bytearray(2 * last.memory.nbytes))[::2]
+    moving = transfer.store([*parts, Part(last.pages, scattered)])
+    with pytest.raises(RuntimeError, match="not C-contiguous"):
+        moving.wait()
+    assert moving.done
+    assert gpu.copies, "some of it had begun"
+    assert not any(stream.queue for stream in gpu.streams)
+
+
+def test_an_interrupt_comes_out_once_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    copy_out = gpu.copy_out
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        copy_out(*args, **kwargs)
+        if len(gpu.copies) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "copy_out", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        transfer.store(parts_of(layers, [2] * 6))
+    assert not any(stream.queue for stream in gpu.streams)
+
+
+def test_an_event_is_asked_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, asked = [0], []
+
+    class Chosen:
+        def __init__(self, device: torch.device) -> None:
+            self._number = device.index
+
+        def __enter__(self) -> None:
+            current.append(self._number)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Chosen)
+    real: Any = SimpleNamespace(query=lambda: asked.append(current[-1]), synchronize=lambda: asked.append(current[-1]))
+    event = DeviceEvent(real, torch.device("cuda", 1))
+    assert not event.query()
+    event.synchronize()
+    assert asked == [1, 1]
+    assert current == [0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+def test_a_thread_that_has_chosen_no_gpu_puts_nothing_on_the_first() -> None:
+    paged = PagedKV([layer.to("cuda:1") for layer in made_layers()])
+    before = torch.cuda.mem_get_info(0)[0]
+
+    def move() -> None:
+        transfer = open_transfer(paged)
+        transfer.store(parts_of(list(paged.layers), [3])).wait()
+        transfer.close()
+
+    program = threading.Thread(target=move)
+    program.start()
+    program.join()
+    assert torch.cuda.mem_get_info(0)[0] == before
 
 
 def test_after_close_nothing_is_under_way_and_nothing_begins() -> None:

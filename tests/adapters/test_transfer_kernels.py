@@ -27,21 +27,22 @@ for name, (make, size) in LAYOUTS.items():
         layers = [make(size, TORCH_DTYPES[dtype]) for _ in range(3)]
         kv = PagedKV(layers)
         nbytes = torch.Size(kv.shape(1)).numel() * kv.dtype.itemsize
-        parts = [Part(lot.sample(range(kv.pages), n), memoryview(bytearray(n * nbytes))) for n in (2, 2, 1, 3)]
+        pages = lot.sample(range(kv.pages), 8)
+        parts = [Part([pages.pop() for _ in range(n)], memoryview(bytearray(n * nbytes))) for n in (2, 2, 1, 3)]
         job = plan(kv, parts)
         pages = torch.from_numpy(job.pages)
         theirs, ours = TorchIndex(kv), TritonIndex(kv)
-        for pieces in job.slots(17 * job.unit_bytes):
+        for span in job.slots(17 * job.unit_bytes, 4):
             a, b = (torch.zeros(17 * job.unit_bytes, dtype=torch.uint8) for _ in range(2))
-            for launch in job.launches(pieces):
+            for launch in job.launches(span):
                 theirs.gather(launch, a, pages)
                 ours.gather(launch, b, pages)
             assert a.any() and torch.equal(a, b), (name, dtype, "gather")
             new = torch.randint(0, 256, a.shape, dtype=torch.uint8)
-            for launch in job.launches(pieces):
+            for launch in job.launches(span):
                 ours.scatter(launch, new, pages)
                 theirs.gather(launch, a, pages)
-            used = sum(stop - start for _, start, stop in pieces) * job.unit_bytes
+            used = (span.stop - span.start) * job.unit_bytes
             assert torch.equal(a[:used], new[:used]), (name, dtype, "scatter")
         print(name, dtype, words_of(kv)[0])
 """

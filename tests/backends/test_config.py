@@ -111,7 +111,8 @@ def test_a_full_file_is_read_and_what_has_no_effect_yet_is_said(written: Path) -
 
 
 def test_a_key_without_effect_so_far_is_silent_when_it_asks_for_what_is_done_anyway(written: Path) -> None:
-    assert load("save_decode_cache: false\nkvredis: {metrics_port: 0}\nmax_local_disk_size: 0\n", written).warnings == ()
+    text = "save_decode_cache: false\nkvredis: {metrics_port: 0}\nmax_local_disk_size: 0\n"
+    assert load(text, written).warnings == ()
 
 
 @pytest.mark.parametrize(("size", "chunks"), [({}, 2), ({"LMCACHE_CHUNK_SIZE": "16"}, 32)])

@@ -163,7 +163,7 @@ def test_match_counts_the_leading_run_only(backend: Backend) -> None:
 
 def test_presence_is_said_for_each_key_whatever_is_missing_before_it(backend: Backend, at_rest: AtRest) -> None:
     for name in (b"b", b"d"):
-        put(backend, name, content(20_000, 1))
+        put(backend, name, content(name, 20_000))
     at_rest()
     assert backend.present([b"a", b"b", b"c", b"d", b"b"]) == [False, True, False, True, True]
     assert backend.present([]) == []
@@ -172,7 +172,7 @@ def test_presence_is_said_for_each_key_whatever_is_missing_before_it(backend: Ba
 def test_deleting_a_prefix_leaves_what_only_looks_like_it(backend: Backend, at_rest: AtRest) -> None:
     names = [b"kv*[1]:a", b"kv*[1]:b", b"kv*[1", b"kvx1:a", b"other"]
     for name in names:
-        put(backend, name, content(20_000, 1))
+        put(backend, name, content(name, 20_000))
     at_rest()
     assert backend.delete_prefix(b"kv*[1]:") == 2
     assert backend.present(names) == [False, False, True, True, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvredis.adapters.transfer import HostTransfer
 from kvredis.bench import swap_arms
 from kvredis.bench.errors import BenchError, VerificationError
+from kvredis.bench.profile import ProfilePlan, joined, phase_row, shared
 from kvredis.bench.profile import gate_lines as profile_gate
-from kvredis.bench.profile import joined, phase_row, shared
+from kvredis.bench.profile import run as profile_run
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.swap import SwapPlan, run
-from kvredis.bench.swap_arms import ARMS, PER_PAGE
+from kvredis.bench.swap_arms import ARMS, PER_PAGE, HostMemory, Swap, arm_of
 from kvredis.bench.swap_result import OURS, SCHEMA, PrefillSample, SwapSample, gate_lines, prefill_row, swap_row
 from kvredis.cli.main import main
 
@@ -63,6 +66,42 @@ def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, direction: s
 def test_tokens_that_are_not_whole_chunks_are_refused() -> None:
     with pytest.raises(BenchError, match="64 tokens are not whole chunks of 48"):
         run(SwapPlan((SHAPE,), chunk_tokens=(48,), tokens=64), lambda step: None)
+
+
+def test_blocks_are_overwritten_before_each_store_so_that_what_was_there_before_proves_nothing() -> None:
+    swap = Swap(SHAPE, 64, torch.device("cpu"))
+    host = HostMemory(swap.host_bytes(16), lock=False)
+    parts = swap.parts(host.view, 16)
+    move, close = arm_of(OURS, swap.paged)
+    move(parts, "out")
+    assert swap.check_out(parts) == SHAPE.block_bytes(64)
+    swap.blank(parts)
+    with pytest.raises(VerificationError, match="a block that was stored"):
+        swap.check_out(parts)
+    move(parts, "out")
+    parts[3].memory[-1] ^= 1
+    with pytest.raises(VerificationError, match="a block that was stored"):
+        swap.check_out(parts)
+    close()
+    host.close()
+
+
+def test_what_fails_behind_a_traced_model_is_an_error_of_the_bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loading = threading.Event()
+
+    def failed(self: HostTransfer, parts: Any, **_: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        loading.set()
+        raise RuntimeError("fallen off the bus")
+
+    monkeypatch.setattr(HostTransfer, "load", failed)
+    plan = ProfilePlan(step_tokens=32, chunk_tokens=16, steps=2)
+    with pytest.raises(BenchError, match="load: nothing was moved: fallen off the bus"):
+        profile_run(plan, tmp_path / "trace.json", lambda step: None)
+    assert loading.is_set()
 
 
 def sample(percent: float) -> SwapSample:
