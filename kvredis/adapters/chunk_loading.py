@@ -65,13 +65,15 @@ class Intake:
             block = open_block(lease.view, group.layout)
             if block.tokens < group.tokens_of(move):
                 raise LayoutError(f"block covers {block.tokens} tokens, its pages {group.tokens_of(move)}")
+            wanted = last_tokens(block, group.layout, group.tokens_of(move))
         except LayoutError as error:
             self._refuse(move, lease, str(error))
             lease.release()
             return None
-        return LeasedChunk(
-            move, lease, last_tokens(block, group.layout, group.tokens_of(move)), self._means.checking.verdict(block)
-        )
+        except BaseException:  # no memory for a part of it, say
+            lease.release()
+            raise
+        return LeasedChunk(move, lease, wanted, self._means.checking.verdict(block))
 
     def judge(self, chunk: LeasedChunk) -> bool:
         """Whether what has been copied, to the last byte, is what was stored."""

@@ -163,11 +163,12 @@ class ChunkStoring:
             if self._errand.cancelled:
                 break
             chunk = reserve(self._means, move)
-            self._touch_head(0 if chunk is None else chunk.tensor.nbytes)  # room is taken from who is oldest
             if chunk is None:  # those nearer to the head are still worth storing
+                self._touch_head(0)
                 self._refused += 1
                 continue
-            self._next.append(chunk)
+            self._next.append(chunk)  # ours to give back from here on
+            self._touch_head(chunk.tensor.nbytes)  # room is taken from who is oldest
             if sum(each.tensor.nbytes for each in self._next) >= self._means.piece_bytes:
                 self._send()
                 self._advance()

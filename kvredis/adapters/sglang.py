@@ -5,7 +5,8 @@
       "interface_v1": 1, "host": "127.0.0.1", "port": 6379}'
 
 beside which any key of Config may stand, and what LMCACHE_* says holds too (engine_config.py). With interface_v1 pages
-go straight between the pools and the server's answers; without, SGLang copies each page itself first.
+are copied between the pools and the server's memory, or over a socket our staging memory, where they are received;
+without, SGLang copies each page itself first.
 
 SGLang calls this from its own threads for prefetch and backup, which may wait, and takes what is False for a miss: no
 call raises. Pages of one key are one value, whatever the pool's layout cuts them into.

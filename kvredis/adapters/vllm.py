@@ -8,7 +8,8 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-The only file that imports vLLM. Of vLLM only names are imported that have been there since 0.18; the rest is looked up.
+This and vllm_tier.py alone import vLLM. Of it only names are imported that have been there since 0.18; the rest is
+looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 

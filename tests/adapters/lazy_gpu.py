@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,8 @@ class LazyGpu:
         self._index = TorchIndex(paged)
         self._lot = random.Random(seed)
         self.streams: list[LazyStream] = []
-        self._current: LazyStream | None = None
+        self._stepping = threading.RLock()
+        self._threads = threading.local()  # each has a current stream of its own, as CUDA's have
         self._numbers: dict[int, torch.Tensor] = {}
         self.locked = True
         self.asked_about = 0
@@ -62,7 +64,11 @@ class LazyGpu:
         self.copies_until_failure = -1
 
     def step(self) -> bool:
-        """One stream does one thing; false when none can."""
+        """One stream does one thing; false when none can. Whoever waits makes it go on, one at a time."""
+        with self._stepping:
+            return self._step()
+
+    def _step(self) -> bool:
         ready = []
         for stream in self.streams:
             while stream.queue and isinstance(stream.queue[0], LazyEvent) and stream.queue[0].passed:
@@ -82,11 +88,16 @@ class LazyGpu:
 
     @contextmanager
     def on(self, stream: LazyStream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._threads.current = self._current, stream
         try:
             yield
         finally:
-            self._current = before
+            self._threads.current = before
+
+    @property
+    def _current(self) -> LazyStream | None:
+        current: LazyStream | None = getattr(self._threads, "current", None)
+        return current
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)

@@ -1,61 +1,24 @@
 """Processes that an engine runs in, with packages that this environment must not have, and how a test talks to them.
 
-A program reads requests, lines of JSON, from stdin, and writes answers to stdout. Packages that the programs need and
-.venv does not have lie in a folder outside the source tree, made once, whole or not at all.
+A program reads requests, lines of JSON, from stdin, and writes answers to stdout. side_packages.py makes the folders
+that its packages lie in.
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import platform
 import queue
-import shutil
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-PIP_INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile",
-               "--only-binary", ":all:", "--retries", "1")  # fmt: skip
-UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ReadTimeoutError", "ProxyError")
-INSTALL_S = 600
 ANSWER_S = 240
 """An engine starts within half a minute, on a machine that has nothing else to do."""
 
 Answer = dict[str, Any]
-
-
-def packages(name: str, requirements: Path) -> Path:
-    """The folder with the packages of `requirements`, for PYTHONPATH before .venv's own.
-
-    Without PyPI the tests are skipped, unless CI is set in the environment: there they fail.
-    """
-    kind = f"{sys.version_info[:2]} {platform.machine()}".encode()
-    digest = hashlib.sha256(requirements.read_bytes() + kind).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / f"kvredis-{name}"
-    folder = cache / digest
-    if folder.is_dir():
-        return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=cache))
-    try:
-        command = [sys.executable, *PIP_INSTALL, "--target", str(scratch), "--requirement", str(requirements)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if any(sign in done.stderr for sign in UNREACHABLE) and not os.environ.get("CI"):
-            pytest.skip(f"{name} cannot be installed, PyPI cannot be reached: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, f"pip could not install {name}: {done.stderr}"
-        with contextlib.suppress(OSError):  # another run was quicker
-            scratch.rename(folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
 
 
 class EngineProcess:

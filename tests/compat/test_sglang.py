@@ -16,7 +16,8 @@ import redis
 
 from tests.backends.conftest import ServerProcess
 from tests.compat.conftest import RunningServer
-from tests.compat.engine_process import ROOT, EngineProcess, packages
+from tests.compat.engine_process import ROOT, EngineProcess
+from tests.compat.side_packages import packages
 from tests.proxy import Proxy
 
 HERE = Path(__file__).parent / "sglang"
@@ -50,7 +51,7 @@ class Worker:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    folder, logs = packages("sglang", HERE / "requirements.txt"), tmp_path_factory.mktemp("sglang")
+    folder, logs = packages(HERE / "requirements.txt", "sglang"), tmp_path_factory.mktemp("sglang")
     command = [sys.executable, str(HERE / "program.py")]
     environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
     pair = (

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.compat.engine_process import ROOT, Answer, EngineProcess, packages
+from tests.compat.engine_process import ROOT, Answer, EngineProcess
+from tests.compat.side_packages import packages
 
 HERE = Path(__file__).parent / "vllm"
 CONNECTOR = {
@@ -29,7 +30,7 @@ ENVIRONMENT = {
 
 def site() -> Path:
     """The folder with the packages of requirements.txt, made if it is not there."""
-    return packages("vllm", HERE / "requirements.txt")
+    return packages(HERE / "requirements.txt", "vllm")
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:

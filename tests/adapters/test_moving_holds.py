@@ -1,0 +1,56 @@
+"""What a ChunkMover holds while it moves, room and leases, is given back whatever the backend or the memory does."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvredis.adapters.chunk_moves import LoadJob, StoreJob
+from kvredis.backends.local import LocalBackend
+from tests.adapters.fake_backend import FakeBackend
+from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, mover_on, moves_of, pages_in
+from tests.storage.small_store import small_store
+
+
+@pytest.fixture
+def local() -> Iterator[LocalBackend]:
+    """A store in this process."""
+    backend = LocalBackend(small_store())
+    yield backend
+    backend.close()
+
+
+def test_no_room_stays_held_when_the_head_cannot_be_touched_while_its_tail_is_stored(
+    local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, moves = PagedEngine(1), moves_of("a", 8)
+    with mover_on(local, engine) as mover:
+        mover.store(StoreJob("r", moves[:4], 4 * CHUNK))
+        assert mover.settle(WAIT_S)
+
+        def lost(keys: object) -> int:
+            raise ConnectionResetError("the other side went away")
+
+        monkeypatch.setattr(local, "touch", lost)
+        mover.store(StoreJob("r", moves, 8 * CHUNK))
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["errors"] == 1
+    # mover_on has looked that the store holds neither leases nor reservations
+
+
+def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, moves = PagedEngine(1), moves_of("a", 3)
+    backend = FakeBackend()
+    for move in moves:
+        backend.put(move.key, block_for(engine, move))
+
+    def starved(*_: object) -> None:
+        raise MemoryError("no room for a part of a block")
+
+    monkeypatch.setattr("kvredis.adapters.chunk_loading.last_tokens", starved)
+    with mover_on(backend, engine) as mover:
+        mover.load(LoadJob("r", moves))
+        assert mover.settle(WAIT_S)
+        assert set(mover.finished().failed_pages["r"]) == pages_in(moves)
+    assert backend.leases == 0
