@@ -33,7 +33,9 @@ class PageLock(Protocol):
 
 
 class CudaLock:
-    """`nbytes` at `address` registered with the CUDA driver; it holds the primary context of device 0 meanwhile."""
+    """`nbytes` at `address` registered with the CUDA driver; it holds a device's primary context meanwhile. Registered
+    memory is every context's, so any device will do: one that this process uses already, because a context of its own
+    on another takes half a GiB of that one (a worker of tensor parallelism sees all GPUs and uses one)."""
 
     name = "cuda"
 
@@ -53,7 +55,7 @@ class CudaLock:
             return f"cuInit: error {code}"
         if driver.cuDeviceGetCount(ctypes.byref(count)) != _SUCCESS or count.value < 1:
             return "no CUDA device"
-        if (code := driver.cuDeviceGet(ctypes.byref(device), 0)) != _SUCCESS:
+        if (code := _device_in_use(driver, count.value, device)) != _SUCCESS:
             return f"cuDeviceGet: error {code}"
         if (code := driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)) != _SUCCESS:
             return f"cuDevicePrimaryCtxRetain: error {code}"
@@ -85,6 +87,18 @@ class CudaLock:
             return int(call())
         finally:
             self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _device_in_use(driver: Any, count: int, device: ctypes.c_int) -> int:
+    """Make `device` the first of `count` whose primary context exists, the first of all if none does; a CUresult."""
+    flags, is_active = ctypes.c_uint(0), ctypes.c_int(0)
+    for ordinal in range(count):
+        if (code := int(driver.cuDeviceGet(ctypes.byref(device), ordinal))) != _SUCCESS:
+            return code
+        code = driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(is_active))
+        if code == _SUCCESS and is_active.value:
+            return _SUCCESS
+    return int(driver.cuDeviceGet(ctypes.byref(device), 0))
 
 
 class MemoryLock:

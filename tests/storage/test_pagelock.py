@@ -16,10 +16,11 @@ ADDRESS, NBYTES = 0x10000, 1 << 20
 class FakeDriver:
     """Speaks the part of the CUDA driver API that we use; keeps what is registered and retained."""
 
-    def __init__(self, devices: int = 1, register_code: int = 0, init_code: int = 0) -> None:
-        self.devices, self.register_code, self.init_code = devices, register_code, init_code
+    def __init__(self, devices: int = 1, register_code: int = 0, init_code: int = 0, active: int | None = None) -> None:
+        self.devices, self.register_code, self.init_code, self.active = devices, register_code, init_code, active
         self.registered: dict[int, tuple[int, int]] = {}
         self.retained = 0
+        self.retained_of: list[int] = []
         self.current: list[int | None] = []
 
     def cuInit(self, flags: int) -> int:  # noqa: N802  the names are CUDA's
@@ -33,8 +34,13 @@ class FakeDriver:
         device._obj.value = ordinal
         return 0
 
+    def cuDevicePrimaryCtxGetState(self, device: Any, flags: Any, active: Any) -> int:  # noqa: N802
+        active._obj.value = device.value == self.active
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
         self.retained += 1
+        self.retained_of.append(device.value)
         context._obj.value = 0xC0
         return 0
 
@@ -96,6 +102,16 @@ def test_a_gpu_gets_the_pages_registered_in_its_primary_context() -> None:
     lock.release()
     lock.release()
     assert (driver.registered, driver.retained, driver.current) == ({}, 0, [])
+
+
+@pytest.mark.parametrize(("active", "expected"), [(None, 0), (0, 0), (3, 3)])
+def test_the_context_is_that_of_the_gpu_which_the_process_uses_already(active: int | None, expected: int) -> None:
+    driver = FakeDriver(devices=4, active=active)
+    lock = lock_pages(ADDRESS, NBYTES, driver, FakeLibc())
+    assert lock is not None
+    assert driver.retained_of == [expected]
+    lock.release()
+    assert driver.retained == 0
 
 
 @pytest.mark.parametrize("driver", [FakeDriver(register_code=2), FakeDriver(init_code=100)])
