@@ -82,6 +82,17 @@ class Wire:
         """Say whether it is a unix socket."""
         return self._sock is not None and self._sock.family == socket.AF_UNIX
 
+    @property
+    def is_loopback(self) -> bool:
+        """Say whether it is a TCP connection that does not leave this host: both ends have one address."""
+        sock = self._sock
+        if sock is None or sock.family == socket.AF_UNIX:
+            return False
+        try:
+            return bool(sock.getpeername()[0] == sock.getsockname()[0])
+        except OSError:
+            return False
+
     def stale(self) -> bool:
         """Look, without waiting, whether an idle wire has been closed by the server or holds bytes nobody asked for."""
         if self._sock is None or self._start != self._end:

@@ -179,6 +179,17 @@ def test_a_load_is_striped_over_as_many_connections_as_it_may_have(fake: FakeSer
             assert backend.stats()["connections"] == len(fake.named(b"PING")) == connections
 
 
+def test_over_loopback_one_connection_carries_a_load() -> None:
+    fake = FakeServer(None)
+    try:
+        with closing(RemoteBackend(parse_url(fake.url), small_store(), connections=3)) as backend:
+            assert [lease is None for lease in backend.load(keys_of(12))] == [True] * 12  # it has none, and says so
+            assert len(fake.named(b"GET")) == 12
+            assert backend.stats()["connections"] == len(fake.named(b"PING")) == 1
+    finally:
+        fake.close()
+
+
 @pytest.mark.parametrize("count", [100, 1000])
 def test_a_lookup_ends_within_the_timeout_though_each_answer_comes_just_in_time(
     fake: FakeServer, connect: Connect, count: int
