@@ -11,6 +11,7 @@ still what they should be is known here, without asking (SharedLease.held).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import socket
@@ -33,13 +34,27 @@ DESCRIPTORS_MAX: Final = 8
 """What may come with one message; those that nobody wants are closed."""
 RELEASES_TOGETHER: Final = 64
 RELEASED_BYTES: Final = 64 * 1024 * 1024
+RELEASED_PART: Final = 16
 """Leases that have ended and of which the server need not hear at once, while others are held: they can go with the
-next that is asked."""
+next that is asked. More bytes where its arena is large: a sixteenth of it."""
 RELEASES_MAX: Final = 512
 """Leases that one command ends: it is short enough for the kernel to take it whole or not at all."""
 _SKIP: Final = (b"CLIENT", b"REPLY", b"SKIP")
 _SKIPPING: Final = b"*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$4\r\nSKIP\r\n"
 _GONE: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
+
+
+class _Look(ctypes.Structure):
+    """struct pollfd of poll(2)."""
+
+    _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("found", ctypes.c_short))
+
+
+# WHY not select.poll: that gives up the interpreter's lock, which beside an engine that computes in Python takes up to
+# its switch interval, 5 ms, to get back, and this is asked once for each chunk. As it never waits, it may keep it.
+_poll = ctypes.PyDLL(None).poll
+_poll.argtypes = (ctypes.POINTER(_Look), ctypes.c_ulong, ctypes.c_int)
+_poll.restype = ctypes.c_int
 
 
 class SharedLease:
@@ -100,8 +115,10 @@ class AttachedConnection(Connection):
         "_lent",
         "_limit_ms",
         "_out",
+        "_released_bytes",
         "_sending",
         "_side",
+        "longest_bytes",
     )
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
@@ -116,6 +133,9 @@ class AttachedConnection(Connection):
         self._counting = threading.RLock()  # reentrant: a collected lease may end anywhere
         self._ended: deque[int] = deque()  # offsets of leases that the server takes for held
         self._ended_bytes = self._out = 0
+        self._released_bytes = RELEASED_BYTES
+        self.longest_bytes = -1
+        """Of the values that the last load has leased, and most likely of the next one's; -1: there was none."""
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
@@ -133,6 +153,7 @@ class AttachedConnection(Connection):
                 raise self.broken(f"not an answer to KV.ATTACH: {len(came)} descriptors and {str(reply)[:100]}")
             self._arena = shared_arena(run_id, came[0], nbytes, page_lock=page_lock)
             self._limit_ms = limit_ms
+            self._released_bytes = max(RELEASED_BYTES, nbytes // RELEASED_PART)
             self._side = socket.socket(fileno=came[1])
             came.pop()  # the socket has it now
             # Whoever may not say this would get answers to what is given back, and take them for others.
@@ -162,12 +183,8 @@ class AttachedConnection(Connection):
         sock = self._sock
         if sock is None:
             return False
-        look = select.poll()
-        try:
-            look.register(sock, select.POLLRDHUP)
-            is_gone = any(event & _GONE for _, event in look.poll(0))
-        except (OSError, ValueError):  # closed meanwhile
-            return False
+        look = _Look(sock.fileno(), select.POLLRDHUP, 0)  # of -1 nothing is found
+        is_gone = _poll(ctypes.byref(look), 1, 0) < 0 or look.found & _GONE
         return not is_gone and self._sock is sock  # else its number may have been another's by then
 
     def close(self) -> None:
@@ -187,11 +204,12 @@ class AttachedConnection(Connection):
         """Say whether leases are out, which would end if this were closed."""
         return self._out > 0
 
-    def ask_leases(self, keys: Sequence[bytes]) -> float:
-        """Ask for leases of several keys, to be read by read_leases; give the time until which those will hold."""
+    def ask_leases(self, *batches: Sequence[bytes]) -> float:
+        """Ask for leases of several keys, a command for each batch, to be read by as many read_leases; give the time
+        until which those will hold."""
         until_s = time.monotonic() + self._limit_ms / 1000
         limit = b"%d" % self._limit_ms  # said, as the server's default may change meanwhile
-        self.send_buffers([_command(b"KV.LEASE", limit, *keys)])
+        self.send_buffers([_command(b"KV.LEASE", limit, *keys) for keys in batches])
         return until_s
 
     def read_leases(self, until_s: float, count: int) -> list[SharedLease | bytes | BackendError | None]:
@@ -252,7 +270,7 @@ class AttachedConnection(Connection):
             self._ended.append(offset)
             self._ended_bytes += length
             self._out -= 1
-            due = not self._out or len(self._ended) >= RELEASES_TOGETHER or self._ended_bytes >= RELEASED_BYTES
+            due = not self._out or len(self._ended) >= RELEASES_TOGETHER or self._ended_bytes >= self._released_bytes
         if due:
             self.tell_ended()
 

@@ -19,25 +19,33 @@ from .connection import Allocate
 from .lanes import DRAIN_S, DRAIN_S_MIN, GetLane
 from .remote_holds import RemoteLease
 
-LEASES_MAX: Final = 64
-"""Leases asked for ahead; one while the length of values is not known, which may be half of what the server has."""
-LEASED_BYTES: Final = 256 * 1024 * 1024
-"""Of values asked for ahead: an answer is short, but what is leased the server cannot give to others."""
-ARENA_PART: Final = 4
-"""A quarter of the server's arena may be leased ahead: other clients have loads as well, and what is on its disk must
-find room, all of one command together, before that is answered."""
+TOGETHER_MAX: Final = 64
+TOGETHER_BYTES: Final = 256 * 1024 * 1024
+"""Values leased by one command: what of them is on the server's disk is brought before any of them is answered. One
+value while no length is known, which may be half of what the server has."""
+LEASES_MAX: Final = 1024
+LEASED_BYTES: Final = 2 * 1024 * 1024 * 1024
+"""Values asked for ahead, by several commands sent together. WHY so many: beside an engine that computes in Python each
+wait, however short, takes the interpreter's lock from it anew, so a load is to have few. What is leased the server
+cannot give to others."""
+ARENA_PARTS: Final = (4, 8)
+"""One command leases a quarter of the server's arena at most, and what is asked ahead beyond that an eighth: other
+clients have loads as well."""
 
 
 class LeaseLane(GetLane):
     """As GetLane. `take` gives a lease, or with `keep` copies the value into the reader's room."""
 
-    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_length")
+    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_together")
 
     def __init__(self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool) -> None:
         super().__init__(connection, keys)
         self._attached = connection
         self._keep = keep
-        self._ahead, self._length = 1, -1
+        self._ahead = self._together = 1
+        self._longest = -1
+        if connection.longest_bytes >= 0:
+            self._together, self._ahead = leases_for(connection.longest_bytes, connection.arena.nbytes)
         self._batches: deque[tuple[Sequence[bytes], float]] = deque()  # asked for: keys, and until when leases hold
         self._answers: deque[tuple[bytes, SharedLease | bytes | BackendError | None]] = deque()
 
@@ -45,7 +53,9 @@ class LeaseLane(GetLane):
         """Ask for more, as soon as no more than half of what may be is under way; `ahead` is for bodies on a socket."""
         if self.unasked and self.asked <= self._ahead // 2:
             keys = [self.unasked.popleft() for _ in range(min(self._ahead - self.asked, len(self.unasked)))]
-            self._batches.append((keys, self._attached.ask_leases(keys)))
+            batches = [keys[first : first + self._together] for first in range(0, len(keys), self._together)]
+            until_s = self._attached.ask_leases(*batches)
+            self._batches += [(batch, until_s) for batch in batches]
             self.asked += len(keys)
 
     def take(self, allocate: Allocate) -> int | SharedLease | RemoteLease | BackendError | None:
@@ -69,9 +79,10 @@ class LeaseLane(GetLane):
         if answer is None or isinstance(answer, BackendError):
             return answer
         value = memoryview(answer) if isinstance(answer, bytes) else answer.view
-        if len(value) != self._length:
-            self._length = len(value)
-            self._ahead = leases_for(self._length, self._attached.arena.nbytes)
+        if len(value) > self._longest:
+            self._longest = len(value)
+            longest = max(self._longest, self._attached.longest_bytes)
+            self._together, self._ahead = leases_for(longest, self._attached.arena.nbytes)
         if isinstance(answer, bytes):
             return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
         return self._copied(answer, allocate) if self._keep else answer
@@ -90,6 +101,8 @@ class LeaseLane(GetLane):
             if isinstance(answer, SharedLease):
                 answer.release()
         self._answers.clear()
+        if self._longest >= 0:
+            self._attached.longest_bytes = self._longest
         self._attached.tell_ended()
 
     def _read_batch(self) -> None:
@@ -125,10 +138,12 @@ class LeaseLane(GetLane):
         return len(value)
 
 
-def leases_for(length: int, arena_bytes: int) -> int:
-    """How many values of `length` bytes to lease ahead."""
-    room = min(LEASED_BYTES, arena_bytes // ARENA_PART)
-    return max(1, min(LEASES_MAX, room // max(length, 1)))
+def leases_for(length: int, arena_bytes: int) -> tuple[int, int]:
+    """How many values of `length` bytes to lease by one command, and how many ahead in all."""
+    together_bytes = min(TOGETHER_BYTES, arena_bytes // ARENA_PARTS[0])
+    ahead_bytes = max(together_bytes, min(LEASED_BYTES, arena_bytes // ARENA_PARTS[1]))
+    together = max(1, min(TOGETHER_MAX, together_bytes // max(length, 1)))
+    return together, max(together, min(LEASES_MAX, ahead_bytes // max(length, 1)))
 
 
 def _is_share_used(answer: SharedLease | bytes | BackendError | None) -> bool:

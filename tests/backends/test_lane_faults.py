@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -14,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
 
-from kvredis.backends import lease_lane, link
+from kvredis.backends import attached, lease_lane, link
 from kvredis.backends.address import parse_url
 from kvredis.backends.attached import AttachedConnection, SharedLease
 from kvredis.backends.remote import RemoteBackend
@@ -370,15 +369,15 @@ def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_
     other, far_other = socket.socketpair()
     with told(answer(), memfd()) as connection, other, far_other:
         connection.attach("run")
-        lease, look = SharedLease(connection, 0, 4096, time.monotonic() + 40.0), select.poll()
+        lease, look = SharedLease(connection, 0, 4096, time.monotonic() + 40.0), attached._poll
         assert connection._sock is not None
         number = connection._sock.fileno()
 
-        def poll(wait_ms: int) -> list[tuple[int, int]]:
+        def poll(*asked: Any) -> int:
             connection.close()
             os.dup2(other.fileno(), number)
-            return look.poll(wait_ms)
+            return int(look(*asked))
 
-        monkeypatch.setattr(select, "poll", lambda: SimpleNamespace(register=look.register, poll=poll))
+        monkeypatch.setattr(attached, "_poll", poll)
         assert not lease.held
         os.close(number)
