@@ -7,7 +7,8 @@ gives 1 GB/s from the first piece on. What the moving itself takes overlaps with
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 LATE_S = 0.025
 """Time that may be made up for when a piece is booked late, since its predecessor took so long to move; its own time if
@@ -45,13 +46,22 @@ class Bandwidth:
         """How much to take at once: a bound is kept evenly when pieces are of 10 ms at most."""
         return wanted if self._bytes_per_s is None else min(wanted, int(self._bytes_per_s / 100) + 1)
 
-    def begin(self) -> None:
-        """A row of pieces begins: the pause before it is not made up for."""
+    @contextmanager
+    def row(self, *, is_load: bool) -> Iterator[None]:
+        """A row of pieces: the pause before it is not made up for. Stores wait for a row of loads from end to end: one
+        that went between two of its pieces would take its time from them."""
         with self._changed:
             self._free_s = max(self._free_s, self._clock())
+            self._loads += is_load
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._loads -= is_load
+                self._changed.notify_all()
 
     def take(self, nbytes: int, *, is_load: bool) -> None:
-        """Block until so many bytes may be moved. Stores wait for as long as a load does."""
+        """Block until so many bytes may be moved. Stores wait for as long as a load, or a row of them, does."""
         if self._bytes_per_s is None:
             return
         with self._changed:

@@ -137,8 +137,11 @@ class ChunkLoading:
 
     def run(self) -> None:
         """Load until the first chunk that does not come, or until nobody wants it any more."""
+        with self._means.bandwidth.row(is_load=True):
+            self._run()
+
+    def _run(self) -> None:
         moves = self._errand.moves
-        self._means.bandwidth.begin()
         try:
             with closing(self._means.backend.load([move.key for move in moves])) as leases:
                 for move, lease in zip(moves, leases, strict=True):

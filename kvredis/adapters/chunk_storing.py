@@ -118,7 +118,10 @@ class ChunkStoring:
 
     def run(self) -> None:
         """Store what is not there yet."""
-        self._means.bandwidth.begin()
+        with self._means.bandwidth.row(is_load=False):
+            self._run()
+
+    def _run(self) -> None:
         try:
             for moves in by_group(self._errand.moves):
                 if self._errand.cancelled:

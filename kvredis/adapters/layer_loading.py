@@ -81,9 +81,12 @@ class LayerLoads(Later):
 
     def run(self) -> None:
         """Bring all layers; each errand's `come` is right when it ends. Raises what backend and transfer raise."""
+        with self._means.bandwidth.row(is_load=True):
+            self._run()
+
+    def _run(self) -> None:
         waiting: deque[tuple[int, list[Moving]]] = deque()
         ahead = 0 if self._means.bandwidth.is_bound else AHEAD  # else a layer that is there waited for the next's turn
-        self._means.bandwidth.begin()
         try:
             for load in self._loads:
                 self._lease(load)

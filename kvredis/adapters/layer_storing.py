@@ -66,7 +66,10 @@ class LayerStores(Later):
     def run(self) -> None:
         """Store what is not there yet. Raises what backend and transfer raise; when it has ended no page is read any
         more, and no room held."""
-        self._means.bandwidth.begin()
+        with self._means.bandwidth.row(is_load=False):
+            self._run()
+
+    def _run(self) -> None:
         try:
             for errand in self.errands:
                 for moves in by_group(errand.moves):

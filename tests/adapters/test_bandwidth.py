@@ -44,9 +44,9 @@ def test_a_pause_is_not_made_up_for_by_a_burst(piece: int) -> None:
     bandwidth = Bandwidth(GB, clock.read, clock.wait)
     clock.now_s += 60
     began_s = clock.now_s
-    bandwidth.begin()
-    for _ in range(GB // piece):
-        bandwidth.take(piece, is_load=True)
+    with bandwidth.row(is_load=True):
+        for _ in range(GB // piece):
+            bandwidth.take(piece, is_load=True)
     assert clock.now_s - began_s == pytest.approx(1.0)
     clock.now_s += 60  # bodies did not come
     began_s = clock.now_s
@@ -97,6 +97,34 @@ def test_a_store_waits_for_as_long_as_loads_do() -> None:
     order.append("store goes")
     load.join()
     assert order == ["store waits", "load goes", "store goes"]
+
+
+def test_a_store_waits_for_a_row_of_loads_also_between_its_pieces() -> None:
+    clock, order = Clock(), []
+    in_line = threading.Event()
+
+    def wait(changed: threading.Condition, seconds: float | None) -> None:
+        if seconds is not None:
+            clock.now_s += seconds
+            return
+        in_line.set()
+        assert changed.wait(40)
+
+    bandwidth = Bandwidth(GB, clock.read, wait)
+
+    def store() -> None:
+        bandwidth.take(1000, is_load=False)
+        order.append("store goes")
+
+    with bandwidth.row(is_load=True):
+        bandwidth.take(1000, is_load=True)
+        storing = threading.Thread(target=store)
+        storing.start()
+        assert in_line.wait(40)
+        bandwidth.take(1000, is_load=True)
+        order.append("loads go")
+    storing.join(40)
+    assert order == ["loads go", "store goes"]
 
 
 def test_a_bandwidth_that_moves_nothing_is_refused() -> None:
