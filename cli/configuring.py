@@ -17,6 +17,9 @@ from kvredis.storage.errors import ConfigError
 EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"
 """Names the event loop for tests; not a configuration key, so Config must not see it."""
 
+FILES_BESIDE_CLIENTS = 32
+"""Open files that the server needs besides its connections, as Redis counts them."""
+
 # Keys of the engine's part that shape the server's store as well.
 _STORE_KEYS = (
     "local_cpu",

@@ -22,6 +22,7 @@ from kvredis.storage.options import GIB
 from kvredis.storage.segment import segment_number
 
 from .configuring import config_file_option, load_config, option_of
+from .doctor_disk_rate import MEASURED_BYTES, DiskRate, disk_rate, io_limits
 
 INDEX_SHARE = 0.05
 """What is advised to be left for the index: some 150 bytes a record, the smallest of which takes 4096."""
@@ -34,7 +35,7 @@ class DiskFacts:
     """A directory as a disk tier finds it. `obstacle` says why it cannot be used, `fix` is the line that mends it.
 
     One that is not there is made by the server; the facts are then those of the folder above that is there. Segments
-    have `taken_bytes` already. `limit_bytes` 0: nobody has said what the tier may take. `direct` None: not tried.
+    have `taken_bytes` already. `limit_bytes` 0: nobody has said what the tier may take. None: not tried.
     """
 
     directory: str
@@ -48,6 +49,8 @@ class DiskFacts:
     in_use: bool
     obstacle: str | None
     fix: str
+    rate: DiskRate | None = None
+    throttled: str = ""
 
     def told(self) -> str:
         """Say it in a line."""
@@ -59,6 +62,10 @@ class DiskFacts:
             parts.append(f"{gib(self.taken_bytes)} its own")
         if self.direct is not None:
             parts.append("O_DIRECT" if self.direct else f"buffered: {self.direct_obstacle}")
+        if self.rate is not None:
+            parts.append(self.rate.told())
+        if self.throttled:
+            parts.append(f"throttled by a control group: {self.throttled}")
         if self.in_use:
             parts.append("open in a running server")
         return ", ".join(parts)
@@ -67,16 +74,17 @@ class DiskFacts:
 @click.command(epilog="Example: kvredis doctor disk --local-disk /var/lib/kvredis --max-local-disk-size 100GB")
 @option_of(KEYS["local_disk"])
 @option_of(KEYS["max_local_disk_size"])
+@click.option("--quick", is_flag=True, help="Do not measure how fast it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @config_file_option
 @click.pass_context
-def disk(
-    ctx: click.Context, local_disk: str | None, max_local_disk_size: str | None, as_json: bool, config_file: Path | None
-) -> None:
-    """Print whether a directory, by default the configured one, can be a disk tier; if not, what mends it (exit 1)."""
-    overrides = {"local_disk": local_disk, "max_local_disk_size": max_local_disk_size}
-    config = load_config(config_file, overrides)
-    facts = disk_facts(config, ctx.obj if isinstance(ctx.obj, Machine) else Machine())
+def disk(ctx: click.Context, /, quick: bool, as_json: bool, config_file: Path | None, **size: str | None) -> None:
+    """Print whether a directory, by default the configured one, can be a disk tier; if not, what mends it (exit 1).
+
+    Writes 64 MiB there and reads them back, to say how fast it is.
+    """
+    config = load_config(config_file, size)
+    facts = disk_facts(config, ctx.obj if isinstance(ctx.obj, Machine) else Machine(), measure=not quick)
     if facts is None:
         raise click.UsageError("no local_disk is configured: name a directory with --local-disk")
     if as_json:
@@ -89,8 +97,11 @@ def disk(
     ctx.exit(0 if facts.obstacle is None else 1)
 
 
-def disk_facts(config: Config, machine: Machine, files: Files | None = None) -> DiskFacts | None:
+def disk_facts(
+    config: Config, machine: Machine, files: Files | None = None, *, measure: bool = False
+) -> DiskFacts | None:
     """Look at the configured directory; None when there is none. Blocks; what it makes to try it out, it takes away."""
+    files = files or RealFiles()
     if config.local_disk is None:
         return None
     directory = Path(config.local_disk).absolute()
@@ -101,13 +112,15 @@ def disk_facts(config: Config, machine: Machine, files: Files | None = None) -> 
     stat = os.statvfs(place)
     free_bytes = stat.f_bavail * stat.f_frsize
     direct: bool | None = None
+    rate: DiskRate | None = None
     direct_obstacle = obstacle = None
     taken_bytes, in_use, fix = 0, False, ""
     try:
-        direct_obstacle = _try_out(place, files or RealFiles())
+        measured = measure and free_bytes > 2 * MEASURED_BYTES
+        direct_obstacle, rate = _try_out(place, files, direct=config.disk_direct, measured=measured)
         direct = direct_obstacle is None
         if exists:
-            in_use = _in_use(directory, files or RealFiles())
+            in_use = _in_use(directory, files)
             taken_bytes = _taken_bytes(directory)
     except OSError as error:
         obstacle, fix = f"cannot be used: {error.strerror}", _way_out(error, directory, mounted_at)
@@ -129,14 +142,18 @@ def disk_facts(config: Config, machine: Machine, files: Files | None = None) -> 
         in_use=in_use,
         obstacle=obstacle,
         fix=fix,
+        rate=rate,
+        throttled=io_limits(place, machine),
     )
 
 
-def _try_out(place: Path, files: Files) -> str | None:
-    """Make a folder in `place` and write to it; say why O_DIRECT cannot be had, if so. Raises OSError."""
+def _try_out(place: Path, files: Files, *, direct: bool, measured: bool) -> tuple[str | None, DiskRate | None]:
+    """Make a folder in `place` and write to it; say why O_DIRECT cannot be had, if so, and how fast it was. Raises
+    OSError."""
     with tempfile.TemporaryDirectory(prefix=".kvredis-doctor-", dir=place) as folder:
         obstacle = files.direct_obstacle(Path(folder))
-        return None if obstacle is None else obstacle.replace(folder, str(place))
+        rate = disk_rate(Path(folder), files, direct=direct and obstacle is None) if measured else None
+        return None if obstacle is None else obstacle.replace(folder, str(place)), rate
 
 
 def _in_use(directory: Path, files: Files) -> bool:

@@ -10,27 +10,38 @@ from pathlib import Path
 
 from .hugepages import PROC_ROOT, SYS_ROOT, meminfo
 
+_V1_UNLIMITED_BYTES = 1 << 60
+"""Version 1 of control groups writes "no limit" as the largest whole number of pages."""
+
 
 def memory_obstacle(nbytes: int, sys_root: Path = SYS_ROOT, proc_root: Path = PROC_ROOT) -> str | None:
     """Name the limit that leaves less than `nbytes` of ordinary memory, or None if none is known to."""
     available = meminfo(proc_root).get("MemAvailable")
     if available is not None and available < nbytes:
         return f"MemAvailable is {gib(available)}"
-    for folder in _cgroup_folders(sys_root, proc_root):
-        limit = _limit(folder / "memory.max")
-        if limit is not None and limit - _firm_use(folder) < nbytes:
+    for folder, limit in group_limits("memory", sys_root, proc_root):
+        if limit - _firm_use(folder) < nbytes:
             return f"the memory limit of control group {folder} is {gib(limit)}"
     return _address_space_obstacle(nbytes, proc_root)
 
 
 def hugetlb_obstacle(nbytes: int, sys_root: Path = SYS_ROOT, proc_root: Path = PROC_ROOT) -> str | None:
     """Name the limit that a hugetlb arena of `nbytes` would hit (as SIGBUS on first touch), or None."""
-    for folder in _cgroup_folders(sys_root, proc_root):
-        for account in ("hugetlb.2MB", "hugetlb.2MB.rsvd"):
-            limit = _limit(folder / f"{account}.max")
-            if limit is not None and limit - (_limit(folder / f"{account}.current") or 0) < nbytes:
+    for account in ("hugetlb.2MB", "hugetlb.2MB.rsvd"):
+        for folder, limit in group_limits(account, sys_root, proc_root):
+            if limit - _use(folder, account) < nbytes:
                 return f"the 2 MiB hugepage limit of control group {folder} is {gib(limit)}"
     return _address_space_obstacle(nbytes, proc_root)
+
+
+def group_limits(account: str, sys_root: Path = SYS_ROOT, proc_root: Path = PROC_ROOT) -> Iterator[tuple[Path, int]]:
+    """Yield each control group of this process that bounds an account (memory, hugetlb.2MB, hugetlb.2MB.rsvd), with its
+    bytes: files ACCOUNT.max of version 2, ACCOUNT.limit_in_bytes of version 1."""
+    for folder in control_groups(account.partition(".")[0], sys_root, proc_root):
+        for name in (f"{account}.max", f"{account}.limit_in_bytes"):
+            limit = _number(folder / name)
+            if limit is not None and limit < _V1_UNLIMITED_BYTES:
+                yield folder, limit
 
 
 def gib(nbytes: int) -> str:
@@ -51,24 +62,31 @@ def _address_space_obstacle(nbytes: int, proc_root: Path) -> str | None:
     return None
 
 
-def _cgroup_folders(sys_root: Path, proc_root: Path) -> Iterator[Path]:
-    """Yield this process's control group (version 2) and those above it; each may set a limit of its own."""
-    root = sys_root / "fs/cgroup"
+def control_groups(controller: str, sys_root: Path = SYS_ROOT, proc_root: Path = PROC_ROOT) -> Iterator[Path]:
+    """Yield this process's control groups of a controller, of either version, and those above them: each may set a
+    limit. In a container a path may be the host's, and not there; the container's own group is the root then."""
     try:
         lines = (proc_root / "self/cgroup").read_text().splitlines()
     except OSError:
         return
-    path = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return
-    folder = root / path.strip("/")
-    yield folder
-    while folder != root and root in folder.parents:
-        folder = folder.parent
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        root = sys_root / "fs/cgroup"
+        if controllers:
+            if controller not in controllers.split(","):
+                continue
+            root /= controllers
+        elif number != "0":
+            continue
+        folder = root / path.strip("/")
         yield folder
+        while folder != root and root in folder.parents:
+            folder = folder.parent
+            yield folder
 
 
-def _limit(path: Path) -> int | None:
+def _number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:
@@ -76,12 +94,17 @@ def _limit(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def _use(folder: Path, account: str) -> int:
+    return _number(folder / f"{account}.current") or _number(folder / f"{account}.usage_in_bytes") or 0
+
+
 def _firm_use(folder: Path) -> int:
-    """Give what the group uses less its file cache, which the kernel gives back (it counts shmem as file: not that)."""
+    """Give what the group uses less its file cache, which the kernel gives back (it counts shmem as file: not that).
+    Version 1 says `total_cache` of a group and those below it."""
     try:
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         stat = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
     except (OSError, ValueError):
         stat = {}
-    cache = max(0, stat.get("file", 0) - stat.get("shmem", 0))
-    return max(0, (_limit(folder / "memory.current") or 0) - cache)
+    cache, shared = (stat.get(f"total_{name}", stat.get(name, 0)) for name in ("cache", "shmem"))
+    return max(0, _use(folder, "memory") - max(0, stat.get("file", cache) - shared))

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import os
 import re
 import resource
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.cli import serve as serve_module
-from kvredis.cli.serve import event_loop_factory, notify, raise_open_files
+from kvredis.cli.serve import event_loop_factory, raise_open_files
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.hugepages import HugepagePool
 
@@ -132,29 +131,6 @@ def test_an_address_in_use_is_exit_1_and_leaves_the_other_servers_socket(serve: 
         assert server.finish() == 1
         assert "cannot listen" in server.stderr
         assert "Traceback" not in server.stderr
-
-
-def test_readiness_is_told_to_the_service_manager(serve: Serve, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.settimeout(20)
-        manager.bind(str(tmp_path / "notify"))
-        server = serve(*COLD, NOTIFY_SOCKET=str(tmp_path / "notify"))
-        server.wait_ready()
-        assert manager.recv(64) == b"READY=1"
-        server.signal(signal.SIGTERM)
-        assert manager.recv(64) == b"STOPPING=1"
-        assert server.finish() == 0
-
-
-def test_an_abstract_notify_socket_is_understood_and_a_missing_one_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"kvredis-test-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.settimeout(10)
-        manager.bind("\0" + name)
-        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
-        notify("READY=1")
-        assert manager.recv(64) == b"READY=1"
-    notify("READY=1")
 
 
 def test_the_server_never_loads_torch_or_numpy(serve: Serve) -> None:
