@@ -14,6 +14,8 @@ import click
 from kvredis import __version__
 from kvredis.storage.errors import ConfigError, KVRedisError
 
+from .manual import Manual, dress
+
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
@@ -47,6 +49,8 @@ SUBCOMMANDS = {
 class LateGroup(click.Group):
     """A click group over SUBCOMMANDS that imports only the one that is called, and turns our errors into exits."""
 
+    context_class = Manual
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """List the subcommands that this installation has."""
         return [name for name, command in SUBCOMMANDS.items() if find_spec(command.module) is not None]
@@ -65,7 +69,7 @@ class LateGroup(click.Group):
                 f"{cmd_name} needs {error.name}, which is not installed: pip install 'kvredis[{place.extra}]'"
             ) from error
         assert isinstance(command, click.Command)
-        return command
+        return dress(command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands without importing them."""

@@ -70,6 +70,7 @@ def serve() -> Iterator[Serve]:
 
     def start(*args: str, program: str = "kvredis", **env: str) -> ServeProcess:
         base = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
+        base |= {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
         started.append(ServeProcess(list(args), base | env, program))
         return started[-1]
 

@@ -1,0 +1,65 @@
+"""The words that name keys in a command line: KEY arguments that the shell can complete, and --match."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from kvredis.storage.errors import KVRedisError
+
+from .client import Servers, place_of
+from .terminal import key_bytes, printable
+
+COMPLETION_S: Final = 0.2
+"""How long a shell may wait at the Tab key for a server; names that have not come by then are not offered."""
+COMPLETIONS_MAX: Final = 50
+_SCANS_MAX: Final = 50
+_SPECIAL: Final = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class KeyName(click.ParamType):  # type: ignore[type-arg]
+    """A key. The Tab key offers those of the server that the command line names."""
+
+    name = "KEY"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that begin like `incomplete`, if the server tells them in time; nothing else, and no error."""
+        import redis  # noqa: F401  takes as long as the server may, which is not the server's fault
+
+        found: list[str] = []
+        url = ctx.params.get("url")
+        asker = threading.Thread(target=_ask, args=(url, incomplete, found), daemon=True)
+        asker.start()
+        asker.join(COMPLETION_S)
+        return [CompletionItem(name) for name in sorted(found)[:COMPLETIONS_MAX]]
+
+
+def match_option(command: Decorated) -> Decorated:
+    """Add --match."""
+    return click.option("--match", metavar="PATTERN", help="Only keys that match, as in Redis: * ? [a-z] \\.")(command)
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _ask(url: str | None, incomplete: str, found: list[str]) -> None:
+    try:
+        with place_of(url, COMPLETION_S).open() as servers:
+            _collect(servers, key_bytes(incomplete.translate(_SPECIAL) + "*"), found)
+    except (KVRedisError, click.ClickException, click.Abort):
+        return  # nobody reads an error between two words of a command line
+
+
+def _collect(servers: Servers, pattern: bytes, found: list[str]) -> None:
+    for server in servers.each:
+        for scans, keys in enumerate(server.scan(pattern)):
+            # what would have to be quoted in a shell is not offered
+            found += [name for key in keys if (name := printable(key)).isascii() and not set(name) & set(" \t\"'`$\\")]
+            if len(found) >= COMPLETIONS_MAX or scans >= _SCANS_MAX:
+                return

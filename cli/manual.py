@@ -1,0 +1,86 @@
+"""Help that reads like a page of the manual: name, synopsis, what it does, options, examples, exit status.
+
+A command says what it does in its docstring and the rest in its epilog, a line each: "Example: a line for a shell" and
+"Exit 1: when". So the help of every subcommand looks alike, and whoever wants the examples (the documentation, a test
+that runs the parser over them) takes them from where they are shown.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Final
+
+import click
+
+EXAMPLE: Final = "Example: "
+EXIT: Final = "Exit "
+EXITS: Final = {"0": "done", "1": "failed; the line on standard error says why", "2": "bad usage or configuration"}
+"""What the exit status means where a command's epilog says nothing else."""
+
+
+class Manual(click.Context):
+    """A context whose help is such a page."""
+
+    def get_help(self) -> str:
+        """The page."""
+        formatter = self.make_formatter()
+        _write(self, formatter)
+        return formatter.getvalue().rstrip("\n")
+
+
+def dress(command: click.Command) -> click.Command:
+    """Give a command, and all below it, help of this kind."""
+    command.context_class = Manual
+    if isinstance(command, click.Group):
+        for below in command.commands.values():
+            dress(below)
+    return command
+
+
+def examples(command: click.Command) -> list[str]:
+    """The command's examples, each a line for a shell."""
+    return [text.removeprefix(EXAMPLE) for text in _lines(command) if text.startswith(EXAMPLE)]
+
+
+def exits(command: click.Command) -> dict[str, str]:
+    """What each exit status of the command means."""
+    found = dict(EXITS)
+    for text in _lines(command):
+        if text.startswith(EXIT):
+            status, _, meaning = text.removeprefix(EXIT).partition(": ")
+            found[status] = meaning
+    return found
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _lines(command: click.Command) -> Iterator[str]:
+    """The epilog's lines; one that begins neither an example nor an exit goes on with the one before."""
+    found: list[str] = []
+    for line in inspect.cleandoc((command.epilog or "").replace("\b", "")).splitlines():
+        if line.startswith((EXAMPLE, EXIT)) or not found:
+            found.append(line.strip())
+        else:
+            found[-1] += f" {line.strip()}"
+    return iter([line for line in found if line])
+
+
+def _write(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    command = ctx.command
+    with formatter.section("Name"):
+        formatter.write_text(f"{ctx.command_path} - {command.get_short_help_str(limit=200)}")
+    with formatter.section("Synopsis"):
+        formatter.write_usage(ctx.command_path, " ".join(command.collect_usage_pieces(ctx)), prefix="")
+    if command.help:
+        with formatter.section("Description"):
+            formatter.write_text(inspect.cleandoc(command.help).partition("\f")[0])
+    command.format_options(ctx, formatter)  # of a group its subcommands too
+    shown = examples(command)
+    if shown:
+        with formatter.section("Examples"):
+            # as they are: a line that is broken is another line to a shell
+            formatter.write("".join(f"{'':{formatter.current_indent}}{EXAMPLE}{line}\n" for line in shown))
+    with formatter.section("Exit status"):
+        formatter.write_dl(list(exits(command).items()))

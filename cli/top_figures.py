@@ -1,0 +1,213 @@
+"""What `kvredis top` knows: figures of one moment, what they say per second, and which prompts a server holds.
+
+All of it is asked of INFO, KV.TIERS, SLOWLOG and CLIENT LIST in one exchange; what this user may not ask is left out.
+The prompts come from SCAN, a slice a moment, so that a server of millions of keys is not asked for all of them at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvredis.storage.errors import BackendError
+
+from .client import Connection, Servers, mapped
+from .forest import Forest
+from .ls import facts_of
+from .terminal import printable
+
+SLOW_MAX: Final = 32
+WALK_KEYS: Final = 500
+"""Keys that are looked at in one moment."""
+_COUNTERS: Final = {
+    "commands": "total_commands_processed",
+    "in_bytes": "total_net_input_bytes",
+    "out_bytes": "total_net_output_bytes",
+    "hits": "keyspace_hits",
+    "misses": "keyspace_misses",
+    "disk_read_bytes": "disk_read_bytes",
+    "disk_written_bytes": "disk_written_bytes",
+    "evicted": "evicted_keys",
+}
+"""Our names of INFO's counters."""
+_OF_TIER: Final = ("capacity", "used", "entries", "leases")
+
+
+@dataclass(slots=True)
+class Figures:
+    """One moment of one server or of a cluster's. `counters` only grow; `commands` are (calls, microseconds)."""
+
+    at_s: float
+    counters: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
+    commands: dict[str, tuple[int, int]] = field(default_factory=dict)
+    slow: list[dict[str, Any]] = field(default_factory=list)
+    clients: list[dict[str, str]] = field(default_factory=list)
+    clients_count: int = 0
+    uptime_s: int = 0
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What two moments say per second; `hit_rate` is of the lookups between them, None without any."""
+
+    seconds: float
+    per_s: dict[str, float]
+    hit_rate: float | None
+    calls_per_s: dict[str, float]
+
+
+def figures(servers: Servers) -> Figures:
+    """The figures of all servers together. Raises BackendError when one does not answer."""
+    found = Figures(time.monotonic())
+    for server in servers.each:
+        _add(found, server)
+    found.slow.sort(key=lambda one: -one["microseconds"])
+    return found
+
+
+def rates(before: Figures, after: Figures) -> Rates:
+    """What happened between two moments; a server that began anew in between counts from its own beginning."""
+    seconds = max(after.at_s - before.at_s, 1e-3)
+
+    def grown(now: int, then: int) -> int:
+        return now - then if now >= then else now
+
+    per_s = {name: grown(now, before.counters.get(name, 0)) / seconds for name, now in after.counters.items()}
+    looked_up = per_s.get("hits", 0) + per_s.get("misses", 0)
+    calls = {
+        name: grown(count, before.commands.get(name, (0, 0))[0]) / seconds
+        for name, (count, _) in after.commands.items()
+    }
+    return Rates(seconds, per_s, per_s["hits"] / looked_up if looked_up else None, calls)
+
+
+def hit_rate(found: Figures) -> float | None:
+    """The part of all lookups so far that found something."""
+    hits, misses = found.counters.get("hits", 0), found.counters.get("misses", 0)
+    return hits / (hits + misses) if hits + misses else None
+
+
+def prompts(forest: Forest) -> list[dict[str, Any]]:
+    """Every prompt of a forest, and of what has none every group; a copy that the forest's growing does not touch."""
+    found = [(group, root, part) for group, root, part in forest.top_roots()]
+    found += [(group, "", group.whole) for group in forest.groups.values() if not group.roots]
+    return [
+        {
+            "model": group.name.model or "other keys",
+            "rank": group.name.rank,
+            "root": root,
+            "keys": part.keys,
+            "bytes": part.nbytes,
+            "tokens": group.tokens(part)[0],
+            "hits": part.hits,
+            "idle_s": part.idle_s,
+        }
+        for group, root, part in found
+    ]
+
+
+class Walk:
+    """A way through all keys, WALK_KEYS at a time, again and again. `forest` is the latest whole one, before there is
+    one what has been seen so far."""
+
+    def __init__(self) -> None:
+        self.forest = self._growing = Forest()
+        self._is_whole = False
+        self._steps: Iterator[None] | None = None
+
+    def step(self, servers: Servers) -> None:
+        """Go on. Raises BackendError."""
+        if self._steps is None:
+            self._growing = Forest()
+            if not self._is_whole:
+                self.forest = self._growing
+            self._steps = self._walk(servers)
+        if next(self._steps, self) is self:
+            self.forest, self._is_whole, self._steps = self._growing, True, None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every key has been seen."""
+        return self._is_whole
+
+    def forget(self) -> None:
+        """Begin anew with the next step: the connection is another."""
+        self._steps = None
+
+    def _walk(self, servers: Servers) -> Iterator[None]:
+        seen = 0
+        for server in servers.each:
+            for keys in server.scan(count=WALK_KEYS):
+                for key, facts in zip(keys, facts_of(server, keys), strict=True):
+                    if facts is not None:
+                        self._growing.add(key, facts)
+                seen += len(keys)
+                if seen >= WALK_KEYS:
+                    seen = 0
+                    yield
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+def _add(found: Figures, server: Connection) -> None:
+    info, tiers, slow, clients = server.ask_each(
+        [("INFO", "everything"), ("KV.TIERS",), ("SLOWLOG", "GET", SLOW_MAX), ("CLIENT", "LIST")]
+    )
+    if not isinstance(info, dict):
+        raise BackendError(f"{server} does not let this user ask INFO, which `kvredis top` lives on: {info}")
+    for name, field_name in _COUNTERS.items():
+        found.counters[name] = found.counters.get(name, 0) + _number(info.get(field_name))
+    found.clients_count += _number(info.get("connected_clients"))
+    found.uptime_s = max(found.uptime_s, _number(info.get("uptime_in_seconds")))
+    found.version = (
+        f"kvredis {info['kvredis_version']}"
+        if "kvredis_version" in info
+        else (f"Redis {info.get('redis_version', '')}")
+    )
+    for name, told in info.items():
+        if name.startswith("cmdstat_") and isinstance(told, dict):
+            calls, microseconds = found.commands.get(name[8:], (0, 0))
+            found.commands[name[8:]] = (calls + _number(told.get("calls")), microseconds + _number(told.get("usec")))
+    _add_tiers(found, tiers, info)
+    if not isinstance(slow, Exception):
+        found.slow += [_slow(entry) for entry in slow]
+    if isinstance(clients, bytes | str):
+        text = clients.decode("utf-8", "replace") if isinstance(clients, bytes) else clients
+        found.clients += [_client(line) for line in text.splitlines() if line]
+
+
+def _add_tiers(found: Figures, told: Any, info: dict[str, Any]) -> None:
+    each = {} if isinstance(told, Exception) else {name: mapped(reply) for name, reply in mapped(told).items()}
+    if not each:  # a plain Redis
+        each = {"memory": {"capacity": info.get("maxmemory"), "used": info.get("used_memory")}}
+    for name, figures_of in each.items():
+        tier = found.tiers.setdefault(name, dict.fromkeys(_OF_TIER, 0))
+        for figure in _OF_TIER:
+            tier[figure] += _number(figures_of.get(figure))
+
+
+def _number(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
+
+
+def _slow(entry: Sequence[Any]) -> dict[str, Any]:
+    """An entry of SLOWLOG GET: number, when, microseconds, words, and since Redis 4 whose."""
+    words = [word if isinstance(word, bytes) else str(word).encode() for word in entry[3]]
+    return {
+        "unix_s": int(entry[1]),
+        "microseconds": int(entry[2]),
+        "command": " ".join(printable(word) for word in words[:8]),
+    }
+
+
+def _client(line: str) -> dict[str, str]:
+    fields = (word.partition("=") for word in line.split(" "))
+    return {name: value for name, equals, value in fields if equals}

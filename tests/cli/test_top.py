@@ -1,0 +1,180 @@
+"""`kvredis top` without a terminal: what it counts per second, what it prints for scripts, what its keys do."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvredis.cli.keyboard import keys_in
+from kvredis.cli.top_figures import Figures, Walk, hit_rate, prompts, rates
+from kvredis.cli.top_screen import LISTS, View, screen, sorted_prompts
+
+from .conftest import EXIT_S, ROOT
+from .inspected import connected, fill, run, serving
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as address:
+        fill(address)
+        with connected(address) as client:
+            for _ in range(3):
+                client.get("plain")
+            client.get("nothing of that name")
+        yield f"redis://{address}"
+
+
+def drawn(view: View, columns: int, lines: int) -> list[str]:
+    """What a screen of that size shows."""
+    console = Console(width=columns, height=lines, no_color=True)
+    with console.capture() as captured:
+        console.print(screen(view, columns, lines))
+    return captured.get().splitlines()
+
+
+def test_once_tells_the_figures_of_the_server(url: str) -> None:
+    result = run("top", "-u", url, "--once", "--json", "--interval", "0.1")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["server"] == url
+    assert told["version"].startswith("kvredis ")
+    assert told["tiers"]["memory"]["entries"] == 20
+    assert told["hit_rate"] == 0.75
+    assert told["hit_rate_now"] is None, "nobody has looked anything up meanwhile"
+    assert told["commands"]["get"]["calls"] == 4
+    assert told["clients"] == 1
+    assert told["per_s"]["commands"] > 0
+    assert told["prefixes_complete"] is True
+    assert (told["prefixes"][0]["model"], told["prefixes"][0]["tokens"]) == ("Qwen2.5-7B", 80)
+
+
+def test_once_prints_a_page(url: str) -> None:
+    page = run("top", "-u", url, "--once", "--interval", "0.1").stdout
+    assert "hit rate 75.0%" in page
+    for name in LISTS:
+        assert f" {name}  by " in page
+    assert "Qwen2.5-7B" in page
+
+
+def test_json_goes_on_line_by_line_until_it_is_interrupted(url: str) -> None:
+    words = [sys.executable, "-m", "kvredis", "top", "-u", url, "--json", "--interval", "0.1"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(2)
+        _, err = process.communicate(timeout=EXIT_S)
+    assert process.returncode == 0
+    assert err == ""
+    assert lines[0]["unix_s"] < lines[1]["unix_s"] < lines[2]["unix_s"]
+
+
+def test_without_a_terminal_it_says_what_to_do(url: str) -> None:
+    result = run("top", "-u", url)
+    assert result.exit_code == 1
+    assert "--once prints a look" in result.stderr
+
+
+def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing() -> None:
+    before = Figures(10.0, {"commands": 100, "hits": 5, "misses": 5}, commands={"get": (50, 1000)})
+    after = Figures(12.0, {"commands": 300, "hits": 8, "misses": 6}, commands={"get": (60, 1500), "set": (4, 40)})
+    found = rates(before, after)
+    assert (found.per_s["commands"], found.hit_rate) == (100.0, 0.75)
+    assert found.calls_per_s == {"get": 5.0, "set": 2.0}
+    again = rates(after, Figures(14.0, {"commands": 10, "hits": 0, "misses": 0}, commands={"get": (2, 10)}))
+    assert (again.per_s["commands"], again.hit_rate, again.calls_per_s["get"]) == (5.0, None, 1.0)
+    assert hit_rate(Figures(0.0)) is None
+
+
+def test_a_walk_looks_at_a_slice_at_a_time_and_shows_the_last_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        batches = ([b"a:1", b"a:2"], [b"a:3", b"a:4"], [b"a:5"])
+        is_kvredis = True
+
+        def scan(self, *, count: int) -> Iterator[list[bytes]]:
+            yield from self.batches
+
+        def meta_of(self, keys: list[bytes]) -> list[dict[str, Any] | None]:
+            return [None if key == b"a:4" else {"nbytes": 1} for key in keys]
+
+    class Servers:
+        each = (Server(),)
+
+    monkeypatch.setattr("kvredis.cli.top_figures.WALK_KEYS", 2)
+    walk, servers = Walk(), Servers()
+    seen = []
+    for _ in range(4):
+        walk.step(servers)  # type: ignore[arg-type]
+        seen.append((walk.forest.whole.keys, walk.is_whole))
+    assert seen == [(2, False), (3, False), (4, True), (4, True)]
+    assert prompts(walk.forest)[0]["keys"] == 4, "the key that had gone is not counted, and the next walk not shown"
+
+
+def test_bytes_of_a_terminal_are_keys() -> None:
+    assert list(keys_in(b"q\x1b[A\x1bOB\x1b[C\x1b[D\t\x1b[ZP")) == [
+        "q",
+        "up",
+        "down",
+        "right",
+        "left",
+        "right",
+        "left",
+        "p",
+    ]
+    assert list(keys_in(b"\x1b[5~\x1b[1;5F\x1b\x00\xff1")) == [], "what means nothing here is nothing"
+
+
+def prompt(root: str, **figures: Any) -> dict[str, Any]:
+    return {
+        "model": "m",
+        "rank": "",
+        "root": root,
+        "keys": 1,
+        "bytes": 1,
+        "tokens": 1,
+        "hits": 0,
+        "idle_s": 5,
+    } | figures
+
+
+def test_prompts_are_sorted_by_what_was_chosen() -> None:
+    found = [
+        prompt("a", bytes=3),
+        prompt("b", hits=9),
+        prompt("c", tokens=4),
+        prompt("d", idle_s=0),
+        prompt("e", idle_s=None),
+    ]
+    order = {sort: sorted_prompts(found, sort)[0]["root"] for sort in ("bytes", "hits", "tokens", "idle")}
+    assert order == {"bytes": "a", "hits": "b", "tokens": "c", "idle": "d"}
+    assert sorted_prompts(found, "idle")[-1]["root"] == "e"
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(40, 8), (80, 24), (139, 60), (200, 50)])
+def test_no_screen_is_larger_than_its_terminal(columns: int, lines: int) -> None:
+    figures = Figures(0.0, {"hits": 1, "misses": 1}, version="kvredis 0.1.0", clients_count=1)
+    figures.tiers = {name: {"capacity": 100, "used": 200, "entries": 3, "leases": 0} for name in ("memory", "disk")}
+    figures.commands = {f"command{number}": (number, 10) for number in range(100)}
+    figures.clients = [{"addr": "10.0.0.1:" + "1" * 99, "age": "5"}] * 100
+    figures.slow = [{"unix_s": 0, "microseconds": 5, "command": "GET " + "k" * 500}] * 100
+    view = View("redis://somewhere:6379", figures, None, [prompt(f"{number:016x}") for number in range(100)])
+    view.lost = "it has gone " * 30
+    for _ in LISTS:
+        shown = drawn(view, columns, lines)
+        assert len(shown) <= lines
+        assert max(map(len, shown)) <= columns
+        view.press("right")
+    assert view.shown == "prefixes"
+
+
+def test_scrolling_ends_at_both_ends() -> None:
+    view = View("x", Figures(0.0), None, [prompt("a"), prompt("b")])
+    for key in ("up", "down", "down", "down"):
+        view.press(key)
+    assert view.scroll["prefixes"] == 1
+    view.press("p")
+    assert view.is_paused
+    assert "PAUSED" in drawn(view, 80, 24)[-1]
