@@ -20,17 +20,10 @@ ALLKEYS = {f"allkeys-{name.lower()}": name for name in POLICIES}
 def check_all(found: Found, env: Mapping[str, str]) -> None:
     """Apply every rule; those about single entries of extra_config first, for they may stand for keys."""
     apply_entries(found, env)
-    _later(found)
     _disk(found)
     _policies(found)
     _hash_algorithm(found, env)
     _cluster(found)
-
-
-def _later(found: Found) -> None:
-    for key in found.keys.values():
-        if key.later and found.get(key.name) != key.default:
-            found.remark(found.origin[key.name], key.name, f"{key.name} has no effect yet in this version")
 
 
 def _disk(found: Found) -> None:

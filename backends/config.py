@@ -1,8 +1,8 @@
 """One configuration for server and engine alike, in LMCache's language, that never guesses.
 
 The declarations in class Config are the only list of keys: reading files, environment and flags, `config show --origin`
-and the CLI's options all derive from it. A bad value stops the program with its source and line; an unknown key, a key
-of LMCache that means nothing here and a key that does not take effect yet each give one line of warning.
+and the CLI's options all derive from it. A bad value stops the program with its source and line; an unknown key and a
+key of LMCache that means nothing here each give one line of warning.
 
 Precedence, lowest first: defaults, the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* and KVREDIS_* in the
 environment, overrides (command-line flags). Where LMCache differs: it drops the bad value and goes on. The entries of
@@ -46,17 +46,16 @@ def _key(
     *,
     server: bool = False,
     secret: bool = False,
-    later: bool = False,
     merged: bool = False,
 ) -> Any:
-    declared = Key("", default, parse, help, metavar, server, secret, later, merged)
+    declared = Key("", default, parse, help, metavar, server, secret, merged)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata={"key": declared})
     return dataclasses.field(default=default, metadata={"key": declared})
 
 
-def _server(default: Any, parse: Parser, metavar: str, help: str, *, secret: bool = False, later: bool = False) -> Any:
-    return _key(default, parse, metavar, help, server=True, secret=secret, later=later)
+def _server(default: Any, parse: Parser, metavar: str, help: str, *, secret: bool = False) -> Any:
+    return _key(default, parse, metavar, help, server=True, secret=secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +142,13 @@ class Config:
     tls_ciphers: str | None = _server(
         None, values.optional(values.text), "LIST", "ciphers of TLS 1.2, in OpenSSL's notation"
     )
+    metrics_port: int = _server(
+        0,
+        values.port("free"),
+        "N",
+        "HTTP port for /metrics, /health and a page, on the addresses of bind; 0 opens none, free takes a free one; "
+        "https where tls_port is set and port is none",
+    )
     # -- the server: bounds
     maxclients: int = _server(10_000, values.whole(1), "N", "connections at the same time")
     timeout: int = _server(0, values.whole(0), "SECONDS", "hang up on a client that is idle for so long, 0 = never")
@@ -210,7 +216,6 @@ class Config:
     cluster_node: str | None = _server(
         None, values.optional(values.text), "NODE", "which of these nodes this server is: its name, id or HOST:PORT"
     )
-    metrics_port: int = _server(0, values.whole(0, 65535), "N", "port for /metrics and /health, 0 = none", later=True)
 
     origin: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     entry_origin: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)

@@ -48,7 +48,6 @@ class Key:
     metavar: str
     server: bool  # lives under `kvredis:` in the file and as KVREDIS_* in the environment
     secret: bool  # never shown
-    later: bool  # read and checked, without effect so far: a value other than the default gives a warning
     merged: bool  # a mapping whose entries are laid over those of an earlier source, in place of all of them
 
     @property

@@ -8,14 +8,12 @@ Order at the end: clients first, then the event loop, then the blocks that the d
 """
 
 import asyncio
-import contextlib
 import gc
 import importlib.util
 import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import threading
 import time
@@ -41,6 +39,7 @@ from kvredis.storage.store import Store
 
 from .configuring import (
     EVENT_LOOP_VARIABLE,
+    FILES_BESIDE_CLIENTS,
     check_store,
     config_file_option,
     load_config,
@@ -48,7 +47,8 @@ from .configuring import (
     server_options_of,
     told_where,
 )
-from .doctor import FILES_BESIDE_CLIENTS
+from .service_manager import feed_watchdog, more_time_while, notify
+from .starting_door import StartingDoor
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +80,16 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for. The disk tier comes by
     # itself, for its line tells a time of its own.
     parts = config.store_options()
+    starting = click.get_current_context().with_resource(StartingDoor(options))
     started_s = time.monotonic()
+    notify(f"STATUS=Opening an arena of {gib(config.capacity_bytes)}")
     store = Store.open(replace(parts, prefault_threads=0, page_lock=False, disk=None))
     gc.disable()  # until calm_collector: a hundred thousand blocks that come off the disk are no garbage
     arena_s = time.monotonic() - started_s
     server: Server | None = None
     try:
+        if parts.disk is not None:
+            notify(f"STATUS=Opening the disk tier {parts.disk.directory}")
         with told_where(config):
             told_of_disk = add_disk(store, parts)
         warming = Warming(store.arena, config)
@@ -99,11 +103,14 @@ def serve(config_file: Path | None, **flags: Any) -> None:
             begin(server)
         if server.cluster is not None:
             click.echo(cluster_line(server.cluster))
+        starting.close()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(serve_until_signal(server, warming))
     finally:
         gc.enable()
-        store.close(save=server is None or server.save_on_exit)
+        saves = store.tiering is not None and (server is None or server.save_on_exit)
+        with more_time_while(lambda: len(store.unsaved) if saves else 0):
+            store.close(save=saves)
 
 
 def event_loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:
@@ -243,12 +250,15 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         if server.reread is not None:
             loop.add_signal_handler(signal.SIGHUP, server.reread.ask)
             hold_sighup(held=False)
+        if server.http is not None:
+            click.echo("Metrics on " + ", ".join(server.http.urls))
         click.echo("Ready to accept connections on " + ", ".join(server.addresses))
         sys.stdout.flush()
-        notify("READY=1")
+        notify("READY=1", "STATUS=Serving on " + ", ".join(server.addresses))
+        feed_watchdog(loop)
         warming.after_ready()
         await server.shutdown_wanted.wait()
-        notify("STOPPING=1")
+        notify("STOPPING=1", "STATUS=Letting transfers under way come to their end")
         if server.reread is not None:
             hold_sighup(held=True)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -268,13 +278,3 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-
-
-def notify(state: str) -> None:
-    """Tell the service manager that started us, if it asked to be told (sd_notify(3)); nothing it does can stop us."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notice:
-        notice.connect("\0" + address[1:] if address.startswith("@") else address)
-        notice.sendall(state.encode())

@@ -17,7 +17,7 @@ def modules_of_the_tree() -> set[str]:
     """List every module under kvredis/, the linked rooms included, as the wheel for this interpreter should name it."""
     package = ROOT / "kvredis"
     rooms = [folder for folder in package.iterdir() if folder.is_dir() and folder.name != "__pycache__"]
-    modules = [path for room in rooms for kind in ("*.py", "*.pyi") for path in room.rglob(kind)]
+    modules = [path for room in rooms for kind in ("*.py", "*.pyi", "*.html") for path in room.rglob(kind)]
     built = [path.with_suffix(EXTENSION_SUFFIX) for room in rooms for path in room.rglob("*.c")]
     paths = [*package.glob("*.py"), *modules, *built]
     return {path.relative_to(ROOT).as_posix() for path in paths} | {"kvredis/py.typed"}

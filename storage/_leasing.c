@@ -12,9 +12,9 @@ static PyTypeObject *ENTRY, *RUN;
 static PyObject *NOWHERE;
 
 /* Slots of Entry and the one of LeaseRun: names, and how far into the object they are. */
-enum { ACCESSED_S, EXPIRE_AT_MS, EXTENT, HITS, KEY, LEASES, SPACE, VALUE, ENTRIES, SLOTS };
-static const char *const NAMES[SLOTS] = {"accessed_s", "expire_at_ms", "extent", "hits",   "key",
-                                         "leases",     "space",        "value",  "entries"};
+enum { ACCESSED_S, EXPIRE_AT_MS, EXTENT, HITS, KEY, LEASES, LENGTH, SPACE, TOKENS, VALUE, ENTRIES, SLOTS };
+static const char *const NAMES[SLOTS] = {"accessed_s", "expire_at_ms", "extent", "hits",  "key",    "leases",
+                                         "length",     "space",        "tokens", "value", "entries"};
 static Py_ssize_t offsets[SLOTS];
 
 static PyObject **slot(PyObject *object, int name) { return (PyObject **)((char *)object + offsets[name]); }
@@ -38,6 +38,23 @@ static Py_ssize_t count_on(PyObject *entry, int name, Py_ssize_t step) {
     return put(entry, name, PyLong_FromSsize_t(count)) < 0 ? -1 : count;
 }
 
+/* What has been held of a run so far. */
+typedef struct {
+    Py_ssize_t used, leases, nbytes, tokens;
+} Sums;
+
+/* Add what a slot says to a sum; -1 with an exception. */
+static int add(PyObject *entry, int name, Py_ssize_t *sum) {
+    PyObject *number = *slot(entry, name);
+    Py_ssize_t value = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    if (value < 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, NAMES[name]);
+        return -1;
+    }
+    *sum += value;
+    return 0;
+}
+
 /* Whether an entry's bytes are in the arena and have no end. */
 static int is_simple(PyObject *entry) {
     if (entry == NULL || Py_TYPE(entry) != ENTRY || *slot(entry, VALUE) != Py_None) return 0;
@@ -46,7 +63,7 @@ static int is_simple(PyObject *entry) {
 }
 
 /* The entry under `key`, used now, as a new reference; NULL with an exception, or if there is none. */
-static PyObject *used_entry(PyObject *key, PyObject *const *args, Py_ssize_t *used) {
+static PyObject *used_entry(PyObject *key, PyObject *const *args, Sums *sums) {
     PyObject *entry = PyDict_GetItemWithError(args[1], key);
     if (!is_simple(entry)) {
         if (entry == NULL && PyErr_Occurred()) return NULL;
@@ -64,12 +81,12 @@ static PyObject *used_entry(PyObject *key, PyObject *const *args, Py_ssize_t *us
     }
     Py_INCREF(args[4]);
     put(entry, ACCESSED_S, args[4]);
-    ++*used;
+    sums->used++;
     return entry;
 }
 
 /* Note what there is under one key: at `index` of `found`, and of `held` if it is held now. -1 with an exception. */
-static int hold_one(PyObject *entry, PyObject *found, PyObject *held, Py_ssize_t index, Py_ssize_t *leases) {
+static int hold_one(PyObject *entry, PyObject *found, PyObject *held, Py_ssize_t index, Sums *sums) {
     PyObject *shown = entry, *kept = Py_None;
     if (entry == NULL) {
         if (PyErr_Occurred()) return -1;
@@ -80,8 +97,9 @@ static int hold_one(PyObject *entry, PyObject *found, PyObject *held, Py_ssize_t
     } else if (*slot(entry, VALUE) != Py_None) {
         shown = *slot(entry, VALUE) == NULL ? Py_None : *slot(entry, VALUE);
     } else {
+        if (add(entry, LENGTH, &sums->nbytes) < 0 || add(entry, TOKENS, &sums->tokens) < 0) return -1;
         if (count_on(entry, LEASES, 1) < 0) return -1;
-        ++*leases;
+        sums->leases++;
         kept = entry;
     }
     Py_INCREF(shown);
@@ -98,18 +116,19 @@ static PyObject *hold(PyObject *module, PyObject *const *args, Py_ssize_t argc) 
         PyErr_SetString(PyExc_TypeError, "hold() takes a list, a dict, two callables and a time");
         return NULL;
     }
-    Py_ssize_t count = PyList_GET_SIZE(args[0]), used = 0, leases = 0, index = 0;
+    Py_ssize_t count = PyList_GET_SIZE(args[0]), index = 0;
+    Sums sums = {0, 0, 0, 0};
     PyObject *result = NULL, *found = PyList_New(count), *held = found == NULL ? NULL : PyList_New(count);
     for (; held != NULL && index < count && index < PyList_GET_SIZE(args[0]); index++) {
         PyObject *key = PyList_GET_ITEM(args[0], index);
         Py_INCREF(key);
-        PyObject *entry = used_entry(key, args, &used);
-        int failed = hold_one(entry, found, held, index, &leases);
+        PyObject *entry = used_entry(key, args, &sums);
+        int failed = hold_one(entry, found, held, index, &sums);
         Py_XDECREF(entry);
         Py_DECREF(key);
         if (failed) break;
     }
-    if (held != NULL && index == count) result = Py_BuildValue("(OOnn)", found, held, used, leases);
+    if (held != NULL && index == count) result = Py_BuildValue("(OO(nnnn))", found, held, sums.used, sums.leases, sums.nbytes, sums.tokens);
     Py_XDECREF(found);
     Py_XDECREF(held);
     if (result == NULL && !PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "the keys have changed meanwhile");

@@ -100,6 +100,10 @@ class Allocator:
         """Every free hole by address, for reports and checks."""
         return [Extent(start, end - start) for start, end in sorted(self._by_start.items())]
 
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte and past the end of every free hole, in no order: for who may not take the time to sort them."""
+        return list(self._by_start.items())
+
     def window(self, length: int, victims: Iterable[V]) -> tuple[Extent, list[V]] | None:
         """Where `length` bytes can go and who must leave for it, or None when even all `victims` would not do.
 

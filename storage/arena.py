@@ -114,10 +114,11 @@ class Arena:
             )
         thp = mode is not HugepageMode.OFF and shmem_thp_usable(machine.sys_root)
         fd, mapping = _map_memfd(nbytes, HUGEPAGE_BYTES if thp else BASE_PAGE_BYTES)
-        if thp and (refusal := _advise(mapping, mmap.MADV_HUGEPAGE)) is None:
+        refusal = _advise(mapping, mmap.MADV_HUGEPAGE) if thp else f"shmem THP is {shmem_thp(machine.sys_root)}"
+        if refusal is None:
             return cls(fd, mapping, pages="memfd-thp", page_bytes=HUGEPAGE_BYTES, fallback=fallback)
         if mode is HugepageMode.THP:
-            fallback = refusal if thp else f"shmem THP is {shmem_thp(machine.sys_root)}"
+            fallback = refusal
         if mode is HugepageMode.OFF and shmem_thp_usable(machine.sys_root):
             _advise(mapping, mmap.MADV_NOHUGEPAGE)
         return cls(fd, mapping, pages="memfd-4KiB", page_bytes=BASE_PAGE_BYTES, fallback=fallback)

@@ -17,6 +17,7 @@ from .errors import KVRedisError
 from .ledger import INLINE_LOOK_ENTRIES_MAX
 from .segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
 from .stats import TierStats
+from .tokens import tokens_of
 from .transfers import NoRoom
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Carrier:
                 store.leases += 1
             self._writing.update(going)
         records: Sequence[Record | None] = [None] * len(going)
+        began_s = store.now_s()
         try:
             if going:
                 records = self._write_together(blocks) or [self._write(*block) for block in blocks]
@@ -98,6 +100,7 @@ class Carrier:
                     store._release(entry)
                 if going:
                     self.failing = None in records
+                    self._stats.spilling.add(store.now_s() - began_s)
                 if any(records):
                     self.stalled, self.written_s = False, store.now_s()
                 safe = [each not in store.unsaved for each in parcel]
@@ -172,6 +175,7 @@ class Carrier:
             if entry is None or entry.is_resident or entry.record is None:
                 return
             record = entry.record
+        began_s = store.now_s()
         if record.length < INLINE_BYTES_MAX:
             extent, image = NOWHERE, scratch(record.length)
             self._make_inline_room(entry.memory_bytes + record.length)
@@ -189,7 +193,12 @@ class Carrier:
             with store._lock:
                 if extent is not NOWHERE:
                     store.reserved_bytes -= extent.length
-                if not (intact and self._arrive(entry, record, extent, image)) and extent is not NOWHERE:
+                if intact and self._arrive(entry, record, extent, image):
+                    self._stats.promoting.add(store.now_s() - began_s)
+                    if drop:  # then it is a demand
+                        self._stats.demanded += 1
+                        self._stats.demanded_tokens += entry.tokens
+                elif extent is not NOWHERE:
                     store.allocator.free(extent)
                 if intact is False:
                     lost = self._lose(entry, record)
@@ -212,6 +221,7 @@ class Carrier:
                 store._evict_inline(entry)
         else:
             entry.extent = extent
+            entry.tokens = tokens_of(image[HEADER_BYTES : HEADER_BYTES + entry.length])
             store.live_bytes += extent.length
             store.policy.admit(entry)
         return True

@@ -4,6 +4,8 @@ Most payloads are received where they stay. Where one must be copied all the sam
 extent into a caller's buffer), it goes through here: past the caches, and without the interpreter lock when it is long.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from .native import NATIVE_WANTED
@@ -11,14 +13,13 @@ from .native import NATIVE_WANTED
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-try:
-    if not NATIVE_WANTED:
-        raise ImportError("KVREDIS_NATIVE=0")
-    from . import _native
-except ImportError:
-    _WAYS: dict[str, int] = {}
-else:
-    _WAYS = _native.ways()
+_WAYS: dict[str, int] = {}
+_copy_natively: "Callable[[WriteableBuffer, ReadableBuffer, int], None] | None" = None
+if NATIVE_WANTED:
+    with suppress(ImportError):  # not built here
+        from . import _native
+
+        _WAYS, _copy_natively = _native.ways(), _native.copy
 
 KINDS: Final = (*_WAYS, "python")
 """The ways of copying that there are here, the best first: avx512, avx2 or sse2 (streaming stores), memcpy, python."""
@@ -34,8 +35,8 @@ def copy(destination: "WriteableBuffer", source: "ReadableBuffer", kind: str = K
     memory or `destination` may not be written; nothing is copied then. Natively, other threads run on during a long
     copy, so whoever calls sees to it that nobody else writes to either. `kind` is one of KINDS, for measuring.
     """
-    if kind != "python":
-        _native.copy(destination, source, _WAYS[kind])
+    if kind != "python" and _copy_natively is not None:
+        _copy_natively(destination, source, _WAYS[kind])
         return
     with memoryview(destination) as into, memoryview(source) as out_of:
         if into.nbytes != out_of.nbytes:

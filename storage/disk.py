@@ -61,7 +61,8 @@ class DiskTier(DiskLedger):
         self._index = opened.index
         self._unsynced: set[int] = set()  # segments
         self._loose = False  # whether the index holds commits that a loss of power would undo
-        self._distrusted = False
+        self.distrusted = False
+        """The device has once refused to sync: see `sync`."""
         self._grow_pause = 0
         self._log_lines = 0
         self._closed = False
@@ -304,16 +305,16 @@ class DiskTier(DiskLedger):
             unsynced, self._unsynced = self._unsynced, set()
             idle = not (unsynced or self._pending or self._loose)
         if idle:
-            return not self._distrusted
+            return not self.distrusted
         try:
             for number in sorted(unsynced):
                 self._segments[number].sync()
         except OSError as error:
-            self._distrusted = True
+            self.distrusted = True
             with self._lock:
                 self.stats.sync_errors += 1
             self._complain("the device does not confirm what was written: %s", error.strerror or error)
-        return self._settle(durable=not self._distrusted) and not self._distrusted
+        return self._settle(durable=not self.distrusted) and not self.distrusted
 
     def _settle(self, *, durable: bool) -> bool:
         with self._lock:

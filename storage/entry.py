@@ -57,6 +57,7 @@ class Entry:
         "length",
         "record",
         "space",
+        "tokens",
         "value",
     )
 
@@ -76,6 +77,8 @@ class Entry:
         self.accessed_s = 0.0
         self.encoding: tuple[bytes, str] | None = None
         """What some want to know of how `value` came about: that value, so that it is void for another, and a word."""
+        self.tokens = 0
+        """How many tokens the block says that it holds (tokens.py); 0 for what says nothing and for small values."""
         self.affirmed_turn = 0
         """The store's turn in which somebody was told that the key is there; 0 = never."""
 
@@ -102,10 +105,14 @@ class Reservation:
     Until `commit` nobody can see the bytes. The store owns the memory: no view may be used once the hold has ended.
     """
 
-    __slots__ = ("_store", "extent", "key", "length", "space", "view_with_slack")
+    __slots__ = ("_store", "extent", "key", "length", "made_s", "space", "view_with_slack")
 
-    def __init__(self, store: "Store", key: bytes, space: int, memory: memoryview, extent: Extent) -> None:
+    def __init__(
+        self, store: "Store", key: bytes, space: int, memory: memoryview, extent: Extent, made_s: float = 0.0
+    ) -> None:
         self._store: Store | None = store
+        self.made_s = made_s
+        """When there was room, on the store's clock; 0 for a value of which that is not asked."""
         self.key = key
         self.space = space
         self.extent = extent

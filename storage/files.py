@@ -25,21 +25,27 @@ class File(Protocol):
 
     def pread(self, into: memoryview, offset: int) -> int:
         """Read at `offset` until `into` is full or the file ends; gives the bytes read."""
+        ...
 
     def pwrite(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at `offset`: one system call, unless the kernel takes it in parts."""
+        ...
 
     def sync(self) -> None:
         """Return once all that was written is on the device and can be read back after a loss of power."""
+        ...
 
     def size_bytes(self) -> int:
         """How long the file is."""
+        ...
 
     def allocate(self, nbytes: int) -> None:
         """Have the file be at least `nbytes` long and backed by the device, so that no later write lacks room."""
+        ...
 
     def close(self) -> None:
         """Close it; again is nothing."""
+        ...
 
 
 class Files(Protocol):
@@ -47,27 +53,35 @@ class Files(Protocol):
 
     def open(self, path: Path, *, direct: bool) -> File:
         """Open for reading and writing; made if missing. With `direct` addresses, lengths and offsets are aligned."""
+        ...
 
     def lock(self, path: Path) -> File | None:
         """Take the lock that this file stands for, until it is closed or the process ends; None: it is taken."""
+        ...
 
     def make_directory(self, path: Path) -> None:
         """Make a directory and those above it, unless they are there."""
+        ...
 
     def names(self, directory: Path) -> list[str]:
         """What a directory holds."""
+        ...
 
     def remove(self, path: Path) -> None:
         """Remove a file; one that is not there is nothing."""
+        ...
 
     def sync_directory(self, directory: Path) -> None:
         """Return once the directory's names are on the device."""
+        ...
 
     def direct_obstacle(self, directory: Path) -> str | None:
         """Why O_DIRECT cannot be had in this directory; None when it can."""
+        ...
 
     def step(self, what: str) -> None:
         """Take note that the index is about to do `what`."""
+        ...
 
 
 class RealFile:

@@ -54,6 +54,7 @@ class Flushes(Ledger):
             spaces = range(len(self.index.spaces)) if space is None else (space,)
             leaving = [self.index.take(each) for each in spaces]
             count = sum(map(len, leaving))
+            self.stats.flushed += count
             if self.tiering is not None:
                 self.tiering.clear(space)
             if len(self.index):
@@ -63,6 +64,21 @@ class Flushes(Ledger):
             elif count:
                 self._start_afresh(leaving)
             return count
+
+    def collect_expired(self, entries_max: int = 200) -> int:
+        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often, as it
+        also does what was put off."""
+        collected = 0
+        with self._lock:
+            self._catch_up()
+            for key, space in self._expiries.due(self.now_ms()):
+                self._remove(self.index.spaces[space][key], "expired")
+                self.stats.expired += 1
+                collected += 1
+                if collected == entries_max:
+                    break
+            self._drop_discarded()
+        return collected
 
     def _drop_discarded(self) -> None:
         """Free a slice of what the last flush has thrown away; the lock is held."""

@@ -23,7 +23,7 @@ Place = tuple[LeaseRun, int, int]
 Hit = Callable[[bytes], Entry | None]
 Holding = Callable[
     [Sequence[bytes], dict[bytes, Entry], Hit, Callable[[Entry], None], float],
-    tuple[list[Found], list[Entry | None], int, int],
+    tuple[list[Found], list[Entry | None], tuple[int, int, int, int]],
 ]
 Ending = Callable[[Sequence[Place], list[dict[bytes, Entry]] | None, Callable[[Entry], None]], int]
 
@@ -41,8 +41,11 @@ class Leasing(Ledger):
                 self._catch_up()
             now_s = self.now_s()
             hit = partial(self._hit, space=space)
-            found, entries, used, leases = hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
+            found, entries, sums = hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
+            used, leases, nbytes, tokens = sums
             self.stats.hits += used
+            self.stats.leased_bytes += nbytes
+            self.stats.hit_tokens += tokens
             self.leases += leases
             run = LeaseRun(entries, now_s + limit_s)
             if leases:
@@ -59,12 +62,13 @@ class Leasing(Ledger):
 
 def hold_in_python(
     keys: Sequence[bytes], entries: dict[bytes, Entry], hit: Hit, touch: Callable[[Entry], None], now_s: float
-) -> tuple[list[Found], list[Entry | None], int, int]:
-    """What there is under `keys` in the database `entries`; which of it is held now; and how many blocks were used
-    without asking `hit`, which is asked about all but blocks that are in the arena without an end; and the holds."""
+) -> tuple[list[Found], list[Entry | None], tuple[int, int, int, int]]:
+    """What there is under `keys` in the database `entries`; which of it is held now; and as sums how many blocks were
+    used without asking `hit`, which is asked about all but blocks that are in the arena without an end, the holds, and
+    the bytes and tokens of what is held."""
     found: list[Found] = []
     held: list[Entry | None] = []
-    used = leases = 0
+    used = leases = nbytes = tokens = 0
     for key in keys:
         entry = entries.get(key)
         if entry is not None and entry.value is None and entry.extent is not NOWHERE and not entry.expire_at_ms:
@@ -80,9 +84,11 @@ def hold_in_python(
                 continue
         entry.leases += 1
         leases += 1
+        nbytes += entry.length
+        tokens += entry.tokens
         found.append(entry)
         held.append(entry)
-    return found, held, used, leases
+    return found, held, (used, leases, nbytes, tokens)
 
 
 def end_in_python(

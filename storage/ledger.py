@@ -70,13 +70,13 @@ class Ledger:
         self.inline_policy: Policy = type(self.policy)()
         self.inline_bytes_high = max(arena.nbytes // INLINE_SHARE, INLINE_BYTES_LOW)
         self.allocator = Allocator(arena.nbytes)
-        self.live_bytes = 0
+        self.live_bytes: int = 0
         """Extents of visible entries."""
-        self.retired_bytes = 0
+        self.retired_bytes: int = 0
         """Extents whose entry has left the index while a lease still holds it."""
-        self.reserved_bytes = 0
+        self.reserved_bytes: int = 0
         """Extents being written."""
-        self.inline_bytes = 0
+        self.inline_bytes: int = 0
         """Cost of values outside the arena, overhead included."""
         self.leases = 0
         self.away = 0

@@ -27,9 +27,11 @@ class Policy(Protocol):
     def admit(self, entry: Entry) -> None:
         """Take in an entry that has just become visible, as the one used last. One that is written over is forgotten
         first, right before the new one of its key is admitted."""
+        ...
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: Entry, /) -> None:
         """Note that an entry was read or written over; KeyError when it is not in the order."""
+        ...
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
         """Note that a run of blocks, given head first, is wanted at one instant: of these the last is the coldest.
@@ -39,9 +41,11 @@ class Policy(Protocol):
         count this one: engines say it of a run that they look up, of what they have just stored, and again and again
         of the head while they store the rest. What is really used is read as well.
         """
+        ...
 
     def forget(self, entry: Entry) -> None:
         """Drop an entry that is no longer visible."""
+        ...
 
     def victims(self) -> Iterator[Entry]:
         """Entries without a lease, each once, coldest first; found one by one as they are asked for.
@@ -49,13 +53,16 @@ class Policy(Protocol):
         Nothing may be admitted or forgotten while the iterator is in use; what is touched meanwhile may come in its
         old place or its new one.
         """
+        ...
 
     def spills(self, entry: Entry) -> bool:
         """Whether an entry that leaves memory is worth a write to disk; asked while it is still in the order."""
+        ...
 
     def uses(self, entry: Entry) -> int | None:
         """How often an entry was used of late, 0 to 255 (Redis' OBJECT FREQ), 0 for one that is not in the
         order; None where nobody counts."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -101,7 +108,6 @@ class LRU(_OneOrder):
     """Least recently used first: the front of the order is the coldest entry."""
 
     name = "LRU"
-    __slots__ = ("touch",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +122,6 @@ class MRU(_OneOrder):
     """Most recently used first, newcomers too: for a loop over more than there is room for, which LRU always misses."""
 
     name = "MRU"
-    __slots__ = ("touch",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +141,6 @@ class FIFO(_OneOrder):
     stored tail first."""
 
     name = "FIFO"
-    __slots__ = ("touch",)
 
     def __init__(self) -> None:
         super().__init__()

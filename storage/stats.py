@@ -1,6 +1,30 @@
-"""The store's counters: plain integers that only grow, written under the store's lock, read by whoever reports."""
+"""The store's counters: integers that only grow, and times, written under the store's lock, read by whoever reports."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+
+POWERS = 64
+"""Times are counted by their bit length in ns; one of 2**63 ns does not occur."""
+
+
+@dataclass(slots=True)
+class Times:
+    """How long something took, each time: a count for each power of two, because adding is all that it may cost."""
+
+    nanoseconds: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * POWERS)
+    """By the bit length of their nanoseconds: counts[n] took less than 2**n ns and at least half of that."""
+
+    def add(self, seconds: float) -> None:
+        """Enter one; a clock that went back took no time."""
+        nanoseconds = int(seconds * 1e9) if seconds > 0 else 0
+        self.nanoseconds += nanoseconds
+        self.counts[nanoseconds.bit_length()] += 1
+
+    def reset(self) -> None:
+        """Forget all of them."""
+        self.nanoseconds = 0
+        self.counts = [0] * POWERS
 
 
 @dataclass(slots=True)
@@ -8,13 +32,23 @@ class Counters:
     """Counts since start, or since they were reset."""
 
     def as_dict(self) -> dict[str, int]:
-        """Every counter by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every counter by name, without the times."""
+        return dict(self._counters())
 
     def reset(self) -> None:
         """All to zero: CONFIG RESETSTAT."""
-        for field in fields(self):
-            setattr(self, field.name, 0)
+        for name, _ in self._counters():
+            setattr(self, name, 0)
+        for each in fields(self):
+            times = getattr(self, each.name)
+            if isinstance(times, Times):
+                times.reset()
+
+    def _counters(self) -> Iterator[tuple[str, int]]:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, int):
+                yield each.name, value
 
 
 @dataclass(slots=True)
@@ -22,6 +56,8 @@ class StoreStats(Counters):
     """What became of values; bytes are payload bytes."""
 
     hits: int = 0
+    hit_tokens: int = 0
+    """Tokens of the blocks in the arena that were handed out whole, as far as they say how many they hold."""
     misses: int = 0
     created: int = 0
     """Values stored under a key that had none."""
@@ -35,8 +71,14 @@ class StoreStats(Counters):
     evicted_bytes: int = 0
     expired: int = 0
     deleted: int = 0
+    flushed: int = 0
+    """Blocks that left with all others of their database."""
+    leased_bytes: int = 0
+    """Of blocks that clients read in the arena by themselves."""
     leases_revoked: int = 0
     """Leases ended by their time limit, not by their holder."""
+    receiving: Times = field(default_factory=Times)
+    """From there being room in the arena for a long value (store.TIMED_BYTES_MIN) to its being visible."""
 
 
 @dataclass(slots=True)
@@ -49,6 +91,10 @@ class TierStats(Counters):
     promoted: int = 0
     """Blocks brought back into memory."""
     promoted_bytes: int = 0
+    demanded: int = 0
+    """Those of them for which somebody waited."""
+    demanded_tokens: int = 0
+    """Tokens that these hold, as far as they say."""
     unloaded: int = 0
     """Blocks that left memory without a write, since the disk had them."""
     spill_dropped: int = 0
@@ -59,3 +105,7 @@ class TierStats(Counters):
     """Values that had to wait for the disk to make room."""
     lost: int = 0
     """Blocks on disk that could not be read, or were not what had been written: misses."""
+    spilling: Times = field(default_factory=Times)
+    """Writes to disk, several small blocks at a time being one."""
+    promoting: Times = field(default_factory=Times)
+    """Reads from disk, with finding room for them."""

@@ -32,9 +32,12 @@ from .moves import Moves
 from .options import StoreOptions
 from .policy import Policy, make_policy
 from .tiering import Tiering
+from .tokens import tokens_of
 
 QUEUE_JOBS_MAX = 8192
 """Disk jobs of one priority that may wait."""
+TIMED_BYTES_MIN = 256 * 1024
+"""Of longer values it is noted how long they take to arrive: it costs half a microsecond."""
 QUEUE_BYTES_LOW = 1024**3
 """What they may move together, at least; more where the arena is larger."""
 
@@ -112,7 +115,8 @@ class Store(Moves, Flushes, Leasing):
         if extent is None:
             return None
         start = extent.offset + PAYLOAD_OFFSET_BYTES
-        return Reservation(self, key, space, self.arena.view[start : start + length + SLACK_BYTES], extent)
+        memory = self.arena.view[start : start + length + SLACK_BYTES]
+        return Reservation(self, key, space, memory, extent, self.now_s() if length >= TIMED_BYTES_MIN else 0.0)
 
     def commit(self, reservation: Reservation, expire_at_ms: int = 0) -> bool:
         """Publish what a reservation holds; called by Reservation.commit, which sees to it that it happens once."""
@@ -120,10 +124,13 @@ class Store(Moves, Flushes, Leasing):
             # Inline values are bytes objects, which readers can share without a hold: a copy of under 16 KiB.
             return self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
         entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)
+        entry.tokens = tokens_of(reservation.view_with_slack)
         with self._lock:
             self.reserved_bytes -= entry.extent.length
             self.live_bytes += entry.extent.length
             self._publish(entry, expire_at_ms)
+            if reservation.made_s:
+                self.stats.receiving.add(entry.created_s - reservation.made_s)
         if not self.keep and self.tiering is not None:
             self.tiering.spill([entry])
         return True
@@ -335,21 +342,6 @@ class Store(Moves, Flushes, Leasing):
                     deleted += 1
             self.stats.deleted += deleted
         return deleted
-
-    def collect_expired(self, entries_max: int = 200) -> int:
-        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often, as it
-        also does what was put off."""
-        collected = 0
-        with self._lock:
-            self._catch_up()
-            for key, space in self._expiries.due(self.now_ms()):
-                self._remove(self.index.spaces[space][key], "expired")
-                self.stats.expired += 1
-                collected += 1
-                if collected == entries_max:
-                    break
-            self._drop_discarded()
-        return collected
 
     def revoke_overdue(self) -> int:
         """End the leases whose time limit has passed; returns how many. Done by itself when room is short."""

@@ -79,9 +79,11 @@ class Jobs(Protocol):
 
     def hasten(self, future: Future[Any], priority: Priority) -> bool:
         """Let a queued job be at least as urgent as `priority`, and without a deadline."""
+        ...
 
     def retract(self, future: Future[Any]) -> bool:
         """Take out a queued job, whose future the caller will cancel; False when it is under way or over."""
+        ...
 
 
 class Transfer(Generic[T]):

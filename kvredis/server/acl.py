@@ -21,6 +21,7 @@ from .replies import error
 
 if TYPE_CHECKING:
     from .commands import Command
+    from .server import Server
     from .session import Session
 
 __all__ = ["DEFAULT_USER", "Acl", "User", "refused"]
@@ -49,7 +50,7 @@ class Acl:
 
     def __init__(self, requirepass: bytes = b"", path: str = "") -> None:
         self.path = path
-        self.log = AclLog()
+        self.log: AclLog = AclLog()
         self.users: dict[bytes, User] = {}
         self._requirepass = requirepass
         self.default = self.users[DEFAULT_USER] = self._new_default()
@@ -133,8 +134,11 @@ class Acl:
 
     def _note(self, session: Session, reason: str, what: bytes, name: bytes, *, in_multi: bool) -> None:
         info = describe(session).rstrip(b"\n")
-        refusal = Refusal(reason, "multi" if in_multi else "toplevel", what, name, info)
-        self.log.note(refusal, int(session.server.settings.get("acllog-max-len", LOG_ENTRIES)))
+        self.note(session.server, Refusal(reason, "multi" if in_multi else "toplevel", what, name, info))
+
+    def note(self, server: Server, refusal: Refusal) -> None:
+        """Enter a refusal of any door into the log."""
+        self.log.note(refusal, int(server.settings.get("acllog-max-len", LOG_ENTRIES)))
 
     def _new_default(self) -> User:
         made = User.all_powerful(DEFAULT_USER)

@@ -106,6 +106,11 @@ class Away:
                 yield pending
             yield None
 
+    @property
+    def waiting(self) -> int:
+        """How many clients wait for a block."""
+        return len(self._waits)
+
     def keeps_waiting(self, session: Session) -> bool:
         """Whether it is here that a client waits, so that an answer comes in any case."""
         return session.waiting in self._waits

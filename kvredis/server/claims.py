@@ -64,7 +64,7 @@ class Claims:
     @property
     def receiving(self) -> int:
         """How many clients hold room for values that are not complete."""
-        return len(self._receiving)
+        return sum(bool(session.reservations) for session in self._receiving)
 
     def open_payload(self, session: Session, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when

@@ -16,7 +16,8 @@ TLS_PROTOCOLS = ("TLSv1.2", "TLSv1.3")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """All of it. `port`: 0 takes a free one, -1 opens none; `tls_port`: 0 opens none, -1 takes a free one."""
+    """All of it. `port`: 0 takes a free one, -1 opens none; `tls_port`, `metrics_port`: 0 opens none, -1 takes a free
+    one."""
 
     bind: tuple[str, ...] = ("127.0.0.1",)
     port: int = 6379
@@ -39,6 +40,7 @@ class ServerOptions:
     tls_auth_clients: str = "yes"  # yes | no | optional
     tls_protocols: tuple[str, ...] = TLS_PROTOCOLS
     tls_ciphers: str | None = None  # of TLS 1.2; those of 1.3 are all good
+    metrics_port: int = 0  # HTTP: /metrics, /health and the page
     # -- bounds and times
     timeout: int = 0  # seconds without a command after which a client is hung up on, 0 = never
     tcp_keepalive: int = 300  # seconds, 0 = off

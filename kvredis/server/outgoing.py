@@ -50,6 +50,10 @@ PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 """What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
 
 
+KINDS: Final = ("tcp", "tls", "unix")
+"""Of connections."""
+
+
 class Outgoing(asyncio.BufferedProtocol):
     """What leaves for one client."""
 
@@ -62,6 +66,8 @@ class Outgoing(asyncio.BufferedProtocol):
         self.addr = ""
         self.user: User = server.acl.default
         self.encrypted = False
+        self.kind = "tcp"
+        """One of KINDS."""
         self.is_local_stream = False
         """Whether this is a unix socket on a loop that lends."""
         self.asked_to_splice = False
@@ -261,6 +267,8 @@ class Outgoing(asyncio.BufferedProtocol):
 
     def _all_sent(self) -> bool:
         """Go on where `pause_writing` had stopped; True when nothing is left over and the leases have ended."""
+        if self._paused and not self._backlog:
+            self.server.stats.sending.add(monotonic() - self._paused_since_s)
         self._paused = False
         self._over_soft_limit_s = None
         if self._backlog:
@@ -323,7 +331,9 @@ class Outgoing(asyncio.BufferedProtocol):
         transport.set_write_buffer_limits(high=1 if encrypted else 0)
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self.is_local_stream = self._lends and sock.family == socket.AF_UNIX
+        is_unix = sock.family == socket.AF_UNIX
+        self.kind = "tls" if encrypted else "unix" if is_unix else "tcp"
+        self.is_local_stream = self._lends and is_unix
         self.splices = self.server.splicing.wanted_by(self)
 
     def peer_pid(self) -> int:

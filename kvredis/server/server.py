@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.store import Store
@@ -20,24 +21,28 @@ from .claims import Claims
 from .cluster import Cluster
 from .events import publish_event
 from .families import load_families
+from .http_door import HttpDoor
+from .http_gate import HttpGate
 from .lane import Lane
 from .latency import LatencyMonitor
 from .listeners import Listeners
 from .options import MIB
 from .options import ServerOptions as ServerOptions
-from .outgoing import NO_LIMIT
+from .outgoing import KINDS, NO_LIMIT
 from .parts import Parts
 from .pausing import Pause
 from .pending import Pending, has_hung_up
 from .pubsub import PubSub
+from .request import ProtocolError, QueryBufferLimit
 from .reread import Reread
 from .session import Session
 from .settings import begin
 from .slowlog import SlowLog
 from .splicing import Splicing
-from .stats import ServerStats
+from .stats import ServerStats, Traffic
 from .tracking import TrackingTable
 from .transactions import mark_changed, mark_flushed, unwatch_all
+from .watching import routes as watching_routes
 
 if TYPE_CHECKING:
     from .commands import Command
@@ -56,8 +61,13 @@ DRAIN_S: Final = 10.0
 SLOW_NS_PLAIN: Final = 1_000_000
 """Plain commands never take this long by themselves, so only a lower threshold makes it necessary to time each."""
 
+HTTP_TOLD_S: Final = 60.0
+"""How often the log may tell of HTTP on the door that speaks RESP: Redis' bound."""
+
 UNASKED: Final = {"expired": "x", "evicted": "e"}
 """Changes that no command has asked for, and their class in notify-keyspace-events."""
+
+NOTHING: Final = Traffic()
 
 MAX_CLIENTS_REACHED = b"-ERR max number of clients reached\r\n"
 
@@ -73,12 +83,12 @@ class Server:
 
     def __init__(self, store: Store, options: ServerOptions) -> None:
         load_families()
-        self.store = store
+        self.store: Store = store
         self.options = options
-        self.stats = ServerStats()
+        self.stats: ServerStats = ServerStats()
         self.sessions: dict[int, Session] = {}
         self.settings: dict[str, str] = {}
-        self.acl = Acl(options.requirepass.encode(), options.aclfile or "")
+        self.acl: Acl = Acl(options.requirepass.encode(), options.aclfile or "")
         self.acl.load_at_start()
         self.cluster = None if options.cluster_topology is None else Cluster(options)
         self.reread = None if self.cluster is None else Reread(self, self.cluster)
@@ -87,8 +97,8 @@ class Server:
         self.tracking = TrackingTable(self)
         self.slowlog = SlowLog()
         self.latency = LatencyMonitor()
-        self.claims = Claims(self)
-        self.parts = Parts(self)
+        self.claims: Claims = Claims(self)
+        self.parts: Parts = Parts(self)
         self.splicing = Splicing(self)
         self.away = Away(self)
         self.pause = Pause(self)
@@ -98,7 +108,7 @@ class Server:
         self.blocked: dict[int, Pending] = {}
         """Clients in a command that CLIENT UNBLOCK can end."""
         self.event_letters = ""
-        self.maxclients = options.maxclients
+        self.maxclients: int = options.maxclients
         self.protected_mode = options.protected_mode
         self.bulk_bytes_max = options.proto_max_bulk_len
         self.query_bytes_max = options.client_query_buffer_limit
@@ -128,10 +138,17 @@ class Server:
         self.save_on_exit = True
         """What memory holds shall be on disk when the process has ended (SHUTDOWN NOSAVE)."""
         self._session_ids = 0
-        self.listeners = Listeners(options, self._accept, lambda: self.maxclients - len(self.sessions), self.run_id)
-        self.lane = Lane(self)
+        self.listeners: Listeners = Listeners(
+            options, self._accept, lambda: self.maxclients - len(self.sessions), self.run_id
+        )
+        self.lane: Lane = Lane(self)
+        self.http: HttpDoor | None = None
+        """The door for monitoring systems and browsers, if there is one."""
+        if options.metrics_port != 0:
+            self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
         self._tick: asyncio.TimerHandle | None = None
         self._turns = 0
+        self._http_told_s = -HTTP_TOLD_S
         self._stopped = asyncio.Event()
         self.reconsider()
         begin(self)
@@ -162,6 +179,12 @@ class Server:
         loop = asyncio.get_running_loop()
         self.transport_lends = type(loop).__module__.startswith("uvloop")
         self.listeners.open()
+        if self.http is not None:
+            try:
+                self.http.open()
+            except BaseException:
+                self.listeners.close()
+                raise
         self.claims.disk_room.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
         if self.reread is not None:
@@ -186,6 +209,8 @@ class Server:
             session.close()
         await asyncio.sleep(0)
         self.splicing.close()
+        if self.http is not None:
+            await self.http.close()
         if self._tick is not None:
             self._tick.cancel()
         self._stopped.set()
@@ -194,6 +219,11 @@ class Server:
     def addresses(self) -> list[str]:
         """Where clients find us: host:port, tls:host:port, unix:path."""
         return self.listeners.addresses
+
+    @property
+    def uptime_s(self) -> float:
+        """For how long it has been there."""
+        return time.monotonic() - self.started_s
 
     @property
     def tcp_port(self) -> int:
@@ -231,7 +261,8 @@ class Server:
                     session.rest()
             if self.idle_timeout_s:
                 self._hang_up_idle()
-        self.stats.sample(self.now_s(), *self.traffic(), store.used_bytes)
+        received, sent = self.net_bytes()
+        self.stats.sample(self.now_s(), received, sent, store.used_bytes)
 
     def _hang_up_idle(self) -> None:
         """Close clients that have said nothing for `timeout` seconds and wait for nothing."""
@@ -273,6 +304,16 @@ class Server:
             self.slowlog.note(session, args, took_ns)
         self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
 
+    def note_broken(self, session: Session, broken: ProtocolError) -> None:
+        """A client has broken the protocol. That a browser was talked into speaking to us is told, but once a minute:
+        whoever does that does it often."""
+        if isinstance(broken, QueryBufferLimit):
+            self.stats.query_limit_disconnections += 1
+        now_s = self.now_s()
+        if not str(broken) and now_s - self._http_told_s >= HTTP_TOLD_S:
+            self._http_told_s = now_s
+            log.warning("client %s closed: it speaks HTTP (POST or Host:), which somebody may abuse", session.addr)
+
     # ---- clients -------------------------------------------------------------------------------------------------
 
     def next_session_id(self) -> int:
@@ -303,27 +344,25 @@ class Server:
         self.stop_monitoring(session)
         unwatch_all(session)
         if self.sessions.pop(session.id, None) is not None:
-            self.stats.net_input_bytes += session.input_bytes
-            self.stats.net_output_bytes += session.output_bytes
-            self.stats.reads_processed += session.reads
-            self.stats.writes_processed += session.writes
+            self.stats.gone.setdefault(session.kind, Traffic()).add(session)
 
     def stop_monitoring(self, session: Session) -> None:
         """A monitor goes, or RESETs."""
         if self.monitors.pop(session.id, None) is not None:
             self.reconsider()
 
-    def exchanges(self) -> tuple[int, int]:
-        """How often bytes were received from and handed over to all clients, those that are gone included."""
-        sessions = self.sessions.values()
-        reads = self.stats.reads_processed + sum(session.reads for session in sessions)
-        return reads, self.stats.writes_processed + sum(session.writes for session in sessions)
+    def net_bytes(self) -> tuple[int, int]:
+        """Bytes received and sent over all connections so far."""
+        sessions, gone = self.sessions.values(), self.stats.gone.values()
+        received = sum([each.input_bytes for each in gone]) + sum([each.input_bytes for each in sessions])
+        return received, sum([each.output_bytes for each in gone]) + sum([each.output_bytes for each in sessions])
 
-    def traffic(self) -> tuple[int, int]:
-        """Bytes received from and sent to all clients, those that are gone included."""
-        sessions = self.sessions.values()
-        received = self.stats.net_input_bytes + sum(session.input_bytes for session in sessions)
-        return received, self.stats.net_output_bytes + sum(session.output_bytes for session in sessions)
+    def traffic(self) -> dict[str, Traffic]:
+        """What went over each kind of connection (tcp, tls, unix), those that are gone included."""
+        found = {kind: replace(self.stats.gone.get(kind, NOTHING)) for kind in KINDS}
+        for session in self.sessions.values():
+            found[session.kind].add(session)
+        return found
 
 
 def _is_local(addr: str) -> bool:

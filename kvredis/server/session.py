@@ -25,7 +25,7 @@ from .outgoing import REPLY_BYTES_HIGH, Outgoing
 from .parser import Parser
 from .pending import Answer, Pending
 from .replies import NULL, NULL_BULK, Reply, error
-from .request import Argument, ProtocolError, QueryBufferLimit
+from .request import Argument, ProtocolError
 from .runs import answer_gets
 from .transactions import Transaction
 
@@ -391,8 +391,7 @@ class Session(Outgoing):
         """The protocol is broken: say so, if there is something to say, and hang up."""
         self._parser.abandon()
         self.close_after_reply = True
-        if isinstance(broken, QueryBufferLimit):
-            self.server.stats.query_limit_disconnections += 1
+        self.server.note_broken(self, broken)
         if str(broken):
             reply = error(f"ERR Protocol error: {broken}".encode("latin-1"))  # it may quote any byte
             if self.reply_mode == "on":

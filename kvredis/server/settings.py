@@ -209,6 +209,7 @@ def _made_of() -> dict[str, Setting]:
         "unixsocket": _fixed(read=lambda server: server.unixsocket or ""),
         "unixsocketperm": _fixed(read=lambda server: server.options.unixsocketperm or "0"),
         "tls-port": _fixed(read=lambda server: str(server.listeners.tls_port)),
+        "metrics-port": _fixed(read=lambda server: "0" if server.http is None else str(server.http.port)),
         "tls-cert-file": _fixed(read=lambda server: server.options.tls_cert_file or ""),
         "tls-key-file": _fixed(read=lambda server: server.options.tls_key_file or ""),
         "tls-ca-cert-file": _fixed(read=lambda server: server.options.tls_ca_cert_file or ""),

@@ -144,6 +144,7 @@ class Splicer:
                 return False
             self._piped_bytes -= moved
             self._sent_bytes += moved
+            self._splicing.stats.spliced_bytes += moved
             moved_bytes += moved
         return False
 
@@ -227,6 +228,7 @@ class Splicing:
     """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
 
     def __init__(self, server: Server) -> None:
+        self.stats = server.stats
         self._server = server
         arena = server.store.arena
         self._start, self._end = arena.address, arena.address + arena.nbytes

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from kvredis.storage.stats import POWERS, Times
 
 SAMPLES = 16
 """How many samples, one each tick of the server, the instantaneous figures are the mean of: Redis' number."""
-
-POWERS = 64
-"""Times are counted by their bit length; one of 2**63 ns does not occur."""
 
 SHOWN_POWER_LOW, SHOWN_POWER_HIGH = 10, 30
 """Buckets end at 1024 ns, 2048 ns and so on up to 1.07 s, which takes what is longer as well: Redis' range."""
@@ -22,18 +22,15 @@ ERRORS_MAX = 128
 """Different error codes that are counted by name: Redis' bound on errorstats."""
 
 
-@dataclass(slots=True)
-class CommandStats:
+@dataclass(slots=True, kw_only=True)
+class CommandStats(Times):
     """One command's share. `nanoseconds` is the time in its handler and in gathering its reply."""
 
     calls: int = 0
-    nanoseconds: int = 0
     rejected_calls: int = 0
     """Refused before the handler ran: arity, authentication."""
     failed_calls: int = 0
     """Answered with an error by the handler."""
-    counts: list[int] = field(default_factory=lambda: [0] * POWERS)
-    """Calls by the bit length of their nanoseconds: counts[n] took less than 2**n ns and at least half of that."""
 
     def observe(self, calls: int, nanoseconds: int) -> None:
         """Enter a run of `calls` >= 1 calls that took so long together."""
@@ -91,19 +88,50 @@ class Rate:
 
 
 @dataclass(slots=True)
+class Traffic:
+    """What went over connections of one kind."""
+
+    input_bytes: int = 0
+    output_bytes: int = 0
+    reads: int = 0
+    """Times that bytes of a client were received."""
+    writes: int = 0
+    """Times that replies were handed to the transport."""
+
+    def add(self, other: "Exchanging") -> None:
+        """Enter what another has counted."""
+        self.input_bytes += other.input_bytes
+        self.output_bytes += other.output_bytes
+        self.reads += other.reads
+        self.writes += other.writes
+
+
+class Exchanging(Protocol):
+    """Who counts what it receives and sends: a session, too."""
+
+    input_bytes: int
+    output_bytes: int
+    reads: int
+    writes: int
+
+
+@dataclass(slots=True)
 class ServerStats:
     """Counts since start or since CONFIG RESETSTAT."""
 
     commands_processed: int = 0
     connections_received: int = 0
     connections_rejected: int = 0
-    net_input_bytes: int = 0
-    """Of clients that are gone: Server.traffic adds the connected ones."""
-    net_output_bytes: int = 0
-    reads_processed: int = 0
-    """Times that bytes of a client were received."""
-    writes_processed: int = 0
-    """Times that replies were handed to the transport."""
+    gone: dict[str, Traffic] = field(default_factory=dict)
+    """Of clients that are gone, by the kind of their connection: Server.traffic adds the connected ones."""
+    spliced_bytes: int = 0
+    """Sent on unix sockets without a copy."""
+    put_bytes: int = 0
+    """Copied out of memory that clients have lent."""
+    putting: Times = field(default_factory=Times)
+    """Each of these copies."""
+    sending: Times = field(default_factory=Times)
+    """What a client did not take at once, until it had taken all of it."""
     evicted_clients: int = 0
     query_limit_disconnections: int = 0
     output_limit_disconnections: int = 0
@@ -118,6 +146,7 @@ class ServerStats:
     """Error replies by their first word."""
     commands: dict[str, CommandStats] = field(default_factory=dict)
     """By full command name, `client|id`."""
+    floors: dict[str, int] = field(default_factory=dict)
     used_peak_bytes: int = 0
     """The most memory that values held at one of the ticks or when somebody asked."""
     saves: int = 0
@@ -141,6 +170,11 @@ class ServerStats:
         self.input_rate.sample(now_s, received)
         self.output_rate.sample(now_s, sent)
         self.note_used(used_bytes)
+
+    def floor(self, name: str, value: int) -> int:
+        """The most that `value` has been under this name: for a difference of counters that must only grow."""
+        most = self.floors[name] = max(value, self.floors.get(name, 0))
+        return most
 
     def note_used(self, used_bytes: int) -> int:
         """Note what values hold now; returns the peak."""

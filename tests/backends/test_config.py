@@ -110,11 +110,6 @@ def test_a_full_file_is_read_and_what_has_no_effect_yet_is_said(written: Path) -
     assert said == {"enable_p2p"}
 
 
-def test_a_key_without_effect_so_far_is_silent_when_it_asks_for_what_is_done_anyway(written: Path) -> None:
-    text = "save_decode_cache: false\nkvredis: {metrics_port: 0}\nmax_local_disk_size: 0\n"
-    assert load(text, written).warnings == ()
-
-
 @pytest.mark.parametrize(("size", "chunks"), [({}, 2), ({"LMCACHE_CHUNK_SIZE": "16"}, 32)])
 def test_the_chunk_size_decides_how_many_chunks_512_tokens_are(size: dict[str, str], chunks: int) -> None:
     layout = ChunkLayout(1, 1, 8, "bf16", Config.load(env=size).chunk_size)

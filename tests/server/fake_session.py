@@ -41,6 +41,7 @@ class FakeSession:
         self.pending_bytes = self.unsent_bytes = 0
         self.input_bytes = self.output_bytes = 0
         self.reads = self.writes = 0
+        self.kind = "tcp"
         self.is_local_stream = self.asked_to_splice = self.splices = False
         self.closed = False
         self.transaction: Transaction | None = None

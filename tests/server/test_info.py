@@ -6,7 +6,7 @@ import pytest
 
 from kvredis.server.families.info import DEFAULT_SECTIONS, SECTIONS, report
 from kvredis.server.families.info_sections import _listeners, human_bytes
-from kvredis.server.stats import CommandStats
+from kvredis.server.stats import CommandStats, Traffic
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 
 
@@ -86,7 +86,7 @@ def test_hits_misses_keys_and_ends_are_counted(session: FakeSession) -> None:
 
 
 def test_traffic_is_that_of_the_clients_that_are_here_and_of_those_that_are_gone(session: FakeSession) -> None:
-    session.server.stats.net_input_bytes, session.server.stats.net_output_bytes = 1000, 2000
+    session.server.stats.gone = {"tcp": Traffic(600, 1500), "unix": Traffic(400, 500)}
     session.input_bytes, session.output_bytes = 30, 40
     other = FakeSession(session.server, 2)
     other.input_bytes = 7

@@ -237,7 +237,8 @@ class Crowd:
         assert self.process.stdout is not None
         assert any("Ready to accept" in line for line in self.process.stdout)
         # Only now: at its start the server would lower maxclients to what the limit allows, and turn clients away.
-        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (self.open_files() + files,) * 2)
+        limit = self.open_files() + files
+        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
         self.clients: list[socket.socket] = []
 
     def open_files(self) -> int:

@@ -127,8 +127,12 @@ def test_a_broken_request_is_named_and_ends_the_connection(loop: str, tmp_path: 
             assert await client.read_all() == b"+OK\r\n-ERR Protocol error: expected '$', got ':'\r\n"
             other = await live.connect()
             assert await other.get("k") == b"v"
-            await other.send_raw(b"POST / HTTP/1.1\r\n\r\n")
-            assert await other.read_all() == b""
+            for attack in (b"POST / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+                browser = await live.connect()
+                await browser.send_raw(attack)
+                assert b"HTTP" not in await browser.read_all()
+            assert len(live.complaints) == 1, "once a minute, however many there are"
+            assert "it speaks HTTP" in live.complaints.pop()
 
     run_on(loop, story())
 

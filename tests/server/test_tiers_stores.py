@@ -275,17 +275,18 @@ def test_reads_from_disk_and_values_that_wait_for_it_do_not_wake_each_other(loop
             taken = live.store.reserved_bytes
             live.store.reserved_bytes += live.store.arena.nbytes // 4  # as if blocks were coming in
             live.manual.run(2)
+            others = []
             for _ in range(3):
                 live.tick()
-                other = await live.connect()
-                assert await other.ask("PING") == b"+PONG\r\n"
+                others.append(await live.connect())
+                assert await others[-1].ask("PING") == b"+PONG\r\n"
             assert len(live.server.claims.queue) == 1
             live.store.reserved_bytes = taken
             live.tick()
             assert await storer.read_line() == b"+OK\r\n"
             for _ in range(3):
                 live.tick()
-                assert await other.ask("PING") == b"+PONG\r\n"
+                assert await others[-1].ask("PING") == b"+PONG\r\n"
             live.let_go()
             wanted = b"*2\r\n:1\r\n:0\r\n" + bulk(b"end")
             assert await storer.read(len(wanted)) == wanted

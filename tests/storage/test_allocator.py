@@ -136,6 +136,7 @@ def test_with_equal_lengths_the_coldest_leaves_and_nobody_else() -> None:
     for _ in range(500):
         rng.shuffle(order)
         found = allocator.window(3 * GRAIN_BYTES, order)
+        assert found is not None
         assert found == (order[0].extent, [order[0]])
         for block in found[1]:
             allocator.free(block.extent)

@@ -205,12 +205,14 @@ def entry(key: bytes, extent: Extent = NOWHERE) -> Entry:
 def test_who_asks_the_store_is_asked_only_about_what_is_not_simply_there(way: Way) -> None:
     here, away, ending = entry(b"here", Extent(4096, 4096)), entry(b"away"), entry(b"ending", Extent(0, 4096))
     ending.expire_at_ms = 1
+    here.tokens = 256
     asked: list[bytes] = []
     touched: list[Entry] = []
     entries = {each.key: each for each in (here, away, ending)}
     keys = [b"here", b"away", b"none", b"ending"]
-    found, held, used, leases = way.hold(keys, entries, lambda key: asked.append(key), touched.append, 7.5)
-    assert (found, held, used, leases) == ([here, None, None, None], [here, None, None, None], 1, 1)
+    found, held, sums = way.hold(keys, entries, lambda key: asked.append(key), touched.append, 7.5)
+    assert (found, held) == ([here, None, None, None], [here, None, None, None])
+    assert sums == (1, 1, here.length, 256), "used, leases, bytes and tokens"
     assert asked == [b"away", b"none", b"ending"]
     assert touched == [here]
     assert (here.hits, here.leases, here.accessed_s) == (1, 1, 7.5)
@@ -280,12 +282,15 @@ class TestNatively:
         held = entry(b"key", Extent(4096, 4096))
         held.hits = 10**6
         now_s, counts = 123.25, []
+
+        def lend() -> None:
+            _, entries, _ = native.hold([b"key", b"none"], {b"key": held}, lambda _: None, id, now_s)
+            run = LeaseRun(entries, now_s)
+            assert native.end([(run, 0, 4096), (run, 1, 0)], [{b"key": held}], None) == 1
+
         for _ in range(4):
             for _ in range(500):
-                found, entries, _, _ = native.hold([b"key", b"none"], {b"key": held}, lambda _: None, id, now_s)
-                run = LeaseRun(entries, now_s)
-                assert native.end([(run, 0, 4096), (run, 1, 0)], [{b"key": held}], None) == 1
-            del found, entries, run
+                lend()
             gc.collect()
             counts.append((sys.getrefcount(held), sys.getrefcount(held.extent), sys.getrefcount(None) // 1000))
         assert counts[1] == counts[3]

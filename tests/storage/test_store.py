@@ -283,9 +283,13 @@ def test_every_counter_counts_what_it_says(store: Store, clock: Clock) -> None:
     clock.now_s += 1
     store.collect_expired()
     store.delete([b"fill:7", b"fill:8"])
+    _, run = store.lease_run([b"fill:0", b"nobody else"], 0, 1.0)
+    store.end_leases([(run, 0, 0)])
+    assert store.flush() == store.stats.flushed
     assert store.stats.as_dict() == {
-        "hits": 3,
-        "misses": 1,
+        "hits": 4,
+        "hit_tokens": 0,
+        "misses": 2,
         "created": BLOCKS + 1,
         "overwritten": 2,
         "refused": 1,
@@ -294,8 +298,15 @@ def test_every_counter_counts_what_it_says(store: Store, clock: Clock) -> None:
         "evicted_bytes": BLOCK_BYTES,
         "expired": 1,
         "deleted": 2,
+        "flushed": BLOCKS - 3,
+        "leased_bytes": BLOCK_BYTES,
         "leases_revoked": 0,
     }
+    assert sum(store.stats.receiving.counts) == 0, "they were short"
+    with store.reserve(b"long", 5 * BLOCK_BYTES) or pytest.fail("no room") as long:
+        clock.now_s += 2
+        long.commit()
+    assert (sum(store.stats.receiving.counts), store.stats.receiving.nanoseconds) == (1, 2_000_000_000)
     store.stats.reset()
     assert set(store.stats.as_dict().values()) == {0}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvredis.server.figures import fields
 from kvredis.server.settings import value_of
 from kvredis.storage.allocator import GRAIN_BYTES
 from kvredis.storage.copying import KIND
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 def stats(server: Server) -> Iterator[Field]:
     """Redis' counters; `handler_exceptions` is our own and should be 0 for ever."""
     counted, store = server.stats, server.store.stats
-    received_bytes, sent_bytes = server.traffic()
+    traffic = server.traffic().values()
     yield "total_connections_received", counted.connections_received
     yield "total_commands_processed", counted.commands_processed
     yield "instantaneous_ops_per_sec", round(counted.operations.per_second)
-    yield "total_net_input_bytes", received_bytes
-    yield "total_net_output_bytes", sent_bytes
+    yield "total_net_input_bytes", sum(each.input_bytes for each in traffic)
+    yield "total_net_output_bytes", sum(each.output_bytes for each in traffic)
     yield from zeros("total_net_repl_input_bytes", "total_net_repl_output_bytes")
     yield "instantaneous_input_kbps", f"{counted.input_rate.per_second / 1024:.2f}"
     yield "instantaneous_output_kbps", f"{counted.output_rate.per_second / 1024:.2f}"
@@ -52,9 +53,8 @@ def stats(server: Server) -> Iterator[Field]:
     yield "unexpected_error_replies", 0
     yield "total_error_replies", counted.error_replies
     yield "dump_payload_sanitizations", 0
-    reads, writes = server.exchanges()
-    yield "total_reads_processed", reads
-    yield "total_writes_processed", writes
+    yield "total_reads_processed", sum(each.reads for each in traffic)
+    yield "total_writes_processed", sum(each.writes for each in traffic)
     yield from zeros("io_threaded_reads_processed", "io_threaded_writes_processed")
     yield "client_query_buffer_limit_disconnections", counted.query_limit_disconnections
     yield "client_output_buffer_limit_disconnections", counted.output_limit_disconnections
@@ -106,7 +106,7 @@ def keyspace(server: Server) -> Iterator[Field]:
 
 def kv(server: Server) -> Iterator[Field]:
     """The arena in blocks, each tier's figures as KV.TIERS has them, how payloads are copied (`native`, see
-    storage/copying.py), values on their way, the store's own counters.
+    storage/copying.py), values on their way, the store's own counters; then every figure of /metrics (figures.py).
 
     Values are of any length, so a block is what room is given in: `block_size` bytes, of which a value takes as many as
     it needs. `num_blocks` is all there are, and `full` + `free` is `num_blocks`; what is being written or still being
@@ -143,6 +143,7 @@ def kv(server: Server) -> Iterator[Field]:
         for name, value in store.tiering.stats.as_dict().items():
             yield f"tier_{name}", value
     yield from _sets(server)
+    yield from ((name, f"{value:.6g}" if isinstance(value, float) else int(value)) for name, value in fields(server))
 
 
 def _sets(server: Server) -> Iterator[Field]:

@@ -10,9 +10,24 @@ from kvredis.server.replies import Reply, array, bulk, integer, map_reply
 
 if TYPE_CHECKING:
     from kvredis.server.session import Session
+    from kvredis.storage.entry import Entry, Lease
+    from kvredis.storage.store import Store
 
 HEADER_BYTES_MAX = 64 * 1024
 """The longest safetensors header that KV.META reads; kvredis' own are 512 bytes."""
+
+META_FIELDS = (
+    *("dtype", "shape", "layout", "model", "tokens"),
+    *("nbytes", "tier", "hits", "leases", "age", "idle", "checksum"),
+)
+"""What KV.META tells, in its order; times in seconds."""
+
+
+METADATA = (
+    *(("axes", "layout"), ("layout", "layout"), ("model", "model"), ("tokens", "tokens")),
+    *(("xxh3", "checksum"), ("checksum", "checksum")),
+)
+"""Which entry of a header's __metadata__ tells which fact; of two the later. kvredis' own blocks have axes and xxh3."""
 
 
 @command(
@@ -51,34 +66,38 @@ def meta(session: Session, args: list[bytes]) -> Reply:
     entry = session.store.find(args[1], session.space)
     if entry is None:
         return session.nil
+    facts = block_facts(session.store, entry)
+    return map_reply(session, [(bulk(name), _fact(session, facts.get(name))) for name in META_FIELDS])
+
+
+def _fact(session: Session, value: int | str | list[int] | None) -> Reply:
+    if isinstance(value, list):
+        return array([integer(each) for each in value])
+    if isinstance(value, str):
+        return bulk(value.encode(errors="replace"))  # JSON can spell half a character
+    return session.nil if value is None else integer(value)
+
+
+def hold_to_look(store: Store, entry: Entry) -> Lease | None:
+    """A hold that moves nothing and counts as nothing. None for a block that is not in memory, and where memory keeps
+    nothing, for one that has just come for its reader: it would leave as this hold ends."""
+    if not store.keep and entry.record is not None and not entry.leases:
+        return None
+    return store.peek(entry.key, entry.space)
+
+
+def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
+    """Those of META_FIELDS that are known of a visible block."""
     facts: dict[str, int | str | list[int]] = {}
-    lease = session.store.peek(args[1], session.space)
+    lease = hold_to_look(store, entry)
     if lease is not None:
         with lease:
             entry, facts = lease.entry, tensor_facts(lease.view)
     elif entry.record is not None:
         facts = {"checksum": entry.record.checksum.hex()}
-    now_s = session.store.now_s()
-
-    def known(name: str) -> Reply:
-        value = facts.get(name)
-        if isinstance(value, list):
-            return array([integer(each) for each in value])
-        if isinstance(value, str):
-            return bulk(value.encode(errors="replace"))  # JSON can spell half a character
-        return session.nil if value is None else integer(value)
-
-    pairs = [(bulk(name), known(name)) for name in ("dtype", "shape", "layout", "model", "tokens")]
-    pairs += [
-        (bulk("nbytes"), integer(entry.length)),
-        (bulk("tier"), bulk(entry.tier)),
-        (bulk("hits"), integer(entry.hits)),
-        (bulk("leases"), integer(entry.leases)),
-        (bulk("age"), integer(int(now_s - entry.created_s))),
-        (bulk("idle"), integer(int(now_s - entry.accessed_s))),
-        (bulk("checksum"), known("checksum")),
-    ]
-    return map_reply(session, pairs)
+    now_s = store.now_s()
+    facts |= {"nbytes": entry.length, "tier": entry.tier, "hits": entry.hits, "leases": entry.leases}
+    return facts | {"age": int(now_s - entry.created_s), "idle": int(now_s - entry.accessed_s)}
 
 
 @command(
@@ -123,8 +142,9 @@ def tensor_facts(value: memoryview) -> dict[str, int | str | list[int]]:
         return {}
     told = header.pop("__metadata__", None)
     facts: dict[str, int | str | list[int]] = {}
-    for name, text in told.items() if isinstance(told, dict) else ():
-        if name in ("layout", "model", "tokens", "checksum") and isinstance(text, str):
+    for entry, name in METADATA:
+        text = told.get(entry) if isinstance(told, dict) else None
+        if isinstance(text, str):
             facts[name] = int(text) if name == "tokens" and text.isdecimal() and len(text) < 19 else text
     tensor = next(iter(header.values()), None)
     if isinstance(tensor, dict):

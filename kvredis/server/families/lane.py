@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
@@ -286,9 +287,16 @@ def _copied(session: Session, memory: LentMemory, way: tuple[memoryview, int], t
     if one can be had. `then` is asked once, on the loop, with False if the bytes cannot be had or the client has gone
     meanwhile: one that has hung up, perhaps before the copy began, uses that memory for something else."""
     target, offset = way
+    stats, began_s = session.server.stats, monotonic()
+
+    def noted(copied: bool) -> bool:
+        if copied:
+            stats.put_bytes += len(target)
+            stats.putting.add(monotonic() - began_s)
+        return copied
 
     def copied_here() -> bytes:
-        return then(memory.copy(target, offset) and not has_hung_up(session.fd, wholly=True))
+        return then(noted(memory.copy(target, offset)) and not has_hung_up(session.fd, wholly=True))
 
     if len(target) <= COPY_HERE_BYTES_MAX:
         return copied_here()
@@ -296,7 +304,7 @@ def _copied(session: Session, memory: LentMemory, way: tuple[memoryview, int], t
 
     def come(copying: asyncio.Future[bool]) -> None:
         is_there = session.waiting is pending and session.id in server.sessions
-        answer = then(copying.result() and is_there and not has_hung_up(session.fd, wholly=True))
+        answer = then(noted(copying.result()) and is_there and not has_hung_up(session.fd, wholly=True))
         if server.store.journal:
             server.drain_journal(session)
         server.claims.admit()

@@ -57,9 +57,9 @@ def parse(text: bytes) -> Fraction | float | None:
 
 def add(value: Fraction | float, amount: Fraction | float) -> Fraction | None:
     """The sum of two parsed numbers; None when it would be no number or infinite."""
-    if isinstance(value, float) or isinstance(amount, float):
-        return None
-    return rounded(value + amount)
+    if isinstance(value, Fraction) and isinstance(amount, Fraction):
+        return rounded(value + amount)
+    return None
 
 
 def rounded(value: Fraction) -> Fraction | None:

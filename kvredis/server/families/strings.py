@@ -298,6 +298,8 @@ def getrange(session: Session, args: list[bytes]) -> Reply:
     if isinstance(value, bytes):
         return b"$%d\r\n%b\r\n" % (end - start + 1, value[start : end + 1])
     session.hold(value)
+    if end == length - 1:  # who reads a block in parts has then read it
+        session.store.stats.hit_tokens += value.entry.tokens
     return [b"$%d\r\n" % (end - start + 1), value.view[start : end + 1], b"\r\n"]
 
 
@@ -351,5 +353,6 @@ def _value(session: Session, key: bytes) -> Reply:
 def _lent(session: Session, lease: Lease) -> Reply:
     """The reply that goes out of the arena as it is."""
     session.hold(lease)
+    session.store.stats.hit_tokens += lease.entry.tokens
     view = lease.view
     return [b"$%d\r\n" % len(view), view, b"\r\n"]

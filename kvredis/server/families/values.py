@@ -174,6 +174,7 @@ def reply_of(session: Session, value: Hold) -> Reply:
     if isinstance(value, bytes):
         return b"$%d\r\n%b\r\n" % (len(value), value)
     session.hold(value)
+    session.store.stats.hit_tokens += value.entry.tokens
     view = value.view
     return [b"$%d\r\n" % len(view), view, CRLF]
 

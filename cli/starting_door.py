@@ -1,0 +1,67 @@
+"""The metrics port before there is a server: probes are told that it starts, instead of finding nobody.
+
+What `serve` does at its start (an arena that is faulted in, a disk tier that is recovered) blocks its thread, so this
+door has a thread and a loop of its own. It gives the port back before the server opens its own door there.
+"""
+
+import asyncio
+import threading
+from types import TracebackType
+
+from kvredis.server import health
+from kvredis.server.http_door import HttpDoor
+from kvredis.server.options import ServerOptions
+from kvredis.storage.errors import KVRedisError
+
+CLOSE_S = 10
+"""It takes milliseconds."""
+
+
+class StartingDoor:
+    """Open from when it is entered until `close`, if there is a metrics port with a number. KVRedisError at the begin
+    when that cannot be had: better now than when the disk has been read."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._door = None if options.metrics_port <= 0 else HttpDoor(options, health.starting(), lambda *_: None)
+        self._opened = threading.Event()
+        self._failed: OSError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvredis-starting", daemon=True)
+
+    def __enter__(self) -> "StartingDoor":
+        if self._door is not None:
+            self._thread.start()
+            self._opened.wait()
+            if self._failed is not None:
+                raise KVRedisError(f"cannot listen: {self._failed}") from self._failed
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the port back; again is nothing."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        assert self._door is not None
+        try:
+            self._door.open()
+        except OSError as failed:
+            self._failed = failed
+            return
+        else:
+            self._loop = asyncio.get_running_loop()
+        finally:
+            self._opened.set()
+        await self._ended.wait()
+        await self._door.close()

@@ -1,0 +1,31 @@
+"""The names of a real server's scrape, and those that an expression of PromQL asks for."""
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.http_client import ask
+from tests.server.live import run_on
+from tests.server.tiered_server import TieredServer
+
+NAME = re.compile(r"(?<![\w:\"'$])((?:kvredis|lmcache|process)[_:][\w:]+)(?![\w:]*\()")
+
+
+def scraped_names(folder: Path) -> set[str]:
+    """What a server with a disk tier and a client that has done something tells of."""
+
+    async def story() -> str:
+        async with TieredServer(folder, metrics_port=-1) as live:
+            client = await live.connect()
+            await client.ask("SET", "k", b"v" * 20_000)
+            await client.get("k")
+            return (await ask(live, "/metrics")).body.decode()
+
+    families = text_string_to_metric_families(run_on("uvloop", story()))
+    return {sample.name for family in families for sample in family.samples}
+
+
+def asked_names(expression: str) -> set[str]:
+    """The metrics that are named in an expression, those of labels' values left out."""
+    return set(NAME.findall(re.sub(r"\"[^\"]*\"", '""', expression)))
