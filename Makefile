@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 EXTENSIONS := storage/_native.c storage/_leasing.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check bench fuzz crash clean
+.PHONY: demo test check coverage bench docs docs-serve fuzz crash clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -19,6 +19,11 @@ test: $(VENV)/test.stamp
 
 check: $(VENV)/test.stamp
 	scripts/check
+
+# As check, and fails when the tests leave more than a tenth of lines and branches untried.
+coverage: $(VENV)/test.stamp
+	scripts/system-packages
+	MEASURE=yes scripts/check
 
 # 200,000 mutated sessions; FUZZ="--seed 7 --cases 1000" asks for others.
 fuzz: $(VENV)/test.stamp
@@ -32,8 +37,15 @@ bench: $(VENV)/bench.stamp
 	scripts/system-packages
 	$(BIN)/kvredis bench server
 
+# The documentation site, into site/; docs-serve shows it at http://127.0.0.1:8000 while you write.
+docs: $(VENV)/docs.stamp
+	scripts/docs
+
+docs-serve: $(VENV)/docs.stamp
+	scripts/docs serve
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info storage/*.so kvredis/server/*.so .demo .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info storage/*.so kvredis/server/*.so .demo .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "kvredis needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
