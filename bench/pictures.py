@@ -27,6 +27,8 @@ from .store_overhead_result import SCHEMA as STORE_OVERHEAD
 from .store_overhead_result import picture as draw_store_overhead
 from .transport_report import picture as draw_transport
 from .transport_result import SCHEMA as TRANSPORT
+from .vllm_result import SCHEMA as VLLM
+from .vllm_result import picture as draw_vllm
 
 _CUT: Final = 6.0  # times T0: half as much again as the worst of the earlier figures
 
@@ -141,4 +143,5 @@ _PAINTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path], None]]] = {
     TRANSPORT: draw_transport,
     STORE_OVERHEAD: draw_store_overhead,
     ENGINE_TABLES: draw_engine_tables,
+    VLLM: draw_vllm,
 }

@@ -41,6 +41,7 @@ from .bench_slow_remote import slow_remote
 from .bench_store_overhead import store_overhead
 from .bench_swap import swap
 from .bench_transport import transport
+from .bench_vllm import vllm
 from .bench_workload import prompts
 
 
@@ -72,6 +73,7 @@ bench.add_command(slow_remote)
 bench.add_command(store_overhead)
 bench.add_command(swap)
 bench.add_command(transport)
+bench.add_command(vllm)
 
 
 @bench.command(

@@ -15,14 +15,16 @@ from kvredis.bench.shapes import ModelShape
 from .bench_options import Telling, measuring, picture_option, shapes_of, words_of
 
 
-def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
+def one_shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
+    """Read one shape for click."""
     shapes = shapes_of(context, parameter, value)
     if shapes is not None and len(shapes) > 1:
         raise click.BadParameter("one shape at a time")
     return shapes[0] if shapes else None
 
 
-def _numbers(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def numbers_of(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read `16,128` for click."""
     if value is None:
         return None
     words = [word.strip() for word in value.split(",")]
@@ -47,7 +49,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that the three have in common, as they are listed here."""
     options = (
         click.option("--quick", is_flag=True, help="About a minute on a GPU: fewer points and prompts, one repeat."),
-        click.option("--shape", callback=_shape, metavar="NAME", help="32b, 7b, 3b, glm or 8b."),
+        click.option("--shape", callback=one_shape, metavar="NAME", help="32b, 7b, 3b, glm or 8b."),
         click.option("--arms", callback=words_of(ARMS), metavar="LIST", help=f"Any of {','.join(ARMS)}."),
         click.option("--prompts", type=click.IntRange(1, 10_000), help="Prompts of one pass."),
         click.option("--tokens", "prompt_tokens", type=click.IntRange(2, 1 << 20), help="Tokens of each."),
@@ -73,7 +75,7 @@ def _measure(name: str, quick: bool, json_path: str | None, picture: Path | None
 
 
 @click.command("prefill", epilog="Example: kvredis bench prefill --shape 8b --json h200.json --plot h200.png")
-@click.option("--budgets", callback=_numbers, metavar="LIST", help="Tokens of a forward pass; default 1024,8192.")
+@click.option("--budgets", callback=numbers_of, metavar="LIST", help="Tokens of a forward pass; default 1024,8192.")
 @_shared
 def prefill(**given: Any) -> None:
     """Prefill prompts of 8,192 tokens: computed, and loaded from each tier.
@@ -98,7 +100,7 @@ def hit_sweep(**given: Any) -> None:
 
 
 @click.command("long-prefill", epilog="Example: kvredis bench long-prefill --outputs 2,16 --shape 7b")
-@click.option("--outputs", callback=_numbers, metavar="LIST", help="Tokens generated; default 2,16,128.")
+@click.option("--outputs", callback=numbers_of, metavar="LIST", help="Tokens generated; default 2,16,128.")
 @click.option("--budget", type=click.IntRange(1, 1 << 20), help="Tokens of a forward pass, all rows; default 1024.")
 @_shared
 def long_prefill(**given: Any) -> None:

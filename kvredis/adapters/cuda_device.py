@@ -19,6 +19,7 @@ from .cudart import Addresses, cuda_runtime
 from .paged import PagedKV
 from .ring_index import Index, TorchIndex
 from .ring_plan import Extents, Launch
+from .tensors import event_on
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class _Numbers:
         self.host = torch.empty(count, dtype=torch.int64, pin_memory=True)
         self.array: npt.NDArray[np.int64] = self.host.numpy()
         self.there = torch.empty(count, dtype=torch.int64, device=stream.device)
-        self.copied: torch.cuda.Event = stream.record_event()
+        self.copied = event_on(stream)
 
 
 class CudaDevice:
@@ -112,7 +113,7 @@ class CudaDevice:
 
     def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
         """As Device.record."""
-        return DeviceEvent(stream.record_event(), self._device)
+        return DeviceEvent(event_on(stream), self._device)
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent) -> None:
         """As Device.wait."""

@@ -14,7 +14,7 @@ import torch
 
 from .keys import ChunkKey
 from .loading import Span
-from .tensors import KV
+from .tensors import KV, event_on
 
 LOADS_MAX = 64
 """Loads that wait for their turn; as many stores."""
@@ -84,7 +84,7 @@ class Save(Later):
         """What is on a GPU is to be copied on another stream, behind what the caller's has been given until now."""
         device = _device_of(self.kv)
         if device.type == "cuda":
-            self._made = torch.cuda.current_stream(device).record_event()
+            self._made = event_on(torch.cuda.current_stream(device))
 
     @contextmanager
     def on_stream(self, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:

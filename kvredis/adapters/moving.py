@@ -27,6 +27,7 @@ from .layer_loading import LayerLoads
 from .layer_storing import LayerStores
 from .moving_options import Counters, Errand, Finished, Means, MovingOptions
 from .moving_options import PagedGroup as PagedGroup
+from .tensors import event_on
 
 logger = logging.getLogger(__name__)
 
@@ -261,8 +262,7 @@ class ChunkMover:
         if not mine:
             del self._errands[errand.request]
         self._chunks[errand.is_load] -= len(errand.moves)
-        if errand.cancelled:
-            self.counters.add(cancelled_jobs=1)
+        self.counters.add(cancelled_jobs=errand.cancelled, stores=not errand.is_load)
         if errand.is_load:
             self._end_load(errand)
         elif not any(not other.is_load for other in mine):
@@ -285,4 +285,4 @@ class ChunkMover:
 
     def _launched(self) -> torch.cuda.Event | None:
         device = self._means.groups[0].paged.device
-        return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return event_on(torch.cuda.current_stream(device)) if device.type == "cuda" else None

@@ -18,7 +18,8 @@ from .chunk_moves import ChunkMove, LoadJob, StoreJob
 from .moving import ChunkMover
 from .moving_options import MovingOptions, PagedGroup
 from .paged import PagedKV
-from .scheduling import Step, key_of_rank
+from .scheduling import key_of_rank
+from .scheduling_options import Step
 from .transfer import open_transfer
 from .vllm_views import LayerGroup, in_order, paged_view
 
@@ -35,9 +36,11 @@ milliseconds between two questions leave the interpreter to who moves."""
 
 @dataclass(slots=True)
 class Results:
-    """What is over since the last question: requests whose pages are the engine's again, those of them that have
-    failed, and the pages (of the only group, where there is one) that hold nothing."""
+    """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
+    engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
+    nothing."""
 
+    stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_pages: set[int] = field(default_factory=set)
@@ -133,6 +136,7 @@ class PagedWorker:
     def results(self) -> Results:
         """What has come to an end."""
         over = self.mover.finished()
+        self._results.stored |= over.stored
         for name in over.stored:
             self._storing.pop(name, None)
         for name in over.loaded:

@@ -17,9 +17,11 @@ class Index(Protocol):
 
     def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
         """Copy from the engine's pages into the buffer."""
+        ...
 
     def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
         """Copy from the buffer into the engine's pages."""
+        ...
 
 
 class TorchIndex:

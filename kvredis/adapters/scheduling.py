@@ -9,13 +9,16 @@ pages that are written from now on (`Step.taken`), and a worker ends whatever st
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvredis.backends.base import Backend
 
-from .chunk_moves import ChunkMove, LoadJob, Moves, StoreJob
-from .keys import DEFAULT_ALGORITHM, ChunkKey, keys_of_bytes, token_bytes
+from .chunk_moves import ChunkMove, LoadJob, StoreJob
+from .keys import ChunkKey, keys_of_bytes, token_bytes
+from .scheduling_options import REST_TOKENS, Prompt, SchedulingOptions, Step
+from .stored_events import Offered, StoredEvents, digest_of
 from .vllm_views import LayerGroup
 
 logger = logging.getLogger(__name__)
@@ -25,7 +28,12 @@ NO_PAGE = 0
 WINDOW_QUESTIONS_MAX = 4
 """How often a shorter prefix is tried whose end a sliding window still has."""
 
-COUNTERS = ("lookups", "lookup_tokens", "hit_tokens", "load_tokens", "skipped_tokens")
+COUNTERS = (
+    *("lookups", "lookups_without_hit", "lookup_tokens", "hit_tokens", "skipped_tokens"),
+    *("load_tokens", "loaded_tokens", "store_tokens"),
+)
+"""Tokens to be loaded, those of loads that came whole, and those that were offered for storing."""
+HIT_RATES_MAX = 1024
 PLACES = ("engine", "memory", "disk", "remote", "miss")
 """Where the tokens looked up were, nearest first; each is counted once, so that the sum is lookup_tokens."""
 
@@ -33,41 +41,6 @@ Tables = Sequence[Sequence[int]]
 """Of each of the engine's groups, a request's pages in the order of the tokens."""
 Narrow = Callable[[Sequence[bytes], int], int]
 """Of the chunks found behind what is computed (their keys, tokens each), how many are worth loading."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
-    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
-
-    request: str
-    tokens: Sequence[int]
-    extras: tuple[tuple[int, bytes], ...] = ()
-    attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulingOptions:
-    """Bounds and habits. `loads_ahead`: requests wait for their loads outside of the batch, so that a prompt may be
-    found to its last token."""
-
-    loads: bool = True
-    stores: bool = True
-    loads_ahead: bool = True
-    unfull: bool = False
-    algorithm: str = DEFAULT_ALGORITHM
-    min_load_tokens: int = 0
-    max_load_chunks: int = 1024
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
-    forward or loads write; `is_idle`: it computes nothing."""
-
-    moves: Moves = field(default_factory=Moves)
-    taken: set[tuple[int, int]] = field(default_factory=set)
-    is_idle: bool = True
 
 
 @dataclass(slots=True)
@@ -80,6 +53,8 @@ class _Request:
     """Tokens the engine had itself then."""
     answer: int = 0
     """Tokens to load behind these."""
+    loading: int = 0
+    """Tokens of its load, until it is known what became of that."""
     asked_attempt: int = -1
     loaded_attempt: int = -1
     tables: list[list[int]] = field(default_factory=list)
@@ -96,6 +71,10 @@ class Scheduling:
         self.groups = list(groups)
         self.options = options
         self.counters = dict.fromkeys((*COUNTERS, *(f"{place}_tokens" for place in PLACES)), 0)
+        self.hit_rates: deque[float] = deque(maxlen=HIT_RATES_MAX)
+        """The shares of their prompts that hits were, the latest of them; whoever reads them empties it."""
+        self.events: StoredEvents | None = None
+        """Where blocks are told of, once `tell_events` has been called."""
         self._backend = backend
         self._narrow = narrow
         self._failing = False
@@ -127,7 +106,8 @@ class Scheduling:
         request = self._requests.get(name)
         if request is None or not external:
             return
-        request.tables = [list(table) for table in tables]
+        self._count_loaded(request)
+        request.tables, request.loading = [list(table) for table in tables], external
         request.loaded_attempt = request.prompt.attempt
         stop = request.computed + external
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
@@ -157,8 +137,11 @@ class Scheduling:
                 self._step.taken |= {(number, page) for page in table[written:] if page != NO_PAGE}
         if self.options.stores:
             done = min(computed + count, len(request.prompt.tokens))
-            moves = [move for place in range(len(self.groups)) for move in self._stores(request, place, computed, done)]
-            if moves:
+            parts = [self._stores(request, place, computed, done) for place in range(len(self.groups))]
+            if self.events is not None:
+                self._offer(self.events, request, parts)
+            if moves := [move for part in parts for move in part]:
+                self.counters["store_tokens"] += max(map(self._tokens_of, parts))
                 self._step.moves.stores.append(StoreJob(name, moves, done))
 
     def step(self) -> Step:
@@ -173,19 +156,27 @@ class Scheduling:
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
-            request.found, request.next = 0, [0] * len(self.groups)
+            request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+        elif request is not None:
+            self._count_loaded(request)
 
     def lost(self, pages: set[int]) -> None:
         """These pages of the only group hold nothing: what their requests have is offered for storing again."""
         for request in self._requests.values():
             if request.tables and not pages.isdisjoint(request.tables[0]):
-                request.found, request.next = 0, [0] * len(self.groups)
+                request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
 
     def finished(self, name: str) -> None:
         """The request has ended, or was given up; a load that is under way is not wanted any more."""
-        self._requests.pop(name, None)
+        request = self._requests.pop(name, None)
         if name in self._loading:
             self._step.moves.cancelled.append(name)
+        elif request is not None:
+            self._count_loaded(request)  # layers that came one by one are told of only where they failed
+
+    def tell_events(self) -> None:
+        """From now on note which blocks are stored and which are gone."""
+        self.events = StoredEvents(self._count, self._backend.tiers_of)
 
     @property
     def chunks_loading(self) -> int:
@@ -202,10 +193,15 @@ class Scheduling:
             request = _Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
             if earlier is not None:
                 request.tables, request.next, request.found = earlier.tables, earlier.next, earlier.found
-                request.loaded_attempt = earlier.loaded_attempt
+                request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
             self._requests[prompt.request] = request
         request.prompt = prompt
         return request
+
+    def has_grown(self, name: str, tokens: int) -> bool:
+        """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
+        request, chunk = self._requests.get(name), self.groups[0].layout.chunk_tokens
+        return request is not None and tokens // chunk > len(request.prompt.tokens) // chunk
 
     def _keys(self, prompt: Prompt) -> list[list[ChunkKey]]:
         whole_pages = len(prompt.tokens) // self._page_tokens * self._page_tokens
@@ -237,6 +233,11 @@ class Scheduling:
         else:
             found = 0
         self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
+        if self.events is not None and found < count and self.groups[0].window is None:
+            self.events.missed([request.keys[0][found].key])
+        self.counters["lookups_without_hit"] += not found
+        if found:
+            self.hit_rates.append(request.keys[0][found - 1].stop / total)
         return found
 
     def _find_whole(self, request: _Request, count: int) -> int:
@@ -286,8 +287,8 @@ class Scheduling:
         need = chosen[-1].stop - computed if chosen else 0
         text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
         found, why = max(hit - computed, 0), ""
-        if 0 < need < self.options.min_load_tokens:
-            need, why = 0, f" < min_retrieve {self.options.min_load_tokens}, nothing is loaded"
+        if 0 < need < (least := self._least(computed)):
+            need, why = 0, f" < min_retrieve {least}, nothing is loaded"
         elif need < found:
             why = f"; the other {found - need} are computed"
         # As LMCache has it: a full hit's last token is computed, and what is below the minimum is said to be needed.
@@ -298,6 +299,17 @@ class Scheduling:
         self.counters["skipped_tokens"] += found - need
         self._count_places(request, total)
         return need
+
+    def _least(self, computed: int) -> int:
+        """Fewer tokens than this are not loaded behind the `computed` that the engine has."""
+        least, rest = self.options.min_load_tokens, self.options.min_rest_tokens
+        if not computed:
+            return least
+        return max(least, min(REST_TOKENS, self.groups[0].layout.chunk_tokens) if rest is None else rest)
+
+    def _count_loaded(self, request: _Request) -> None:
+        self.counters["loaded_tokens"] += request.loading
+        request.loading = 0
 
     def _count_places(self, request: _Request, total: int) -> None:
         chunks = request.keys[0][: request.found]
@@ -346,9 +358,25 @@ class Scheduling:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
 
+    def _offer(self, events: StoredEvents, request: _Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
+        tokens = request.prompt.tokens
+        for place, part in enumerate(parts):
+            wanted, parent, blocks = {move.key for move in part}, None, []
+            for at, chunk in enumerate(request.keys[place][: request.next[place]]):
+                if chunk.key in wanted:
+                    mine = tuple(tokens[chunk.start : chunk.stop])
+                    names = tuple(self._of_ranks(request, place, at))
+                    blocks.append(Offered(names, parent, mine, self.groups[place].group))
+                parent = digest_of(chunk.key)
+            if blocks:
+                events.offered(request.prompt.request, blocks)
+
     def _pages(self, request: _Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
         table = request.tables[group.group] if group.group < len(request.tables) else []
         return tuple(table[start // group.page_tokens : stop // group.page_tokens])
+
+    def _tokens_of(self, moves: Sequence[ChunkMove]) -> int:
+        return sum(len(move.pages) * self.groups[move.group].page_tokens for move in moves)
 
     def _tokens_of_page(self, number: int) -> int:
         return next((group.page_tokens for group in self.groups if group.group == number), self._page_tokens)

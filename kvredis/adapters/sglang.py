@@ -12,6 +12,8 @@ SGLang calls this from its own threads for prefetch and backup, which may wait, 
 call raises. Pages of one key are one value, whatever the pool's layout cuts them into.
 """
 
+# pyright: reportMissingImports=false
+
 import logging
 from collections.abc import Sequence
 from typing import Any, Final

@@ -135,3 +135,10 @@ def scatter(block: torch.Tensor, out: KV, start: int) -> None:
     for layer, pair in zip(block, out, strict=True):
         pair[0][start:stop].copy_(layer[0])
         pair[1][start:stop].copy_(layer[1])
+
+
+def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that the stream has been given until now: record_event, of a type that says which."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event

@@ -36,14 +36,17 @@ class Moving(Protocol):
     @property
     def parts_done(self) -> int:
         """How many parts, from the first on, have moved; never raises, asks the device and does not wait."""
+        ...
 
     @property
     def done(self) -> bool:
         """Whether all have."""
+        ...
 
     def wait(self, parts: int | None = None) -> None:
         """Block until the first `parts` (default all) have moved, without the GIL. Raises RuntimeError when the device
         failed: what has not moved then is undefined at its target."""
+        ...
 
 
 class Transfer(Protocol):
@@ -53,16 +56,20 @@ class Transfer(Protocol):
     @property
     def paged(self) -> PagedKV:
         """The engine's side."""
+        ...
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """Copy pages out to `memory` (writable). On a GPU what was recorded in `after` comes first, and nothing else is
         waited for: record it behind the forward pass. Raises LayoutError for memory of another length, or read-only."""
+        ...
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`."""
+        ...
 
     def close(self) -> None:
         """Wait for what is under way and give staging memory back."""
+        ...
 
 
 def open_transfer(paged: PagedKV) -> Transfer:

@@ -44,9 +44,11 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether it has been passed."""
+        ...
 
     def synchronize(self) -> None:
         """Wait for it."""
+        ...
 
 
 class Device(Protocol):
@@ -55,43 +57,56 @@ class Device(Protocol):
 
     def stream(self) -> Any:
         """Make one of our own."""
+        ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Let this thread use the device, and give kernels to that stream: once a job, since it costs a launch."""
+        ...
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Give uint8 memory there that no other stream still uses."""
+        ...
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: Any) -> torch.Tensor:
         """Bring numbers there; the array may go at once. They stay until more are uploaded on that stream, and what was
         given to it before then finds them."""
+        ...
 
     def record(self, stream: Any) -> Event:
         """Mark what the stream has been given until now."""
+        ...
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let what the stream is given from now on come behind an event."""
+        ...
 
     def behind(self, stream: Any, other: Any) -> None:
         """Let what `stream` is given from now on come behind what `other` has been given until now."""
+        ...
 
     def gather(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: Any) -> None:
         """Copy from the engine's pages into a buffer."""
+        ...
 
     def scatter(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: Any) -> None:
         """Copy from a buffer into the engine's pages."""
+        ...
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: Any, *, locked: bool) -> None:
         """Copy a buffer to host memory. What is not `locked` may keep the caller waiting."""
+        ...
 
     def copy_in(self, slot: torch.Tensor, extents: Extents, stream: Any, *, locked: bool) -> None:
         """Copy host memory into a buffer."""
+        ...
 
     def page_locked(self, address: int) -> bool:
         """Whether copies from and to host memory there run by themselves."""
+        ...
 
     def synchronize(self, stream: Any) -> None:
         """Wait until the stream has nothing left to do."""
+        ...
 
 
 class RingTransfer:

@@ -6,6 +6,7 @@ so elements are moved as the widest integers that addresses and strides are mult
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# pyright: reportMissingImports=false
 
 import logging
 import math
@@ -125,7 +126,8 @@ class TritonIndex:
     def _launch_slowly(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> Any:
         """Give the compiled kernel; None from Triton's interpreter."""
         slot_unit, total, start, units, page_count, first, layer = launch
-        return _move[(total, self._tiles)](
+        kernel: Any = _move  # what triton.jit has made of it
+        return kernel[(total, self._tiles)](
             self._addresses, pages, slot.view(self._word), slot_unit, units, start, page_count, first, layer,
             *self._strides, *self._constants, scatter, num_warps=_WARPS,
         )  # fmt: skip

@@ -11,18 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .layout import ChunkLayout
 from .tensors import empty_kv
 
-try:
-    from transformers.cache_utils import LinearAttentionLayer
-except ImportError:  # older: models with linear attention bring caches of their own there, and are refused
 
-    class LinearAttentionLayer:  # type: ignore[no-redef]
-        """Stands for a class of later transformers; nothing is ever one."""
+class _NeverMade:
+    """Stands for a class of later transformers; nothing is ever one."""
+
+
+LINEAR_ATTENTION: type = getattr(cache_utils, "LinearAttentionLayer", _NeverMade)
+"""In older transformers models with linear attention bring caches of their own, and are refused."""
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -106,14 +107,14 @@ class RoomyWindow(DynamicSlidingWindowLayer):
         first = max(used - self.sliding_window + 1, 0)
         return keys[:, :, first:end], values[:, :, first:end]
 
-    def crop(self, tokens: int) -> None:
-        """As the parent's, `tokens` below 0 for how many go and above for how many stay; in the room it is always
-        possible, since what was left behind is there."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """As the parent's, below 0 for how many go and above for how many stay; in the room it is always possible,
+        since what was left behind is there."""
         if not self.in_place:
-            super().crop(tokens)
+            super().crop(tokens_to_remove)
             self.kept = min(self.kept, self.cumulative_length)
             return
-        end = tokens if tokens > 0 else max(self.cumulative_length + tokens, 0)
+        end = tokens_to_remove if tokens_to_remove > 0 else max(self.cumulative_length + tokens_to_remove, 0)
         if end < self.cumulative_length:
             self.kept = end
             self._show(end)
@@ -188,7 +189,7 @@ def attention_layers(cache: Cache, name: str = "the cache") -> list[DynamicLayer
     """The layers that keep K and V by token. Raises ValueError that names the first of a kind that is not known."""
     layers = []
     for index, layer in enumerate(cache.layers):
-        if type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer":  # that one keeps nothing
+        if type(layer) is LINEAR_ATTENTION or type(layer).__name__ == "DummyLayer":  # that one keeps nothing
             continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer, RoomyWindow):
             raise ValueError(f"{name}: layer {index} has a {type(layer).__name__}, which is not supported")
@@ -199,7 +200,7 @@ def attention_layers(cache: Cache, name: str = "the cache") -> list[DynamicLayer
 
 def linear_layers(cache: Cache) -> list[Any]:
     """The layers that keep one state of all tokens so far."""
-    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    return [layer for layer in cache.layers if isinstance(layer, LINEAR_ATTENTION)]
 
 
 def fresh_cache(config: PretrainedConfig) -> DynamicCache:

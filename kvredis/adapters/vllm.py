@@ -8,17 +8,20 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This and vllm_tier.py alone import vLLM. Of it only names are imported that have been there since 0.18; the rest is
-looked up.
+This, vllm_events.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are imported that have been
+there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 
-from collections.abc import Mapping
+# pyright: reportMissingImports=false
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
@@ -28,14 +31,34 @@ from .engine_config import for_device
 from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results
-from .scheduling import Scheduling, SchedulingOptions, Step
+from .scheduling import Scheduling
+from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
+from .vllm_events import events_of
+from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
 from .worth import Worth
 
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
+_WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
+
+UNDER_WAY = ("loading_chunks", "storing_chunks")
+"""What a worker counts that does not only grow."""
+SEEN_MAX = 1024
+"""Of what is seen one by one, until vLLM asks for it; older ones are forgotten."""
+
+
+class StoredMetadata(_WorkerMetadata):  # type: ignore[misc]
+    """What the workers' half sends back: requests whose stores so far are over."""
+
+    def __init__(self, requests: set[str]) -> None:
+        self.requests = requests
+
+    def aggregate(self, other: Any) -> "StoredMetadata":
+        """Those of several workers."""
+        return StoredMetadata(self.requests | other.requests)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
@@ -68,10 +91,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._by_layers = config.use_layerwise
         self._loads_ahead = not (config.use_layerwise and self._is_single)
         self._config = config
+        events = getattr(vllm_config, "kv_events_config", None)
+        self._tells_events = bool(events is not None and events.enable_kv_cache_events)
         self._engine = f"{transfer.engine_id} {role.name if is_apart else ''}"
         self._shared: Shared | None = join(self._engine, config, self._groups[0].layout)
         self._told: dict[str, float] = {}
+        self._seen: dict[str, deque[float]] = {name: deque(maxlen=SEEN_MAX) for name in (LOAD_SECONDS, LOAD_SPEEDS)}
+        self._loads: dict[str, tuple[float, int]] = {}  # when the pages of a load were given, and its tokens
         self._results = Results()
+        self._stored: set[str] = set()  # to be told of to the scheduler's half
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
         self._requests: dict[str, Any] = {}
@@ -93,10 +121,14 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             unfull=config.save_unfull_chunk,
             algorithm=config.pre_caching_hash_algorithm,
             min_load_tokens=least if isinstance(least, int) else 0,
+            min_rest_tokens=least if isinstance(least, int) and least else None,  # a number given is the user's word
             max_load_chunks=config.max_load_chunks,
         )
         narrow = self._worth.narrow if self._worth else None
         self._scheduling = Scheduling(self._groups, shared.backend, options, narrow)
+        self._seen[HIT_RATES] = self._scheduling.hit_rates
+        if self._tells_events:
+            self._scheduling.tell_events()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -119,6 +151,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """vLLM has given a request pages, and says how many tokens of what matched it wants."""
         if self._scheduling is not None and num_external_tokens > 0:
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            if self._loads_ahead:
+                self._loads[request.request_id] = time.perf_counter(), num_external_tokens
             if self._worth is not None:
                 self._worth.load_began(request.request_id)
 
@@ -132,7 +166,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             )
         cached = scheduler_output.scheduled_cached_reqs
         for name, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
-            if name in self._requests and (longer := prompt_of(self._requests[name], generated=True)) is not None:
+            if name in self._requests and self._scheduling.has_grown(name, len(self._requests[name].all_token_ids)):
+                longer = prompt_of(self._requests[name], generated=True)
+                assert longer is not None
                 self._scheduling.follow(longer)
             self._scheduling.scheduled(name, pages, computed, counts[name], anew=name in cached.resumed_req_ids)
         if self._worth is not None:
@@ -142,21 +178,38 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
         assert self._scheduling is not None
+        told = getattr(connector_output, "kv_connector_worker_meta", None)
+        if self._scheduling.events is not None and isinstance(told, StoredMetadata):
+            self._scheduling.events.over(told.requests)
         failed = getattr(connector_output, "failed_recving", None) or set()
         if self._is_single and connector_output.invalid_block_ids:
             self._scheduling.lost(set(connector_output.invalid_block_ids))
         for name in connector_output.finished_recving or ():
             self._scheduling.loaded(name, failed=name in failed)
+            has_failed = bool(failed or connector_output.invalid_block_ids)
+            began_s, tokens = self._loads.pop(name, (0.0, 0))
+            if tokens and not has_failed:
+                seconds = time.perf_counter() - began_s
+                self._seen[LOAD_SECONDS].append(seconds)
+                self._seen[LOAD_SPEEDS].append(tokens / max(seconds, 1e-9))
             if self._worth is not None:
-                self._worth.load_over(name, failed=bool(failed or connector_output.invalid_block_ids))
+                self._worth.load_over(name, failed=has_failed)
         if self._worth is not None:
             self._worth.step_over()
+
+    def take_events(self) -> Iterable[Any]:
+        """Blocks that were stored, and that lookups have found gone, where kv_events_config asks for events. A store
+        that ends behind the last step is told of in the next."""
+        if self._scheduling is None or self._scheduling.events is None:
+            return ()
+        return events_of(self._scheduling.events.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its pages are free at once: whoever gets one that is still being stored has that store ended first."""
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
+        self._loads.pop(request.request_id, None)
         return False, None
 
     def request_finished_all_groups(
@@ -223,6 +276,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """Requests whose loads are over."""
         if self._worker is not None:
             self._results = self._worker.results()
+            if self._tells_events:
+                self._stored |= self._results.stored
         return None, self._results.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -232,22 +287,44 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         failed = set() if self._is_single else self._results.failed & self._results.loaded
         return _TransferResults(finished_recving=self._results.loaded, failed_recving=failed)
 
+    def build_connector_worker_meta(self) -> StoredMetadata | None:
+        """What its scheduler's half is told behind a step, where events are wanted."""
+        if self._worker is None or not self._tells_events:
+            return None
+        stored, self._stored = self._stored, set()
+        return StoredMetadata(stored) if stored else None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""
         return self._results.failed_pages if self._is_single else set()
+
+    def settle(self, wait_s: float) -> bool:
+        """Wait until all that was computed so far is stored, the backend's own work included, so long at most; say
+        whether it is. For who measures or compares: an engine need not wait."""
+        if self._worker is None or self._shared is None:
+            return True
+        settled = self._worker.mover.settle(wait_s)
+        self._shared.backend.flush()
+        return settled
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What this half has counted since it began."""
+        if self._scheduling is not None:
+            return self._scheduling.counters
+        return self._worker.mover.stats() if self._worker is not None else {}
 
     # -- both --------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> "KVRedisStats | None":
         """What has been counted since the last question, by this half."""
-        counters: Mapping[str, float] = {}
-        if self._scheduling is not None:
-            counters = self._scheduling.counters
-        elif self._worker is not None:
-            counters = self._worker.mover.stats()
-        grown = {name: value - self._told.get(name, 0) for name, value in counters.items()}
+        counters = self.counters
+        grown: dict[str, Any] = {name: value - self._told.get(name, 0) for name, value in counters.items()}
         self._told.update(counters)
-        grown = {name: value for name, value in grown.items() if value > 0}
+        grown = {name: value for name, value in grown.items() if value > 0 and name not in UNDER_WAY}
+        grown |= {name: list(seen) for name, seen in self._seen.items() if seen}
+        for seen in self._seen.values():
+            seen.clear()
         return KVRedisStats(grown) if grown else None
 
     @classmethod
@@ -275,43 +352,6 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._shared is not None:
             self._shared = None
             leave(self._engine)
-
-
-class KVRedisStats(KVConnectorStats):  # type: ignore[misc]
-    """Counters by name, as they have grown."""
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.data: dict[str, Any] = {}
-
-    def aggregate(self, other: Any) -> "KVRedisStats":
-        """Add another's."""
-        for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """What the periodic log line shows."""
-        return dict(self.data)
-
-    def is_empty(self) -> bool:
-        """Whether nothing has grown."""
-        return not self.data
-
-
-class KVRedisMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same counters for Prometheus, each made when it first grows."""
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what has grown."""
-        made: dict[str, Any] = self.__dict__.setdefault("_made", {})
-        for name, value in transfer_stats_data.items():
-            if name not in made:
-                text = f"{name.replace('_', ' ')} of the KV cache behind KVRedisConnector"
-                made[name] = self._counter_cls(
-                    name=f"vllm:kvredis_{name}", documentation=text, labelnames=self._labelnames
-                )
-            made[name].labels(*self.per_engine_labelvalues[engine_idx]).inc(value)
 
 
 def _rank() -> int:

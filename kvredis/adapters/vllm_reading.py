@@ -14,7 +14,7 @@ from kvredis.backends.config import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
 from .layout import ChunkLayout
-from .scheduling import Prompt
+from .scheduling_options import Prompt
 from .vllm_views import LayerGroup, layer_groups
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
     for feature in getattr(request, "mm_features", None) or ():
         extras.append((feature.mm_position.offset, ["mm", feature.identifier, feature.mm_position.offset]))
     spelled = tuple((position, json.dumps(extra).encode()) for position, extra in extras)
-    tokens = request.all_token_ids if generated else request.prompt_token_ids
+    # The list of all tokens grows beneath whoever holds it: a copy says what there was.
+    tokens = list(request.all_token_ids) if generated else request.prompt_token_ids
     return Prompt(request.request_id, tokens, spelled, request.num_preemptions)
 
 

@@ -45,8 +45,8 @@ class Worth:
     def load_began(self, request: str) -> None:
         """The chunks chosen last are being loaded for a request."""
         if self._chosen:
-            tier = max((piece.tier for piece in self._chosen), key=NEAREST_FIRST.index)
-            self._loads[request] = (self._clock(), tier, sum(piece.nbytes for piece in self._chosen))
+            farthest = max(self._chosen, key=lambda piece: NEAREST_FIRST.index(piece.tier))
+            self._loads[request] = (self._clock(), farthest.tier, sum(piece.nbytes for piece in self._chosen))
         self._chosen = []
 
     def load_over(self, request: str, *, failed: bool) -> None:

@@ -10,7 +10,8 @@ import torch
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.moving_options import MovingOptions
 from kvredis.adapters.paged_worker import PagedWorker, Results
-from kvredis.adapters.scheduling import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.scheduling import Scheduling
+from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions
 from kvredis.adapters.shared_backend import join, leave
 from kvredis.adapters.vllm_views import layer_groups
 from kvredis.backends.config import Config

@@ -8,7 +8,8 @@ import pytest
 from kvredis.adapters.chunk_moves import ChunkMove
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.scheduling import NO_PAGE, PLACES, Prompt, Scheduling, SchedulingOptions, Step, key_of_rank
+from kvredis.adapters.scheduling import NO_PAGE, PLACES, Scheduling, key_of_rank
+from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions, Step
 from kvredis.adapters.vllm_views import LayerGroup, layer_groups
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
@@ -150,6 +151,24 @@ def test_an_unfull_chunk_is_made_of_whole_pages() -> None:
     assert engine.match(TOKENS[:980], name="u") == 960
 
 
+def test_generated_tokens_are_stored_with_the_chunk_that_they_complete() -> None:
+    engine = Engine()
+    assert engine.match(TOKENS[:100]) == 0
+    engine.scheduling.scheduled("r", engine.tables(112), 0, 100, anew=True)
+    assert [len(job.moves) for job in engine.scheduling.step().moves.stores] == [1]
+    stored, asked = [], []
+    for done in range(100, 200):  # the step that computes token `done`, which was generated before
+        if engine.scheduling.has_grown("r", done + 1):
+            asked.append(done + 1)
+            engine.scheduling.follow(Prompt("r", TOKENS[: done + 1]))
+        pages = [[1 + done // PAGE]] if done % PAGE == 0 and done >= 112 else None
+        engine.scheduling.scheduled("r", pages, done, 1)
+        stored += [(done, move.pages) for job in engine.scheduling.step().moves.stores for move in job.moves]
+    assert asked == [128, 192], "hashed once a chunk, not once a token"
+    assert stored == [(127, (5, 6, 7, 8)), (191, (9, 10, 11, 12))]
+    assert not engine.scheduling.has_grown("another", 1000)
+
+
 def test_roles_and_bounds_are_kept() -> None:
     producer = Engine(loads=False)
     producer.put(producer.compute(TOKENS)[0].moves.stores[0].moves)
@@ -161,6 +180,37 @@ def test_roles_and_bounds_are_kept() -> None:
     assert bounded.match(TOKENS, 800, name="s") == 0  # less than 200
     assert bounded.match(TOKENS, name="t") == 640  # ten chunks
     assert bounded.scheduling.counters["skipped_tokens"] == 160 + 320
+
+
+def test_behind_a_prefix_of_the_engine_s_own_less_than_a_chunk_is_computed_and_alone_it_is_loaded() -> None:
+    engine = Engine(unfull=True)
+    moves = engine.compute(TOKENS[:640])[0].moves.stores[0].moves
+    engine.put([*moves, *engine.compute(TOKENS[:40], name="short")[0].moves.stores[0].moves])
+    assert engine.match(TOKENS[:640], 624, name="a") == 0
+    assert engine.match(TOKENS[:640], 592, name="b") == 0  # 48 tokens, of which it has 16 of the chunk
+    assert engine.match(TOKENS[:640], 576, name="c") == CHUNK
+    assert engine.match(TOKENS[:40], name="d") == 32  # half a chunk, and nothing of the engine's own
+    assert engine.scheduling.counters["skipped_tokens"] == 16 + 48
+    engine.scheduling.scheduled("a", engine.tables(640), 624, 16, anew=True)
+    assert not engine.scheduling.step().moves.stores, "it is stored already"
+
+
+def test_a_number_that_is_given_replaces_the_chunk_behind_a_prefix_of_the_engine_s_own() -> None:
+    engine = Engine(min_load_tokens=1, min_rest_tokens=1)
+    engine.put(engine.compute(TOKENS[:640])[0].moves.stores[0].moves)
+    assert engine.match(TOKENS[:640], 624, name="a") == 16
+
+
+def test_a_long_chunk_is_loaded_from_256_tokens_on() -> None:
+    engine = Engine()
+    engine.groups = engine.scheduling.groups = layer_groups(
+        [KVCacheGroup(names(2, 0), FullAttentionSpec(PAGE))],
+        ChunkLayout(1, 1, 1, "u8", chunk_tokens=512, model="m"),
+        "auto",
+    )
+    engine.put(engine.compute(TOKENS[:512])[0].moves.stores[0].moves)
+    assert engine.match(TOKENS[:512], 272, name="a") == 0
+    assert engine.match(TOKENS[:512], 256, name="b") == 256
 
 
 def test_loads_beyond_the_bound_wait_for_those_under_way() -> None:
@@ -255,6 +305,32 @@ def test_tokens_looked_up_are_counted_where_they_were() -> None:
         "engine": 160, "memory": 800, "disk": 0, "remote": 0, "miss": 1040
     }  # fmt: skip
     assert sum(counters[f"{place}_tokens"] for place in PLACES) == counters["lookup_tokens"]
+
+
+def test_what_was_offered_asked_for_and_came_whole_is_counted_in_tokens() -> None:
+    engine = Engine((150, None))
+    moves = engine.compute(TOKENS)[0].moves.stores[0].moves
+    counters = engine.scheduling.counters
+    assert (counters["store_tokens"], counters["lookups_without_hit"]) == (960, 1), "once, of however many groups"
+    engine.put(moves)
+    for name in ("come", "failed", "lost", "gone"):
+        engine.match(TOKENS, name=name)
+        start = 1 if name == "lost" else 201
+        engine.scheduling.allocated(name, engine.tables(960, start=start), 960)
+    engine.scheduling.loaded("come")
+    engine.scheduling.loaded("failed", failed=True)
+    engine.scheduling.lost({5})
+    engine.scheduling.loaded("lost")
+    engine.scheduling.finished("gone")
+    assert (counters["load_tokens"], counters["loaded_tokens"]) == (4 * 960, 960)
+    assert list(engine.scheduling.hit_rates) == [0.96] * 4
+    by_layers = Engine(loads_ahead=False)
+    by_layers.put(by_layers.compute(TOKENS)[0].moves.stores[0].moves)
+    by_layers.match(TOKENS, name="s")
+    by_layers.scheduling.allocated("s", by_layers.tables(960), 960)
+    assert by_layers.scheduling.counters["loaded_tokens"] == 0, "it is not known yet"
+    by_layers.scheduling.finished("s")
+    assert by_layers.scheduling.counters["loaded_tokens"] == 960
 
 
 def test_a_broken_backend_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:

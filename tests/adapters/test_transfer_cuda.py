@@ -15,6 +15,7 @@ import torch
 
 from kvredis.adapters.cuda_device import DeviceEvent
 from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.tensors import event_on
 from kvredis.adapters.transfer import Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.backends.shared_arena import SharedArena
@@ -243,11 +244,11 @@ def test_on_a_gpu_a_store_waits_for_its_event_and_not_for_the_default_stream() -
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
     for layer, new in zip(layers, made, strict=True):
         layer.copy_(new)
-    event = torch.cuda.current_stream().record_event()
+    event = event_on(torch.cuda.current_stream())
     torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # the next forward, two seconds
-    behind = torch.cuda.current_stream().record_event()
+    behind = event_on(torch.cuda.current_stream())
     transfer.store([part], after=event).wait()
-    assert not behind.query()
+    assert not behind.query()  # type: ignore[no-untyped-call]
     assert true(made, part)
     torch.cuda.synchronize()
     transfer.close()

@@ -78,6 +78,11 @@ def test_a_request_is_its_tokens_and_whatever_else_its_kv_depends_on() -> None:
     assert longer is not None
     assert (list(longer.tokens), longer.attempt) == ([1, 2, 3, 4], 2)
     image = SimpleNamespace(identifier="hash", mm_position=SimpleNamespace(offset=7, length=5))
+    growing = request()
+    before = prompt_of(growing, generated=True)
+    growing.all_token_ids.append(5)
+    assert before is not None
+    assert list(before.tokens) == [1, 2, 3, 4], "vLLM's own list goes on growing"
     rich = prompt_of(request(lora_request=LORA, cache_salt="tenant", mm_features=[image]), generated=False)
     assert rich is not None
     assert [position for position, _ in rich.extras] == [0, 0, 7]

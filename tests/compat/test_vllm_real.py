@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +117,67 @@ def test_layers_are_loaded_and_stored_one_by_one(first: VLLMProcess) -> None:
         assert first.ask("stats")["worker"]["stored_chunks"] >= 15
 
 
+def test_less_than_a_chunk_behind_its_own_prefix_is_computed_and_a_short_prompt_is_loaded(first: VLLMProcess) -> None:
+    first.open("llama", LOCAL | {"LMCACHE_SAVE_UNFULL_CHUNK": "true"}, enable_prefix_caching=True)
+    cold, short = first.generate(prompt(960))[0], first.generate(prompt(50, seed=1))[0]
+    first.stored()
+
+    def loaded() -> int:
+        return int(first.ask("stats")["worker"]["loaded_chunks"])
+
+    own = first.generate(prompt(960))[0]  # of which vLLM has all blocks but the last
+    assert (own["tokens"], own["cached"], loaded()) == (cold["tokens"], 928, 0)
+    assert first.ask("reset")["reset"]
+    warm, again = first.generate(prompt(960))[0], first.generate(prompt(50, seed=1))[0]
+    assert (warm["tokens"], warm["cached"], again["tokens"], again["cached"]) == (
+        cold["tokens"], 960, short["tokens"], 32
+    )  # fmt: skip
+    assert loaded() == 15 + 1
+    first.open("llama", LOCAL | {"LMCACHE_MIN_RETRIEVE_TOKENS": "1"}, enable_prefix_caching=True)
+    first.generate(prompt(960))
+    first.stored()
+    assert (first.generate(prompt(960))[0]["cached"], loaded()) == (960, 1)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_a_second_turn_finds_the_answer_to_the_first(first: VLLMProcess, model: str) -> None:
+    question, more = prompt(250), prompt(40, seed=3)
+    small: dict[str, Any] = {"dtype": "float32"}  # so that rounding plays no part
+    first.open(model, {}, connector=None, **small)
+    answer = first.generate(question, tokens=150)[0]["tokens"]
+    alone = first.generate([*question, *answer, *more])[0]["tokens"]
+    first.open(model, LOCAL | {"LMCACHE_SAVE_DECODE_CACHE": "true"}, **small)
+    assert first.generate(question, tokens=150)[0]["tokens"] == answer
+    first.stored()
+    second = first.generate([*question, *answer, *more])[0]
+    assert (second["tokens"], second["cached"]) == (alone, 384)  # of 399 whose KV the first turn has made
+
+
+def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
+    first: VLLMProcess, server: RunningServer, tmp_path: Path
+) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    first.open("llama", far(server.port), kv_events=events)
+    first.ask("listen", endpoint=endpoint)
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+        first.generate(prompt(200))
+        first.stored()
+        until(lambda: client.dbsize() == 3, "what was stored did not leave for the server")
+        first.generate(prompt(20), tokens=2)  # steps in which it can be told
+        told = first.ask("events", medium="STORAGE", count=3)["events"]
+        assert [event["kind"] for event in told] == ["BlockStored"] * 3
+        assert [event["tokens"] for event in told] == [prompt()[at : at + CHUNK] for at in (0, 64, 128)]
+        hashes = [event["hashes"][0] for event in told]
+        assert [event["parent"] for event in told] == [None, *hashes[:2]]
+        assert {key.decode().rpartition("}")[2] for key in client.keys("*")} == set(hashes)
+        client.delete(next(key for key in client.keys("*") if key.decode().endswith(hashes[1])))
+        first.generate(prompt(200))
+        (gone,) = first.ask("events", medium="STORAGE", count=1)["events"]
+        assert (gone["kind"], gone["hashes"]) == ("BlockRemoved", [hashes[1]])
+
+
 def test_a_salt_keeps_tenants_apart_and_roles_are_kept(first: VLLMProcess, server: RunningServer) -> None:
     first.open("llama", far(server.port), connector=CONNECTOR | {"kv_role": "kv_producer"})
     first.generate(prompt(), salt="a")
@@ -136,7 +198,9 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         keys = sorted(client.keys("*"))
         assert len(keys) == 15
         for key in keys:
-            value = bytearray(client.get(key))
+            stored = client.get(key)
+            assert isinstance(stored, bytes)
+            value = bytearray(stored)
             value[-1000:] = bytes(255 - byte for byte in value[-1000:])
             client.set(key, bytes(value))
         damaged = first.generate(prompt())[0]
@@ -146,7 +210,9 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
         # That the tokens would be others, if nobody looked:
         for key in client.keys("*"):
-            value = bytearray(client.get(key))
+            stored = client.get(key)
+            assert isinstance(stored, bytes)
+            value = bytearray(stored)
             value[4096:] = bytes(len(value) - 4096)
             client.set(key, bytes(value))
         first.open("llama", far(proxy.port), extra={"verify_blocks": False})

@@ -21,6 +21,14 @@ from tests.compat.conftest import start_kvredis, stop
 from tests.compat.vllm_process import CONNECTOR, VLLMProcess, environment, site
 
 READY_S = 240
+LMCACHE_METRICS = {  # of one prompt of 1,000 tokens computed and stored, and then found: 15 chunks of 64
+    "num_lookup_requests_total": 2, "num_lookup_tokens_total": 2000, "num_lookup_hits_total": 960,
+    "lookup_0_hit_requests_total": 1, "num_vllm_hit_tokens_total": 0, "num_prompt_tokens_total": 2000,
+    "num_retrieve_requests_total": 1, "num_requested_tokens_total": 960, "num_hit_tokens_total": 960,
+    "num_store_requests_total": 1, "num_stored_tokens_total": 960, "lookup_hit_rate": 0.96,
+    "request_cache_hit_rate_count": 1, "request_cache_hit_rate_sum": 0.96, "time_to_retrieve_count": 1,
+    "retrieve_speed_count": 1,
+}  # fmt: skip
 STORED_S = 30
 
 
@@ -39,6 +47,13 @@ def ask(port: int, path: str, **body: Any) -> str:
     with urllib.request.urlopen(request, timeout=120) as answer:
         text: str = answer.read().decode()
         return text
+
+
+def lmcache_metrics(metrics: str) -> dict[str, float]:
+    """What is told under LMCache's names, but for when it was made and for what depends on time."""
+    found = re.findall(r"^lmcache:(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE)
+    left_out = ("_created", "_bucket", "time_to_retrieve_sum", "retrieve_speed_sum")
+    return {name: float(value) for name, value in found if not name.endswith(left_out)}
 
 
 def until(is_so: Callable[[], bool], log: Path) -> None:
@@ -130,6 +145,8 @@ def test_the_openai_server_finds_what_it_has_stored_and_tells_it(tmp_path: Path)
         assert "is on this host: values are read in its memory" in text
         assert re.search(r"vllm:kvredis_hit_tokens_total\{.*\} 960\.0", metrics)
         assert re.search(r"vllm:kvredis_loaded_chunks_total\{.*\} 15\.0", metrics)
+        assert re.search(r"vllm:kvredis_remote_tokens_total\{.*\} 960\.0", metrics), "hits by the tier they came from"
+        assert lmcache_metrics(metrics) == LMCACHE_METRICS
         assert re.search(r"vllm:external_prefix_cache_hits_total\{.*\} 960\.0", metrics)
         assert "Traceback" not in text
     finally:

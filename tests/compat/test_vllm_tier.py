@@ -109,7 +109,9 @@ def warm(process: EngineProcess, server: ServerProcess, results: dict[str, Told]
         results[f"closed warm {kind}"] = engine.close()
     with redis.Redis(host=host, port=int(port), protocol=2) as looking:
         key = results["keys"]["damaged"][7]
-        value = bytearray(looking.get(key))
+        stored = looking.get(key)
+        assert isinstance(stored, bytes)
+        value = bytearray(stored)
         value[len(value) // 2] ^= 16
         looking.set(key, bytes(value))
     with Proxy((host, int(port))) as proxy:

@@ -48,6 +48,7 @@ class Program:
 
     def __init__(self) -> None:
         self._llm: Any = None
+        self._subscriber: Any = None
 
     def open(self, model: str, variables: dict[str, str], connector: Answer | None, engine: Answer) -> Answer:
         """Open an engine, and say what its connector has made of the model."""
@@ -60,6 +61,10 @@ class Program:
         os.environ.update(variables)
         options: Answer = {"max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 2048}
         options |= {"block_size": 32, "enable_prefix_caching": False, "dtype": "bfloat16"} | engine
+        if "kv_events" in options:
+            from vllm.config import KVEventsConfig
+
+            options["kv_events_config"] = KVEventsConfig(**options.pop("kv_events"))
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         self._llm = LLM(model=str(saved(model)), enforce_eager=True, seed=7, disable_log_stats=False, **options)
@@ -116,6 +121,39 @@ class Program:
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
             ),
         }
+
+    def listen(self, endpoint: str) -> Answer:
+        """Subscribe to the KV events that are published there."""
+        import zmq
+
+        self._subscriber = zmq.Context.instance().socket(zmq.SUB)
+        self._subscriber.subscribe(b"")
+        self._subscriber.connect(endpoint)
+        return {}
+
+    def events(self, medium: str, count: int) -> Answer:
+        """Wait for so many events of a medium: each one's type, hashes, parent, tokens and group."""
+        import msgspec
+        from vllm.distributed import kv_events
+
+        kinds = kv_events.BlockStored | kv_events.BlockRemoved | kv_events.AllBlocksCleared
+        batches = msgspec.msgpack.Decoder(list[Any])
+        found: list[Answer] = []
+        while len(found) < count and self._subscriber.poll(30_000):
+            for raw in batches.decode(self._subscriber.recv_multipart()[-1])[1]:
+                event: Any = msgspec.convert(raw, kinds)
+                if getattr(event, "medium", None) == medium:
+                    parent = getattr(event, "parent_block_hash", None)
+                    found.append(
+                        {
+                            "kind": type(event).__name__,
+                            "hashes": [each.hex() for each in event.block_hashes],
+                            "parent": parent.hex() if isinstance(parent, bytes) else parent,
+                            "tokens": getattr(event, "token_ids", None),
+                            "group": event.group_idx,
+                        }
+                    )
+        return {"events": found}
 
     def save(self, model: str) -> Answer:
         """Make a model, and say where it is."""

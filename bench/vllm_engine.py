@@ -1,0 +1,223 @@
+"""The engines of `kvredis bench vllm`: an arm's settings in vLLM's words, and a child process that has such one."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Self, cast
+
+from .errors import BenchError
+from .servers import child_environment
+from .shapes import ModelShape
+from .store_overhead_compute import WIDTHS
+from .vllm_result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
+from .vllm_worker import Opening, Served
+
+ANSWER_S: Final = 240.0
+STOP_S: Final = 10.0
+_LOG_BYTES_SHOWN: Final = 2500
+_GIB: Final = 1 << 30
+_BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
+PREFAULT_THREADS: Final = 8
+
+TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)
+"""Of the model that stands in where there is no GPU; its numbers are exact enough for tokens to be equal."""
+DTYPES: Final = {2: "bfloat16", 4: "float32"}
+_WIDTHS: Final = WIDTHS | {TINY.name: (256, 4, 512)}
+_VOCABULARY: Final = {"8b": 128_256, TINY.name: 1024}
+_VOCABULARY_ELSE: Final = 152_064
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where vLLM is: the interpreter, and a folder of packages put before its own ("" for none). `logs` is where what
+    the engines print is kept, a file an arm; `backend` the attention on a GPU."""
+
+    python: str
+    site: str = ""
+    logs: Path | None = None
+    backend: str = "FLASH_ATTN"
+
+
+def model_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
+    """Hugging Face's config.json of a Llama of that shape; BenchError for one whose widths are not known."""
+    if shape.name not in _WIDTHS or shape.dtype_bytes not in DTYPES:
+        raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(_WIDTHS)}")
+    hidden, heads, intermediate = _WIDTHS[shape.name]
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": DTYPES[shape.dtype_bytes],
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "max_position_embeddings": max(tokens, 4096), "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1, "attention_bias": False,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "vocab_size": _VOCABULARY.get(shape.name, _VOCABULARY_ELSE),
+    }  # fmt: skip
+
+
+def engine_bytes(shape: ModelShape, tokens: int) -> int:
+    """What an engine takes of a GPU's memory: weights, KV of three of the longest prompts, and what else there is."""
+    hidden, heads, intermediate = _WIDTHS[shape.name]
+    attention = 2 * hidden * (heads + shape.kv_heads) * shape.head_dim
+    vocabulary = _VOCABULARY.get(shape.name, _VOCABULARY_ELSE)
+    weights = 2 * (shape.layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden)
+    return weights + 3 * shape.block_bytes(tokens) + _BESIDE_BYTES
+
+
+def room_bytes(shape: ModelShape, tokens: int) -> int:
+    """What a tier is given: twice the KV of the longest prompt, in whole GiB."""
+    return (2 * shape.block_bytes(tokens) // _GIB + 1) * _GIB
+
+
+def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: bool) -> dict[str, Any] | None:
+    """vLLM's kv_transfer_config of an arm; None where it has no connector. `port` is the server's."""
+    kind, *words = arm.split("+")
+    if kind == NONE:
+        return None
+    if kind == OFFLOADING:
+        extra: dict[str, Any] = {"cpu_bytes_to_use": room, "block_size": chunk_tokens}
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra = {"chunk_size": chunk_tokens, "max_local_cpu_size": f"{room // _GIB}GB", "local_cpu": kind == MEMORY}
+    if kind in (LANE, TCP):
+        extra["remote_url"] = f"{'kvredis' if kind == LANE else 'redis'}://127.0.0.1:{port}"
+    if is_gpu:
+        extra |= {"prefault": min(os.cpu_count() or 1, PREFAULT_THREADS), "page_lock": True}
+    extra |= {"verify_blocks": TRUSTED not in words, "use_layerwise": LAYERS in words}
+    return {
+        "kv_connector": "KVRedisConnector", "kv_connector_module_path": "kvredis.adapters.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def facts_of(where: Where, folder: Path) -> dict[str, Any]:
+    """What computes: `device`, `memory_bytes` of a GPU (0 without one), versions of `vllm` and `torch`. BenchError
+    where there is no vLLM."""
+    command = [where.python, "-m", "kvredis.bench.vllm_worker", "--facts"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=_environment(where), cwd=folder, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"cannot run {where.python}: {error}") from error
+    if done.returncode:
+        raise BenchError(f"vLLM cannot be loaded (--python, --site): {done.stderr.strip().splitlines()[-1:]}")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def _environment(where: Where) -> dict[str, str]:
+    environment = child_environment(os.environ) | _ENVIRONMENT
+    paths = [path for path in (where.site, environment["PYTHONPATH"]) if path]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class EngineProcess:
+    """One vLLM in a process of its own; a context manager. It is loaded from the beginning on, `open` makes the engine.
+
+    Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
+    """
+
+    def __init__(self, arm: str, where: Where, folder: Path) -> None:
+        self.arm = arm
+        self._where, self._folder = where, folder
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [self._where.python, "-m", "kvredis.bench.vllm_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=_environment(self._where),
+                cwd=self._folder,  # `python -m` looks where it stands first
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        return self
+
+    def open(self, told: Opening) -> None:
+        """Make the engine."""
+        self._tell(cast(dict[str, Any], told))
+        self._answer()
+
+    def measure(self, seed: int, tokens: int, answer: int = 0) -> Served:
+        """Have a prompt served."""
+        self._tell({"do": "measure", "seed": seed, "tokens": tokens, "answer": answer})
+        return cast(Served, self._answer())
+
+    def counters(self) -> dict[str, float]:
+        """Of our connector."""
+        self._tell({"do": "counters"})
+        return self._answer()
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._reader is not None:
+            self._reader.join()
+        process.stdout.close()
+
+    def _read(self, lines: IO[str]) -> None:
+        for line in lines:
+            self._answers.put(line)
+        self._answers.put("")
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise BenchError(f"the engine of {self.arm} ended:\n{self._said()}") from None
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            line = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise BenchError(f"the engine of {self.arm} does not answer:\n{self._said()}") from None
+        if not line:
+            raise BenchError(f"the engine of {self.arm} ended:\n{self._said()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"the engine of {self.arm}: {answer['error']}\n{self._said()}")
+        return answer
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")[-_LOG_BYTES_SHOWN:].strip()

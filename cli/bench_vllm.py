@@ -1,0 +1,72 @@
+"""`kvredis bench vllm`: the first token of a prompt seen before, in a real vLLM."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvredis.bench.vllm import VLLMPlan, run
+from kvredis.bench.vllm_engine import Where
+from kvredis.bench.vllm_result import ARMS, table_lines
+
+from .bench_engine_tables import numbers_of, one_shape
+from .bench_options import Telling, measuring, picture_option, words_of
+
+
+@click.command(
+    "vllm",
+    epilog="""\b
+Example: kvredis bench vllm --json h200.json --gate
+Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --limit-s 300""",
+)
+@click.option("--quick", is_flag=True, help="One repeat, of the longest prompt alone.")
+@click.option("--arms", callback=words_of(ARMS), metavar="LIST", help=f"Any of {', '.join(ARMS)}; default all.")
+@click.option(
+    "--shape", callback=one_shape, metavar="NAME", help="32b, 7b, 3b, glm or 8b; default 8b, tiny without a GPU."
+)
+@click.option(
+    "--prompt-tokens", callback=numbers_of, metavar="LIST", help="Default 1024,8192,15400; less without a GPU."
+)
+@click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256, CPU: 64.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Prompts of each length; default 5.")
+@click.option(
+    "--together", type=click.IntRange(1, 16), help="Engines open at a time; default what the GPU has room for."
+)
+@click.option(
+    "--limit-s", type=click.FloatRange(1), help="Begin nothing more after so many seconds, and tell the result."
+)
+@click.option("--python", type=click.Path(exists=True, dir_okay=False), help="The interpreter that has vLLM.")
+@click.option("--site", type=click.Path(exists=True, file_okay=False), help="A folder of packages that has vLLM.")
+@click.option("--attention-backend", "backend", default="FLASH_ATTN", show_default=True, help="vLLM's, on a GPU.")
+@click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the engines print here.")
+@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@picture_option
+@click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
+def vllm(
+    quick: bool,
+    python: str | None,
+    site: str | None,
+    backend: str,
+    logs: Path | None,
+    json_path: str | None,
+    picture: Path | None,
+    judge: bool,
+    **given: Any,
+) -> None:
+    """Serve prompts in real vLLM engines: computed, from vLLM's own cache, and from what a connector has kept.
+
+    One engine for each way of keeping KV, beside vLLM's own OffloadingConnector; TTFT by the prompt's length. Generated
+    tokens and hits are compared. vLLM is looked for in this environment unless --python or --site names another.
+    """
+    plan = VLLMPlan(**{name: value for name, value in given.items() if value is not None})
+    if quick:
+        plan = replace(plan, repeats=1, prompt_tokens=plan.prompt_tokens[-1:])
+    kept = logs.resolve() if logs else None
+    where = Where(python or sys.executable, str(Path(site).resolve()) if site else "", kept, backend)
+    with measuring(plan.steps(), "engines begin") as step:
+        result = run(plan, where, step)
+    Telling("vllm", json_path, picture, judge).tell(result, table_lines(result))

@@ -1,0 +1,49 @@
+"""What scheduling.py is told of an engine's requests, what it is bound by, and what it tells the workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .chunk_moves import Moves
+from .keys import DEFAULT_ALGORITHM
+
+REST_TOKENS = 256
+"""Behind a prefix that the engine has in its own pages the rest of a hit is computed where it is less than a chunk, and
+less than this: the step that computes the last token computes so many beside it while a GPU reads the weights, and a
+load would keep the request out of that step. Without such a prefix all that is found is loaded, however short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
+    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
+
+    request: str
+    tokens: Sequence[int]
+    extras: tuple[tuple[int, bytes], ...] = ()
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingOptions:
+    """Bounds and habits. `loads_ahead`: requests wait for their loads outside of the batch, so that a prompt may be
+    found to its last token. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither
+    are fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None."""
+
+    loads: bool = True
+    stores: bool = True
+    loads_ahead: bool = True
+    unfull: bool = False
+    algorithm: str = DEFAULT_ALGORITHM
+    min_load_tokens: int = 0
+    min_rest_tokens: int | None = None
+    max_load_chunks: int = 1024
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
+    forward or loads write; `is_idle`: it computes nothing."""
+
+    moves: Moves = field(default_factory=Moves)
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    is_idle: bool = True

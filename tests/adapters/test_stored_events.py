@@ -1,0 +1,71 @@
+"""Which blocks are told of as stored and as gone: those that the backend has, once each."""
+
+from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.stored_events import Removed, Stored, digest_of
+from tests.adapters.test_scheduling import CHUNK, TOKENS, Engine
+
+
+def engine_that_tells(world_size: int = 1) -> Engine:
+    engine = Engine(world_size=world_size)
+    engine.scheduling.tell_events()
+    return engine
+
+
+def test_blocks_are_told_of_when_their_stores_are_over_and_only_if_they_are_there() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    moves = engine.compute(TOKENS[:200])[0].moves.stores[0].moves
+    assert not events.take(), "nothing is stored yet"
+    engine.put(moves[:2])  # the third was dropped
+    events.over({"r", "unheard of"})
+    keys = chunk_keys(TOKENS[:200], engine.groups[0].layout)
+    digests = [digest_of(chunk.key) for chunk in keys]
+    assert [len(digest) for digest in digests] == [32] * 3
+    assert events.take() == [
+        Stored(digests[0], None, tuple(TOKENS[:CHUNK]), 0, "memory"),
+        Stored(digests[1], digests[0], tuple(TOKENS[CHUNK : 2 * CHUNK]), 0, "memory"),
+    ]
+    events.over({"r"})
+    assert not events.take()
+
+
+def test_a_block_that_a_lookup_misses_is_told_of_as_gone_once_and_as_stored_again() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    moves = engine.compute(TOKENS[:200])[0].moves.stores[0].moves
+    engine.put(moves)
+    events.over({"r"})
+    assert len(events.take()) == 3
+    engine.backend.delete([moves[1].key])
+    for name in "ab":
+        assert engine.match(TOKENS[:200], name=name) == CHUNK
+    assert events.take() == [Removed(digest_of(moves[1].key), 0, "memory")]
+    engine.scheduling.scheduled("a", engine.tables(200), 0, 200, anew=True)
+    engine.put(engine.scheduling.step().moves.stores[0].moves)
+    events.over({"a"})
+    (again,) = events.take()  # the third has been there all the time
+    assert isinstance(again, Stored)
+    assert again.digest == digest_of(moves[1].key)
+
+
+def test_a_block_is_stored_when_all_ranks_have_it() -> None:
+    engine = engine_that_tells(world_size=2)
+    events = engine.scheduling.events
+    assert events is not None
+    moves = engine.compute(TOKENS[:200])[0].moves.stores[0].moves
+    engine.put(moves)
+    engine.put(moves[:1], rank=1)
+    events.over({"r"})
+    assert [event.digest for event in events.take()] == [digest_of(moves[0].key)]
+
+
+def test_a_broken_backend_has_no_blocks_and_troubles_nobody() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    engine.put(engine.compute(TOKENS[:200])[0].moves.stores[0].moves)
+    engine.backend.broken = True
+    events.over({"r"})
+    assert not events.take()

@@ -1,0 +1,32 @@
+"""`kvredis bench vllm` with the real vLLM, on the CPU: it finds what it has stored, and generates the same tokens."""
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from kvredis.bench.vllm_result import SCHEMA, VLLMResult
+from kvredis.cli.bench import bench
+from tests.compat.vllm_process import site
+
+
+def test_a_real_engine_finds_every_prompt_again_by_each_way_and_generates_the_same_tokens(tmp_path: Path) -> None:
+    path, arms = tmp_path / "result.json", ("none", "lane+layers")
+    options = ("--arms", ",".join(arms), "--prompt-tokens", "200,640", "--repeats", "1", "--together", "1")
+    done = CliRunner().invoke(bench, ("vllm", "--site", str(site()), *options, "--json", str(path), "--gate"))
+    assert done.exit_code == 0, done.output
+    result: VLLMResult = json.loads(path.read_text())
+    assert (result["schema"], result["options"]["vllm"], result["options"]["device"]) == (SCHEMA, "0.32.0", "cpu")
+    rows = {(row["arm"], row["tokens"]): row for row in result["rows"]}
+    assert set(rows) == {(arm, tokens) for arm in arms for tokens in (200, 640)}
+    for (arm, tokens), row in rows.items():
+        assert row["equal"] == 1
+        (sample,) = row["samples"]
+        assert sample["own_bytes"] == 0, "what vLLM has itself is not loaded"
+        hit = 0 if arm == "none" else tokens // 64 * 64
+        if arm != "none" and tokens == 640:  # layer by layer the last token's chunk is computed
+            hit -= 64 * ("layers" in arm)
+            assert sample["own_tokens"] == 608
+        assert (sample["warm_tokens"], sample["warm_bytes"]) == (hit, hit * result["options"]["bytes_per_token"])
+        assert sample["stored_bytes"] == (0 if arm == "none" else tokens // 64 * 64 * 4096)
+    assert result["counters"]["lane+layers"]["failed_chunks"] == 0
