@@ -2,6 +2,7 @@
 
 import ast
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ FLOORS = {"storage": 1, "backends": 2, "server": 3, "adapters": 3, "bench": 4, "
 LINKED_ROOMS = ("storage", "backends", "bench", "cli")
 DOOR_NAMES = {"CacheEngine": "adapters", "ChunkLayout": "adapters", "Config": "backends"}
 LINES_MAX = 400
+FUNCTION_LINES_MAX = 75
+LONGER_FUNCTIONS = {("kvredis/server/session.py", "buffer_updated")}  # the hot path, where each call costs
 
 # Loaded at module level only where they are the point.
 HEAVY = {
@@ -40,8 +43,9 @@ SOURCES = [(room, path) for room in FLOORS for path in sources(room)]
 ALL_FILES = [
     *(path for _, path in SOURCES),
     *sorted((ROOT / "tests").glob("**/*.py")),
-    *sorted(ROOT.glob("scripts/*.py")),
+    *sorted((ROOT / "scripts").glob("*.py")),
 ]
+SHELL_SCRIPTS = [path for path in (*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run") if not path.suffix]
 
 
 def imports(tree: ast.AST, top_only: bool = False) -> Iterator[tuple[str, str]]:
@@ -170,6 +174,35 @@ def test_a_room_at_the_root_is_linked_into_the_package(room: str) -> None:
 def test_a_file_says_why_it_exists_and_fits_in_the_head(path: Path) -> None:
     assert ast.get_docstring(parse(path)), "a file opens with why it exists"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LINES_MAX
+
+
+def long_functions(path: Path) -> set[tuple[str, str]]:
+    """Give (file, name) of each function that is longer than it should be."""
+    return {
+        (path.relative_to(ROOT).as_posix(), node.name)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX
+    }
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda path: str(path).removeprefix(f"{ROOT}/"))
+def test_a_function_fits_in_the_head(path: Path) -> None:
+    assert long_functions(path) <= LONGER_FUNCTIONS
+
+
+def test_every_exception_from_the_length_of_functions_is_needed() -> None:
+    assert set().union(*(long_functions(ROOT / name) for name, _ in LONGER_FUNCTIONS)) == LONGER_FUNCTIONS
+
+
+@pytest.mark.parametrize("path", SHELL_SCRIPTS, ids=lambda path: path.name)
+def test_a_shell_script_says_why_it_exists_stops_at_errors_and_can_be_run(path: Path) -> None:
+    shebang, why, *rest = path.read_text(encoding="utf-8").splitlines()
+    assert shebang == "#!/usr/bin/env bash"
+    assert why.startswith("# ")
+    assert any(line in ("set -euo pipefail", "set -uo pipefail") for line in rest)
+    assert os.access(path, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
 def test_the_rooms_are_all_there_are() -> None:
