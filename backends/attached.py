@@ -12,6 +12,7 @@ still what they should be is known here, without asking (SharedLease.held).
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import socket
@@ -52,7 +53,7 @@ class _Look(ctypes.Structure):
 
 # WHY not select.poll: that gives up the interpreter's lock, which beside an engine that computes in Python takes up to
 # its switch interval, 5 ms, to get back, and this is asked once for each chunk. As it never waits, it may keep it.
-_poll = ctypes.PyDLL(None).poll
+_poll = ctypes.PyDLL(None, use_errno=True).poll
 _poll.argtypes = (ctypes.POINTER(_Look), ctypes.c_ulong, ctypes.c_int)
 _poll.restype = ctypes.c_int
 
@@ -184,7 +185,9 @@ class AttachedConnection(Connection):
         if sock is None:
             return False
         look = _Look(sock.fileno(), select.POLLRDHUP, 0)  # of -1 nothing is found
-        is_gone = _poll(ctypes.byref(look), 1, 0) < 0 or look.found & _GONE
+        while (count := _poll(ctypes.byref(look), 1, 0)) < 0 and ctypes.get_errno() == errno.EINTR:
+            pass  # a signal is pending, which poll(2) tells even though it would not have waited
+        is_gone = count < 0 or look.found & _GONE
         return not is_gone and self._sock is sock  # else its number may have been another's by then
 
     def close(self) -> None:

@@ -25,13 +25,16 @@ class Reservation(Protocol):
     @property
     def view(self) -> memoryview:
         """Writable, of bytes, exactly as long as was asked for."""
+        ...
 
     def commit(self) -> object:
         """Store the value under its key. Whether a remote server took it is counted by the next Backend.flush(): what
         this gives means nothing."""
+        ...
 
     def abort(self) -> None:
         """Give the room back; after a commit it does nothing."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -51,6 +54,7 @@ class Lease(Protocol):
     @property
     def view(self) -> memoryview:
         """Read-only, of bytes, exactly as long as the value."""
+        ...
 
     @property
     def held(self) -> bool:
@@ -59,9 +63,11 @@ class Lease(Protocol):
         It is asked after the last byte was read. For a copy that a device makes that is when the copy has ended, not
         when it was asked for: wait for its event or stream first.
         """
+        ...
 
     def release(self) -> None:
         """End the hold; a second call does nothing."""
+        ...
 
     def __enter__(self) -> Self: ...
 
@@ -80,32 +86,40 @@ class Prefetch(Protocol):
     @property
     def queued(self) -> int:
         """Are on their way, or have come."""
+        ...
 
     @property
     def resident(self) -> int:
         """Were near already."""
+        ...
 
     @property
     def missing(self) -> int:
         """Are in no tier."""
+        ...
 
     @property
     def no_room(self) -> int:
         """Have no room where they should come."""
+        ...
 
     @property
     def refused(self) -> str:
         """Why nothing is fetched at all; "" when nobody refused."""
+        ...
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing is on its way any more, or nobody can tell. May ask a server."""
+        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Block until it is finished, at most so long; say whether it is."""
+        ...
 
     def cancel(self) -> None:
         """Want no more of it: what has not begun is not fetched."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +146,22 @@ class Backend(Protocol):
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Count how many of `keys`, from the first on, are present without a gap; the run is touched."""
+        ...
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """Say for each key whether there is a block under it, whatever the others are; touches nothing."""
+        ...
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
         """Say for each key where its block would come from if it is anywhere; asks nobody and touches nothing."""
+        ...
 
     def reserve(self, key: bytes, length: int) -> Reservation | None:
         """Get room for a value of `length` bytes, or None: there is none, or nobody would take it.
 
         May block for a moment, for a disk to make room.
         """
+        ...
 
     def room(self, length: int, at_least: int = 1) -> int:
         """Count the values of `length` bytes that would be taken now; any number where others leave for them, and 0
@@ -151,6 +169,7 @@ class Backend(Protocol):
 
         Whoever stores several that belong together asks before he reserves, and stores no more than that at a time.
         """
+        ...
 
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """Yield a Lease, or None for a miss, for each key in order, as the bodies arrive, some way ahead of the reader.
@@ -162,27 +181,35 @@ class Backend(Protocol):
         The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
         makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.
         """
+        ...
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """Note that `keys`, head of the prefix first, were used together, so that the tail goes first; count those
         that exist, of several tiers in the nearest.
         """
+        ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Take keys away and count how many there were."""
+        ...
 
     def delete_prefix(self, prefix: bytes) -> int:
         """Take away all keys that begin with `prefix` and count them. Walks over every key there is: for a person who
         asks for it, never in an engine's way. What is stored meanwhile may stay."""
+        ...
 
     def prefetch(self, keys: Sequence[bytes]) -> Prefetch:
         """Ask for blocks, the most urgent first, to be brought near; answers at once."""
+        ...
 
     def flush(self) -> int:
         """Wait until every commit so far is answered; count those since the last that the farthest tier refused."""
+        ...
 
     def stats(self) -> dict[str, int | float | str]:
         """Give counters since the start, by name; for reading only."""
+        ...
 
     def close(self) -> None:
         """Flush and let go of memory and connections; no hold may be used afterwards. A second call does nothing."""
+        ...

@@ -86,7 +86,7 @@ class LayeredBackend:
         self._prefetcher = Prefetcher(self._fetch)
         self._round = _Round()
         self._counting = threading.Lock()
-        self._counts = dict.fromkeys(COUNTERS, 0)
+        self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._closed = False
 
     # ---- questions ---------------------------------------------------------------------------------------------------

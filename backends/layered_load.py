@@ -23,9 +23,11 @@ class Far(base.Backend, Protocol):
 
     def touch_later(self, keys: Sequence[bytes]) -> None:
         """As Backend.touch, but it never waits and answers nothing; advice only."""
+        ...
 
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None) -> _Leases:
         """As Backend.load, of values that come to be in `rooms`, and stay there."""
+        ...
 
 
 class LayeredLoad:

@@ -28,24 +28,30 @@ LEASED_BYTES: Final = 2 * 1024 * 1024 * 1024
 """Values asked for ahead, by several commands sent together. WHY so many: beside an engine that computes in Python each
 wait, however short, takes the interpreter's lock from it anew, so a load is to have few. What is leased the server
 cannot give to others."""
-ARENA_PARTS: Final = (4, 8)
-"""One command leases a quarter of the server's arena at most, and what is asked ahead beyond that an eighth: other
-clients have loads as well."""
+ARENA_PARTS: Final = (4, 32)
+"""One command leases a quarter of the server's arena at most, several together a 32nd. WHY so little: what is given
+back waits behind commands that were sent before, and one of these may wait for room that other clients hold in the same
+way. With an eighth each, ten loads from disk at once stood still until the server gave up."""
+ASKED_BYTES: Final = 128 * 1024
+"""Of commands ahead: a socket takes them all while nobody reads what it has of answers, which may be values."""
+KEY_OVERHEAD_BYTES: Final = 16
+"""What a command has around a key."""
 
 
 class LeaseLane(GetLane):
     """As GetLane. `take` gives a lease, or with `keep` copies the value into the reader's room."""
 
-    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_together")
+    __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_most", "_together")
 
     def __init__(self, connection: AttachedConnection, keys: Iterable[bytes], *, keep: bool) -> None:
         super().__init__(connection, keys)
         self._attached = connection
         self._keep = keep
+        self._most = max(1, ASKED_BYTES // (max(map(len, self.unasked), default=0) + KEY_OVERHEAD_BYTES))
         self._ahead = self._together = 1
         self._longest = -1
         if connection.longest_bytes >= 0:
-            self._together, self._ahead = leases_for(connection.longest_bytes, connection.arena.nbytes)
+            self._expect(connection.longest_bytes)
         self._batches: deque[tuple[Sequence[bytes], float]] = deque()  # asked for: keys, and until when leases hold
         self._answers: deque[tuple[bytes, SharedLease | bytes | BackendError | None]] = deque()
 
@@ -81,8 +87,7 @@ class LeaseLane(GetLane):
         value = memoryview(answer) if isinstance(answer, bytes) else answer.view
         if len(value) > self._longest:
             self._longest = len(value)
-            longest = max(self._longest, self._attached.longest_bytes)
-            self._together, self._ahead = leases_for(longest, self._attached.arena.nbytes)
+            self._expect(max(self._longest, self._attached.longest_bytes))
         if isinstance(answer, bytes):
             return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
         return self._copied(answer, allocate) if self._keep else answer
@@ -102,8 +107,14 @@ class LeaseLane(GetLane):
                 answer.release()
         self._answers.clear()
         if self._longest >= 0:
-            self._attached.longest_bytes = self._longest
+            # Not forgotten at once: short values now are no reason to ask for too many long ones next.
+            self._attached.longest_bytes = max(self._longest, self._attached.longest_bytes // 2)
         self._attached.tell_ended()
+
+    def _expect(self, length: int) -> None:
+        """Ask from now on as for values of `length` bytes."""
+        together, ahead = leases_for(length, self._attached.arena.nbytes)
+        self._together, self._ahead = min(together, self._most), min(ahead, self._most)
 
     def _read_batch(self) -> None:
         keys, until_s = self._batches.popleft()

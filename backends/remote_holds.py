@@ -17,6 +17,7 @@ class Room(base.Reservation, Protocol):
     @property
     def offset(self) -> int | None:
         """Where in the arena the value begins; None for a short one, which is not there."""
+        ...
 
 
 class Staging(Protocol):
@@ -25,12 +26,15 @@ class Staging(Protocol):
     @property
     def arena(self) -> Arena:
         """The memory that there is."""
+        ...
 
     def reserve(self, key: bytes, length: int) -> Room | None:
         """Get room for `length` bytes, None when there is none."""
+        ...
 
     def close(self) -> None:
         """Give the memory back."""
+        ...
 
 
 class Rooms(Protocol):
@@ -38,10 +42,12 @@ class Rooms(Protocol):
 
     def reserve(self, key: bytes, length: int) -> base.Reservation | None:
         """Get room for a body that has come, None when there is none: then it is dropped. May wait for a moment."""
+        ...
 
     def reserve_ahead(self, key: bytes, length: int) -> base.Reservation | None:
         """Get room for a body that is most likely as long. Never waits, and None does no harm: it is asked for again
         when the body has come."""
+        ...
 
 
 class AnyRooms:

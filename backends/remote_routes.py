@@ -32,24 +32,31 @@ class Routes(Protocol):
 
     def await_first(self) -> None:
         """Wait, for a bounded time, while it is not known yet at all which servers there are."""
+        ...
 
     def owner(self, key: bytes) -> Node:
         """Give the server of a key, or one that knows it."""
+        ...
 
     def parts(self, keys: Sequence[bytes], size: int) -> list[Part]:
         """Cut keys for commands of several keys, of `size` at most; the order within a part is theirs."""
+        ...
 
     def follow(self, node: Node, reply: BackendError) -> Hop | None:
         """Say where to go with what `node` has answered so; None: nowhere, it is an error like others."""
+        ...
 
     def nodes(self) -> Sequence[Node]:
         """List the servers known now."""
+        ...
 
     def stats(self) -> dict[str, int]:
         """Give the nodes' counters, added up, and its own."""
+        ...
 
     def close(self) -> None:
         """Close the nodes."""
+        ...
 
 
 class OneServer:

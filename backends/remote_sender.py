@@ -37,18 +37,23 @@ class Ledger(Protocol):
     @property
     def arena(self) -> Arena:
         """The memory that values are in."""
+        ...
 
     def is_superseded(self, item: Item) -> bool:
         """Say whether a newer value of the same key follows."""
+        ...
 
     def pass_on(self, item: Item, node: Node) -> None:
         """Give it to the sender of another server."""
+        ...
 
     def settle(self, item: Item, outcome: Outcome | None = None) -> None:
         """Nothing more is to come of it."""
+        ...
 
     def forget(self, node: Node) -> None:
         """Its sender has left."""
+        ...
 
 
 class Sender:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import Final
+from typing import Any, Final, cast
 
 from kvredis.storage.errors import BackendError
 
@@ -50,7 +50,8 @@ class SentinelResolver:
         address = self._address
         login = (address.sentinel_username, address.sentinel_password)
         with client(host, port, login, address.tls, timeout_s) as asked:
-            master = asked.sentinel_masters().get(address.service)
+            masters = cast("dict[str, dict[str, Any]]", asked.sentinel_masters())  # redis-py types asyncio's like it
+        master = masters.get(address.service)
         if master is None:
             raise BackendError("does not watch it")
         if not master["is_master"] or master["is_sdown"] or master["is_odown"]:

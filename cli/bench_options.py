@@ -125,7 +125,11 @@ def progress_bar(steps: int, first: str) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda _step: None
         return
-    with click.progressbar(length=steps, file=sys.stderr, width=24, item_show_func=lambda step: step or first) as bar:
+
+    def shown(step: str | None) -> str:
+        return step or first
+
+    with click.progressbar(length=steps, file=sys.stderr, width=24, item_show_func=shown) as bar:
         yield lambda step: bar.update(1, step)
 
 

@@ -18,6 +18,8 @@ from kvredis.storage.errors import LayoutError
 HEADER_BYTES_MAX: Final = 100_000_000
 """The format's own bound."""
 LENGTH_BYTES: Final = 8
+DIMENSIONS_MAX: Final = 64
+"""As many as numpy and torch know; the product of a million would take minutes."""
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -78,7 +80,8 @@ def checksum_fault(view: memoryview, block: BlockFile) -> str:
     if claimed is None:
         return ""
     found = xxh3_64_hexdigest(view[block.data_start :])
-    return "" if found == claimed else f"its bytes are damaged: their checksum is {found}, the header says {claimed}"
+    # !r: the header is anybody's text, and this line goes to a terminal
+    return "" if found == claimed else f"its bytes are damaged: their checksum is {found}, the header says {claimed!r}"
 
 
 def checked(view: memoryview) -> BlockFile:
@@ -111,6 +114,8 @@ def _tensor(name: str, fields: Any) -> Tensor:
     if start > stop:
         raise LayoutError(f"its tensor {name!r} ends before it begins")
     each = DTYPE_BYTES.get(dtype)
+    if len(shape) > DIMENSIONS_MAX:
+        raise LayoutError(f"its tensor {name!r} has {len(shape):,} dimensions")
     if each is not None and math.prod(shape) * each != stop - start:
         raise LayoutError(
             f"its tensor {name!r} of {dtype} {shape} would have {math.prod(shape) * each} bytes, not {stop - start}"

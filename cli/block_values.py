@@ -54,7 +54,7 @@ def stats_of(data: memoryview, tensor: Tensor, bins: int = BINS) -> ValueStats:
     """Look at every element. Raises ClickException where numpy is not installed or does not know the dtype."""
     np = numpy()
     if tensor.dtype not in _PLAIN and tensor.dtype not in ("BF16", "F8_E4M3", "F8_E5M2"):
-        raise click.ClickException(f"tensor {tensor.name!r}: no statistics of dtype {tensor.dtype}")
+        raise click.ClickException(f"tensor {tensor.name!r}: no statistics of dtype {tensor.dtype!r}")
     with np.errstate(over="ignore", invalid="ignore"):  # the largest numbers' squares are beyond a float64
         return _looked_at(np, data, tensor, bins)
 
@@ -100,7 +100,7 @@ def _looked_at(np: Any, data: memoryview, tensor: Tensor, bins: int) -> ValueSta
 
 def _places(np: Any, values: Any, low: float, high: float, bins: int) -> Any:
     """The bin of each value, of equal values the middle one."""
-    if not high > low:
+    if not high / 2 > low / 2:  # the half of the smallest number is none
         return np.full(values.shape, bins // 2, np.int64)
     # halves first: the span of the largest numbers is no number
     part = (values / 2 - low / 2) / (high / 2 - low / 2)

@@ -31,11 +31,17 @@ TIMEOUT_S: Final = 10.0
 SCAN_COUNT: Final = 1000
 PIPELINE_MAX: Final = 1000
 """Commands that are sent before their replies are read."""
+PIECE_BYTES: Final = 1 << 20
+"""A value goes in pieces of so much, each of which has the timeout to itself."""
 
 Word = bytes | str | int | memoryview
 Client = Any
 """redis.Redis or redis.RedisCluster, most of whose methods have no types; loaded when it is needed."""
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class NotAllowed(BackendError):
+    """The server knows this user and does not let him ask that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,21 @@ class Connection:
             return self._client.execute_command(*words)
         except Exception as error:
             raise self._failure(error, words) from error
+
+    def store(self, key: bytes, value: memoryview, *options: Word) -> Any:
+        """SET, whose value is sent from where it lies; redis-py would copy it, and time it as a whole."""
+        assert self._client is not None
+        pool = self._client.connection_pool
+        link = None
+        try:
+            link = pool.get_connection()
+            link.send_packed_command(_packed_set(key, value, options))
+            return link.read_response()
+        except Exception as error:
+            raise self._failure(error, ("SET",)) from error
+        finally:
+            if link is not None:
+                pool.release(link)
 
     def ask_each(self, commands: Sequence[Sequence[Word]]) -> list[Any]:
         """Many commands in one exchange, at most PIPELINE_MAX of them; an error reply is in its reply's place."""
@@ -121,10 +142,8 @@ class Connection:
         """Whether it knows the KV.* commands. A user who may not ask INFO is believed to have named a kvredis."""
         try:
             return "kvredis_version" in self.about
-        except BackendError as error:
-            if "let this user" in str(error):
-                return True
-            raise
+        except NotAllowed:
+            return True
 
     def forget(self) -> None:
         """Drop the connection: what was asked and not answered is of no interest. The next question opens another."""
@@ -140,7 +159,8 @@ class Connection:
         text = str(error)
         if type(error).__name__ in ("MovedError", "AskError") or text.startswith(("MOVED ", "ASK ")):
             return BackendError(moved(text, self.address))
-        return BackendError(told(error, self.address, words))
+        is_denied = type(error).__name__ == "NoPermissionError" or text.startswith("NOPERM")
+        return (NotAllowed if is_denied else BackendError)(told(error, self.address, words))
 
 
 class Servers:
@@ -220,10 +240,15 @@ def place_of(url: str | None, timeout_s: float) -> Place:
 def mapped(reply: Any) -> dict[str, Any]:
     """A map as RESP2 and RESP3 give it, with text for names and for values that are text."""
     pairs = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {_text(name): _value(value) for name, value in pairs}
+    return {_name_text(name): _value(value) for name, value in pairs}
 
 
 # ---- inside ------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(256)  # the same dozen names in each of a million replies
+def _name_text(name: Any) -> str:
+    return _text(name)
 
 
 def _text(word: Any) -> str:
@@ -249,6 +274,18 @@ def _logged_in(address: RemoteAddress, user: str | None, askpass: bool) -> Remot
     if user and not password:
         password = click.prompt("Password", hide_input=True, err=True)
     return replace(address, username=user or address.username, password=password) if password else address
+
+
+def _packed_set(key: bytes, value: memoryview, options: Sequence[Word]) -> Iterator[bytes | memoryview]:
+    """SET as RESP has it, in pieces."""
+
+    def bulk(word: bytes) -> bytes:
+        return b"$%d\r\n%b\r\n" % (len(word), word)
+
+    yield b"*%d\r\n%b%b$%d\r\n" % (3 + len(options), bulk(b"SET"), bulk(key), len(value))
+    for at in range(0, len(value), PIECE_BYTES):
+        yield value[at : at + PIECE_BYTES]
+    yield b"\r\n" + b"".join(bulk(str(word).encode()) for word in options)
 
 
 def _client(address: Address, timeout_s: float) -> Client:

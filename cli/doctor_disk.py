@@ -7,6 +7,7 @@ write, does O_DIRECT work) is tried in a folder of our own, which is gone again 
 import errno
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from .doctor_disk_rate import MEASURED_BYTES, DiskRate, disk_rate, io_limits
 INDEX_SHARE = 0.05
 """What is advised to be left for the index: some 150 bytes a record, the smallest of which takes 4096."""
 
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _STAT_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's own blocks are: stat(2)
 
 
@@ -178,12 +180,12 @@ def _filesystem(place: Path, proc_root: Path) -> tuple[str, str]:
     best, kind = "", "unknown file system"
     where = os.path.realpath(place)
     try:
-        lines = (proc_root / "self/mountinfo").read_text().splitlines()
+        lines = (proc_root / "self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         lines = []
     for line in lines:
         mount, _, source = line.partition(" - ")
-        point = mount.split()[4].encode().decode("unicode_escape")  # a blank is written as \040
+        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), mount.split()[4])  # a blank is written as \040
         # The last one listed is on top of others at the same point.
         if len(point) >= len(best) and (where + "/").startswith(point.rstrip("/") + "/"):
             best, kind = point, source.split()[0]

@@ -58,8 +58,7 @@ def disk_rate(folder: Path, files: Files, *, direct: bool) -> DiskRate:
 
 def io_limits(place: Path, machine: Machine) -> str:
     """Say how our control groups throttle the device that `place` is on (io.max of version 2), "" if they do not."""
-    device = os.stat(place).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    wanted = _whole_device(os.stat(place).st_dev, machine)
     told = []
     for group in control_groups("io", machine.sys_root, machine.proc_root):
         try:
@@ -70,6 +69,18 @@ def io_limits(place: Path, machine: Machine) -> str:
             number, _, bounds = line.partition(" ")
             told += [bound for bound in bounds.split() if number == wanted and not bound.endswith("=max")]
     return ", ".join(told)
+
+
+def _whole_device(device: int, machine: Machine) -> str:
+    """MAJOR:MINOR of a device, of the whole one where it is a partition: io.max knows no parts (cgroup-v2.rst)."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    folder = (machine.sys_root / "dev/block" / number).resolve()
+    if not (folder / "partition").exists():
+        return number
+    try:
+        return (folder.parent / "dev").read_text().strip()
+    except OSError:
+        return number
 
 
 def _written(file: File, piece: memoryview) -> tuple[int, float]:

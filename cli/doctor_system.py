@@ -1,5 +1,6 @@
 """What `kvredis doctor` says of the process that a server will be: what it may open, where it listens, what it is."""
 
+import contextlib
 import errno
 import importlib.metadata
 import importlib.util
@@ -42,9 +43,10 @@ def network(config: Config, machine: Machine) -> list[Finding]:
     ports = [("port", config.port)] if config.port >= 0 else []
     ports += [("TLS port", config.tls_port)] if config.tls_port else []
     ports += [("metrics port", config.metrics_port)] if config.metrics_port else []
-    findings = [_listens(config, name, max(port, 0)) for name, port in ports]
+    with contextlib.ExitStack() as held:  # each while the next is tried: two may be the same
+        findings = [_listens(config, name, max(port, 0), held) for name, port in ports]
     if config.unixsocket is not None:
-        findings.append(_unix_socket(Path(config.unixsocket)))
+        findings.append(_unix_socket(Path(config.unixsocket), config.requirepass))
     elif not (config.port >= 0 or config.tls_port):
         findings.append(Finding("port", False, "no port and no unix socket", "", "port, tls_port or unixsocket"))
     return [*findings, _backlog(machine), _open_files(config)]
@@ -86,8 +88,9 @@ def _is_for_a_server(config: Config) -> bool:
     return config.remote_url is None or any(origin != DEFAULT_ORIGIN for origin in ours)
 
 
-def _listens(config: Config, name: str, port: int) -> Finding:
-    """Bind one port on every address, as the server will. One that a server of this configuration has is no fault."""
+def _listens(config: Config, name: str, port: int, held: contextlib.ExitStack) -> Finding:
+    """Bind one port on every address, as the server will, until `held` ends. One that a server of this configuration
+    has is no fault."""
     where = []
     for host in config.bind:
         try:
@@ -95,29 +98,37 @@ def _listens(config: Config, name: str, port: int) -> Finding:
         except OSError as error:
             cause = error.__cause__
             number = cause.errno if isinstance(cause, OSError) else None
-            if number == errno.EADDRINUSE and name == "port" and _is_ours(host, port, config.requirepass):
+            if number == errno.EADDRINUSE and _runs(config, host):
                 where.append(f"{host}:{port} (a kvredis that runs)")
                 continue
             return Finding(name, False, str(error), f"{host}:{port}", _way_out(number, port))
         if listener is not None:
-            listener.close()
+            held.enter_context(listener)
             where.append(f"{host}:{port or 'any'}")
     return Finding(name, True, ", ".join(where) or "no address")
 
 
-def _is_ours(host: str, port: int, password: str) -> bool:
-    """Ask who listens there: a kvredis that takes our password says its version."""
+def _runs(config: Config, host: str) -> bool:
+    """Say whether the server of this configuration runs already; then its other ports are its own too."""
     there = {"*": "127.0.0.1", "::*": "::1"}.get(host.removeprefix("-"), host.removeprefix("-"))
+    if config.port <= 0:
+        return False
+    try:
+        with socket.create_connection((there, config.port), ASK_S) as link:
+            return _is_ours(link, config.requirepass)
+    except OSError:
+        return False
+
+
+def _is_ours(link: socket.socket, password: str) -> bool:
+    """Ask who is there: a kvredis that takes our password says its version."""
     auth = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%b\r\n" % (len(password.encode()), password.encode()) if password else b""
     said = b""
-    try:
-        with socket.create_connection((there, port), ASK_S) as link:
-            link.settimeout(ASK_S)
-            link.sendall(auth + b"*2\r\n$4\r\nINFO\r\n$6\r\nserver\r\n*1\r\n$4\r\nQUIT\r\n")
-            while len(said) < 1 << 16 and (data := link.recv(1 << 12)):
-                said += data
-    except OSError:
-        pass
+    link.settimeout(ASK_S)
+    with contextlib.suppress(OSError):
+        link.sendall(auth + b"*2\r\n$4\r\nINFO\r\n$6\r\nserver\r\n*1\r\n$4\r\nQUIT\r\n")
+        while len(said) < 1 << 16 and (data := link.recv(1 << 12)):
+            said += data
     return b"kvredis_version:" in said
 
 
@@ -129,8 +140,9 @@ def _way_out(number: int | None, port: int) -> str:
     return "bind: an address of this machine"
 
 
-def _unix_socket(path: Path) -> Finding:
-    """A socket file that nobody answers on is replaced by the server; anything else there stands in its way."""
+def _unix_socket(path: Path, password: str) -> Finding:
+    """A socket file that nobody answers on is replaced by the server; anything else there stands in its way, but the
+    server of this configuration."""
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:
@@ -139,8 +151,12 @@ def _unix_socket(path: Path) -> Finding:
         return Finding("unix socket", False, f"{path} exists and is not a socket", "", f"rm {path}")
     if is_socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(ASK_S)
             if link.connect_ex(str(path)) == 0:
-                return Finding("unix socket", True, f"{path} (a server that runs)")
+                if _is_ours(link, password):
+                    return Finding("unix socket", True, f"{path} (a kvredis that runs)")
+                fix = f"ss -lxp src {path} shows who has it; or another path"
+                return Finding("unix socket", False, f"{path} is in use by another server", "", fix)
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         fix = f"install -d -o {os.geteuid()} {folder}   (as root), or RuntimeDirectory= in the unit file"

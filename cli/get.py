@@ -68,11 +68,19 @@ def get(key: str, output: str, raw: bool, is_json: bool, place: Place) -> None:
     if is_json:
         click.echo(json.dumps({"key": json_text(name), "file": output, "bytes": len(value)}, indent=2))
     else:
-        click.echo(f"{output}: {len(value):,} bytes ({size(len(value))})")
+        click.echo(f"{printable(key_bytes(output))}: {len(value):,} bytes ({size(len(value))})")
 
 
 def write_whole(path: Path, value: bytes) -> None:
-    """Write a file that is there whole or not at all, with the rights that a new file has. Raises BackendError."""
+    """Write a file that is there whole or not at all, with the rights that a new file has. What is there and no file
+    (a pipe, /dev/null) is written into, and never replaced; nor is a link, but what it names. Raises BackendError."""
+    path = path.resolve()
+    if path.exists() and not path.is_file() and not path.is_dir():
+        try:
+            path.write_bytes(value)
+        except OSError as error:
+            raise BackendError(f"{path} cannot be written: {error.strerror}") from error
+        return
     umask = os.umask(0)
     os.umask(umask)
     unfinished = ""

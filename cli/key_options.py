@@ -18,6 +18,8 @@ COMPLETION_S: Final = 0.2
 """How long a shell may wait at the Tab key for a server; names that have not come by then are not offered."""
 COMPLETIONS_MAX: Final = 50
 _SCANS_MAX: Final = 50
+_QUOTED: Final = frozenset(" \t\"'`$\\;&|<>()!#~")
+"""What a shell would obey in a word that it was offered: anybody may have named a key so."""
 _SPECIAL: Final = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -59,7 +61,11 @@ def _ask(url: str | None, incomplete: str, found: list[str]) -> None:
 def _collect(servers: Servers, pattern: bytes, found: list[str]) -> None:
     for server in servers.each:
         for scans, keys in enumerate(server.scan(pattern)):
-            # what would have to be quoted in a shell is not offered
-            found += [name for key in keys if (name := printable(key)).isascii() and not set(name) & set(" \t\"'`$\\")]
+            found += [name for key in keys if _is_plain(name := printable(key))]
             if len(found) >= COMPLETIONS_MAX or scans >= _SCANS_MAX:
                 return
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a shell takes it for one word, and the command for no option."""
+    return name.isascii() and not name.startswith("-") and _QUOTED.isdisjoint(name)

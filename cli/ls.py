@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -143,7 +144,7 @@ def _tiers(servers: Servers) -> dict[str, dict[str, int]]:
 
 
 def _list(servers: Servers, pattern: bytes | None, wanted: _Wanted) -> None:
-    with progress("reading keys", _total(servers, pattern)) as bar:
+    with progress("reading keys", _total(servers, pattern), is_shown=wanted.limit > 0) as bar:
         rows: Iterator[tuple[bytes, dict[str, Any]]]
         if wanted.is_long or wanted.is_json or wanted.order != "name":
             rows = _known(servers, pattern, bar)
@@ -154,7 +155,7 @@ def _list(servers: Servers, pattern: bytes | None, wanted: _Wanted) -> None:
             return
         chosen, more = _first(rows, wanted.order, wanted.limit)
     _print_rows(iter(chosen), wanted)
-    if more and not wanted.is_json:
+    if more:
         click.echo(f"{more:,} more: --limit shows them", err=True)
 
 
@@ -190,7 +191,6 @@ def _first(
 
 
 def _print_rows(rows: Iterator[tuple[bytes, dict[str, Any]]], wanted: _Wanted) -> None:
-    screen = console()
     if wanted.is_json:
         between = "[\n"
         for key, facts in rows:  # one at a time: there may be more of them than memory holds
@@ -199,15 +199,16 @@ def _print_rows(rows: Iterator[tuple[bytes, dict[str, Any]]], wanted: _Wanted) -
             between = ",\n"
         click.echo("[]" if between == "[\n" else "\n]")
         return
+    is_terminal = sys.stdout.isatty()  # and not whatever FORCE_COLOR makes of a pipe
     for key, facts in rows:
         # A terminal must not obey a key; a pipe wants it as it is.
-        name = printable(key) if screen.is_terminal else key
+        name = printable(key) if is_terminal else key
         if wanted.is_long:
             tokens = facts.get("tokens")
             columns = (
                 f"{size(facts.get('nbytes') or 0):>9}  {'-' if tokens is None else f'{tokens:,}':>7}"
                 f"  {facts.get('tier') or '-':6}  {facts.get('hits', '-')!s:>6}"
-                f"  {duration(facts.get('idle') or 0):>7}  "
+                f"  {'-' if facts.get('idle') is None else duration(facts['idle']):>7}  "
             )
             click.echo(columns, nl=False)
         click.echo(name)

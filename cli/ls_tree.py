@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .client import Servers
+from .client import NotAllowed, Servers
 from .forest import Forest, Group, Sum
 from .key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES
 from .terminal import TIER_STYLES, duration, size
@@ -64,9 +64,12 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 
 def _about(servers: Servers, forest: Forest) -> list[tuple[str, str]]:
-    about = servers.each[0].about if servers.each else {}
-    version = about.get("kvredis_version")
-    what = f"kvredis {version}" if version else f"Redis {about.get('redis_version', '')}, no kvredis"
+    try:
+        about = servers.each[0].about
+        version = about.get("kvredis_version")
+        what = f"kvredis {version}" if version else f"Redis {about.get('redis_version', '')}, no kvredis"
+    except NotAllowed:
+        what = ""  # who may not ask INFO sees the rest
     return [("", what), ("", _counted(forest.whole.keys, "keys")), ("cyan", size(forest.whole.nbytes))]
 
 
@@ -119,8 +122,9 @@ def _add_prompts(under: Tree, group: Group, sort: str, limit: int) -> None:
         hidden.join(group.rest)
         for _, part in prompts[len(prompts) - more :]:
             hidden.join(part)
-        count = more + group.folded
-        under.add(_line(("dim", f"{count:,} more prompts, {size(hidden.nbytes)} (--limit {limit + count} shows them)")))
+        # those that were folded into one sum cannot be told apart any more
+        shown_by = f" (--limit {limit + more} shows {more:,})" if more else ""
+        under.add(_line(("dim", f"{more + group.folded:,} more prompts, {size(hidden.nbytes)}{shown_by}")))
 
 
 def _figures(part: Sum, tokens: str, kind: str) -> list[tuple[str, str]]:

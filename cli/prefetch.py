@@ -19,7 +19,6 @@ from .terminal import key_bytes, progress
 BATCH: Final = 1000
 """Keys of one job. A server waits for so many at a time; with --wait the next job begins when one has ended."""
 POLL_MS: Final = 100
-_COUNTS: Final = ("queued", "resident", "missing", "no-room")
 
 
 @dataclass(slots=True)

@@ -47,13 +47,12 @@ def put(file: str, key: str | None, raw: bool, ttl: int | None, if_absent: bool,
                 checked(value)
             except LayoutError as error:
                 raise BackendError(f"{file}: {error} (--raw stores it as it is)") from None
-        words: list[Word] = ["SET", name, value]
-        words += [] if ttl is None else ["EX", ttl]
-        words += ["NX"] if if_absent else []
+        options: list[Word] = [] if ttl is None else ["EX", ttl]
+        options += ["NX"] if if_absent else []
         with place.open() as servers:
             server = servers.of(name)
             with progress(f"sending {size(len(value))}", None, ""):
-                reply = server.ask(*words)
+                reply = server.store(name, value, *options)
         nbytes = len(value)
     is_stored = reply is not None
     if is_json:

@@ -65,6 +65,8 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     A flag wins over the environment, the environment over the file. `--hugepages require` fails unless the 2 MiB pool
     has the pages (see `kvredis doctor hugepages`).
     """
+    if os.getpid() == 1:  # of a container: the kernel drops a signal that its first process has not asked for
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     if flags["prefault"] is not None:
         flags["prefault"] = min(os.cpu_count() or 1, PREFAULT_THREADS_MAX) if flags["prefault"] else 0

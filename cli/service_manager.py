@@ -12,17 +12,21 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
+NOTIFY_S: Final = 1.0
+"""How long a manager that does not read, so that its queue is full, may keep us: one that is busy is soon back."""
+
 EXTEND_EVERY_S: Final = 5.0
 EXTEND_BY_S: Final = 30.0
 """How much longer we ask for each time: a disk that takes no block for so long is given up on by the manager."""
 
 
-def notify(*lines: str) -> None:
-    """Send these lines as one message; nothing it does can stop us."""
+def notify(*lines: str, wait_s: float = NOTIFY_S) -> None:
+    """Send these lines as one message; what cannot be sent within `wait_s` is dropped, and no failure is ours."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notice:
+        notice.settimeout(wait_s)
         notice.connect("\0" + address[1:] if address.startswith("@") else address)
         notice.sendall("\n".join(lines).encode())
 
@@ -35,7 +39,7 @@ def feed_watchdog(loop: asyncio.AbstractEventLoop) -> None:
     pause_s = int(text) / 1e6 / 2
 
     def feed() -> None:
-        notify("WATCHDOG=1")
+        notify("WATCHDOG=1", wait_s=0)  # the loop is for clients, and the next one comes in time
         loop.call_later(pause_s, feed)
 
     feed()

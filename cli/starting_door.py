@@ -50,18 +50,17 @@ class StartingDoor:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            asyncio.run(self._serve())
+        except OSError as failed:  # of the port, or of a loop that could not be made
+            self._failed = failed
+        finally:
+            self._opened.set()
 
     async def _serve(self) -> None:
         assert self._door is not None
-        try:
-            self._door.open()
-        except OSError as failed:
-            self._failed = failed
-            return
-        else:
-            self._loop = asyncio.get_running_loop()
-        finally:
-            self._opened.set()
+        self._door.open()
+        self._loop = asyncio.get_running_loop()
+        self._opened.set()
         await self._ended.wait()
         await self._door.close()

@@ -33,8 +33,9 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None, unit: str = "keys") -> Iterator[Moving]:
-    """A bar on stderr while the block runs; nothing at all where stderr is no terminal. `total` None: not known."""
+def progress(what: str, total: int | None, unit: str = "keys", *, is_shown: bool = True) -> Iterator[Moving]:
+    """A bar on stderr while the block runs; nothing at all where stderr is no terminal, or where the block itself
+    prints. `total` None: not known."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     screen = console(stderr=True)
@@ -44,9 +45,8 @@ def progress(what: str, total: int | None, unit: str = "keys") -> Iterator[Movin
         TextColumn("{task.fields[counted]}"),
         TimeElapsedColumn(),
     ]
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal or screen.is_dumb_terminal
-    ) as shown:
+    is_drawn = is_shown and screen.is_terminal and not screen.is_dumb_terminal
+    with Progress(*columns, console=screen, transient=True, disable=not is_drawn) as shown:
         yield Moving(shown, what, total, unit)
 
 

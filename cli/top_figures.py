@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from kvredis.storage.errors import BackendError
 
-from .client import Connection, Servers, mapped
+from .client import Connection, NotAllowed, Servers, mapped
 from .forest import Forest
 from .ls import facts_of
 from .terminal import printable
@@ -37,7 +37,8 @@ _OF_TIER: Final = ("capacity", "used", "entries", "leases")
 
 @dataclass(slots=True)
 class Figures:
-    """One moment of one server or of a cluster's. `counters` only grow; `commands` are (calls, microseconds)."""
+    """One moment of one server or of a cluster's. `counters` only grow; `commands` are (calls, microseconds); `parts`
+    are those of each server by itself, where they are several."""
 
     at_s: float
     counters: dict[str, int] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Figures:
     clients_count: int = 0
     uptime_s: int = 0
     version: str = ""
+    parts: dict[str, Figures] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +66,34 @@ def figures(servers: Servers) -> Figures:
     """The figures of all servers together. Raises BackendError when one does not answer."""
     found = Figures(time.monotonic())
     for server in servers.each:
-        _add(found, server)
+        told = _asked(server)
+        _add(found, told)
+        if len(servers.each) > 1:
+            part = found.parts[str(server)] = Figures(found.at_s)
+            _add(part, told)
     found.slow.sort(key=lambda one: -one["microseconds"])
     return found
 
 
 def rates(before: Figures, after: Figures) -> Rates:
-    """What happened between two moments; a server that began anew in between counts from its own beginning."""
+    """What happened between two moments. A server that began anew in between counts from its own beginning; one that
+    has joined since says nothing yet."""
     seconds = max(after.at_s - before.at_s, 1e-3)
+    per_s, calls = dict.fromkeys(after.counters, 0.0), dict.fromkeys(after.commands, 0.0)
+    if after.parts:
+        pairs = [(before.parts[name], part) for name, part in after.parts.items() if name in before.parts]
+    else:
+        pairs = [(before, after)]
 
-    def grown(now: int, then: int) -> int:
-        return now - then if now >= then else now
+    def grown(now: int, then: int) -> float:
+        return (now - then if now >= then else now) / seconds
 
-    per_s = {name: grown(now, before.counters.get(name, 0)) / seconds for name, now in after.counters.items()}
+    for then, now in pairs:
+        for name, count in now.counters.items():
+            per_s[name] += grown(count, then.counters.get(name, 0))
+        for name, (count, _) in now.commands.items():
+            calls[name] += grown(count, then.commands.get(name, (0, 0))[0])
     looked_up = per_s.get("hits", 0) + per_s.get("misses", 0)
-    calls = {
-        name: grown(count, before.commands.get(name, (0, 0))[0]) / seconds
-        for name, (count, _) in after.commands.items()
-    }
     return Rates(seconds, per_s, per_s["hits"] / looked_up if looked_up else None, calls)
 
 
@@ -89,6 +101,14 @@ def hit_rate(found: Figures) -> float | None:
     """The part of all lookups so far that found something."""
     hits, misses = found.counters.get("hits", 0), found.counters.get("misses", 0)
     return hits / (hits + misses) if hits + misses else None
+
+
+def number(value: Any) -> int:
+    """A figure as a server tells it; 0 for what is none."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return 0
 
 
 def prompts(forest: Forest) -> list[dict[str, Any]]:
@@ -120,14 +140,17 @@ class Walk:
         self._steps: Iterator[None] | None = None
 
     def step(self, servers: Servers) -> None:
-        """Go on. Raises BackendError."""
+        """Go on; for a user who may not look at keys there is nothing to see. Raises BackendError."""
         if self._steps is None:
             self._growing = Forest()
             if not self._is_whole:
                 self.forest = self._growing
             self._steps = self._walk(servers)
-        if next(self._steps, self) is self:
-            self.forest, self._is_whole, self._steps = self._growing, True, None
+        try:
+            if next(self._steps, self) is self:
+                self.forest, self._is_whole, self._steps = self._growing, True, None
+        except NotAllowed:
+            self._steps = None
 
     @property
     def is_whole(self) -> bool:
@@ -154,25 +177,28 @@ class Walk:
 # ---- inside ------------------------------------------------------------------------------------------------------
 
 
-def _add(found: Figures, server: Connection) -> None:
-    info, tiers, slow, clients = server.ask_each(
-        [("INFO", "everything"), ("KV.TIERS",), ("SLOWLOG", "GET", SLOW_MAX), ("CLIENT", "LIST")]
-    )
-    if not isinstance(info, dict):
-        raise BackendError(f"{server} does not let this user ask INFO, which `kvredis top` lives on: {info}")
+def _asked(server: Connection) -> list[Any]:
+    found = server.ask_each([("INFO", "everything"), ("KV.TIERS",), ("SLOWLOG", "GET", SLOW_MAX), ("CLIENT", "LIST")])
+    if not isinstance(found[0], dict):
+        raise BackendError(f"{server} does not let this user ask INFO, which `kvredis top` lives on: {found[0]}")
+    return found
+
+
+def _add(found: Figures, told: Sequence[Any]) -> None:
+    info, tiers, slow, clients = told
     for name, field_name in _COUNTERS.items():
-        found.counters[name] = found.counters.get(name, 0) + _number(info.get(field_name))
-    found.clients_count += _number(info.get("connected_clients"))
-    found.uptime_s = max(found.uptime_s, _number(info.get("uptime_in_seconds")))
+        found.counters[name] = found.counters.get(name, 0) + number(info.get(field_name))
+    found.clients_count += number(info.get("connected_clients"))
+    found.uptime_s = max(found.uptime_s, number(info.get("uptime_in_seconds")))
     found.version = (
         f"kvredis {info['kvredis_version']}"
         if "kvredis_version" in info
         else (f"Redis {info.get('redis_version', '')}")
     )
-    for name, told in info.items():
-        if name.startswith("cmdstat_") and isinstance(told, dict):
+    for name, stat in info.items():
+        if name.startswith("cmdstat_") and isinstance(stat, dict):
             calls, microseconds = found.commands.get(name[8:], (0, 0))
-            found.commands[name[8:]] = (calls + _number(told.get("calls")), microseconds + _number(told.get("usec")))
+            found.commands[name[8:]] = (calls + number(stat.get("calls")), microseconds + number(stat.get("usec")))
     _add_tiers(found, tiers, info)
     if not isinstance(slow, Exception):
         found.slow += [_slow(entry) for entry in slow]
@@ -188,14 +214,7 @@ def _add_tiers(found: Figures, told: Any, info: dict[str, Any]) -> None:
     for name, figures_of in each.items():
         tier = found.tiers.setdefault(name, dict.fromkeys(_OF_TIER, 0))
         for figure in _OF_TIER:
-            tier[figure] += _number(figures_of.get(figure))
-
-
-def _number(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return 0
+            tier[figure] += number(figures_of.get(figure))
 
 
 def _slow(entry: Sequence[Any]) -> dict[str, Any]:

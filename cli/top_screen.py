@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from .terminal import TIER_STYLES, duration, shortened, size
-from .top_figures import Figures, Rates, hit_rate
+from .top_figures import Figures, Rates, hit_rate, number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -112,7 +112,7 @@ def rows(view: View, name: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
             (f"{one['microseconds'] / 1000:,.1f} ms", duration(max(now_s - one["unix_s"], 0)), one["command"])
             for one in slow
         ]
-    clients = sorted(found.clients, key=lambda one: -int(one.get(sort, "0") or 0))
+    clients = sorted(found.clients, key=lambda one: -number(one.get(sort)))
     names = ("addr", "user", "age", "idle", "leases", "cmd")
     return names, [
         (
@@ -120,7 +120,7 @@ def rows(view: View, name: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
             _plain(one.get("user", "")),
             _span(one.get("age")),
             _span(one.get("idle")),
-            one.get("leases", "-"),
+            _plain(one.get("leases", "-")),
             _plain(one.get("cmd", "")),
         )
         for one in clients
@@ -184,7 +184,7 @@ def _head(view: View, columns: int) -> Text:
     head.append(f"  {view.where}")
     if view.figures is not None:
         found = view.figures
-        head.append(f"  {found.version}  up {duration(found.uptime_s)}  {found.clients_count:,} clients")
+        head.append(f"  {_plain(found.version)}  up {duration(found.uptime_s)}  {found.clients_count:,} clients")
     head.truncate(columns - 1, overflow="ellipsis")
     return head
 
@@ -196,7 +196,7 @@ def _tier(name: str, tier: dict[str, int], columns: int) -> Text:
     told = f" {size(used)} of {size(capacity)}  {tier['entries']:,} entries  {tier['leases']:,} leases"
     width = max(min(columns - len(told) - 10, 60), 5)
     filled = min(round(width * used / capacity), width) if capacity else 0
-    text = Text(f"{name[:7]:7} ", "bold", no_wrap=True, overflow="ellipsis")
+    text = Text(f"{_plain(name[:7]):7} ", "bold", no_wrap=True, overflow="ellipsis")
     text.append("━" * filled, TIER_STYLES.get(name, "blue"))
     text.append("─" * (width - filled), "dim")
     text.append(told, "not bold")

@@ -16,6 +16,8 @@ from typing import Final
 from kvredis.backends.address import Address, ClusterAddress, RemoteAddress, SentinelAddress
 from kvredis.backends.tls import told as tls_told
 
+from .terminal import printable
+
 PROBE_S: Final = 1.0
 PLAIN_REDIS: Final = "`ls`, `get`, `put` and `rm` work there"
 TLS_ALERT: Final = b"\x15\x03"
@@ -48,7 +50,8 @@ _BY_WORD: Final = {
 
 def told(error: BaseException, address: RemoteAddress, words: Sequence[object] = ()) -> str:
     """The line for an error that redis-py raised while it said `words` to the server at `address`."""
-    at, text = str(address), str(error).strip()
+    # what a server says goes to a terminal, which must not obey it
+    at, text = str(address), printable(str(error).strip().encode("utf-8", "backslashreplace"))
     for cause in _chain(error):
         if line := _of_socket(cause, at, address):
             return line
@@ -174,7 +177,7 @@ def _speaks_tls(address: Address) -> bool:
 
 def moved(text: str, address: RemoteAddress) -> str:
     """The line for MOVED and ASK: `text` is the error's, with the slot and the node that has it."""
-    node = text.split()[-1] if text else "another node"
+    node = printable(text.split()[-1].encode("utf-8", "backslashreplace")) if text else "another node"
     if isinstance(address, ClusterAddress | SentinelAddress):
         return f"a slot of {address} is on its way to {node}: try again"
     return f"that key is on {node}: use -u redis://{node}, or the whole cluster, -u redis-cluster://{node}"

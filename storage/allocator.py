@@ -100,6 +100,11 @@ class Allocator:
         """Every free hole by address, for reports and checks."""
         return [Extent(start, end - start) for start, end in sorted(self._by_start.items())]
 
+    @property
+    def longest_bytes(self) -> int:
+        """The longest hole; 0 when there is none."""
+        return self._by_length[-1][0] if self._by_length else 0
+
     def spans(self) -> list[tuple[int, int]]:
         """First byte and past the end of every free hole, in no order: for who may not take the time to sort them."""
         return list(self._by_start.items())

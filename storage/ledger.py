@@ -335,6 +335,7 @@ class Ledger:
         if twin is None:
             self._departed.note(entry.key, entry.space, self.turn)
         for leaving in (entry,) if twin is None else (entry, twin):
+            self.stats.evicted_away += not leaving.is_resident
             self._remove(leaving, "evicted")
             self.stats.evicted += 1
             self.stats.evicted_bytes += leaving.length

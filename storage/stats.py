@@ -69,6 +69,8 @@ class StoreStats(Counters):
     """Reservations given back without a commit."""
     evicted: int = 0
     evicted_bytes: int = 0
+    evicted_away: int = 0
+    """Those of them that had left memory before and had to leave the disk, or were lost there."""
     expired: int = 0
     deleted: int = 0
     flushed: int = 0

@@ -21,7 +21,7 @@ def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
             "capacity": arena.nbytes,
             "used": store.used_bytes,
             "free": store.allocator.free_bytes,
-            "largest_free": max((hole.length for hole in store.allocator.holes()), default=0),
+            "largest_free": store.allocator.longest_bytes,
             "reserved": store.reserved_bytes,
             "inline": store.inline_bytes,
             "entries": len(store.index) - store.away,

@@ -72,6 +72,9 @@ class Away:
         if not store.away and store.keep and command.name != "exec":
             return []  # nobody but this thread lets a block go
         names = values_read(session, command, shown(args))
+        client = self._server.lane.of(session) if command.name == "kv.lease" else None
+        if client is not None:
+            names = names[: client.within_share([key for key, _ in names], session.space)]
         leases = [lease for name in names if (lease := store.peek(*name)) is not None]
         if len(leases) == len(names) or not self.any_away(names):
             return leases

@@ -10,11 +10,15 @@ is in local_cache_usage and local_storage_usage); and what belongs to its own co
 
 from __future__ import annotations
 
+import asyncio
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
@@ -27,6 +31,7 @@ from kvredis.storage.stats import Times
 
 from .figures import PREFIX, Figure, Kind, Seen, Values, read_all
 from .http_door import HttpRequest, HttpResponse, Routes
+from .slices import in_slices
 
 if TYPE_CHECKING:
     from .server import Server
@@ -34,42 +39,73 @@ if TYPE_CHECKING:
 POWERS_SHOWN: Final = range(10, 35, 2)
 """Edges of the buckets: 1.02 us, 4.1 us and so on, each four times the one before, up to 17 s."""
 
+PART_LABELS: Final = 4
+"""So many labels' values are written before others have a turn: of times that takes a millisecond."""
+
+END: Final = b"# EOF\n"
+"""Of OpenMetrics."""
+
 
 def routes(server: Server) -> Routes:
     """/metrics, for who may see it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(FiguresCollector(server))
-    ProcessCollector(registry=registry)
+    process = ProcessCollector(registry=None)
+    turn = asyncio.Lock()
 
-    def metrics(request: HttpRequest) -> HttpResponse:
+    async def metrics(request: HttpRequest) -> HttpResponse:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        if content_type.startswith("application/openmetrics-text"):
+        is_open = content_type.startswith("application/openmetrics-text")
+        if is_open:
             # Asked to escape, it takes the colon of `lmcache:` for something to escape. None of our names needs that.
-            body: bytes = openmetrics(registry, escaping=ALLOWUTF8)  # type: ignore[no-untyped-call]
-            return HttpResponse(200, body, content_type)
-        return HttpResponse(200, encode(registry), content_type)
+            encode = partial(openmetrics, escaping=ALLOWUTF8)
+        texts: list[bytes] = []
+
+        def take(some: Sequence[Part]) -> None:
+            for part in some:
+                lines = encode(part).removesuffix(END).splitlines(keepends=True)
+                texts.extend(lines if part.begins else filterfalse(is_comment, lines))
+
+        async with turn:  # many scrapes at a time would each have a slice before anybody else has a turn
+            await in_slices(parts(server), take, batch=1)
+        texts.append(encode(process).removesuffix(END))
+        return HttpResponse(200, b"".join(texts) + (END if is_open else b""), content_type)
 
     return {"/metrics": (metrics, True)}
 
 
-class FiguresCollector(Collector):
-    """What a scrape finds."""
+@dataclass(frozen=True, slots=True)
+class Part(Collector):
+    """Some values of one figure. To make and write a value takes 20 us and there may be thousands, so that it is done
+    part by part; values are those of one moment, but times go on meanwhile."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    make: Callable[[], Metric]
+    begins: bool = True
+    """Whether these are the figure's first values, before which its help and type are told."""
 
     def collect(self) -> Iterator[Metric]:
-        """Every figure that has a value now, what runs here, and LMCache's names."""
-        server = self._server
-        yield build(server)
-        for figure, values in read_all(server):
-            yield family(figure, values)
-        seen = Seen(server)
-        for name, (kind, text, read) in LMCACHE.items():
-            value = read(seen)
-            if value is not None:
-                made = CounterMetricFamily if kind is Kind.COUNTER else GaugeMetricFamily
-                yield made(f"lmcache:{name}", text, value=value)
+        """For an encoder, the figure with no other values."""
+        yield self.make()
+
+
+def parts(server: Server) -> list[Part]:
+    """Every figure that has a value now, what runs here, and LMCache's names."""
+    found = [Part(partial(build, server))]
+    for figure, values in read_all(server):
+        labels = list(values)
+        for at in range(0, len(labels), PART_LABELS):
+            some = {label: values[label] for label in labels[at : at + PART_LABELS]}
+            found.append(Part(partial(family, figure, some), begins=at == 0))
+    seen = Seen(server)
+    for name, (kind, text, read) in LMCACHE.items():
+        value = read(seen)
+        if value is not None:
+            made = CounterMetricFamily if kind is Kind.COUNTER else GaugeMetricFamily
+            found.append(Part(partial(made, f"lmcache:{name}", text, value=value)))
+    return found
+
+
+def is_comment(line: bytes) -> bool:
+    """Whether a line of a scrape is HELP or TYPE."""
+    return line.startswith(b"#")
 
 
 def build(server: Server) -> Metric:
@@ -140,7 +176,10 @@ LMCACHE: Final[dict[str, tuple[Kind, str, Callable[[Seen], float | None]]]] = {
     "local_cpu_evict_keys_count": (
         Kind.COUNTER,
         "Total number of keys evicted from memory for want of room.",
-        lambda seen: seen.server.store.stats.evicted + seen.tier.get("unloaded", 0),
+        lambda seen: seen.server.stats.floor(
+            "left_memory",
+            seen.server.store.stats.evicted - seen.server.store.stats.evicted_away + seen.tier.get("unloaded", 0),
+        ),
     ),
     "local_cpu_evict_failed_count": (
         Kind.COUNTER,

@@ -185,7 +185,7 @@ def _received(seen: Seen) -> Values:
 def _sent(seen: Seen) -> Values:
     stats = seen.server.stats
     sent = {kind: each.output_bytes for kind, each in seen.server.traffic().items()}
-    spliced = min(stats.spliced_bytes, sent["unix"])  # bytes of a reply are counted when it is begun
+    spliced = min(stats.spliced_bytes, sent["unix"])
     sent["unix"] -= spliced
     return sent | {"spliced": spliced, "shared_memory": seen.server.store.stats.leased_bytes}
 
@@ -235,16 +235,22 @@ def _stores(seen: Seen) -> Values:
 
 
 def _left(seen: Seen) -> Values:
-    stats = seen.server.store.stats
-    lost = seen.tier.get("lost", 0)
+    stats, floor = seen.server.store.stats, seen.server.stats.floor
     left = {
-        "room": max(0, stats.evicted - lost),
+        "room": floor("room", stats.evicted - stats.evicted_away),
         "expired": stats.expired,
         "deleted": stats.deleted,
         "flushed": stats.flushed,
         "overwritten": stats.overwritten,
     }
-    return left | {"lost": lost, "spilled": seen.tier["unloaded"]} if seen.tier else left
+    if not seen.tier:
+        return left
+    lost = seen.tier["lost"]
+    return left | {
+        "spilled": seen.tier["unloaded"],
+        "lost": lost,
+        "disk_room": floor("disk_room", stats.evicted_away - lost),
+    }
 
 
 BLOCKS: Final = (
@@ -254,7 +260,7 @@ BLOCKS: Final = (
     Figure("hit_tokens", Kind.COUNTER, "Tokens of blocks that were read whole, as far as they say how many they hold.",
            lambda seen: _by_tier(seen, seen.server.store.stats.hit_tokens, "demanded_tokens"), "tier"),
     Figure("stores", Kind.COUNTER, "Values that somebody wanted stored, by what became of them.", _stores, "outcome"),
-    Figure("evictions", Kind.COUNTER, "Blocks that left memory, by why; the disk has the spilled ones.",
+    Figure("evictions", Kind.COUNTER, "Blocks that left, by why; spilled: memory alone; disk_room, lost: the disk.",
            _left, "reason"),
     _counter("evicted_bytes", "Bytes that left all tiers for want of room.",
              lambda seen: seen.server.store.stats.evicted_bytes),
@@ -310,7 +316,10 @@ def _queues(seen: Seen) -> Values:
 
 def _promoted(seen: Seen) -> Values:
     tier = seen.tier
-    return {"demand": tier["demanded"], "prefetch": tier["promoted"] - tier["demanded"]} if tier else {}
+    if not tier:
+        return {}
+    ahead = seen.server.stats.floor("prefetched", tier["promoted"] - tier["demanded"])
+    return {"demand": tier["demanded"], "prefetch": ahead}
 
 
 def _unsaved(seen: Seen) -> Values:
@@ -328,7 +337,7 @@ DISK: Final = (
     _of_disk("disk_quarantined", "quarantined", "Records that were not what had been written, by their checksum.",
              Kind.COUNTER),
     _of_disk("disk_evictions", "evicted", "Blocks that left the disk for want of room.", Kind.COUNTER),
-    Figure("disk_queue_jobs", Kind.GAUGE, "Jobs that wait for a thread of the disk.", _queues, "job"),
+    Figure("disk_queue_jobs", Kind.GAUGE, "Jobs that wait for a thread of the disk.", _queues, "queue"),
     _of_disk("prefetch_jobs", "prefetch_jobs", "Prefetches that are not over."),
     Figure("unsaved_blocks", Kind.GAUGE, "Blocks that are in memory alone.", _unsaved),
     _of_tier("spilled_blocks", "spilled", "Blocks written to disk."),

@@ -50,7 +50,7 @@ def starting() -> Routes:
     def live(_request: HttpRequest) -> HttpResponse:
         return told(None, 0.0)
 
-    waiting = ("/", "/metrics", "/health", "/health/ready")
+    waiting = ("/", "/api/state", "/api/arena", "/api/keys", "/metrics", "/health", "/health/ready")
     return {"/health/live": (live, False), **dict.fromkeys(waiting, (not_yet, False))}
 
 

@@ -134,7 +134,7 @@ class HttpDoor:
         self._routes = routes
         self._gate = gate
         self._connections: dict[Connection, None] = {}
-        """In the order in which they connected."""
+        """In the order in which they have last been heard."""
         own = replace(
             options,
             port=-1 if self.encrypted else max(port, 0),
@@ -177,6 +177,11 @@ class HttpDoor:
         if len(self._connections) >= CONNECTIONS_MAX:
             silent = next((each for each in self._connections if each.task is None), None)
             (silent or connection).hang_up()
+        self._connections[connection] = None
+
+    def heard(self, connection: Connection) -> None:
+        """A client has asked for something: it is the last to lose its place."""
+        self._connections.pop(connection, None)
         self._connections[connection] = None
 
     def dismiss(self, connection: Connection) -> None:
@@ -320,6 +325,7 @@ class Connection(asyncio.Protocol):
         self._transport.pause_reading()
         self._limit(ANSWER_S + SEND_S)
         self._in_head = False
+        self._door.heard(self)
         request, self._request = self._request, None
         self.task = asyncio.get_running_loop().create_task(self._answer(request))
 

@@ -2,8 +2,8 @@
 
 Wrong passwords and missing rights are counted and logged as those of RESP clients are, so that one ACL LOG shows all
 who were refused. Two things are HTTP's own. Protected mode is asked for every request that is guarded, since a probe
-may knock without a password. And a server on loopback that asks for none takes requests for its own names alone: a web
-page whose name somebody has pointed at 127.0.0.1 would else read it with the browser of whoever looks at that page.
+may knock without a password. And on loopback a user who needs none may ask by names of this machine alone: a web page
+whose name somebody has pointed at 127.0.0.1 would else read all with the browser of whoever looks at that page.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class HttpGate:
         if given is not None:
             user = self._login(given, peer)
         elif default.needs_no_password:
-            if is_local(peer.laddr) and not is_own_name(request.headers.get("host", "")):
-                raise HttpError(403, "this server has no password and is asked for by a name that is not its own")
             user = default
         else:
             raise HttpError(401, "a user and password are needed", CHALLENGE)
+        # Whatever password is given, such a user has proven nothing by it.
+        if user.needs_no_password and is_local(peer.laddr) and not is_own_name(request.headers.get("host", "")):
+            raise HttpError(403, "this user has no password and asks for the server by a name that is not its own")
         self._check_rights(request, user, peer, asks_again=given is None)
 
     def _login(self, given: str, peer: Peer) -> User:

@@ -16,13 +16,14 @@ import array
 import contextlib
 import os
 import socket
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, extent_length
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.leasing import Found, Place
 from kvredis.storage.store import Store
@@ -90,6 +91,15 @@ class LaneClient:
     def lent_bytes(self) -> int:
         """How much memory it has lent us."""
         return 0 if self.memory is None else self.memory.nbytes
+
+    def within_share(self, keys: Sequence[bytes], space: int) -> int:
+        """How many of `keys`, from the first on, it may lease beside what it holds: others are not brought from disk
+        for it, since they might not even all be in memory at once."""
+        entries = [self._store.find(key, space) for key in keys]
+        ends = list(accumulate(0 if entry is None else extent_length(entry.length) for entry in entries))
+        if self._held_bytes + ends[-1] > self._share_bytes:
+            self._forget_ended()
+        return bisect_right(ends, self._share_bytes - self._held_bytes)
 
     def keep(self, found: Sequence[Found], run: LeaseRun, absent: Callable[[int], bytes]) -> bytes:
         """Keep the holds of a run for the client; the replies to all that was found, one behind the other. `absent`

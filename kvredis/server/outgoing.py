@@ -78,6 +78,7 @@ class Outgoing(asyncio.BufferedProtocol):
         self._lends = server.transport_lends
         self._paused = False
         self._paused_since_s = 0.0
+        self._behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._lent: list[Lease] = []
@@ -163,6 +164,8 @@ class Outgoing(asyncio.BufferedProtocol):
         """The transport keeps a rest that the client is too slow to take."""
         self._paused = True
         self._paused_since_s = monotonic()
+        if self._behind_since_s is None:
+            self._behind_since_s = self._paused_since_s
         if self.server.output_limits["normal"] != NO_LIMIT:
             self._check_output_limit()
 
@@ -267,14 +270,15 @@ class Outgoing(asyncio.BufferedProtocol):
 
     def _all_sent(self) -> bool:
         """Go on where `pause_writing` had stopped; True when nothing is left over and the leases have ended."""
-        if self._paused and not self._backlog:
-            self.server.stats.sending.add(monotonic() - self._paused_since_s)
         self._paused = False
         self._over_soft_limit_s = None
         if self._backlog:
             self._send_slices()
             if self._paused or self._backlog:
                 return False
+        if self._behind_since_s is not None:
+            self.server.stats.sending.add(monotonic() - self._behind_since_s)
+            self._behind_since_s = None
         self._release()
         if self._pushes and self._stream is None:
             self._send_pushes()

@@ -7,6 +7,7 @@ ever took it for more than text. All of it only reads; who may see it is the doo
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from base64 import b64encode
@@ -33,6 +34,7 @@ _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 def routes(server: Server) -> dict[str, tuple[Route, bool]]:
     """The page's paths, all behind the server's password. Reads the page's file."""
     surveys = Surveys(server.store)
+    turn = asyncio.Lock()  # of one walk at a time: each takes a slice of every turn of the loop
     page = HttpResponse(200, *load_page())
 
     async def arena(request: HttpRequest) -> HttpResponse:
@@ -40,14 +42,17 @@ def routes(server: Server) -> dict[str, tuple[Route, bool]]:
             return HttpResponse(200, await surveys.latest(), JSON)
         first = number(request.query, "from", server.store.arena.nbytes)
         past = number(request.query, "to", server.store.arena.nbytes)
-        return answer(await blocks_between(server.store, first, past))
+        async with turn:
+            return answer(await blocks_between(server.store, first, past))
 
     async def keys(request: HttpRequest) -> HttpResponse:
         prefix = request.query.get("prefix", "")
         if len(prefix) > PREFIX_CHARS_MAX:
             raise HttpError(400, f"prefix: at most {PREFIX_CHARS_MAX} characters")
         cursor = number(request.query, "cursor", BUCKETS - 1)
-        return answer(await search(server.store, meant(prefix), cursor, number(request.query, "db", SPACES - 1)))
+        space = number(request.query, "db", SPACES - 1)
+        async with turn:
+            return answer(await search(server.store, meant(prefix), cursor, space))
 
     answers: Mapping[str, Route] = {
         "/": lambda request: page,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
+from heapq import nsmallest
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -82,7 +83,6 @@ def told_block(store: Store, entry: Entry) -> Told:
         facts[name] = value[:AXES_SHOWN] if isinstance(value, list) else value
     return {
         "key": shown(entry.key),
-        "key_bytes": len(entry.key),
         "db": entry.space,
         **facts,
         "offset": None if entry.extent is NOWHERE else entry.extent.offset,
@@ -137,20 +137,25 @@ async def told_blocks(store: Store, entries: Sequence[Entry]) -> list[Told]:
 async def blocks_between(store: Store, first: int, past: int) -> Told:
     """Which blocks lie in [first, past) of the arena, in the order of their places: BLOCKS_SHOWN of them, and how many
     there are."""
-    there: list[Entry] = []
+    leading: list[Entry] = []
+    count = 0
     if first >= past:
-        return {"blocks": there, "count": 0}
+        return {"blocks": leading, "count": count}
 
     def take(entries: Sequence[Entry]) -> None:
+        nonlocal leading, count
+        there: list[Entry] = []
         for entry in entries:
             offset, length = entry.extent
             if offset < past and offset + length > first and length and is_there(store, entry):
                 there.append(entry)
+        if there:
+            count += len(there)
+            leading = nsmallest(BLOCKS_SHOWN, [*leading, *there], key=lambda entry: entry.extent.offset)
 
     for space in range(len(store.index.spaces)):
         await in_slices(list(store.index.spaces[space].values()), take)
-    there.sort(key=lambda entry: entry.extent.offset)
-    return {"blocks": await told_blocks(store, there[:BLOCKS_SHOWN]), "count": len(there)}
+    return {"blocks": await told_blocks(store, leading), "count": count}
 
 
 def commands(server: Server) -> list[Told]:
@@ -166,7 +171,6 @@ def commands(server: Server) -> list[Told]:
             "p50_us": round(record.percentile(50), 1),
             "p99_us": round(record.percentile(99), 1),
             "p999_us": round(record.percentile(99.9), 1),
-            "failed": record.failed_calls + record.rejected_calls,
         }
         for name, record in timed
     ]
@@ -178,7 +182,6 @@ def slow_commands(server: Server) -> Told:
     entries = sorted(log.entries, key=lambda entry: -entry.microseconds)[:SLOW_SHOWN]
     return {
         "threshold_us": log.threshold_us,
-        "kept": len(log.entries),
         "entries": [
             {
                 "id": entry.id,
@@ -190,11 +193,6 @@ def slow_commands(server: Server) -> Told:
                 "addr": shown(entry.addr),
             }
             for entry in entries
-        ],
-        "events": [
-            {"name": name, "last_ms": spikes.samples[-1][1], "highest_ms": spikes.highest_ms}
-            for name, spikes in server.latency.events.items()
-            if spikes.samples
         ],
     }
 

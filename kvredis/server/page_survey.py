@@ -201,8 +201,7 @@ class Survey:
 
     async def told(self) -> Told:
         """Walk, on the server's loop. `blocks` lie in the arena, are small and lie beside it, are on disk alone;
-        `ungrouped` are those whose prefix was one too many; `took_s` includes the rests."""
-        began_s = perf_counter()
+        `ungrouped` are those whose prefix was one too many."""
         spaces = self._store.index.spaces
         for space in range(len(spaces)):
             await in_slices(list(spaces[space].values()), self._take)
@@ -217,7 +216,6 @@ class Survey:
             "prefixes": [group.told(now_s) for group in leading],
             "prefixes_in_all": len(self._found),
             "ungrouped": self._ungrouped,
-            "took_s": round(perf_counter() - began_s, 4),
         }
 
     def _take(self, entries: Sequence[Entry]) -> None:

@@ -314,6 +314,15 @@ class Server:
             self._http_told_s = now_s
             log.warning("client %s closed: it speaks HTTP (POST or Host:), which somebody may abuse", session.addr)
 
+    def reset_stats(self) -> None:
+        """Count anew: CONFIG RESETSTAT. Sessions go on from what they have counted, which is taken off the sums."""
+        self.stats.reset()
+        self.store.stats.reset()
+        if self.store.tiering is not None:
+            self.store.tiering.stats.reset()
+        self.acl.log.reset_counts()
+        self.stats.gone = {kind: each.negated() for kind, each in self.traffic().items()}
+
     # ---- clients -------------------------------------------------------------------------------------------------
 
     def next_session_id(self) -> int:

@@ -126,6 +126,7 @@ class Splicer:
             return False
         self._charged_bytes = nbytes
         self._pieces.extend(map(self._splicing.as_piece, pieces))
+        self._splicing.stats.spliced_bytes += sum(map(len, pieces))  # at once, as output_bytes: what is left only grows
         return True
 
     def advance(self) -> bool:
@@ -144,7 +145,6 @@ class Splicer:
                 return False
             self._piped_bytes -= moved
             self._sent_bytes += moved
-            self._splicing.stats.spliced_bytes += moved
             moved_bytes += moved
         return False
 

@@ -105,6 +105,10 @@ class Traffic:
         self.reads += other.reads
         self.writes += other.writes
 
+    def negated(self) -> "Traffic":
+        """What brings it to zero."""
+        return Traffic(-self.input_bytes, -self.output_bytes, -self.reads, -self.writes)
+
 
 class Exchanging(Protocol):
     """Who counts what it receives and sends: a session, too."""
@@ -125,7 +129,7 @@ class ServerStats:
     gone: dict[str, Traffic] = field(default_factory=dict)
     """Of clients that are gone, by the kind of their connection: Server.traffic adds the connected ones."""
     spliced_bytes: int = 0
-    """Sent on unix sockets without a copy."""
+    """Of replies on unix sockets that go out without a copy, counted when they are begun."""
     put_bytes: int = 0
     """Copied out of memory that clients have lent."""
     putting: Times = field(default_factory=Times)

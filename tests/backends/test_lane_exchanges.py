@@ -1,6 +1,8 @@
-"""How often a load through shared memory speaks with its server: beside a busy engine a word costs more than a copy."""
+"""How often a load through shared memory speaks with its server, as beside a busy engine a word costs more than a copy,
+and what many loads that each ask ahead do to each other."""
 
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from kvredis.backends.remote import RemoteBackend
 from kvredis.backends.wire import Buffer
 
 from .conftest import small_store, start_server
-from .lane_server import lane_url, store_blocks
+from .lane_server import ask, lane_url, store_blocks
 from .verbs import content, keys_of, loaded
+
+MIB = 1 << 20
 
 
 def test_a_load_that_knows_the_length_of_blocks_asks_once_and_waits_once(
@@ -44,3 +48,24 @@ def test_a_load_that_knows_the_length_of_blocks_asks_once_and_waits_once(
     assert calls[0] == "send 3", "12 keys in commands of 5"
     assert set(calls[1:]) == {"receive"}
     assert len(calls) <= 4, "the answers come together, or one by one"
+
+
+def test_many_loads_from_disk_at_once_do_not_wait_for_each_others_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_lane, "TOGETHER_BYTES", MIB)
+    loads = [[b"load %d block %d" % (load, number) for number in range(24)] for load in range(14)]
+    disk = ["--local-disk", f"{tmp_path}/disk", "--max-local-disk-size", "1GB", "--max-local-cpu-size", "64MB"]
+    server = start_server("kvredis", tmp_path, *disk)
+    try:
+        with ExitStack() as open_, ThreadPoolExecutor(len(loads)) as threads:
+            url = parse_url(lane_url(server))
+            backends = [open_.enter_context(closing(RemoteBackend(url, small_store(), timeout_s=60.0))) for _ in loads]
+            for backend, keys in zip(backends, loads, strict=True):
+                store_blocks(backend, keys, MIB)
+                loaded(backend, keys[:1])  # the length is known from now on
+            ask(server, "SAVE")
+            found = list(threads.map(loaded, backends, loads))
+            assert [values.count(None) for values in found] == [0] * len(loads)
+    finally:
+        server.kill()

@@ -2,6 +2,8 @@
 
 import array
 import contextlib
+import ctypes
+import errno
 import fcntl
 import gc
 import os
@@ -360,6 +362,21 @@ def test_a_lease_is_held_until_its_limit_its_release_or_the_end_of_either_side()
         connection.close()
         assert not three.held
         assert three.view == bytes(4096), "there to be read, for who is in the middle of it"
+
+
+def test_a_signal_that_comes_while_it_is_looked_ends_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    look, numbers = attached._poll, [errno.EINTR, errno.EINTR, 0]
+
+    def poll(*asked: Any) -> int:
+        ctypes.set_errno(numbers.pop(0))
+        return -1 if numbers else int(look(*asked))
+
+    with told(answer(), memfd()) as connection:
+        connection.attach("run")
+        monkeypatch.setattr(attached, "_poll", poll)
+        assert connection.is_open
+        numbers += [errno.ENOMEM, 0]
+        assert not connection.is_open, "nobody knows"
 
 
 def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_the_look(

@@ -153,7 +153,7 @@ def test_each_tier_of_three_serves_what_it_has(fake: FakeServer, shelf: Shelf, t
 def test_the_counters_of_the_tiers_add_up_to_the_lookups_whatever_happens(fake: FakeServer, shelf: Shelf) -> None:
     keys, chance = keys_of(40), random.Random(7)
     with closing(open_layered(fake.url, blocks=16)) as backend:
-        asked = 0
+        asked = lookups = 0
         for _ in range(60):
             part = chance.sample(keys, chance.randrange(1, 12))
             match chance.randrange(4):

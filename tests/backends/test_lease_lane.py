@@ -86,6 +86,26 @@ def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(mon
     assert waits_s == [5.0, 4.5, 4.0, 3.5]
 
 
+def test_long_keys_are_asked_for_in_as_many_turns_as_a_socket_takes_without_being_read() -> None:
+    with told_by() as (connection, _):
+        connection.longest_bytes = 1
+        lane = LeaseLane(connection, [b"%4000d" % number for number in range(1000)], keep=False)
+        lane.ask(1)  # raises if that waits for the server, which may be waiting for us to read
+        assert 1 < lane.asked < 1000
+
+
+def test_one_load_of_short_values_does_not_make_the_next_ask_for_many_long_ones() -> None:
+    with told(b"*1\r\n*2\r\n:0\r\n:4096\r\n" + b"*1\r\n*2\r\n:0\r\n:16\r\n") as connection:
+        for _ in range(2):
+            lane = LeaseLane(connection, [b"k"], keep=False)
+            lane.ask(1)
+            lease = lane.take(lambda length: None)
+            assert isinstance(lease, SharedLease)
+            lease.release()
+            lane.settle(1.0)
+        assert connection.longest_bytes == 2048
+
+
 def places(answers: list[object]) -> list[tuple[int, int]]:
     """Where leases are."""
     return [(each._offset, each.length) for each in answers if isinstance(each, SharedLease)]

@@ -2,24 +2,44 @@
 
 import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.command import Command
+from selenium.webdriver.remote.remote_connection import RemoteConnection
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
+from urllib3.exceptions import HTTPError
 
 T = TypeVar("T")
-LIMIT_S = 30
+LIMIT_S = 60
+COMMAND_S = LIMIT_S + 15
+"""A driver that has not answered by then hangs: it ends whatever else takes long by itself after LIMIT_S."""
+
+QUIT_S = 10
 OUTPUT_VARIABLE = "KVREDIS_TEST_OUTPUT"
 """Names a folder that pictures are copied to."""
 
-NOWHERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost"
-"""Nothing that a test opens may fetch anything from elsewhere."""
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost",  # nothing may be fetched from elsewhere
+    "--disable-renderer-backgrounding",  # a window that nobody sees is drawn all the same
+    "--disable-backgrounding-occluded-windows",
+    "--disable-background-timer-throttling",
+)
 
 CONTRASTS = """
 function parts(colour) { return colour.match(/[\\d.]+/g).map(Number); }
@@ -49,6 +69,13 @@ return seen;
 """For each piece of text that is to be seen, the ratio of WCAG 2's "contrast ratio", from computed styles."""
 
 
+SEARCHED = "return results.caption.textContent !== ''"
+FACTS = """
+const names = [...document.querySelectorAll(`${arguments[0]} .facts dt`)];
+return names.map((name) => [name.textContent, name.nextElementSibling.textContent]);
+"""
+
+
 def program(name: str) -> str:
     """Where a program is; without it the test is skipped, but not where CI is set."""
     found = shutil.which(name)
@@ -58,22 +85,34 @@ def program(name: str) -> str:
     return found
 
 
+def connection(driver: Chrome) -> RemoteConnection:
+    """What carries commands to the driver's process."""
+    assert isinstance(driver.command_executor, RemoteConnection)
+    return driver.command_executor
+
+
+def started(folder: Path) -> Chrome:
+    """A driver and its browser, with a profile of their own below `folder`, in a group of processes of their own."""
+    options = ChromeOptions()
+    options.binary_location = program("chromium")
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tempfile.mkdtemp(prefix='profile', dir=folder)}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = Service(program("chromedriver"), popen_kw={"start_new_session": True})
+    driver = Chrome(options=options, service=service)
+    connection(driver).client_config.timeout = COMMAND_S
+    driver.set_page_load_timeout(LIMIT_S)
+    driver.set_script_timeout(LIMIT_S)
+    return driver
+
+
 class Browser:
-    """One window."""
+    """One window. `folder` is where pictures go."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        options = ChromeOptions()
-        options.binary_location = program("chromium")
-        for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
-            options.add_argument(flag)
-        options.add_argument(NOWHERE)
-        options.add_argument(f"--user-data-dir={folder / 'profile'}")
-        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self.driver = Chrome(options=options, service=Service(program("chromedriver")))
-        self.driver.set_page_load_timeout(LIMIT_S)
-        self.driver.set_script_timeout(LIMIT_S)
-        self.resize(1280, 900)
+        self.folder = self._profiles = folder
+        self.driver = self._started()
 
     # ---- how it is shown ---------------------------------------------------------------------------------------------
 
@@ -104,9 +143,9 @@ class Browser:
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     def open(self, url: str) -> None:
-        """Open a page and wait until it shows what it has been told."""
+        """Open a page and wait until it shows what it has been told: figures, arena and keys."""
         self.driver.get(url)
-        self.until(lambda: self.text("#status") == "Live" and self.run("return map !== null"))
+        self.until(lambda: self.text("#status") == "Live" and self.run("return map !== null") and self.run(SEARCHED))
         self.complaints()
 
     def run(self, script: str, *args: Any) -> Any:
@@ -135,8 +174,7 @@ class Browser:
 
     def facts(self, root: str) -> dict[str, str]:
         """What is told of the chosen block."""
-        names, values = self.texts(f"{root} .facts dt"), self.texts(f"{root} .facts dd")
-        return dict(zip(names, values, strict=True))
+        return dict(self.run(FACTS, root))  # names and values at once: the block may be chosen just now
 
     def until(self, condition: Callable[[], T]) -> T:
         """Wait for something to be so."""
@@ -172,6 +210,33 @@ class Browser:
         chain.move_to_element_with_offset(element, int(x - size["width"] / 2), int(y - size["height"] / 2))
         chain.click().perform()
 
+    # ---- beginning and end -------------------------------------------------------------------------------------------
+
+    def _started(self) -> Chrome:
+        try:
+            return started(self._profiles)
+        except (WebDriverException, HTTPError):  # no free port, or too slow on a busy machine
+            return started(self._profiles)
+
+    def leave(self) -> None:
+        """Show nothing any more. A browser that cannot even do that is replaced: only one test is the worse for it."""
+        try:
+            self.driver.get("about:blank")
+        except (WebDriverException, HTTPError):
+            self._kill()
+            self.driver = self._started()
+
     def close(self) -> None:
-        """End it."""
-        self.driver.quit()
+        """End it: as it wishes if it still answers, and by force what is there then."""
+        connection(self.driver).client_config.timeout = QUIT_S
+        with suppress(WebDriverException, HTTPError):
+            self.driver.execute(Command.QUIT)
+        self._kill()
+
+    def _kill(self) -> None:
+        process = self.driver.service.process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(LIMIT_S)
+        connection(self.driver).close()  # type: ignore[no-untyped-call]
+        self.driver.service.stop()  # sees that it has ended, and closes its pipes

@@ -9,15 +9,15 @@ from tests.browser.chromium import Browser
 from tests.browser.served import Served
 
 
-@pytest.fixture(scope="session")
-def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
 
 
-@pytest.fixture(scope="session")
-def served(window: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def served(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server = Served(tmp_path_factory.mktemp("served"))
     try:
         server.fill()
@@ -27,13 +27,20 @@ def served(window: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
-def browser(window: Browser, served: Served, tmp_path: Path) -> Iterator[Browser]:
+def window(chromium: Browser, tmp_path: Path) -> Iterator[Browser]:
+    """The window, as every test finds it."""
+    chromium.folder = tmp_path
+    try:
+        chromium.resize(1280, 900)
+        chromium.prefer(color_scheme="light")
+        yield chromium
+    finally:
+        chromium.leave()
+
+
+@pytest.fixture
+def browser(window: Browser, served: Served) -> Iterator[Browser]:
     """The page, freshly opened; at the end the console has had nothing to say."""
-    window.folder = tmp_path
-    window.resize(1280, 900)
-    window.prefer(color_scheme="light")
     window.open(served.url)
     yield window
-    complaints = window.complaints()
-    window.driver.get("about:blank")
-    assert complaints == []
+    assert window.complaints() == []

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from base64 import b64encode
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ PASSWORD = "secret"
 LAYOUT = ChunkLayout(8, 4, 64, "bf16", model="Qwen/Qwen2.5-7B")
 CHUNK_TOKENS = 64  # 512 KiB a block
 PROMPTS = 6
-EXIT_S = 30
+LIMIT_S = 60
 HOSTILE_KEYS = (
     b"<script>window.hit = 1</script>",
     b"<img src=x onerror='window.hit = 1'>",
@@ -45,6 +46,17 @@ class Served:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        patience = threading.Timer(LIMIT_S, self.process.kill)
+        patience.start()
+        try:
+            self._read_ports()
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            patience.cancel()
+
+    def _read_ports(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("Metrics on "):
@@ -52,7 +64,7 @@ class Served:
             if line.startswith("Ready to accept"):
                 self.port = int(line.split(" on ")[1].split(",")[0].rpartition(":")[2])
                 return
-        raise AssertionError(f"ended with {self.process.wait()} before it was ready")
+        raise AssertionError(f"ended with {self.process.wait(LIMIT_S)} before it was ready")
 
     @property
     def url(self) -> str:
@@ -66,12 +78,13 @@ class Served:
 
     def client(self) -> "redis.Redis":
         """A Redis client; the caller closes it."""
-        return redis.Redis(port=self.port, password=PASSWORD)
+        return redis.Redis(port=self.port, password=PASSWORD, socket_timeout=LIMIT_S)
 
     def told(self, path: str) -> Any:
         """What the server answers the page."""
         login = b64encode(f":{PASSWORD}".encode()).decode()
-        with urlopen(Request(f"{self.bare_url}{path}", headers={"Authorization": f"Basic {login}"})) as answer:
+        request = Request(f"{self.bare_url}{path}", headers={"Authorization": f"Basic {login}"})
+        with urlopen(request, timeout=LIMIT_S) as answer:
             return json.load(answer)
 
     def fill(self) -> None:
@@ -98,6 +111,6 @@ class Served:
     def end(self) -> None:
         """Kill it."""
         self.process.kill()
-        self.process.wait(EXIT_S)
+        self.process.wait(LIMIT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()

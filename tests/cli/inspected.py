@@ -25,7 +25,7 @@ from kvredis.cli.main import main
 from .conftest import ROOT
 
 SMALL = ("--max-local-cpu-size", "32MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
-STOP_S = 20
+STOP_S = 60
 CHUNK_TOKENS = 16
 QWEN = ChunkLayout(layers=2, kv_heads=2, head_dim=8, dtype="bf16", chunk_tokens=CHUNK_TOKENS, model="Qwen2.5-7B")
 LLAMA = tuple(
@@ -97,7 +97,7 @@ def connected(address: str, password: str | None = None) -> redis.Redis:
 
 def wait_until_on_disk(client: Any) -> None:
     """Wait until all that this client has stored is on the disk tier."""
-    assert client.execute_command("WAITAOF", 1, 0, 10_000)[0] == 1
+    assert client.execute_command("WAITAOF", 1, 0, 60_000)[0] == 1
 
 
 def block(layout: ChunkLayout, seed: int = 0) -> bytes:
@@ -148,7 +148,7 @@ def run_process(words: Sequence[str], folder: Path | None = None) -> subprocess.
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 

@@ -114,6 +114,14 @@ def test_a_user_who_may_not_ask_everything_is_told_what(locked: str) -> None:
     assert run("meta", "-u", url, "none").stderr == f"kvredis: redis://reader:***@{locked} has no key none\n"
     assert line("rm", "-u", url, "k").startswith(f"redis://reader:***@{locked}: k is not deleted: ")
     assert "lives on" in line("top", "--once", "-u", url)
+    seen = run("ls", "-u", url)
+    assert (seen.exit_code, seen.stderr) == (0, ""), "who may not ask INFO sees the tree without the version"
+    with connected(locked, "sesame") as client:
+        client.acl_setuser("watcher", enabled=True, passwords=["+word"], commands=["+info", "+kv.tiers"])
+    told = json.loads(
+        run("top", "--once", "--json", "--interval", "0.1", "-u", f"redis://watcher:word@{locked}").stdout
+    )
+    assert (told["prefixes"], told["prefixes_complete"]) == ([], False), "who may not look at keys sees the rest"
 
 
 def test_the_server_is_that_of_the_configuration_where_nobody_says(open_server: str, tmp_path: Path) -> None:
@@ -186,6 +194,7 @@ def test_who_is_silent_is_waited_for_as_long_as_was_said() -> None:
         (b"-ERR unknown command 'GET'\r\n", "{} does not know GET: "),
         (b"-ERR max number of clients reached\r\n", "{} has as many clients as it takes"),
         (b"", "{} hangs up: is it a Redis server?"),
+        (b"-ERR of \x1b[2J a kind\r\n", "{}: of \\x1b[2J a kind"),
         (b"220 mail.example ESMTP\r\n", "{} is no Redis server: it answered '220 mail.example ESMTP"),
     ],
 )

@@ -14,18 +14,20 @@ from kvredis.cli.get import get
 from .conftest import ROOT
 from .inspected import connected, free_port, run, serving
 
+ODD = ("star*", "stay", "with blank", "with;reboot", "with|sh", "with>file", "with&", "with!!", "with(x)", "-with")
+
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     with serving() as address, connected(address) as client:
-        client.mset({f"key:{number}": "x" for number in range(5)} | {"star*": "x", "stay": "x", "with blank": "x"})
+        client.mset({f"key:{number}": "x" for number in range(5)} | dict.fromkeys(ODD, "x"))
         yield f"redis://{address}"
 
 
 def offered(words: str, at: int) -> list[str]:
     """What bash is offered for the word number `at`, counted from 0."""
     done = subprocess.run(
-        [sys.executable, "-m", "kvredis"],
+        [sys.executable, "-m", "tests.cli.unhurried"],
         cwd=ROOT,
         env={"_KVREDIS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(at), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -44,7 +46,8 @@ def test_keys_of_the_server_are_offered(url: str) -> None:
 
 def test_a_pattern_in_a_word_is_a_word_and_what_would_need_quotes_is_not_offered(url: str) -> None:
     assert offered(f"kvredis get -u {url} sta", 4) == ["star*", "stay"]
-    assert offered(f"kvredis get -u {url} with", 4) == []
+    assert offered(f"kvredis get -u {url} with", 4) == [], "no shell runs what somebody has called a key"
+    assert offered(f"kvredis get -u {url} -w", 4) == []
 
 
 def test_subcommands_options_and_choices_are_offered() -> None:

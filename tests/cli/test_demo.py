@@ -25,6 +25,7 @@ SMALL = [
 ]
 COMMAND = [sys.executable, "-m", "kvredis", "demo", "ttft", *SMALL]
 ENV = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "LMCACHE_CHUNK_SIZE": "not read by the demo"}
+ENV |= {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
 
 
 def run(*args: str) -> "subprocess.CompletedProcess[str]":

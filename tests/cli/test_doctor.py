@@ -138,6 +138,30 @@ def test_ports_are_free_or_ours_or_a_fault(machine: Machine, serve: Serve) -> No
     assert run(machine, "system", KVREDIS_PORT=port, KVREDIS_REQUIREPASS="other").exit_code == 1
 
 
+def test_two_ports_that_are_the_same_are_a_fault(machine: Machine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+    found = json.loads(run(machine, "system", "--json", KVREDIS_PORT=port, KVREDIS_METRICS_PORT=port).stdout)
+    assert (found["port"]["ok"], found["metrics port"]["ok"]) == (True, False)
+
+
+def test_all_that_a_running_server_of_this_configuration_has_is_no_fault(
+    machine: Machine, serve: Serve, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "kv.sock")
+    small = ("--max-local-cpu-size", "16MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
+    server = serve("--port", "0", "--metrics-port", "free", "--unixsocket", path, "--requirepass", "pa$$", *small)
+    port = next(each for each in server.wait_ready() if not each.startswith("unix:")).rpartition(":")[2]
+    metrics = next(line for line in server.lines if line.startswith("Metrics on ")).strip("/").rpartition(":")[2]
+    env = {"KVREDIS_PORT": port, "KVREDIS_METRICS_PORT": metrics, "KVREDIS_UNIXSOCKET": path}
+    ours = json.loads(run(machine, "system", "--json", KVREDIS_REQUIREPASS="pa$$", **env).stdout)
+    assert {name: ours[name]["ok"] for name in ("port", "metrics port", "unix socket")} == dict.fromkeys(
+        ("port", "metrics port", "unix socket"), True
+    )
+    others = json.loads(run(machine, "system", "--json", KVREDIS_REQUIREPASS="other", **env).stdout)
+    assert not any(others[name]["ok"] for name in ("port", "metrics port", "unix socket"))
+
+
 def test_an_address_that_is_not_this_machines_is_a_fault_unless_it_may_be_missing(machine: Machine) -> None:
     result = run(machine, "system", KVREDIS_BIND="192.0.2.1")
     assert result.exit_code == 1
@@ -182,7 +206,7 @@ def test_a_server_that_would_listen_nowhere_is_a_fault(machine: Machine) -> None
     assert "no port and no unix socket" in result.output
 
 
-def test_a_socket_path_is_free_stale_ours_or_in_the_way(machine: Machine, tmp_path: Path) -> None:
+def test_a_socket_path_is_free_stale_or_in_the_way(machine: Machine, tmp_path: Path) -> None:
     path = tmp_path / "kv.sock"
 
     def look(at: Path = path) -> tuple[bool, str]:
@@ -195,7 +219,7 @@ def test_a_socket_path_is_free_stale_ours_or_in_the_way(machine: Machine, tmp_pa
         assert look() == (True, str(path)), "a stale one is replaced"
         assert path.exists(), "by the server, not by who looks"
         listener.listen()
-        assert look() == (True, f"{path} (a server that runs)")
+        assert look() == (False, f"{path} is in use by another server")
     path.unlink()
     path.touch()
     assert look() == (False, f"{path} exists and is not a socket")

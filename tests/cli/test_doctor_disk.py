@@ -76,6 +76,13 @@ def test_a_folder_beside_the_mount_is_not_in_it(machine: Machine, tmp_path: Path
     assert look(machine, tmp_path / "a disk 2").filesystem == "xfs"
 
 
+def test_a_mount_whose_name_is_not_ascii_is_found(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "größe").mkdir()
+    with (tmp_path / "proc/self/mountinfo").open("a", encoding="utf-8") as mounts:
+        mounts.write(f"32 27 254:3 / {tmp_path}/größe rw - btrfs /dev/vdd rw\n")
+    assert look(machine, tmp_path / "größe").filesystem == "btrfs"
+
+
 def test_a_machine_that_lists_no_mounts_has_an_unknown_file_system(tmp_path: Path) -> None:
     assert look(Machine(tmp_path / "sys", tmp_path / "proc"), tmp_path).filesystem == "unknown file system"
 
@@ -193,6 +200,14 @@ def test_a_throttled_device_is_told_with_its_bounds(machine: Machine, tmp_path: 
     facts = look(machine, tmp_path / "a disk")
     assert facts.throttled == "wbps=2097152"
     assert "throttled by a control group: wbps=2097152" in facts.told()
+    partition = machine.sys_root / "devices/block/disk/part"
+    partition.mkdir(parents=True)
+    (partition / "partition").write_text("1\n")
+    (partition.parent / "dev").write_text("253:16\n")
+    (machine.sys_root / "dev/block").mkdir(parents=True)
+    (machine.sys_root / "dev/block" / number).symlink_to(partition)
+    (group / "io.max").write_text("253:16 rbps=1048576 wbps=max riops=max wiops=max\n")
+    assert look(machine, tmp_path / "a disk").throttled == "rbps=1048576", "a partition's disk is what is throttled"
     (group / "io.max").write_text("")
     assert look(machine, tmp_path / "a disk").throttled == ""
 

@@ -93,6 +93,21 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: P
     assert [each.name for each in tmp_path.iterdir()] == ["folder"]
 
 
+def test_what_is_no_file_is_written_into_and_a_link_is_followed(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, b"words")
+        assert os.read(reader, 100) == b"words"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode), "as root, -o /dev/null would have made a file of it"
+    link.symlink_to(file)
+    write_whole(link, b"words")
+    assert (link.is_symlink(), file.read_bytes()) == (True, b"words")
+
+
 def test_a_block_goes_to_another_server_and_back_through_files(url: str, tmp_path: Path) -> None:
     path, back = tmp_path / "whole.safetensors", tmp_path / "back"
     assert run("get", "-u", url, "whole", "-o", str(path)).exit_code == 0

@@ -105,6 +105,7 @@ def test_keys_with_a_limit_says_how_many_are_left(address: str) -> None:
     result = run("ls", "-u", f"redis://{address}", "--keys", "--limit", "2")
     assert len(result.stdout.splitlines()) == 2
     assert result.stderr == f"{KEYS - 2} more: --limit shows them\n"
+    assert "more: --limit" in run("ls", "-u", f"redis://{address}", "--keys", "--json", "--limit", "2").stderr
     assert len(run("ls", "-u", f"redis://{address}", "--keys", "--limit", "0").stdout.splitlines()) == KEYS
 
 
@@ -215,3 +216,10 @@ def test_however_many_prompts_there_are_the_forest_keeps_the_largest_and_the_sum
     assert f"{99:016x}" in group.roots
     assert len(forest.groups) <= 6
     assert forest.whole.keys == 200
+
+
+def test_a_read_of_a_value_with_two_keys_is_one_hit() -> None:
+    forest = Forest()
+    for end in ("kv_bytes", "metadata"):
+        forest.add(f"{LMCACHE_KEYS[0]}{end}".encode(), {"nbytes": 1, "hits": 3})
+    assert forest.whole.hits == 3

@@ -1,12 +1,16 @@
 """`kvredis put`: a block is stored as it is, and a file that is none is refused before the server hears of it."""
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.connection import AbstractConnection
 
-from kvredis.cli.block_file import read_block
+from kvredis.cli.block_file import checked, read_block
+from kvredis.cli.client import PIECE_BYTES
 from kvredis.storage.errors import LayoutError
 
 from .inspected import QWEN, block, connected, run, serving
@@ -59,6 +63,26 @@ def test_if_absent_leaves_what_is_there_and_says_so(address: str, url: str, file
     assert value_of(address, "k") == Path(__file__).read_bytes()
 
 
+def test_a_value_is_sent_in_pieces_from_where_it_lies(
+    address: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    send: Callable[..., None] = AbstractConnection.send_packed_command
+
+    def noted(self: Any, command: Any, check_health: bool = True) -> None:
+        pieces = [command] if isinstance(command, str) else list(command)
+        sent.extend(pieces)
+        send(self, pieces, check_health)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", noted)
+    value = random.Random(7).randbytes(2 * PIECE_BYTES + 5)
+    (tmp_path / "large").write_bytes(value)
+    assert run("put", "-u", url, "--raw", str(tmp_path / "large"), "--ttl", "100", "--if-absent").exit_code == 0
+    assert max(map(len, sent)) == PIECE_BYTES, "each has the timeout to itself"
+    assert sum(isinstance(piece, memoryview) for piece in sent) == 3
+    assert value_of(address, "large") == value
+
+
 def test_standard_input_needs_a_key(address: str, url: str) -> None:
     assert run("put", "-u", url, "-", stdin=block(QWEN)).exit_code == 2
     assert run("put", "-u", url, "-", "in", stdin=block(QWEN)).exit_code == 0
@@ -101,6 +125,7 @@ def edited(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
         (header(shape=[-1]), "has no shape"),
         (header(data_offsets=[0]), "has no data_offsets"),
         (header(data_offsets=[8, 0]), "ends before it begins"),
+        (header(shape=[2**62] * 2000), "has 2,000 dimensions"),
         (header(shape=[3]), "would have 12 bytes, not 8"),
         (header(dtype="F128", data_offsets=[1, 8]), "begins at byte 1, not 0"),
         (header() + b"x", "tells of 8 bytes of tensors, and there are 9"),
@@ -117,6 +142,13 @@ def test_metadata_must_be_texts() -> None:
     text = b'{"__metadata__":{"a":1}}'
     with pytest.raises(LayoutError, match="__metadata__ is not a map of texts"):
         read_block(memoryview(len(text).to_bytes(8, "little") + text))
+
+
+def test_what_a_header_says_does_not_reach_a_terminal_as_it_is() -> None:
+    text = json.dumps({"__metadata__": {"xxh3": "\x1b[2J\ud800"}}).encode()
+    with pytest.raises(LayoutError) as caught:
+        checked(memoryview(len(text).to_bytes(8, "little") + text))
+    assert str(caught.value).isprintable()
 
 
 def test_a_damaged_file_is_not_stored(address: str, url: str, file: Path) -> None:

@@ -1,14 +1,22 @@
 """`kvredis serve` with a metrics port: where it says that it is, what is answered from the first moment to the last."""
 
+import asyncio
+import errno
 import http.client
 import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from kvredis.cli.starting_door import StartingDoor
+from kvredis.server.options import ServerOptions
+from kvredis.storage.errors import KVRedisError
 
 from .conftest import EXIT_S, Serve, ServeProcess
 
@@ -79,6 +87,16 @@ def test_a_metrics_port_that_is_taken_stops_the_start_at_once(serve: Serve, tmp_
     assert not os.path.exists(tmp_path / "kv.sock")
 
 
+def test_a_starting_door_without_a_loop_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_files(main: Coroutine[Any, Any, None]) -> None:
+        main.close()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "run", out_of_files)
+    with pytest.raises(KVRedisError, match="Too many open files"), StartingDoor(ServerOptions(metrics_port=1)):
+        raise AssertionError("it is not open")
+
+
 @pytest.mark.parametrize("value", ["-2", "65536", "many"])
 def test_a_port_that_is_none_is_refused(serve: Serve, value: str) -> None:
     server = serve(*SMALL, "--metrics-port", value)
@@ -107,9 +125,8 @@ def test_while_the_disk_tier_is_recovered_health_says_that_the_server_starts(ser
     status, body = first_answer(port, "/health")
     assert (status, json.loads(body)["status"]) == (503, "unavailable")
     assert "starting" in json.loads(body)["reason"]
-    assert [get(port, path)[0] for path in ("/health/ready", "/health/live", "/metrics", "/", "/none")] == [
-        503, 200, 503, 503, 404,
-    ]  # fmt: skip
+    paths = ("/health/ready", "/health/live", "/metrics", "/", "/api/state", "/api/arena", "/api/keys", "/none")
+    assert [get(port, path)[0] for path in paths] == [503, 200, 503, 503, 503, 503, 503, 404]
     with open(gate, "wb"):
         pass
     server.wait_ready()

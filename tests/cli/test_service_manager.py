@@ -137,6 +137,22 @@ def test_more_time_is_asked_for_only_while_blocks_leave(
     ]
 
 
+def test_a_manager_that_never_reads_keeps_nobody(manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    queue = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+
+    def tell() -> None:
+        for _ in range(queue + 8):
+            notify("WATCHDOG=1", wait_s=0)
+
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
+    telling.join(HEAR_S)
+    assert not telling.is_alive()
+    notify("READY=1", wait_s=0.001)
+    assert manager.message() == ["WATCHDOG=1"]
+
+
 def test_an_abstract_socket_is_understood_and_a_missing_one_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = ServiceManager(f"@kvredis-test-{os.getpid()}")
     monkeypatch.setenv("NOTIFY_SOCKET", manager.address)

@@ -136,7 +136,7 @@ def test_ctrl_c_cancels_a_prefetch_on_the_server_too(serve: Serve, tmp_path: Pat
         assert "Traceback" not in screen
         gate.touch()
         with connected(url.removeprefix("redis://")) as client:
-            status = mapped(client.execute_command("KV.JOB", 1, "WAIT", 10_000))
+            status = mapped(client.execute_command("KV.JOB", 1, "WAIT", 60_000))
         assert status["status"] == "cancelled"
         assert status["done"] + status["dropped"] == 40
         assert status["dropped"] > 0, "what had not begun was taken back"
@@ -247,7 +247,7 @@ def test_a_dumb_terminal_gets_plain_lines_and_no_live_screen(url: str) -> None:
 
 
 def test_completion_in_a_real_bash_knows_commands_and_keys(url: str) -> None:
-    with terminal(120, 24) as one:
+    with terminal(120, 24, program="tests.cli.unhurried") as one:
         one.enter('eval "$(kvredis completion bash)"; echo loaded')
         one.wait("\nloaded")
         one.wait_prompt()

@@ -89,6 +89,15 @@ def test_rates_are_differences_over_time_and_a_restart_counts_from_nothing() -> 
     assert hit_rate(Figures(0.0)) is None
 
 
+def test_in_a_cluster_a_restart_counts_that_server_anew_and_not_the_others() -> None:
+    def moment(at_s: float, **commands: int) -> Figures:
+        parts = {name: Figures(at_s, {"commands": count}) for name, count in commands.items()}
+        return Figures(at_s, {"commands": sum(commands.values())}, parts=parts)
+
+    assert rates(moment(10.0, a=1000, b=5000), moment(12.0, a=20, b=5100)).per_s["commands"] == 60.0
+    assert rates(moment(10.0, a=1000), moment(12.0, a=1010, c=9000)).per_s["commands"] == 5.0, "c has just joined"
+
+
 def test_a_walk_looks_at_a_slice_at_a_time_and_shows_the_last_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Server:
         batches = ([b"a:1", b"a:2"], [b"a:3", b"a:4"], [b"a:5"])

@@ -21,21 +21,21 @@ import pytest
 from .conftest import ROOT
 
 PROMPT = "READY>"
-WAIT_S = 30
+WAIT_S = 60
 LOOK_S = 0.05
 
 
 class Terminal:
     """One window of `columns` times `lines`, closed with all that runs in it at the end of the block."""
 
-    def __init__(self, columns: int = 80, lines: int = 24, **env: str) -> None:
-        program = shutil.which("tmux")
-        if program is None:
+    def __init__(self, columns: int = 80, lines: int = 24, program: str = "kvredis", **env: str) -> None:
+        tmux = shutil.which("tmux")
+        if tmux is None:
             if os.environ.get("CI"):
                 pytest.fail("tmux is not installed, and CI tries every command in a terminal (apt install tmux)")
             pytest.skip("tmux is not installed (apt install tmux)")
         self._folder = tempfile.TemporaryDirectory(prefix="kvredis-tmux-")
-        self._tmux = [program, "-S", f"{self._folder.name}/socket", "-f", "/dev/null"]
+        self._tmux = [tmux, "-S", f"{self._folder.name}/socket", "-f", "/dev/null"]
         clean = {
             "PATH": f"{Path(self._folder.name)}:{os.environ['PATH']}",
             "HOME": self._folder.name,
@@ -43,7 +43,7 @@ class Terminal:
         }
         self._env = {**clean, "PS1": f"{PROMPT} ", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **env}
         script = Path(self._folder.name) / "kvredis"
-        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kvredis "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {program} "$@"\n')
         script.chmod(0o755)
         # tmux sets TERM for what runs in it, so another one is set behind it
         shell = ["env", *(f"{name}={value}" for name, value in self._env.items()), "bash", "--norc", "--noprofile"]
@@ -117,8 +117,8 @@ class Terminal:
 
 
 @contextmanager
-def terminal(columns: int = 80, lines: int = 24, **env: str) -> Iterator[Terminal]:
-    """A terminal whose shell has said that it is ready."""
-    with Terminal(columns, lines, **env) as one:
+def terminal(columns: int = 80, lines: int = 24, program: str = "kvredis", **env: str) -> Iterator[Terminal]:
+    """A terminal whose shell has said that it is ready; `program` is the module that `kvredis` runs there."""
+    with Terminal(columns, lines, program, **env) as one:
         one.wait_prompt()
         yield one

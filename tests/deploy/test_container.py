@@ -3,6 +3,7 @@
 What installs Debian packages and makes the user is not run here.
 """
 
+import contextlib
 import fnmatch
 import json
 import os
@@ -179,6 +180,33 @@ def test_its_own_commands_make_a_server_that_is_healthy(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_first_process_of_a_container_ends_when_it_is_told_to_while_it_starts(tmp_path: Path) -> None:
+    alone = ["unshare", "--pid", "--fork", "--kill-child", "--map-root-user"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("the kernel lets us have no process numbers of our own (unshare --pid)")
+    config = tmp_path / "kvredis.yaml"
+    os.mkfifo(config)  # so that it starts for as long as nobody writes
+    env = {"PATH": os.environ["PATH"], "LMCACHE_CONFIG_FILE": str(config)}
+    process = subprocess.Popen([*alone, sys.executable, "-m", "kvredis", "serve"], cwd=ROOT, env=env)
+    try:
+        writer = opened_when_read(config, process)
+        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert process.wait(WAIT_S) == 1
+        os.close(writer)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def opened_when_read(fifo: Path, process: subprocess.Popen[bytes]) -> int:
+    """The writing end, as soon as there is a reader."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError):  # ENXIO
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    raise AssertionError("it has ended before it read its configuration")
 
 
 def free_port() -> str:

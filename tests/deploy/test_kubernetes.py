@@ -169,6 +169,11 @@ def test_pods_may_do_nothing_that_the_restricted_standard_forbids() -> None:
     assert all({*volume} - {"name"} <= {"configMap", "emptyDir"} for volume in pod()["volumes"])
 
 
+def test_a_broken_disk_takes_no_pod_from_its_clients_and_starts_none_anew() -> None:
+    asked = {name: container()[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")}
+    assert asked == {"startup": "/health/ready", "liveness": "/health/live", "readiness": "/health/ready"}
+
+
 # ---- the cluster that it is, on loopback: each pod an address, and its name mapped to that ---------------------------
 
 

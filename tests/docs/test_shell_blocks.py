@@ -131,6 +131,12 @@ def test_the_check_of_options_finds_what_is_wrong(words: str) -> None:
     assert wrong_options(words.split()) != ""
 
 
+def test_no_block_starts_a_server_behind_its_own_back_or_writes_outside_of_its_folder() -> None:
+    # The stage returns from `kvredis serve` when it is ready; with & the next line would come before that.
+    lines = [(block.place, command) for block in BLOCKS if block.runs for command in commands_of(block)]
+    assert [each for each in lines if re.match(r"kvredis serve\b.*&$", each[1]) or "/tmp/" in each[1]] == []
+
+
 def test_every_block_says_what_it_is_and_only_what_would_run_says_why_it_does_not() -> None:
     assert [block.place for block in BLOCKS if block.language not in LANGUAGES] == []
     assert [block.place for block in BLOCKS if block.reason and block.language not in RUN] == []

@@ -1,5 +1,6 @@
 """/metrics as Prometheus reads it: both formats, names by its conventions, LMCache's names, and what they say."""
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from kvredis.adapters.block import encode_header
 from kvredis.adapters.layout import ChunkLayout
+from kvredis.server import slices
 from kvredis.server.exposition import buckets
 from kvredis.server.figures import FIGURES, Kind
 from kvredis.server.server import Server
@@ -64,6 +66,40 @@ def test_both_formats_say_the_same_and_prometheus_own_checker_finds_nothing_wron
     promtool("check", "metrics", given=b"".join(ours))
 
 
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+def test_a_long_scrape_is_made_in_turns_and_is_whole(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept: str
+) -> None:
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)  # a rest after each part, however quick
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, metrics_port=-1) as live:
+            for number in range(100):
+                live.server.stats.command(f"command{number}").observe(number + 1, 5000)
+            turns = 0
+
+            async def count() -> None:
+                nonlocal turns
+                while True:
+                    turns += 1
+                    await asyncio.sleep(0)
+
+            counting = asyncio.ensure_future(count())
+            both = await asyncio.gather(ask(live, "/metrics", *filter(None, [accept])), ask(live, "/health"))
+            counting.cancel()
+            assert turns > 100
+            text = both[0].body.decode()
+            families = list((parse_openmetrics if accept else parse_text)(text))
+            assert len({each.name for each in families}) == len(families)
+            found = samples(families)
+            calls = [found["kvredis_command_seconds_count", (f"command{number}",)] for number in range(100)]
+            assert calls == [number + 1 for number in range(100)]
+            assert text.count("# TYPE kvredis_command_seconds ") == 1
+            assert text.count("# EOF\n") == bool(accept)
+
+    run_on(loop, story())
+
+
 def test_names_are_as_prometheus_wants_them() -> None:
     names = [figure.full_name for figure in FIGURES]
     assert len(set(names)) == len(names)
@@ -74,6 +110,7 @@ def test_names_are_as_prometheus_wants_them() -> None:
         assert name.endswith("_total") == (figure.kind is Kind.COUNTER), name
         assert not {"ms", "kb", "mb", "percent", "milliseconds"} & set(name.split("_")), "base units"
         assert figure.help.endswith("."), name
+        assert figure.label not in ("job", "instance", "le", "quantile"), "Prometheus has its own of these names"
 
 
 def test_what_clients_did_is_what_is_told(loop: str, tmp_path: Path) -> None:
@@ -162,6 +199,13 @@ def test_a_block_that_comes_back_from_disk_is_a_hit_of_the_disk(loop: str, tmp_p
             assert after["kvredis_copy_seconds_count", ("spill",)] == after["kvredis_spilled_blocks_total", ()] == 1
             assert after["kvredis_disk_blocks", ()] == 1
             assert after["lmcache:local_storage_usage", ()] > 100_000
+            with live.store._lock:
+                live.store._unload(live.store.index.spaces[0][b"cold"])
+                live.store._lapse(live.store.index.spaces[0][b"cold"])
+            after = await scraped(live)
+            gone = {reason: after["kvredis_evictions_total", (reason,)] for reason in ("room", "spilled", "disk_room")}
+            assert gone == {"room": 0, "spilled": 2, "disk_room": 1}, "it has left memory twice and the disk once"
+            assert after["lmcache:local_cpu_evict_keys_count_total", ()] == 2
 
     run_on(loop, story())
 

@@ -10,7 +10,8 @@ from kvredis.server.figures import FIGURES, Kind, fields, read_all
 from kvredis.server.server import Server
 from tests.server.fake_session import make_server
 from tests.server.http_client import ask
-from tests.server.live import LiveServer, run_on
+from tests.server.live import MIB, LiveServer, run_on, until
+from tests.server.spliced import promising
 from tests.server.tiered_server import TieredServer
 
 CHANGING = ("uptime_seconds", "clients_http", "sent_bytes_", "received_bytes_", "start_time_seconds")
@@ -111,10 +112,49 @@ def test_config_resetstat_begins_counters_anew_and_leaves_gauges(loop: str, tmp_
             assert (await info(live))["copy_seconds_receive_count"] == "1"
             await client.ask("CONFIG", "RESETSTAT")
             for figure, values in read_all(live.server):
-                if figure.kind is Kind.COUNTER and "bytes" not in figure.name and figure.label != "command":
+                if figure.name == "sent_bytes":
+                    assert values == dict.fromkeys(values, 0) | {"unix": len("+OK\r\n")}
+                elif figure.kind is Kind.COUNTER and figure.label != "command":
                     assert set(values.values()) == {0}, figure.name
             told = await info(live)
             assert (told["memory_blocks"], told["copy_seconds_receive_count"]) == ("1", "0")
+
+    run_on(loop, story())
+
+
+def test_bytes_that_are_spliced_are_those_of_no_other_lane_from_the_first_on(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, 32 * MIB) as live:
+
+            def sent() -> tuple[float, float]:
+                told = dict(fields(live.server))
+                return told["sent_bytes_total_unix"], told["sent_bytes_total_spliced"]
+
+            client, value = await promising(live), b"v" * (4 * MIB)
+            await client.ask("SET", "k", value)
+            copied, _ = sent()
+            await client.send("GET", "k")
+            await until(lambda: sent() != (copied, 0))
+            assert sent()[0] == copied, "what has yet to be taken is counted on one side alone"
+            assert await client.read_bulk() == value
+            assert sent()[0] == copied
+            assert sent()[1] > len(value)
+
+    run_on("uvloop", story())
+
+
+def test_a_reply_that_is_taken_little_by_little_is_sent_once(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, 32 * MIB) as live:
+            client, value = await live.connect(), b"v" * (8 * MIB)
+            await client.ask("SET", "k", value)
+            await client.send("GET", "k")
+            (session,) = live.server.sessions.values()
+            await until(lambda: session.unsent_bytes)
+            assert await client.read_bulk() == value
+            await until(lambda: any(live.server.stats.sending.counts))
+            assert await client.ask("PING") == b"+PONG\r\n"
+            assert sum(live.server.stats.sending.counts) == 1
 
     run_on(loop, story())
 

@@ -85,6 +85,11 @@ def test_without_a_password_a_name_that_is_pointed_at_loopback_shows_nothing(
     async def story(live: LiveServer) -> None:
         for path in ("/", "/metrics", "/api/keys"):
             assert (await ask(live, path, f"Host: {host}")).status == 403
+            forged = await ask(live, path, f"Host: {host}", basic("default", "any password is right"))
+            assert forged.status == 403, "a page can send a password along"
+        client = await live.connect()
+        await client.ask("ACL", "SETUSER", "watcher", "on", ">w", "+info")
+        assert (await ask(live, "/metrics", f"Host: {host}", basic("watcher", "w"))).status == 200
         for own in ("localhost:9121", "127.0.0.1:9121", "[::1]:9121", socket.gethostname()):
             assert (await ask(live, "/metrics", f"Host: {own}")).status == 200
 

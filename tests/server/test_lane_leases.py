@@ -173,6 +173,25 @@ def test_a_block_on_disk_is_brought_before_it_is_leased(loop: str, tmp_path: Pat
     run_on(loop, story())
 
 
+def test_what_is_on_disk_beyond_a_clients_share_is_refused_and_not_waited_for(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with TieredServer(tmp_path) as live, attached(live) as client:
+            names = [f"k{n}" for n in range(24)]  # 8 are half of the arena
+            for name in names:
+                live.put_away(name)
+            places = await client.ask("KV.LEASE", 0, *names, "none")
+            leased = [place for place in places if isinstance(place, list)]
+            assert 0 < len(leased) <= 8
+            assert [client.bytes_at(place) for place in leased] == [block(name) for name in names[: len(leased)]]
+            assert places[: len(leased)] == leased
+            assert places[-1] is None
+            assert [str(refused) for refused in places[len(leased) : -1]] == [SHARE_USED] * (len(names) - len(leased))
+            assert live.tier(names[-1]) == "disk"
+            live.store.check_integrity()
+
+    run_on(loop, story())
+
+
 def test_a_leased_block_is_not_taken_out_of_memory_for_others(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with TieredServer(tmp_path) as live, attached(live) as client:

@@ -223,7 +223,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path, umask: int) -> None
 class Crowd:
     """A `kvredis serve` with few descriptors, and blocking clients of it."""
 
-    def __init__(self, folder: Path, loop: str, files: int) -> None:
+    def __init__(self, folder: Path, loop: str) -> None:
         self.path = str(folder / "s")
         flags = ["--port", "none", "--unixsocket", self.path, "--max-local-cpu-size", "16MB", "--hugepages", "off"]
         self.process = subprocess.Popen(
@@ -236,10 +236,13 @@ class Crowd:
         )
         assert self.process.stdout is not None
         assert any("Ready to accept" in line for line in self.process.stdout)
-        # Only now: at its start the server would lower maxclients to what the limit allows, and turn clients away.
+        self.clients: list[socket.socket] = []
+
+    def limit(self, files: int) -> None:
+        """So many more may it open. To be called once it has served somebody: at its start the server would lower
+        maxclients to what the limit allows, and what it opens once is open by then."""
         limit = self.open_files() + files
         resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
-        self.clients: list[socket.socket] = []
 
     def open_files(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
@@ -273,9 +276,12 @@ def ask(client: socket.socket, words: bytes) -> bytes:
 
 @every_loop
 def test_without_descriptors_clients_wait_and_others_are_served(loop: str, tmp_path: Path) -> None:
-    crowd = Crowd(tmp_path, loop, files=5)
+    crowd = Crowd(tmp_path, loop)
     try:
-        inside = [crowd.connect() for _ in range(5)]
+        inside = [crowd.connect()]
+        assert ask(inside[0], b"PING\r\n") == b"+PONG\r\n"
+        crowd.limit(files=4)
+        inside += [crowd.connect() for _ in range(4)]
         assert [ask(client, b"PING\r\n") for client in inside] == [b"+PONG\r\n"] * 5
         waiting = [crowd.connect() for _ in range(3)]
         for client in waiting:

@@ -15,7 +15,7 @@ import pytest
 from kvredis.server import page
 from kvredis.server.page import PREFIX_CHARS_MAX, load_page
 from kvredis.storage.index import BUCKETS
-from tests.server.http_client import HttpClient, basic, connect
+from tests.server.http_client import HttpClient, ask, basic, connect
 from tests.server.live import LiveServer, run_on
 
 PATHS = ("/", "/api/state", "/api/arena", "/api/arena?from=0&to=4096", "/api/keys?prefix=k")
@@ -152,6 +152,30 @@ def test_clients_are_served_while_the_page_is_made(tmp_path: Path) -> None:
         assert (arena.status, reply) == (200, b"$-1\r\n")
 
     serving(tmp_path, story, "asyncio")
+
+
+def test_however_many_ask_one_walk_is_made_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    walking, most = 0, 0
+
+    async def walk(*_asked: object) -> dict[str, object]:
+        nonlocal walking, most
+        walking += 1
+        most = max(most, walking)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        walking -= 1
+        return {}
+
+    monkeypatch.setattr(page, "search", walk)
+    monkeypatch.setattr(page, "blocks_between", walk)
+
+    async def story(live: LiveServer, client: HttpClient) -> None:
+        paths = ["/api/keys", "/api/arena?from=0&to=4096"] * 3
+        answers = await asyncio.gather(*(ask(live, path) for path in paths))
+        assert [answer.status for answer in answers] == [200] * 6
+        assert most == 1
+
+    serving(tmp_path, story)
 
 
 # ---- what the browser is told ----------------------------------------------------------------------------------------

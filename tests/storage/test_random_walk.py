@@ -303,6 +303,7 @@ def test_the_store_agrees_with_a_dict_after_every_step(seed: int, arena_mib: int
         walk.end()
     stats = walk.store.stats
     assert len(walk.done) == 15
-    counts = {name: count for name, count in stats.as_dict().items() if name not in ("hit_tokens", "leased_bytes")}
+    elsewhere = ("hit_tokens", "leased_bytes", "evicted_away")  # of engines' blocks, of the lane, of a disk
+    counts = {name: count for name, count in stats.as_dict().items() if name not in elsewhere}
     assert min(counts.values()) > 0, stats
     assert walk.retired > 50

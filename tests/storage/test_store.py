@@ -296,6 +296,7 @@ def test_every_counter_counts_what_it_says(store: Store, clock: Clock) -> None:
         "aborted": 1,
         "evicted": 1,  # fill:2 for the one given up, whose room then served fill:5
         "evicted_bytes": BLOCK_BYTES,
+        "evicted_away": 0,
         "expired": 1,
         "deleted": 2,
         "flushed": BLOCKS - 3,

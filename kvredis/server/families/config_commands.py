@@ -88,11 +88,7 @@ def config_set(session: Session, args: list[bytes]) -> Reply:
 )
 def config_resetstat(session: Session, args: list[bytes]) -> Reply:
     """CONFIG RESETSTAT."""
-    session.server.stats.reset()
-    session.store.stats.reset()
-    if session.store.tiering is not None:
-        session.store.tiering.stats.reset()
-    session.server.acl.log.reset_counts()
+    session.server.reset_stats()
     return OK
 
 

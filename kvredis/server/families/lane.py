@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.commands import COMMANDS, command
-from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, boot_id
+from kvredis.server.lane import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
 from kvredis.server.lane_memory import LendError, LentMemory, receive
 from kvredis.server.pending import Answer, has_hung_up
 from kvredis.server.replies import (
@@ -104,7 +104,7 @@ def attach(session: Session, args: list[bytes]) -> Reply:
 )
 def lease(session: Session, args: list[bytes]) -> Reply:
     """For each key [offset, length] in the arena, nil, the value itself if it is small and not in the arena, or an
-    error when this client has leased its share."""
+    error when this client has leased its share, or would have with what is on disk."""
     client = session.server.lane.of(session)
     if client is None:
         return NOT_ATTACHED
@@ -115,9 +115,16 @@ def lease(session: Session, args: list[bytes]) -> Reply:
         return BAD_LIMIT
     if len(args) - 2 > KEYS_MAX:
         return TOO_MANY_KEYS
-    keys = args[2:]
-    found, run = session.store.lease_run(keys, session.space, (limit_ms or client.lease_ms) / 1000)
-    return b"*%d\r\n" % len(keys) + client.keep(found, run, lambda at: missing(session, keys[at]))
+    keys, store = args[2:], session.store
+    found, run = store.lease_run(keys, session.space, (limit_ms or client.lease_ms) / 1000)
+    waited_for = client.within_share(keys, session.space) if store.tiering is not None and None in found else len(keys)
+
+    def absent(at: int) -> bytes:
+        if at >= waited_for and store.find(keys[at], session.space) is not None:
+            return SHARE_USED
+        return missing(session, keys[at])
+
+    return b"*%d\r\n" % len(keys) + client.keep(found, run, absent)
 
 
 @command(

@@ -153,7 +153,7 @@ def figures(server: Server) -> Figures:
     keys = len(store.index)
     dataset = store.live_bytes + store.inline_bytes - keys * ENTRY_OVERHEAD_BYTES
     clients = clients_bytes(server)
-    free, largest = store.allocator.free_bytes, max((hole.length for hole in store.allocator.holes()), default=0)
+    free, largest = store.allocator.free_bytes, store.allocator.longest_bytes
     peak = server.stats.note_used(used)
     told: Figures = {
         "peak.allocated": peak,
@@ -200,7 +200,7 @@ def report(server: Server) -> str:
     store = server.store
     if store.used_bytes < LITTLE_BYTES:
         return "There is too little in memory to say anything about it: fill the cache and ask again.\n"
-    free, largest = store.allocator.free_bytes, max((hole.length for hole in store.allocator.holes()), default=0)
+    free, largest = store.allocator.free_bytes, store.allocator.longest_bytes
     said: list[str] = []
     if store.arena.fallback is not None:
         said.append(f"The arena has small pages: {' '.join(store.arena.fallback.split())}")
