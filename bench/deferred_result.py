@@ -122,7 +122,7 @@ def deferred_lines(rows: Sequence[DeferredRow], base: Sequence[BaseRow]) -> Iter
             f"  {'op':<18} {'pool':<4} {'server':<12} {'ms':>8} {'GB/s':>6} {'x T0':>7} {'drain ms':>8} {'x T0':>7}"
             f" {'server ms/GB':>12} {'client ms/GB':>12}"
         )
-        for row in sorted(own, key=lambda row: (list(_ORDER).index(row["op"]), row["pool"] != COLD)):
+        for row in sorted(own, key=lambda row: (_ORDER.index(row["op"]), row["pool"] != COLD)):
             yield (
                 f"  {row['op']:<18} {row['pool']:<4} {row['server']:<12} {row['seconds'] * 1e3:8.1f}"
                 f" {row['gb_per_s']:6.2f} {_ratio(row['ratio_t0'])} {row['drain_s'] * 1e3:8.1f}"
@@ -131,7 +131,7 @@ def deferred_lines(rows: Sequence[DeferredRow], base: Sequence[BaseRow]) -> Iter
             )
 
 
-_ORDER: Final = (SET, SET_PIPELINED, SET_MESSAGE, SET_DEFERRED, SET_DURABLE, GET, MGET)
+_ORDER: Final[tuple[str, ...]] = (SET, SET_PIPELINED, SET_MESSAGE, SET_DEFERRED, SET_DURABLE, GET, MGET)
 
 
 def _ratio(value: float | None) -> str:

@@ -56,18 +56,23 @@ class RateArm(Protocol):
 
     def write(self, mode: Mode, threads: int, shift: int) -> Timing:
         """Write every block, with what it holds in pass `shift`, until the device confirms it."""
+        ...
 
     def read(self, mode: Mode, threads: int) -> Timing:
         """Read every block as it was last written in this mode."""
+        ...
 
     def verify(self, mode: Mode) -> int:
         """Compare what was read last, in full; gives the bytes compared. VerificationError when one is wrong."""
+        ...
 
     def forget_pages(self) -> None:
         """Have nothing of our files left in the page cache."""
+        ...
 
     def close(self) -> None:
         """Let go of files; they stay."""
+        ...
 
 
 def forget_pages(path: Path) -> None:

@@ -107,7 +107,8 @@ class TablesPlan:
 def prefill_plan(budgets: tuple[int, ...] = (1024, 8192), **rest: Any) -> TablesPlan:
     """Prompts one after another, in passes of 1,024 tokens and at once; one token comes out."""
     points = tuple(Point(budget, 0.0, 1, budget) for budget in budgets)
-    return TablesPlan("prefill", points, **{"prompts": 3, "prompt_tokens": 8192} | rest)
+    settings: dict[str, Any] = {"prompts": 3, "prompt_tokens": 8192} | rest
+    return TablesPlan("prefill", points, **settings)
 
 
 def hit_sweep_plan(
@@ -115,7 +116,8 @@ def hit_sweep_plan(
 ) -> TablesPlan:
     """Prompts of which a share is common to all, many at once."""
     points = tuple(Point(rate, rate, output, budget) for rate in rates)
-    return TablesPlan("hit-sweep", points, **{"prompts": 200, "prompt_tokens": 1000, "rows": 32} | rest)
+    settings: dict[str, Any] = {"prompts": 200, "prompt_tokens": 1000, "rows": 32} | rest
+    return TablesPlan("hit-sweep", points, **settings)
 
 
 def long_prefill_plan(outputs: tuple[int, ...] = (2, 16, 128), budget: int = 1024, **rest: Any) -> TablesPlan:

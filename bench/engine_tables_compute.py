@@ -33,15 +33,19 @@ class Subject(Protocol):
 
     def hit(self, tokens: list[int]) -> int:
         """Tokens of the stored prefix, less than all."""
+        ...
 
     def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
         """Load up to `stop` into KV of (layers, 2, tokens, kv_heads, head_dim); gives how many are valid then."""
+        ...
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
         """Store a prompt's whole chunks; the tensor is its own until the Save is done."""
+        ...
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Hear how long computing took."""
+        ...
 
 
 class NoCache:
@@ -177,6 +181,7 @@ class Engine:
             loaded_s = self._now_s()
             cache = self._cache(room, start)
             columns = max(budget // len(prompts), 1)
+            logits = torch.empty(0)  # a token is always left to compute, and so there is a pass
             for first in range(start, total, columns):
                 logits = self._forward(ids[:, first : min(first + columns, total)], cache)
             token = logits[:, -1:].argmax(dim=-1)

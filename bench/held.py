@@ -50,14 +50,14 @@ def _transfers(result: BenchResult) -> Iterator[HeldRow]:
     for row in result["transfers"]:
         if "ratio_gb_per_s_to_before" in row:
             where = "one CPU" if row["pinned"] else "all CPUs"
-            ratios = {"rate": row["ratio_gb_per_s_to_before"], "CPU": row["ratio_server_cpu_to_before"]}
+            ratios = {"rate": row["ratio_gb_per_s_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
             yield HeldRow(f"{transfer_name(row)}, {where}", ratios)
 
 
 def _small(result: BenchResult) -> Iterator[HeldRow]:
     for row in result["small"]:
         if "ratio_rps_to_before" in row:
-            ratios = {"rate": row["ratio_rps_to_before"], "CPU": row["ratio_server_cpu_to_before"]}
+            ratios = {"rate": row["ratio_rps_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
             yield HeldRow(f"small {small_name(row)}", ratios)
 
 
@@ -70,5 +70,5 @@ def _pings(result: BenchResult) -> Iterator[HeldRow]:
 def _lookups(result: BenchResult) -> Iterator[HeldRow]:
     for row in result["lookup"]:
         if "ratio_p50_to_before" in row:
-            ratios = {"time": row["ratio_p50_to_before"], "CPU": row["ratio_server_cpu_to_before"]}
+            ratios = {"time": row["ratio_p50_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
             yield HeldRow(lookup_name(row), ratios)

@@ -47,7 +47,7 @@ def run(plan: LinksPlan, progress: Progress) -> LinksResult:
     result = LinksResult(
         schema=SCHEMA,
         machine=machine_facts(),
-        options=asdict(plan) | {"parts": list(plan.parts)},
+        options={**asdict(plan), "parts": list(plan.parts)},
         notes=[],
         gpus=[],
         peers=[],

@@ -93,7 +93,7 @@ def run(plan: MemoryPlan, progress: Progress) -> MemoryResult:
         machine=machine_facts(),
         torch=TorchFacts(version=str(torch.__version__), threads=threads),
         copying=copying.KIND,
-        options=asdict(plan) | {"threads": plan.crews()},
+        options={**asdict(plan), "threads": plan.crews()},
         pages={},
         notes=[],
         earlier=Earlier(source=EARLIER_FROM, ratios={arm: list(theirs) for arm, theirs in EARLIER.items()}),

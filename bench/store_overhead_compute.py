@@ -36,12 +36,15 @@ class Compute(Protocol):
 
     def begin(self, number: int) -> None:
         """Go on with the prompt of this number, from its first token on."""
+        ...
 
     def step(self, start: int, stop: int) -> None:
         """Compute tokens [start, stop) of it; on return they are in its KV."""
+        ...
 
     def kv(self, number: int) -> Tensor:
         """(layers, 2, tokens, kv_heads, head_dim)."""
+        ...
 
 
 class Asleep:

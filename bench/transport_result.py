@@ -209,7 +209,7 @@ def set_ahead(rows: Sequence[ArmRow]) -> None:
     by_name = {(row["shape"], row["transport"], row["arm"]): row for row in rows}
     for row in rows:
         like = LIKE.get((row["transport"], row["arm"]))
-        theirs = by_name.get((row["shape"], *like)) if like else None
+        theirs = by_name.get((row["shape"], like[0], like[1])) if like else None
         if theirs is not None:
             row["ahead"] = paired_ratio(by_repeat(theirs["samples"], "seconds"), by_repeat(row["samples"], "seconds"))
 

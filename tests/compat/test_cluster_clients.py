@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 import redis
+import redis.exceptions
 from redis.asyncio.cluster import RedisCluster as AsyncClusterClient
 from redis.cluster import ClusterNode
 from redis.cluster import RedisCluster as ClusterClient

@@ -19,6 +19,7 @@ def names(reply: bytes) -> list[bytes]:
 def info_fields(text: bytes) -> dict[bytes, list[bytes]]:
     """The names in each section of INFO."""
     found: dict[bytes, list[bytes]] = {}
+    section: list[bytes] = []
     for line in text.split(b"\r\n"):
         if line.startswith(b"# "):
             section = found[line[2:]] = []

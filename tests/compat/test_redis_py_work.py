@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+import redis.exceptions
 from redis._parsers import _HiredisParser, _RESP2Parser, _RESP3Parser
 from redis.backoff import NoBackoff
 from redis.cache import CacheConfig

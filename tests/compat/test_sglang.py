@@ -121,6 +121,13 @@ def test_whether_pages_are_there_is_one_question(opened: Open, kvredis: RunningS
     assert not asked.keys() & {"cmdstat_exists", "cmdstat_get", "cmdstat_touch"}
 
 
+def value_of(looking: redis.Redis, key: bytes) -> bytes:
+    """The whole value, which is there."""
+    value = looking.get(key)
+    assert isinstance(value, bytes)
+    return value
+
+
 def stored_key(server: RunningServer, worker: Worker, *, without: int, pages: int = PAGES) -> bytes:
     """The key of page `without` of prompt 1, which is stored here page by page to learn it."""
     with client(server) as looking:
@@ -129,8 +136,8 @@ def stored_key(server: RunningServer, worker: Worker, *, without: int, pages: in
         worker("set", prompt=1, pages=without + 1, way="v1")
         (key,) = set(looking.keys()) - before
         assert worker("set", prompt=1, pages=pages, way="v1")["set"] == [True] * pages
-    found: bytes = key
-    return found
+    assert isinstance(key, bytes)
+    return key
 
 
 def test_loading_stops_at_the_first_page_that_is_missing(opened: Open, kvredis: RunningServer) -> None:
@@ -151,7 +158,7 @@ def test_a_page_that_was_damaged_is_missing_and_is_stored_anew(
     worker = opened(extra=lane(kvredis))
     key = stored_key(kvredis, worker, without=7)
     with client(kvredis) as looking:
-        value = bytearray(looking.get(key))
+        value = bytearray(value_of(looking, key))
         assert len(value) == PAGE_BYTES + 512
         value[place] ^= 1
         looking.set(key, bytes(value))
@@ -166,7 +173,7 @@ def test_a_value_of_another_length_is_missing(length: int, opened: Open, kvredis
     worker = opened(extra=tcp(kvredis))
     key = stored_key(kvredis, worker, without=0, pages=2)
     with client(kvredis) as looking:
-        looking.set(key, looking.get(key)[:length])
+        looking.set(key, value_of(looking, key)[:length])
     assert worker("get", prompt=1, pages=2, way="v1")["come"] == [False, False]
 
 

@@ -160,7 +160,7 @@ def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     first.open("llama", far(server.port), kv_events=events)
     first.ask("listen", endpoint=endpoint)
-    with redis.Redis(port=server.port) as client:
+    with redis.Redis(port=server.port, decode_responses=True) as client:
         client.flushall()
         first.generate(prompt(200))
         first.stored()
@@ -171,8 +171,8 @@ def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
         assert [event["tokens"] for event in told] == [prompt()[at : at + CHUNK] for at in (0, 64, 128)]
         hashes = [event["hashes"][0] for event in told]
         assert [event["parent"] for event in told] == [None, *hashes[:2]]
-        assert {key.decode().rpartition("}")[2] for key in client.keys("*")} == set(hashes)
-        client.delete(next(key for key in client.keys("*") if key.decode().endswith(hashes[1])))
+        assert {str(key).rpartition("}")[2] for key in client.keys("*")} == set(hashes)
+        client.delete(next(key for key in client.keys("*") if str(key).endswith(hashes[1])))
         first.generate(prompt(200))
         (gone,) = first.ask("events", medium="STORAGE", count=1)["events"]
         assert (gone["kind"], gone["hashes"]) == ("BlockRemoved", [hashes[1]])

@@ -78,6 +78,7 @@ class Script:
 
     def _set(self, name: Name) -> None:
         length = self._length()
+        reservation = None
         for _ in range(PATIENCE):  # who waits asks again whenever a block has been written
             reservation = self._store.reserve(name[0], length, name[1], drop=False)
             if reservation is not None or not run_jobs(self._store) or not self._alive():

@@ -198,7 +198,7 @@ def test_a_lease_that_is_revoked_in_the_middle_of_a_copy_costs_what_was_copied_t
 
 
 def _row(line: str) -> dict[str, str]:
-    return dict(word.partition("=")[::2] for word in line.split())
+    return {name: value for name, _, value in (word.partition("=") for word in line.split())}
 
 
 def test_a_block_that_was_damaged_on_the_server_is_a_miss_and_is_deleted_there(server: Server, way: Way) -> None:

@@ -40,7 +40,7 @@ def state_of(server: Server) -> State:
         "used": store.used_bytes,
         "keys": sum(store.count(space) for space in range(len(store.index.spaces))),
         "evicted": store.stats.evicted,
-        "received": server.traffic()[0],
+        "received": server.net_bytes()[0],
         "exceptions": server.stats.handler_exceptions,
     }
 

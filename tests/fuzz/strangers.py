@@ -69,12 +69,15 @@ class Door(Protocol):
 
     def state(self) -> State:
         """Its accounts, after check_integrity()."""
+        ...
 
     def sweep(self) -> State:
         """The accounts once every key but the canaries is gone."""
+        ...
 
     def complaints(self) -> list[str]:
         """What it has logged as a warning or worse."""
+        ...
 
 
 class LiveDoor:
