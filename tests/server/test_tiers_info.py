@@ -84,6 +84,7 @@ def test_every_figure_adds_up_after_stores_spills_reads_and_deletes(loop: str, t
             assert int(told["tier_promoted_bytes"]) == 24 * len(block("a"))
             assert await client.ask("DEL", KEYS[0], KEYS[-1], "nothing") == b":2\r\n"
             assert await client.ask("SET", KEYS[1], "small now") == b"+OK\r\n"
+            await until(lambda: not live.tiering.disk.unsettled)  # it has more free once it knows
             told = await agree(live, client)
             assert numbers(told, "disk_entries", "memory_unsaved", "store_deleted") == [21, 1, 2]
             assert await client.ask("FLUSHALL") == b"+OK\r\n"
