@@ -11,6 +11,7 @@ from kvredis.backends.local import LocalBackend
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.disk import DiskOptions, DiskTier
 from kvredis.storage.store import Store
+from tests.backends.nodes import wait_until
 from tests.faults.engine_runs import STORED, Subject, warnings_of
 from tests.faults.small_disk import full_disk, grow
 from tests.storage.fake_files import FakeFiles, Fault, on
@@ -36,9 +37,13 @@ def test_an_engine_whose_own_disk_is_full_keeps_what_its_memory_can_hold(
         assert not subject.knows(0)
         assert len(warnings_of(caplog)) == 1, warnings_of(caplog)
         grow(full_disk)
-        for number in range(40, 60):
-            subject.ask(number)
-        assert subject.ask(40) == STORED
+
+        def is_used_again() -> bool:
+            for number in range(40, 60):  # more than memory holds
+                subject.ask(number)
+            return subject.ask(40) == STORED
+
+        wait_until(is_used_again, "the disk has room and is used again")  # a busy machine may drop some in between
         assert subject.engine.stats.errors == 0
 
 
