@@ -316,8 +316,8 @@ class DiskIndex:
                 self._do("DELETE FROM records WHERE space=?", (space,))
             elif where != space:
                 self._do(
-                    "UPDATE records SET space=-1-?1, alias=moved(key, space, ?1, alias) WHERE space=?2",
-                    (where, space),
+                    "UPDATE records SET space=-1-?, alias=moved(key, space, ?, alias) WHERE space=?",
+                    (where, where, space),
                 )
         if moved != STAY:
             self._do("UPDATE records SET space=-1-space WHERE space<0")

@@ -185,6 +185,8 @@ def test_with_local_cpu_false_nothing_stays_in_memory_and_transfers_succeed(
     keys = keys_of(2 * FIT)
     backend = opened(local_cpu=False, disk=disk, url=server.url if remote else None)
     put_all(backend, keys)
+    if disk:
+        memory_of(backend)  # what is on its way to the disk is read in memory
     for _ in range(2):
         assert loaded(backend, keys) == values_of(keys)
         if disk:
