@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,7 @@ from .engine_tables_worker import Pass, Task, first_line
 from .errors import BenchError, VerificationError
 from .figures import rotated
 from .machine import machine_facts
-from .servers import ServerProcess, child_environment, kvredis_recipe
+from .servers import ServerProcess, child_environment, end_child, kvredis_recipe
 from .shapes import SHAPES, ModelShape
 from .store_overhead_compute import TINY
 from .transfer import MIB, Progress
@@ -175,15 +175,8 @@ class WorkerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process, STOP_S)
         process.stdout.close()
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from kvredis.backends.address import Address
 
 from .errors import BenchError
-from .servers import child_environment
+from .servers import child_environment, end_child
 
 STOP_WAIT_S: Final = 10.0
 _SLICE_BYTES: Final = 64 * 1024
@@ -107,15 +107,8 @@ class Throttle:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended, with a line unread
-            process.stdin.close()
-        try:
-            process.wait(STOP_WAIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process, STOP_WAIT_S)
         process.stdout.close()
 
     def _answer(self) -> str:

@@ -8,13 +8,12 @@ import queue
 import subprocess
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self, cast
 
 from .errors import BenchError
-from .servers import child_environment
+from .servers import child_environment, end_child
 from .shapes import ModelShape
 from .store_overhead_compute import WIDTHS
 from .vllm_result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
@@ -180,15 +179,8 @@ class EngineProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_child(process, STOP_S)
         if self._reader is not None:
             self._reader.join()
         process.stdout.close()

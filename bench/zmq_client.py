@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from .errors import BenchError
-from .servers import READY_WAIT_S, STOP_WAIT_S, child_environment, process_cpu_s
+from .servers import READY_WAIT_S, STOP_WAIT_S, child_environment, end_child, process_cpu_s
 from .zmq_peer import DEFER, DONE, DRAIN, GET, PUT, SET, STREAM, Pool, pack_ids, serve
 
 ZmqTransport = Literal["tcp", "ipc", "inproc"]
@@ -74,14 +74,8 @@ class ZmqProcess:
         """End the process, by closing its input, after STOP_WAIT_S by force; idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None
             assert process.stdout is not None
-            process.stdin.close()
-            try:
-                process.wait(STOP_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_child(process, STOP_WAIT_S)
             process.stdout.close()
         if self._folder is not None:
             self._folder.cleanup()

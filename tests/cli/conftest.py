@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from .inspected import ROOT as ROOT
+from .inspected import serving
+
 EXIT_S = 30
 """A bound on what must end by itself; none of it takes a second."""
 
@@ -80,3 +81,10 @@ def serve() -> Iterator[Serve]:
             one.process.kill()
         if one.process.stdout is not None and not one.process.stdout.closed:
             one.finish()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Where a file's own server listens: host:port."""
+    with serving() as address:
+        yield address

@@ -22,8 +22,7 @@ from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.cli.main import main
 
-from .conftest import ROOT
-
+ROOT = Path(__file__).parents[2]
 SMALL = ("--max-local-cpu-size", "32MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
 STOP_S = 60
 CHUNK_TOKENS = 16

@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,7 @@ from kvredis.cli.get import write_whole
 from kvredis.storage.errors import BackendError
 from tests.backends.topologies import KvredisCluster
 
-from .inspected import QWEN, block, connected, plain_redis, run, run_process, serving
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as address:
-        yield address
+from .inspected import QWEN, block, connected, plain_redis, run, run_process
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from kvredis.cli.block_file import Tensor
 from kvredis.cli.block_values import fp8_values, stats_of
 from kvredis.cli.meta import histogram
 
-from .inspected import QWEN, block, connected, plain_redis, run, serving, store_prompt
+from .inspected import QWEN, block, connected, plain_redis, run, store_prompt
 
 TORCH = {
     "F64": torch.float64,
@@ -28,12 +27,6 @@ TORCH = {
     "U8": torch.uint8,
     "I64": torch.int64,
 }
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as address:
-        yield address
 
 
 @pytest.fixture(scope="module")

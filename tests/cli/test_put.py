@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,7 @@ from kvredis.cli.block_file import checked, read_block
 from kvredis.cli.client import PIECE_BYTES
 from kvredis.storage.errors import LayoutError
 
-from .inspected import QWEN, block, connected, run, serving
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as address:
-        yield address
+from .inspected import QWEN, block, connected, run
 
 
 @pytest.fixture

@@ -1,17 +1,10 @@
 """`kvredis rm`: what is named goes, what matches goes after it was counted and agreed to."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from .inspected import connected, run, serving
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with serving() as address:
-        yield address
+from .inspected import connected, run
 
 
 @pytest.fixture

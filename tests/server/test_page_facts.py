@@ -15,15 +15,15 @@ from kvredis.server.page_facts import KEYS_WANTED, blocks_between, meant, search
 from kvredis.server.page_survey import Surveys
 from kvredis.server.server import Server
 from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.entry import Entry
 from kvredis.storage.store import Store
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.live import run_on
+from tests.server.surveyed import MIB, entry_of, store, surveyed
 from tests.server.test_kv import KV, METADATA, block
 from tests.server.tiered_server import TieredServer
 
-MIB = 1024 * 1024
-CHUNK = b"kvredis:llama@0123456789abcdef@{0@%s}%s"
+__all__ = ["store"]
+
 HOSTILE = [b"<script>alert(1)</script>", b"\x00\x1b[31m\r\n", bytes(range(256)), b"\\x41", b"\xe2\x80\xaeevil", b""]
 
 
@@ -34,29 +34,6 @@ def server() -> Iterator[Server]:
     assert server.store.leases == 0
     server.store.check_integrity()
     server.store.close()
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    now_ms = 1_700_000_000_000
-    store = Store(Arena.create(64 * MIB, HugepageMode.OFF), clock_ms=lambda: now_ms)
-    yield store
-    assert store.leases == 0
-    store.check_integrity()
-    store.close()
-
-
-def entry_of(store: Store, key: bytes, space: int = 0) -> Entry:
-    """A block that is there."""
-    found = store.index.get(key, space)
-    assert found is not None
-    return found
-
-
-def surveyed(store: Store) -> dict[str, Any]:
-    """A survey as the page reads it."""
-    told: dict[str, Any] = json.loads(asyncio.run(Surveys(store).latest()))
-    return told
 
 
 # ---- bytes as text ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the page is told of the arena as a whole and of the prompts in it: true, bounded, and gathered in slices."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,11 @@ from kvredis.server.page_survey import CELLS_MAX, KINDS, NO_KIND, Survey, Survey
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import run_on
+from tests.server.surveyed import CHUNK, MIB, entry_of, store, surveyed
 from tests.server.test_kv import KV, METADATA, block
-from tests.server.test_page_facts import entry_of, surveyed
 from tests.server.tiered_server import TieredServer
 
-MIB = 1024 * 1024
-CHUNK = b"kvredis:llama@0123456789abcdef@{0@%s}%s"
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    now_ms = 1_700_000_000_000
-    store = Store(Arena.create(64 * MIB, HugepageMode.OFF), clock_ms=lambda: now_ms)
-    yield store
-    assert store.leases == 0
-    store.check_integrity()
-    store.close()
+__all__ = ["store"]
 
 
 # ---- the arena -------------------------------------------------------------------------------------------------------
