@@ -1,12 +1,14 @@
 """An engine believes whatever bytes it is given, so the checksum is where a damaged block becomes a miss.
 
-Hashing runs beside the copies, in threads of its own: one core does 10 to 30 GB/s, PCIe more.
+On a GPU the transfer finds checksums where the bytes pass (transfer.py, Sum). Else hashing runs beside the copies, in
+threads of its own: one core does 10 to 30 GB/s, PCIe more.
 """
 
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from .block import Block, checksum_of
+from .transfer import NO_ROW, Sum, Transfer
 
 THREADS_MAX = 8
 
@@ -28,6 +30,10 @@ class Checking:
         """The checksum for a header, to come; None when it is off."""
         return None if self._pool is None else self._pool.submit(checksum_of, tensor)
 
+    def passing(self, transfer: Transfer, tensor: memoryview) -> Sum | None:
+        """The same of a tensor that `transfer` moves next, where it can be found in passing."""
+        return None if self._pool is None else transfer.sum_of(tensor.nbytes)
+
     def close(self) -> None:
         """Let go of the threads; nothing may be under way."""
         if self._pool is not None:
@@ -42,7 +48,14 @@ class Verdict:
     def __init__(self, pool: ThreadPoolExecutor | None, block: Block) -> None:
         self._pool = pool
         self._block = block
-        self._sum: Future[str] | None = None
+        self._sum: Future[str] | Sum | None = None
+
+    def row_in(self, transfer: Transfer, tensor: memoryview) -> int:
+        """Where `transfer` adds up the checksum of `tensor`, which it is given next, if it does; begun then. NO_ROW
+        where it does not, or where `tensor` is not all of the block's."""
+        if self._sum is None and self._pool is not None and tensor.nbytes == self._block.tensor.nbytes:
+            self._sum = transfer.sum_of(tensor.nbytes)
+        return NO_ROW if self._sum is None or isinstance(self._sum, Future) else self._sum.row
 
     def begin(self) -> None:
         """Hash the bytes behind the caller's back."""

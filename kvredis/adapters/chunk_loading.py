@@ -121,15 +121,18 @@ def note_come(means: Means, errand: Errand, chunks: list[LeasedChunk]) -> None:
 
 
 class ChunkLoading:
-    """Loads an errand's moves; `run` may raise what backend and transfer raise. The errand's `come` is right whatever
-    happens, and when `run` has ended nothing is written any more."""
+    """Loads an errand's moves, on a GPU into pages that are free behind `after`; `run` may raise what backend and
+    transfer raise. The errand's `come` is right whatever happens, and when `run` has ended nothing is written any
+    more."""
 
-    def __init__(self, means: Means, errand: Errand) -> None:
+    def __init__(self, means: Means, errand: Errand, after: torch.cuda.Event | None = None) -> None:
         self._means = means
         self._errand = errand
+        self._after = after
         self._intake = Intake(means)
         self._next: list[LeasedChunk] = []  # of one group
         self._next_bytes = 0
+        self._piece_bytes = means.piece_bytes  # the first is waited for; asking for those behind it is to cost little
         self._under_way: deque[tuple[list[LeasedChunk], Moving]] = deque()
         self._under_way_bytes = 0
         self._gap = False
@@ -155,8 +158,11 @@ class ChunkLoading:
         finally:
             self._drop()
         self._intake.forget()
+
+    def behind(self) -> None:
+        """What nobody waits for."""
         if self._errand.come:  # the head was used first, which would make it the first to be evicted
-            self._means.backend.touch([move.key for move in moves[: self._errand.come]])
+            self._means.backend.touch([move.key for move in self._errand.moves[: self._errand.come]])
 
     def _add(self, chunk: LeasedChunk) -> bool:
         """Take a chunk along, and say whether to go on."""
@@ -166,8 +172,9 @@ class ChunkLoading:
         self._next_bytes += chunk.nbytes
         if self._errand.cancelled:
             return False
-        if self._next_bytes >= self._means.piece_bytes:
+        if self._next_bytes >= self._piece_bytes:
             self._send()
+            self._piece_bytes = min(2 * self._piece_bytes, self._means.piece_bytes_max)
             while self._under_way and not self._gap and (self._is_full or self._is_known):
                 self._settle()
         return not self._gap
@@ -186,7 +193,9 @@ class ChunkLoading:
         if self._next:
             self._means.bandwidth.take(self._next_bytes, is_load=True)
             transfer = self._means.groups[self._next[0].move.group].transfer
-            moving = transfer.load([Part(chunk.move.pages, chunk.block.tensor) for chunk in self._next])
+            parts = [Part(chunk.move.pages, tensor := chunk.block.tensor, row=chunk.verdict.row_in(transfer, tensor))
+                     for chunk in self._next]  # fmt: skip
+            moving = transfer.load(parts, after=self._after)
             self._under_way.append((self._next, moving))
             for chunk in self._next:
                 chunk.verdict.begin()  # beside the copies, and behind them where there is one core for both

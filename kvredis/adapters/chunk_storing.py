@@ -18,7 +18,7 @@ from .block import encode_header
 from .chunk_moves import ChunkMove
 from .moving_options import Errand, Means
 from .storing import TOUCH_KEY_BYTES, TOUCH_SHARE
-from .transfer import Moving, Part
+from .transfer import NO_ROW, Moving, Part, Sum
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class ReservedChunk:
     """Room for one chunk's block, which commit makes visible with its header. Whoever has one commits or aborts it."""
 
-    __slots__ = ("_reservation", "_room", "move", "tensor", "tokens")
+    __slots__ = ("_reservation", "_room", "move", "passing", "tensor", "tokens")
 
     def __init__(self, means: Means, move: ChunkMove, reservation: Reservation) -> None:
         group = means.groups[move.group]
@@ -35,6 +35,14 @@ class ReservedChunk:
         self._reservation = reservation
         self._room = reservation.view
         self.tensor = self._room[self._room.nbytes - group.layout.chunk_bytes(self.tokens) :]
+        self.passing: Sum | None = None
+        """Its checksum, where the transfer finds it."""
+
+    def row_in(self, means: Means) -> int:
+        """Where its group's transfer, which is given it next, adds up its checksum; NO_ROW where it does not."""
+        if self.passing is None:
+            self.passing = means.checking.passing(means.groups[self.move.group].transfer, self.tensor)
+        return NO_ROW if self.passing is None else self.passing.row
 
     def commit(self, means: Means, checksum: str) -> None:
         """Make it visible; `tensor` has been filled."""
@@ -45,6 +53,8 @@ class ReservedChunk:
 
     def abort(self) -> None:
         """Give the room back; nothing is copied into it any more."""
+        if self.passing is not None:
+            self.passing.cancel()
         self.tensor = self._room = memoryview(b"")
         self._reservation.abort()
 
@@ -63,7 +73,7 @@ class Filled:
         self.nbytes = sum(chunk.tensor.nbytes for chunk in chunks)
         self._means = means
         self._errand = errand
-        self._chunks = [(chunk, means.checking.sum_of(chunk.tensor)) for chunk in chunks]
+        self._chunks = [(chunk, chunk.passing or means.checking.sum_of(chunk.tensor)) for chunk in chunks]
 
     @property
     def is_known(self) -> bool:
@@ -120,6 +130,9 @@ class ChunkStoring:
         """Store what is not there yet."""
         with self._means.bandwidth.row(is_load=False):
             self._run()
+
+    def behind(self) -> None:
+        """Nothing is left to do."""
 
     def _run(self) -> None:
         try:
@@ -186,7 +199,7 @@ class ChunkStoring:
         if self._next:
             nbytes = sum(chunk.tensor.nbytes for chunk in self._next)
             self._means.bandwidth.take(nbytes, is_load=False)
-            parts = [Part(chunk.move.pages, chunk.tensor) for chunk in self._next]
+            parts = [Part(chunk.move.pages, chunk.tensor, row=chunk.row_in(self._means)) for chunk in self._next]
             transfer = self._means.groups[self._next[0].move.group].transfer
             self._under_way.append((self._next, transfer.store(parts, after=self._after)))
             self._held_bytes += nbytes

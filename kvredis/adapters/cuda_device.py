@@ -1,5 +1,7 @@
-"""A CUDA device as the ring (transfer_cuda.py) needs it: torch's streams and memory, Triton's or torch's kernels, and
+"""A CUDA device as the ring (ring_device.py) needs it: torch's streams and memory, Triton's or torch's kernels, and
 the runtime's copies."""
+
+from __future__ import annotations
 
 import ctypes
 import logging
@@ -17,6 +19,7 @@ from kvredis.storage.errors import LayoutError
 
 from .cudart import Addresses, cuda_runtime
 from .paged import PagedKV
+from .ring_device import Summing
 from .ring_index import Index, TorchIndex
 from .ring_plan import Extents, Launch
 from .tensors import event_on
@@ -62,7 +65,7 @@ class _Numbers:
 
 
 class CudaDevice:
-    """Device (transfer_cuda.py) for the GPU that `paged` is on. `kernels` is triton, torch, or None: Triton where it is
+    """Device (ring_device.py) for the GPU that `paged` is on. `kernels` is triton, torch, or None: Triton where it is
     installed and the layers are alike."""
 
     def __init__(self, paged: PagedKV, kernels: str | None = None) -> None:
@@ -156,6 +159,19 @@ class CudaDevice:
             return
         places = extents.place + np.uint64(slot.data_ptr())
         self._runtime.copy(places, extents.host, extents.nbytes, stream.cuda_stream, batch=locked)
+
+    def summing(self, paged: PagedKV, rows: int) -> Summing | None:
+        """As Device.summing, where Triton gathers."""
+        if self.kernels != "triton":
+            return None
+        from .checksum_kernels import TritonSums  # compiles
+
+        with torch.cuda.device(self._device):
+            try:
+                return TritonSums(paged, rows)
+            except Exception as error:  # whatever another release of Triton says: cores hash as well
+                logger.info("the GPU finds no checksums of KV: %s", error)
+                return None
 
     def page_locked(self, address: int) -> bool:
         """As Device.page_locked."""

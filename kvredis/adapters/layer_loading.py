@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+import torch
+
 from .chunk_loading import Intake, LeasedChunk, note_come
 from .later import Later
 from .moving_options import Errand, Means
-from .transfer import Moving, Part
+from .transfer import Layers, Moving, Part
 
 AHEAD = 2
 """Layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking for more
@@ -33,39 +35,43 @@ def places_of(means: Means) -> list[int]:
     return sorted(found)
 
 
-def layer_bytes(chunk: memoryview, layers: int, layer: int) -> memoryview:
-    """The bytes of one layer of a chunk's tensor."""
-    nbytes = chunk.nbytes // layers
-    return chunk[layer * nbytes : (layer + 1) * nbytes]
-
-
 def has_moved(movings: Sequence[Moving]) -> bool:
     """Whether waiting for them takes no time."""
     return all(moving.done for moving in movings)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Load:
     errand: Errand
     chunks: list[LeasedChunk] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    loads: tuple[_Load, ...]
+    layers: Layers | None
+    nbytes: int
+
+
 class LayerLoads(Later):
     """The loads of one step: `run`, on the thread that loads, brings them; `wait_layer` is the engine's."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
+    def __init__(self, means: Means, errands: Sequence[Errand], after: torch.cuda.Event | None = None) -> None:
+        """On a GPU the pages are free behind `after`."""
         super().__init__(0)
         self.errands = list(errands)
         self._loads = [_Load(errand) for errand in errands]
         self.loaded_s: dict[int, float] = {}
         """When each layer had come (time.monotonic)."""
         self._means = means
+        self._after = after
         self._intake = Intake(means)
         self._places = places_of(means)
         self._changed = threading.Condition()
         self._through = -1
         self._ended = False
         self._hashed = 0
+        self._planned: dict[int, _Planned] = {}
 
     def end(self, tokens: int) -> None:
         """As Later.end; nobody waits for a layer any more."""
@@ -106,7 +112,6 @@ class LayerLoads(Later):
             for chunk in (chunk for load in self._loads for chunk in load.chunks):
                 chunk.release()
         self._intake.forget()
-        self._touch()
 
     def _lease(self, load: _Load) -> None:
         moves = load.errand.moves
@@ -125,20 +130,26 @@ class LayerLoads(Later):
             layer = group.layer_of(place)
             if layer is None:
                 continue
+            layers, nbytes = self._layers_of(number)
+            if layers is not None:
+                self._means.bandwidth.take(nbytes, is_load=True)
+                movings.append(layers.load(layer, after=self._after))
+
+    def _layers_of(self, number: int) -> tuple[Layers | None, int]:
+        """All chunks of a group that are wanted still, and a layer's bytes of them; planned anew when fewer are."""
+        wanted = () if self.cancelled else tuple(load for load in self._loads if not load.errand.cancelled)
+        planned = self._planned.get(number)
+        if planned is None or planned.loads != wanted:
+            group = self._means.groups[number]
+            chunks = [chunk for load in wanted for chunk in load.chunks if chunk.move.group == number]
             parts = [
-                Part(
-                    chunk.move.pages,
-                    layer_bytes(chunk.block.tensor, group.layout.layers, layer),
-                    range(layer, layer + 1),
-                )
-                for load in self._loads
-                if not load.errand.cancelled and not self.cancelled
-                for chunk in load.chunks
-                if chunk.move.group == number
+                Part(chunk.move.pages, chunk.block.tensor, row=chunk.verdict.row_in(group.transfer, chunk.block.tensor))
+                for chunk in chunks
             ]
-            if parts:
-                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=True)
-                movings.append(group.transfer.load(parts))
+            nbytes = sum(chunk.nbytes for chunk in chunks) // group.layout.layers
+            planned = _Planned(wanted, group.transfer.layers(parts) if parts else None, nbytes)
+            self._planned[number] = planned
+        return planned.layers, planned.nbytes
 
     def _settle(self, waiting: "deque[tuple[int, list[Moving]]]") -> None:
         place, movings = waiting[0]
@@ -168,7 +179,8 @@ class LayerLoads(Later):
             come += 1
         note_come(self._means, load.errand, load.chunks[:come])
 
-    def _touch(self) -> None:
+    def behind(self) -> None:
+        """What nobody waits for."""
         for load in self._loads:
             if load.errand.come:
                 self._means.backend.touch([move.key for move in load.errand.moves[: load.errand.come]])

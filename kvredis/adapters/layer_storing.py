@@ -17,9 +17,9 @@ import torch
 from .chunk_moves import ChunkMove
 from .chunk_storing import Filled, ReservedChunk, by_group, reserve
 from .later import Later
-from .layer_loading import AHEAD, has_moved, layer_bytes, places_of
+from .layer_loading import AHEAD, has_moved, places_of
 from .moving_options import Errand, Means
-from .transfer import Moving, Part
+from .transfer import Layers, Moving, Part
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class LayerStores(Later):
         self._finished = False
         self._rooms: list[tuple[Errand, ReservedChunk]] = []
         self._moving: deque[tuple[int, list[Moving]]] = deque()
+        self._planned: dict[int, tuple[int, Layers]] = {}
+        """Of each group, its chunks that are wanted still: how many, and their plan."""
 
     def computed(self, place: int, after: torch.cuda.Event | None) -> bool:
         """A layer of the model is there, on a GPU when `after` has passed. False: it is not this step's next."""
@@ -68,6 +70,9 @@ class LayerStores(Later):
         more, and no room held."""
         with self._means.bandwidth.row(is_load=False):
             self._run()
+
+    def behind(self) -> None:
+        """Nothing is left to do."""
 
     def _run(self) -> None:
         try:
@@ -135,14 +140,14 @@ class LayerStores(Later):
             layer = group.layer_of(place)
             if layer is None:
                 continue
-            parts = [
-                Part(chunk.move.pages, layer_bytes(chunk.tensor, group.layout.layers, layer), range(layer, layer + 1))
-                for errand, chunk in self._rooms
-                if not errand.cancelled and chunk.move.group == number
-            ]
-            if parts:
-                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=False)
-                movings.append(group.transfer.store(parts, after=after))
+            wanted = [chunk for errand, chunk in self._rooms if not errand.cancelled and chunk.move.group == number]
+            if number not in self._planned or self._planned[number][0] != len(wanted):  # fewer only: some are cancelled
+                parts = [Part(chunk.move.pages, chunk.tensor, row=chunk.row_in(self._means)) for chunk in wanted]
+                self._planned[number] = len(wanted), group.transfer.layers(parts)
+            if wanted:
+                nbytes = sum(chunk.tensor.nbytes for chunk in wanted) // group.layout.layers
+                self._means.bandwidth.take(nbytes, is_load=False)
+                movings.append(self._planned[number][1].store(layer, after=after))
 
     def _commit(self) -> None:
         """Make all visible, of each errand and group the tail first."""

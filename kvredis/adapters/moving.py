@@ -35,10 +35,11 @@ logger = logging.getLogger(__name__)
 class _Turn(Later):
     """One whole errand in the queue of a background thread."""
 
-    def __init__(self, errand: Errand, run: Callable[[], None]) -> None:
+    def __init__(self, errand: Errand, work: ChunkLoading | ChunkStoring) -> None:
         super().__init__(0)
         self.errands = [errand]
-        self.run = run
+        self.run = work.run
+        self.behind = work.behind
 
 
 Turn = _Turn | LayerLoads | LayerStores
@@ -67,14 +68,15 @@ class ChunkMover:
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 
-    def load(self, job: LoadJob) -> None:
-        """Bring a job's chunks in the background, behind the loads that were asked for before."""
-        self._load(job)
+    def load(self, job: LoadJob, after: torch.cuda.Event | None = None) -> None:
+        """Bring a job's chunks in the background, behind the loads that were asked for before; on a GPU pages are
+        written behind `after`, recorded behind what wrote them last."""
+        self._load(job, after)
 
     def load_now(self, job: LoadJob) -> int:
         """The same before it returns: how many of the job's first moves have come. What has failed is in the next
         `finished`, as with `load`."""
-        errand, turn = self._load(job)
+        errand, turn = self._load(job, None)
         turn.wait()
         return errand.come
 
@@ -82,7 +84,7 @@ class ChunkMover:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
         errand = Errand(job.request, job.moves, total=job.total)
         if self._admit(errand):
-            self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after).run))
+            self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after)))
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -99,12 +101,13 @@ class ChunkMover:
 
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
-    def begin_layers(self, jobs: Sequence[LoadJob]) -> None:
-        """Begin a step whose loads come layer by layer, behind the loads that were asked for before. All their chunks
-        are leased at once, for as long as that takes: what does not fit into memory does not come."""
+    def begin_layers(self, jobs: Sequence[LoadJob], after: torch.cuda.Event | None = None) -> None:
+        """Begin a step whose loads come layer by layer, behind the loads that were asked for before, and `after` as in
+        `load`. All their chunks are leased at once, for as long as that takes: what does not fit into memory does not
+        come."""
         errands = [Errand(job.request, job.moves) for job in jobs]
         errands = [errand for errand in errands if self._admit(errand)]
-        self._layer_loads = LayerLoads(self._means, errands) if errands else None
+        self._layer_loads = LayerLoads(self._means, errands, after) if errands else None
         if self._layer_loads is not None:
             self._submit(self._loader, self._layer_loads)
 
@@ -175,9 +178,9 @@ class ChunkMover:
 
     # ---- errands -----------------------------------------------------------------------------------------------------
 
-    def _load(self, job: LoadJob) -> tuple[Errand, _Turn]:
+    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> tuple[Errand, _Turn]:
         errand = Errand(job.request, job.moves)
-        turn = _Turn(errand, ChunkLoading(self._means, errand).run)
+        turn = _Turn(errand, ChunkLoading(self._means, errand, after))
         if self._admit(errand):
             self._submit(self._loader, turn)
         else:
@@ -226,24 +229,28 @@ class ChunkMover:
         with self._changed:
             for errand in errands:
                 errand.started = not errand.over
-        began_s, failing = time.monotonic(), False
-        try:
-            if any(errand.started for errand in errands):
-                turn.run()
-        except Exception as error:
-            failing = True
-            self.counters.add(errors=1)
-            if not self._failing[is_load]:
-                logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
-        self._failing[is_load] = failing
+        began_s, has_begun = time.monotonic(), any(errand.started for errand in errands)
+        error = self._error_of(turn.run) if has_begun else None
         seconds = time.monotonic() - began_s
-        self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds})
-        for errand in errands:
-            self._log(errand, seconds)
+        self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
             for errand in errands:
                 self._end(errand)
+        for errand in errands:
+            self._log(errand, seconds)
+        error = (self._error_of(turn.behind) if has_begun else None) or error
+        if error is not None and not self._failing[is_load]:
+            logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
+        self._failing[is_load] = error is not None
         return 0
+
+    @staticmethod
+    def _error_of(work: Callable[[], None]) -> Exception | None:
+        try:
+            work()
+        except Exception as error:
+            return error
+        return None
 
     def _cancel(self, request: str) -> None:
         """Holds the lock."""

@@ -21,6 +21,8 @@ Role = Literal["kv_both", "kv_producer", "kv_consumer"]
 BATCH_BYTES = 32 * 1024 * 1024
 WINDOW_BYTES = 16 * BATCH_BYTES
 WINDOW_PART = 8
+PIECES = 4
+"""What is under way at once is that many pieces at least: while one is waited for the others move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +176,8 @@ class Means:
     def piece_bytes(self) -> int:
         """How much one call of a transfer should move."""
         return self.bandwidth.piece_bytes(self.options.batch_bytes)
+
+    @property
+    def piece_bytes_max(self) -> int:
+        """How much it may, where others are under way already."""
+        return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))

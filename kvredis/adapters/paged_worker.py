@@ -20,6 +20,7 @@ from .moving_options import MovingOptions, PagedGroup
 from .paged import PagedKV
 from .scheduling import key_of_rank
 from .scheduling_options import Step
+from .tensors import event_on
 from .transfer import open_transfer
 from .vllm_views import LayerGroup, in_order, paged_view
 
@@ -29,9 +30,9 @@ CANCEL_WAIT_S = 30.0
 """How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
 
 
-IDLE_WAIT_S = 0.002
-"""An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: two
-milliseconds between two questions leave the interpreter to who moves."""
+IDLE_WAIT_S = 0.004
+"""An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
+wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well."""
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class PagedWorker:
             paged.check(group.layout)
             self._ratios.append(group.page_tokens // paged.page_tokens)
             places = tuple(self.places[name] for name in group.names)
-            paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged), places))
+            paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged, sums=options.verify), places))
         self._transfers = [group.transfer for group in paged_groups]
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
@@ -96,17 +97,23 @@ class PagedWorker:
                     logger.error("A copy of request %s is stuck: its pages are used all the same", name)
                 del self._storing[name]
 
-    def load(self, step: Step, *, ahead: bool) -> None:
-        """Begin the step's loads: `ahead` of the step in which their requests run, or by layers beside this one."""
+    def launched(self) -> torch.cuda.Event | None:
+        """What the engine has given its GPU until now; None on a CPU."""
+        return event_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+
+    def load(self, step: Step, after: torch.cuda.Event | None = None, *, ahead: bool) -> None:
+        """Begin the step's loads: `ahead` of the step in which their requests run, or by layers beside this one.
+        `after` is what was launched before the step: an engine that schedules ahead of its GPU has given pages anew
+        that a forward pass under way still writes."""
         jobs = [replace(job, moves=[self._move(move) for move in job.moves]) for job in step.moves.loads]
         if not ahead:
             self._in_step = {job.request: job for job in jobs}
             if jobs:
-                self.mover.begin_layers(jobs)
+                self.mover.begin_layers(jobs, after)
             return
         for job in jobs:
             self._waited_for[job.request] = job
-            self.mover.load(job)
+            self.mover.load(job, after)
         if step.is_idle and self._waited_for:
             self.mover.settle(IDLE_WAIT_S)
 
@@ -126,10 +133,7 @@ class PagedWorker:
         """Behind the forward pass, which is still running on a GPU: store what it has computed."""
         if not jobs:
             return
-        after = None
-        if self._device.type == "cuda":
-            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            after.record(torch.cuda.current_stream(self._device))
+        after = self.launched()
         for job in jobs:
             self.mover.store(job, after)
 

@@ -8,7 +8,7 @@ is done, by what Python does in C, and for each buffer nothing by numpy, whose c
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from operator import mul
@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvredis.storage.addresses import address_of
+from kvredis.storage.errors import LayoutError
 
 from .paged import PagedKV
-from .transfer import Part, check_part
+from .transfer import NO_ROW, Part, check_part, layer_parts
 
 Addresses = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -42,7 +43,8 @@ class Launch(NamedTuple):
 
     Unit g of the launch lies in the buffer at unit `slot_unit` + g. It is unit u = (start + g) % units of part
     (start + g) // units: layer `layer` + u // (planes * pages), plane u // pages % planes, and of the job's page
-    numbers the one at `first_page` + (start + g) // units * pages + u % pages.
+    numbers the one at `first_page` + (start + g) // units * pages + u % pages. `part` is the first part's place in the
+    job.
     """
 
     slot_unit: int
@@ -52,6 +54,7 @@ class Launch(NamedTuple):
     pages: int
     first_page: int
     layer: int
+    part: int = 0
 
 
 class Extents(NamedTuple):
@@ -78,6 +81,10 @@ class Plan:
     first_pages: list[int]
     first_layers: list[int]
     pages: Numbers
+    rows: Sequence[int] | None
+    """Of each part, where its checksum is kept (transfer.py); None where none is wanted."""
+    is_layered: bool
+    """Whether some parts are layers of chunks."""
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> Iterator[Span]:
         """Give what each staging buffer holds, one after another; see spans_of. A part is cut between two layers where
@@ -92,6 +99,11 @@ class Plan:
         room = most if self.begins[-1] <= most // 2 else max(most // first_share, 1)
         return spans_of(self.begins, grain, most, room)
 
+    @property
+    def numbers(self) -> Numbers:
+        """What kernels look up: the page numbers, and behind them the rows."""
+        return self.pages if self.rows is None else np.concatenate((self.pages, np.array(self.rows, np.int64)))
+
     def parts_before(self, unit: int) -> int:
         """How many of the first parts have no unit from `unit` on."""
         return bisect_right(self.begins, unit) - 1
@@ -99,6 +111,11 @@ class Plan:
     def held(self, span: Span) -> range:
         """The parts that have units there."""
         return range(bisect_right(self.begins, span.start) - 1, bisect_left(self.begins, span.stop))
+
+    def lenders(self, span: Span) -> Mapping[int, memoryview]:
+        """What lends the host memory of a buffer, each once: by the identity of that object, a view of it."""
+        held = self.held(span)
+        return {id(memory.obj): memory for memory in self.memories[held.start : held.stop]}
 
     def launches(self, span: Span) -> list[Launch]:
         """Give the kernels for one buffer: one for each row of parts alike."""
@@ -110,19 +127,23 @@ class Plan:
             stop = min(begins[until], span.stop)
             units, pages = begins[part + 1] - begins[part], self.page_counts[part]
             first_page, layer = self.first_pages[part], self.first_layers[part]
-            found.append(Launch(at - span.start, stop - at, at - begins[part], units, pages, first_page, layer))
+            found.append(Launch(at - span.start, stop - at, at - begins[part], units, pages, first_page, layer, part))
             at = stop
         return found
 
-    def extents(self, span: Span) -> Extents:
-        """Give the copies for one buffer; what adjoins in host memory is one."""
+    def extents(self, span: Span, *, is_merged: bool = True) -> Extents:
+        """Give the copies for one buffer; what adjoins in host memory is one, unless each part is asked for."""
         held = self.held(span)
         edges = self.begins[held.start : held.stop + 1]
         skipped = (span.start - edges[0]) * self.unit_bytes
         edges[0], edges[-1] = span
         addresses = list(map(address_of, self.memories[held.start : held.stop]))
         addresses[0] += skipped
-        return merged(addresses, [(stop - start) * self.unit_bytes for start, stop in pairwise(edges)])
+        nbytes = [(stop - start) * self.unit_bytes for start, stop in pairwise(edges)]
+        if is_merged:
+            return merged(addresses, nbytes)
+        places = list(accumulate(nbytes[:-1], initial=0))
+        return Extents(np.array(addresses, np.uint64), np.array(places, np.uint64), np.array(nbytes, np.uint64))
 
 
 def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
@@ -132,15 +153,16 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     first_pages = list(accumulate(page_counts, initial=0))
     pages = np.fromiter(chain.from_iterable([part.pages for part in parts]), np.int64, first_pages[-1])
     layers = [part.layers for part in parts]
+    is_layered = layers.count(None) != len(parts)
     width = paged.planes * len(paged.layers)
     units, first_layers = [count * width for count in page_counts], [0] * len(parts)
-    if layers.count(None) != len(parts):
+    if is_layered:
         widths = [width if each is None else paged.planes * len(each) for each in layers]
         units = list(map(mul, widths, page_counts))
         first_layers = [0 if each is None else each.start for each in layers]
     unit_bytes = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
     if (
-        layers.count(None) != len(parts)
+        not all(is_range_of(each, len(paged.layers)) for each in set(layers))
         or [memory.nbytes for memory in memories] != [count * unit_bytes for count in units]
         or (pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < paged.pages)
     ):
@@ -151,7 +173,130 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     if kinds and kinds.count(kinds[0]) < len(kinds):
         alike[1:1] = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
     begins = list(accumulate(units, initial=0))
-    return Plan(memories, unit_bytes, paged.planes, begins, alike, page_counts, first_pages, first_layers, pages)
+    numbered = [part.row for part in parts]
+    rows = None if numbered.count(NO_ROW) == len(parts) else numbered
+    return Plan(
+        memories,
+        unit_bytes,
+        paged.planes,
+        begins,
+        alike,
+        page_counts,
+        first_pages,
+        first_layers,
+        pages,
+        rows,
+        is_layered,
+    )
+
+
+def is_range_of(layers: range | None, count: int) -> bool:
+    """Whether these are layers that follow each other among `count`; None are all."""
+    return layers is None or (layers.step == 1 and 0 <= layers.start < layers.stop <= count)
+
+
+class LayerPlans:
+    """Plans of one layer after the other of the same chunks, whose buffers and kernels are alike."""
+
+    def __init__(self, paged: PagedKV, chunks: Sequence[Part]) -> None:
+        """Raises LayoutError as `plan` does."""
+        self.parts = layer_parts(paged, chunks, 0)
+        self._first = plan(paged, self.parts)
+        if any(
+            whole.layers is not None or whole.memory.nbytes != len(paged.layers) * part.memory.nbytes
+            for whole, part in zip(chunks, self.parts, strict=True)
+        ):
+            raise LayoutError("only whole chunks move by layers")
+        self._layers = range(len(paged.layers))
+        self._spans: dict[tuple[int, int], list[Span]] = {}
+        self._launches: dict[Span, list[Launch]] = {}
+        self._extents: dict[Span, tuple[Extents, Addresses]] = {}
+        self._lenders: dict[Span, Mapping[int, memoryview]] = {}
+        self._numbers: Numbers | None = None
+
+    def at(self, layer: int) -> "LayerPlan":
+        """The plan of that layer. Raises LayoutError where there is none."""
+        if layer not in self._layers:
+            raise LayoutError(f"there is no layer {layer} among {len(self._layers)}")
+        return LayerPlan(self, self._first, layer)
+
+    def slots(self, slot_bytes: int, first_share: int) -> list[Span]:
+        """As Plan.slots."""
+        kind = (slot_bytes, first_share)
+        if kind not in self._spans:
+            self._spans[kind] = list(self._first.slots(*kind))
+        return self._spans[kind]
+
+    def launches(self, span: Span) -> list[Launch]:
+        """As Plan.launches, for layer 0."""
+        if span not in self._launches:
+            self._launches[span] = self._first.launches(span)
+        return self._launches[span]
+
+    def extents(self, span: Span) -> tuple[Extents, Addresses]:
+        """As Plan.extents, for layer 0, and how far apart the layers of each are."""
+        if span not in self._extents:
+            held, first = self._first.held(span), self._first
+            apart = [(first.begins[part + 1] - first.begins[part]) * first.unit_bytes for part in held]
+            found = first.extents(span, is_merged=False)
+            self._extents[span] = found, np.array(apart, np.uint64)
+        return self._extents[span]
+
+    def lenders(self, span: Span) -> Mapping[int, memoryview]:
+        """As Plan.lenders; the first layer lies where the others do."""
+        if span not in self._lenders:
+            self._lenders[span] = self._first.lenders(span)
+        return self._lenders[span]
+
+    def numbers(self) -> Numbers:
+        """As Plan.numbers."""
+        if self._numbers is None:
+            self._numbers = self._first.numbers
+        return self._numbers
+
+
+class LayerPlan:
+    """A Plan of one layer."""
+
+    is_layered = True
+
+    def __init__(self, plans: LayerPlans, first: Plan, layer: int) -> None:
+        self.memories = first.memories
+        self.pages = first.pages
+        self.rows = first.rows
+        self._plans = plans
+        self._first = first
+        self._layer = layer
+
+    @property
+    def numbers(self) -> Numbers:
+        """As Plan.numbers."""
+        return self._plans.numbers()
+
+    def slots(self, slot_bytes: int, first_share: int = 1) -> list[Span]:
+        """As Plan.slots."""
+        return self._plans.slots(slot_bytes, first_share)
+
+    def parts_before(self, unit: int) -> int:
+        """As Plan.parts_before."""
+        return self._first.parts_before(unit)
+
+    def held(self, span: Span) -> range:
+        """As Plan.held."""
+        return self._first.held(span)
+
+    def lenders(self, span: Span) -> Mapping[int, memoryview]:
+        """As Plan.lenders."""
+        return self._plans.lenders(span)
+
+    def launches(self, span: Span) -> list[Launch]:
+        """As Plan.launches."""
+        return [launch._replace(layer=self._layer) for launch in self._plans.launches(span)]
+
+    def extents(self, span: Span) -> Extents:
+        """As Plan.extents."""
+        first, apart = self._plans.extents(span)
+        return first._replace(host=first.host + apart * np.uint64(self._layer))
 
 
 def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int) -> Iterator[Span]:

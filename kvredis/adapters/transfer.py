@@ -20,14 +20,41 @@ from .tensors import borrow
 _READ_ONLY = attrgetter("memory.readonly")
 
 
+NO_ROW = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Whole pages of one chunk, and the host memory of exactly their bytes: `layers` (default all) x planes x tokens x
-    heads x dim, contiguous. `memory` stays borrowed until the Moving that it was given to is done."""
+    heads x dim, contiguous. `memory` stays borrowed until the Moving that it was given to is done. `row` is that of the
+    Sum that its bytes are added to."""
 
     pages: Sequence[int]
     memory: memoryview
     layers: range | None = None
+    row: int = NO_ROW
+
+
+class Sum(Protocol):
+    """The checksum (block.checksum_of) of one chunk, found where its bytes pass; to be asked as a Future is. Whoever
+    has one asks for its result or cancels it."""
+
+    @property
+    def row(self) -> int:
+        """What the chunk's parts are given with."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `result` waits for nothing."""
+        ...
+
+    def result(self) -> str:
+        """Wait for it, once all parts have been given to the transfer. Raises RuntimeError when the device failed."""
+        ...
+
+    def cancel(self) -> bool:
+        """Want it no more; True."""
+        ...
 
 
 class Moving(Protocol):
@@ -49,6 +76,18 @@ class Moving(Protocol):
         ...
 
 
+class Layers(Protocol):
+    """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
+
+    def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.store, of one layer of each chunk."""
+        ...
+
+    def load(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.load."""
+        ...
+
+
 class Transfer(Protocol):
     """Moves parts of one PagedKV. Loads and stores run beside each other and beside the engine's own work; those of one
     direction follow each other in the order in which they were asked for. One thread at a time a direction."""
@@ -67,17 +106,27 @@ class Transfer(Protocol):
         """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`."""
         ...
 
+    def layers(self, parts: Sequence[Part]) -> Layers:
+        """Plan whole chunks that move layer by layer; their memory stays borrowed until the last Moving is done. Raises
+        LayoutError, at once or with a layer, as `load` does."""
+        ...
+
+    def sum_of(self, nbytes: int) -> Sum | None:
+        """Find the checksum of a chunk of so many bytes that moves next, as one part or as parts in the order of their
+        layers. None where no device does: whoever wants it hashes host memory."""
+        ...
+
     def close(self) -> None:
         """Wait for what is under way and give staging memory back."""
         ...
 
 
-def open_transfer(paged: PagedKV) -> Transfer:
-    """The transfer that is right for where the engine's KV is."""
+def open_transfer(paged: PagedKV, *, sums: bool = False) -> Transfer:
+    """The transfer that is right for where the engine's KV is; with `sums` it finds checksums, where it can."""
     if paged.device.type == "cuda":
         from .transfer_cuda import RingTransfer  # compiles kernels, where there is Triton
 
-        return RingTransfer(paged)
+        return RingTransfer(paged, sums=sums)
     return HostTransfer(paged)
 
 
@@ -127,6 +176,14 @@ class HostTransfer:
                 self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
         return Moved(len(parts))
 
+    def layers(self, parts: Sequence[Part]) -> Layers:
+        """As Transfer.layers."""
+        return LayersByPart(self, parts)
+
+    def sum_of(self, nbytes: int) -> Sum | None:
+        """None: the bytes pass no device."""
+        return None
+
     def close(self) -> None:
         """Nothing is under way."""
 
@@ -140,3 +197,31 @@ class Moved:
 
     def wait(self, parts: int | None = None) -> None:
         """At once."""
+
+
+class LayersByPart:
+    """Layers of a transfer that has nothing to plan."""
+
+    def __init__(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+        self._transfer = transfer
+        self._parts = parts
+
+    def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.store."""
+        return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer), after=after)
+
+    def load(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.load."""
+        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer), after=after)
+
+
+def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int) -> list[Part]:
+    """One layer of each of these whole chunks."""
+    count, only = len(paged.layers), range(layer, layer + 1)
+    return [Part(part.pages, layer_bytes(part.memory, count, layer), only, part.row) for part in parts]
+
+
+def layer_bytes(chunk: memoryview, layers: int, layer: int) -> memoryview:
+    """The bytes of one layer of a chunk's tensor."""
+    nbytes = chunk.nbytes // layers
+    return chunk[layer * nbytes : (layer + 1) * nbytes]

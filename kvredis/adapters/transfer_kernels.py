@@ -117,7 +117,7 @@ class TritonIndex:
         if compiled is None or (slot.data_ptr() | pages.data_ptr()) % _ALIGNED:
             self._launch_slowly(launch, slot, pages, scatter=scatter)
             return
-        slot_unit, total, start, units, page_count, first, layer = launch
+        slot_unit, total, start, units, page_count, first, layer, _ = launch
         compiled[total, self._tiles, 1](
             self._addresses, pages, slot, slot_unit, units, start, page_count, first, layer,
             *self._strides, *self._constants, scatter,
@@ -125,7 +125,7 @@ class TritonIndex:
 
     def _launch_slowly(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> Any:
         """Give the compiled kernel; None from Triton's interpreter."""
-        slot_unit, total, start, units, page_count, first, layer = launch
+        slot_unit, total, start, units, page_count, first, layer, _ = launch
         kernel: Any = _move  # what triton.jit has made of it
         return kernel[(total, self._tiles)](
             self._addresses, pages, slot.view(self._word), slot_unit, units, start, page_count, first, layer,

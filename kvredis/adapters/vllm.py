@@ -102,6 +102,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._stored: set[str] = set()  # to be told of to the scheduler's half
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
+        self._launched: torch.cuda.Event | None = None  # behind what was launched before a step with loads
+        self._loaded_step: Step | None = None  # whose loads have begun
         self._requests: dict[str, Any] = {}
         self._scheduling: Scheduling | None = None
         self._worth: Worth | None = None
@@ -237,20 +239,31 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before anything of the step is written."""
+        """Before anything of the step is written. What is loaded by layers begins now, while vLLM prepares the step,
+        unless it zeroes pages then."""
         if self._worker is not None:
             self._worker.before(kv_connector_metadata.step)
+            if not self._loads_ahead and not getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False):
+                self._load(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins."""
+        """A step begins, and is not launched yet: newer vLLM asks for its loads only behind that."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._jobs = self._worker.stores(connector_metadata.step)
+            if connector_metadata.step.moves.loads:
+                self._launched = self._worker.launched()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads."""
+        """Begin the step's loads, unless they have begun."""
+        step = self._get_connector_metadata().step
+        if step is not self._loaded_step:
+            self._load(step, self._launched)
+
+    def _load(self, step: Step, after: torch.cuda.Event | None = None) -> None:
         if self._worker is not None:
-            self._worker.load(self._get_connector_metadata().step, ahead=self._loads_ahead)
+            self._loaded_step, self._launched = step, None
+            self._worker.load(step, after or self._worker.launched(), ahead=self._loads_ahead)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until that layer is there, where layers are loaded one by one."""

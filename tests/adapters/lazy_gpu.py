@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.ring_index import TorchIndex
@@ -146,9 +147,63 @@ class LazyGpu:
             ends = (host, slot.data_ptr() + place) if out else (slot.data_ptr() + place, host)
             stream.queue.append(partial(ctypes.memmove, *ends, nbytes))
 
+    def summing(self, paged: PagedKV, rows: int) -> LazySums:
+        return LazySums(paged, rows)
+
     def page_locked(self, address: int) -> bool:
         self.asked_about += 1
         return self.locked
 
     def synchronize(self, stream: LazyStream) -> None:
         self.record(stream).synchronize()
+
+
+class LazySums:
+    """Checksums by xxhash, where the bytes lie: a scratch is a copy of the buffer, and says whose each byte run is."""
+
+    def __init__(self, paged: PagedKV, rows: int) -> None:
+        self._unit_bytes = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
+        self._planes, self._layers = paged.planes, len(paged.layers)
+        self._rows: list[Any] = [None] * rows
+        self._done = [0] * rows
+
+    def scratch(self, slot_bytes: int) -> torch.Tensor:
+        return torch.zeros(2 * slot_bytes, dtype=torch.uint8)
+
+    def fold(
+        self, launches: Sequence[Launch], slot: torch.Tensor, scratch: torch.Tensor, pages: torch.Tensor,
+        rows_at: int, stream: LazyStream,
+    ) -> None:  # fmt: skip
+        for launch in launches:
+            stream.queue.append(partial(self._fold, launch, slot, scratch, pages, rows_at + launch.part))
+
+    def chain(self, launches: Sequence[Launch], scratch: torch.Tensor, stream: LazyStream) -> None:
+        for launch in launches:
+            stream.queue.append(partial(self._chain, launch, scratch))
+
+    def digest(self, row: int, nbytes: int) -> str:
+        assert self._done[row] == nbytes
+        return str(self._rows[row].hexdigest())
+
+    def _fold(
+        self, launch: Launch, slot: torch.Tensor, scratch: torch.Tensor, pages: torch.Tensor, rows_at: int
+    ) -> None:
+        half = slot.nbytes
+        begin, end = (at * self._unit_bytes for at in (launch.slot_unit, launch.slot_unit + launch.total))
+        scratch[begin:end] = slot[begin:end]
+        for unit in range(launch.total):
+            row = int(pages[rows_at + (launch.start + unit) // launch.units])
+            at = half + (launch.slot_unit + unit) * self._unit_bytes
+            scratch[at : at + 8] = torch.tensor([row]).view(torch.uint8)
+
+    def _chain(self, launch: Launch, scratch: torch.Tensor) -> None:
+        half = scratch.nbytes // 2
+        for unit in range(launch.total):
+            at = (launch.slot_unit + unit) * self._unit_bytes
+            row = int(scratch[half + at : half + at + 8].view(torch.int64)[0])
+            if row < 0:
+                continue
+            if (launch.start + unit) % launch.units == 0 and launch.layer == 0:
+                self._rows[row], self._done[row] = xxhash.xxh3_64(), 0
+            self._rows[row].update(scratch[at : at + self._unit_bytes].numpy().data)
+            self._done[row] += self._unit_bytes

@@ -9,6 +9,7 @@ import pytest
 
 from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, Moves, StoreJob
 from kvredis.adapters.moving_options import PagedGroup
+from kvredis.adapters.transfer import Part
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeLease
@@ -211,8 +212,8 @@ def test_a_chunk_whose_lease_ended_before_its_last_byte_was_copied_has_not_come(
     transfer = engine.groups[0].transfer
     load = transfer.load
 
-    def load_and_lose(parts: list[object]) -> object:
-        moving = load(parts)  # type: ignore[arg-type]
+    def load_and_lose(parts: list[Part], *, after: object) -> object:
+        moving = load(parts)
         leases[3].held = False
         return moving
 

@@ -1,4 +1,5 @@
-"""What a ChunkMover holds while it moves, room and leases, is given back whatever the backend or the memory does."""
+"""What a ChunkMover holds while it moves, room and leases, is given back whatever the backend or the memory does; and
+no page is written that something else still writes."""
 
 from collections.abc import Iterator
 
@@ -7,7 +8,16 @@ import pytest
 from kvredis.adapters.chunk_moves import LoadJob, StoreJob
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend
-from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, mover_on, moves_of, pages_in
+from tests.adapters.paged_engine import (
+    CHUNK,
+    WAIT_S,
+    GatedTransfer,
+    PagedEngine,
+    block_for,
+    mover_on,
+    moves_of,
+    pages_in,
+)
 from tests.storage.small_store import small_store
 
 
@@ -54,3 +64,23 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
         assert mover.settle(WAIT_S)
         assert set(mover.finished().failed_pages["r"]) == pages_in(moves)
     assert backend.leases == 0
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_a_load_s_pages_are_written_behind_what_wrote_them_last(by_layers: bool) -> None:
+    engine, moves = PagedEngine(transfer=GatedTransfer, groups=1), moves_of("a", 3)
+    source, backend = PagedEngine(50, groups=1), FakeBackend()
+    for move in moves:
+        backend.put(move.key, block_for(source, move))
+    gate, after = engine.groups[0].transfer, object()
+    assert isinstance(gate, GatedTransfer)
+    gate.open.set()
+    with mover_on(backend, engine) as mover:
+        if by_layers:
+            mover.begin_layers([LoadJob("r", moves)], after)  # type: ignore[arg-type]
+            mover.end_layers()
+        else:
+            mover.load(LoadJob("r", moves), after)  # type: ignore[arg-type]
+        assert mover.settle(WAIT_S)
+    assert {way for way, _, _ in gate.calls} == {"load"}
+    assert all(given is after for _, _, given in gate.calls)

@@ -84,6 +84,29 @@ def test_a_store_begins_behind_the_event_that_the_caller_recorded() -> None:
     assert not torch.equal(block_of(layers, range(3)), old)
 
 
+def test_a_load_writes_pages_behind_the_event_that_the_caller_recorded_whole_and_by_layers() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    (part,), (other,) = parts_of(layers, [3]), [Part(range(6, 9), parts_of(layers, [3])[0].memory)]
+    transfer.store([part]).wait()
+    transfer.store([other]).wait()
+    forward, gate = gpu.stream(), LazyEvent(gpu)
+    gpu.wait(forward, gate)
+    forward.queue.append(lambda: [layer.zero_() for layer in layers])  # a pass under way writes them once more
+    after: Any = gpu.record(forward)
+    whole, planned = transfer.load([part], after=after), transfer.layers([other])
+    by_layers = [planned.load(layer, after=after) for layer in range(3)]
+    while gpu.step():
+        pass
+    assert not whole.done
+    assert not any(moving.done for moving in by_layers)
+    gate.passed = True
+    for moving in (whole, *by_layers):
+        moving.wait()
+    assert true(layers, part)
+    assert true(layers, other)
+
+
 def test_parts_are_told_as_they_have_moved_and_their_order_is_kept() -> None:
     layers = made_layers()
     transfer, _ = ring(layers)

@@ -48,15 +48,56 @@ for name, (make, size) in LAYOUTS.items():
 """
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_gather_and_scatter_what_torch_does_in_every_layout() -> None:
+SUMS = """
+import ctypes, random
+import torch
+from xxhash import xxh3_64_hexdigest
+from kvredis.adapters.checksum_kernels import TritonSums
+from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.ring_plan import LayerPlans, plan
+from kvredis.adapters.transfer import Part
+from tests.adapters.paged_layouts import planes_first
+
+kv = PagedKV([planes_first((40, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)])
+lot, sums = random.Random(4), TritonSums(kv, 64)
+nbytes = torch.Size(kv.shape(1)).numel() * 2
+counts = (2, 2, 1, 3)
+parts = [Part(range(n), memoryview(bytearray(lot.randbytes(n * nbytes))), row=9 - at) for at, n in enumerate(counts)]
+plans = LayerPlans(kv, parts)
+for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):
+    for units in (17, 100):
+        for job in jobs:
+            for span in job.slots(units * 2048, 4):
+                slot = torch.zeros(units * 2048, dtype=torch.uint8)
+                for host, place, size in zip(*(column.tolist() for column in job.extents(span)), strict=True):
+                    ctypes.memmove(slot.data_ptr() + place, host, size)
+                scratch, numbers = sums.scratch(slot.nbytes), torch.from_numpy(job.numbers)
+                sums.fold(job.launches(span), slot, scratch, numbers, job.pages.size, None)
+                sums.chain(job.launches(span), scratch, None)
+        found = [sums.digest(part.row, part.memory.nbytes) for part in parts]
+        assert found == [xxh3_64_hexdigest(part.memory) for part in parts]
+        print(len(jobs), "jobs", units, "units")
+"""
+
+
+def run(program: str) -> list[str]:
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, cwd=root, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_find_xxhash_s_checksums_of_chunks_whole_cut_and_by_layers() -> None:
+    assert run(SUMS) == [f"{jobs} jobs {units} units" for jobs in (1, 3) for units in (17, 100)]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_kernels_gather_and_scatter_what_torch_does_in_every_layout() -> None:
+    told = run(PROGRAM)
     assert "planes first bf16 8" in told
     assert "odd sizes fp8_e4m3 1" in told
     assert "elements apart bf16 2" in told
