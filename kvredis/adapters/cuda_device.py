@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _HIGH_PRIORITY = -1
 
 _NUMBERS = 8192
 """Pages of a job for which memory is kept from the beginning; more is taken when a job has more."""
+
+_UPLOADS = 4
+"""Memory for so many uploads: one on its way waits behind copies of KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             self._index = _index(paged, kernels)
             torch.cuda.synchronize(self._device)
-        self._numbers: dict[int, _Numbers] = {}
+        self._numbers: dict[int, deque[_Numbers]] = {}
         self._orders: dict[int, torch.cuda.Event] = {}
 
     @property
@@ -87,7 +91,7 @@ class CudaDevice:
         not when a job is waited for."""
         made = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         with self.on(made):
-            self._numbers[id(made)] = _Numbers(made, _NUMBERS)
+            self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
         return made
 
     @contextmanager
@@ -105,9 +109,10 @@ class CudaDevice:
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> torch.Tensor:
         """As Device.upload; through page-locked memory that is kept, since taking it anew costs more than the copy."""
-        kept = self._numbers[id(stream)]
+        kept = self._numbers[id(stream)].popleft()
         if not kept.copied.query() or len(numbers) > len(kept.there):  # type: ignore[no-untyped-call]
-            kept = self._numbers[id(stream)] = _Numbers(stream, max(len(numbers), len(kept.there)))
+            kept = _Numbers(stream, max(len(numbers), len(kept.there)))
+        self._numbers[id(stream)].append(kept)
         kept.array[: len(numbers)] = numbers
         there = kept.there[: len(numbers)]
         there.copy_(kept.host[: len(numbers)], non_blocking=True)

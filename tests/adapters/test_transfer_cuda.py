@@ -19,6 +19,7 @@ from kvredis.adapters.tensors import event_on
 from kvredis.adapters.transfer import Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.backends.shared_arena import SharedArena
+from kvredis.storage.errors import LayoutError
 
 from .lazy_gpu import LazyEvent, LazyGpu
 from .paged_layouts import block_of, planes_first
@@ -105,6 +106,38 @@ def test_a_load_writes_pages_behind_the_event_that_the_caller_recorded_whole_and
         moving.wait()
     assert true(layers, part)
     assert true(layers, other)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_job_of_many_parts_goes_in_two_and_is_whole_both_ways(seed: int) -> None:
+    layers = [planes_first((140, 2, 16, 2, 32), torch.bfloat16) for _ in range(2)]
+    transfer, _ = ring(layers, LazyGpu(PagedKV(layers), seed), units=40)
+    parts = parts_of(layers, [1] * 110 + [7])
+    stored = transfer.store(parts)
+    stored.wait(60)
+    assert stored.parts_done >= 60
+    assert all(true(layers, part) for part in parts[:60])
+    stored.wait()
+    assert stored.done
+    assert all(true(layers, part) for part in parts)
+    swapped = [Part(part.pages, other.memory) for part, other in zip(parts[:110], parts[109::-1], strict=True)]
+    loaded = transfer.load(swapped)
+    loaded.wait()
+    assert loaded.parts_done == 110
+    assert all(true(layers, part) for part in swapped)
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("wrong", [3, 59])
+def test_a_wrong_part_among_many_is_an_error_and_leaves_nothing_under_way(way: str, wrong: int) -> None:
+    layers = [planes_first((140, 2, 16, 2, 32), torch.bfloat16) for _ in range(2)]
+    transfer, gpu = ring(layers)
+    parts = parts_of(layers, [1] * 60)
+    parts[wrong] = Part([139], parts[wrong].memory[:-1])
+    with pytest.raises(LayoutError, match="are not 1 pages"):
+        getattr(transfer, way)(parts)
+    assert not any(stream.queue for stream in gpu.streams)
+    assert bool(gpu.copies) == (wrong > 48)
 
 
 def test_parts_are_told_as_they_have_moved_and_their_order_is_kept() -> None:
