@@ -67,10 +67,16 @@ def open_block(view: memoryview, layout: ChunkLayout) -> Block:
 
     Raises LayoutError that names the first difference: damaged, cut short, too long, of another model, dtype or shape.
     """
+    full = _full_chunk(layout)
+    if len(view) == full.nbytes:  # the common case, which costs two comparisons
+        header = bytes(view[: full.header_bytes])
+        digits = header[full.digits]
+        if header.startswith(full.before) and header.endswith(full.behind) and _XXH3_DIGITS.fullmatch(digits):
+            return Block(view[full.header_bytes :], layout.chunk_tokens, digits.decode("ascii"))
     total = _header_total(view)
     tokens = layout.chunk_tokens
     checksum = _claimed_checksum(view[:total], layout, tokens)
-    if checksum is None:  # not a full chunk, the common case, which costs no parsing
+    if checksum is None:  # neither a full chunk nor one without a checksum
         try:
             tokens, checksum = _parsed(view[:total], layout)
         except RecursionError as error:  # brackets in brackets, to be parsed or to be shown
@@ -80,6 +86,24 @@ def open_block(view: memoryview, layout: ChunkLayout) -> Block:
             f"block has {len(view) - total} bytes of tensor, its header says {layout.chunk_bytes(tokens)}"
         )
     return Block(view[total:], tokens, checksum)
+
+
+class _Full(NamedTuple):
+    """What a block of a full chunk with a checksum looks like."""
+
+    before: bytes
+    digits: slice
+    behind: bytes
+    header_bytes: int
+    nbytes: int
+
+
+@lru_cache(maxsize=256)
+def _full_chunk(layout: ChunkLayout) -> _Full:
+    before, behind = _header(layout, layout.chunk_tokens, True)
+    digits = slice(len(before), len(before) + CHECKSUM_DIGITS)
+    total = digits.stop + len(behind)
+    return _Full(before, digits, behind, total, total + layout.chunk_bytes())
 
 
 @lru_cache(maxsize=256)

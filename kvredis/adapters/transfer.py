@@ -8,7 +8,7 @@ are gathered into a ring of staging buffers, which leave by few large copies on 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,8 +23,7 @@ _READ_ONLY = attrgetter("memory.readonly")
 NO_ROW = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Whole pages of one chunk, and the host memory of exactly their bytes: `layers` (default all) x planes x tokens x
     heads x dim, contiguous. `memory` stays borrowed until the Moving that it was given to is done. `row` is that of the
     Sum that its bytes are added to."""
