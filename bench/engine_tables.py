@@ -2,25 +2,24 @@
 
 Two processes with a model each take turns: the first fills a cache and, where the cache is its own memory, reads it
 again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone before the
-next is stored. Prompts, hits and bytes are the same for every arm, and checked.
+next is stored. Prompts, hits and bytes are the same for every arm, and checked, but for what a cache says that it has
+dropped. An arm that fails is left out and said; the others go on.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from kvredis.backends.connection import Connection
+from kvredis.storage.errors import KVRedisError
 
+from .engine_tables_process import WorkerProcess
 from .engine_tables_result import (
     ARMS,
     CPU,
@@ -41,13 +40,12 @@ from .engine_tables_worker import Pass, Task, first_line
 from .errors import BenchError, VerificationError
 from .figures import rotated
 from .machine import machine_facts
-from .servers import ServerProcess, child_environment, end_child, kvredis_recipe
+from .servers import ServerProcess, kvredis_recipe
 from .shapes import SHAPES, ModelShape
 from .store_overhead_compute import TINY
 from .transfer import MIB, Progress
 
 MEMORY_MIN_BYTES = 64 * MIB
-STOP_S = 30.0
 _SEED = 23
 
 
@@ -81,6 +79,11 @@ class TablesPlan:
         """KV of all prompts of a point, had they nothing in common."""
         return self.prompts * self.shape.block_bytes(self.prompt_tokens)
 
+    @property
+    def burst_bytes(self) -> int:
+        """KV of two batches: it is stored at once, faster than any disk writes, and written while others compute."""
+        return 2 * min(self.rows, self.prompts) * self.shape.block_bytes(self.prompt_tokens)
+
     def served(self) -> list[str]:
         """Every arm, recompute always first."""
         return [RECOMPUTE, *(arm for arm in self.arms if arm != RECOMPUTE)]
@@ -88,6 +91,12 @@ class TablesPlan:
     def steps(self) -> int:
         """Give how often `run` calls its progress."""
         return self.repeats * len(self.points) * 2 * len(self.served())
+
+    def begun(self) -> dict[str, Any]:
+        """Give what an engine's process is told first."""
+        columns = self.prompt_tokens + max(point.output for point in self.points)
+        sizes = sorted({(rows, point.budget) for point in self.points for rows in (1, self.rows)})
+        return first_line(self.shape, columns, self.chunk_tokens, sizes)
 
     def options(self) -> dict[str, Any]:
         """Give what a reader must know to repeat it."""
@@ -139,93 +148,67 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 
 
-class WorkerProcess:
-    """One engine in a process of its own; a context manager."""
-
-    def __init__(self, plan: TablesPlan) -> None:
-        self._plan = plan
-        self._process: subprocess.Popen[str] | None = None
-        self.device = ""
-
-    def __enter__(self) -> Self:
-        plan = self._plan
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvredis.bench.engine_tables_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(os.environ),
-            start_new_session=True,
-        )
-        columns = plan.prompt_tokens + max(point.output for point in plan.points)
-        sizes = sorted({(rows, point.budget) for point in plan.points for rows in (1, plan.rows)})
-        self._tell(first_line(plan.shape, columns, plan.chunk_tokens, sizes))
-        return self
-
-    def started(self) -> None:
-        """Wait until it computes."""
-        self.device = self._answer()["device"]
-
-    def ask(self, task: Task) -> Pass:
-        """Have it run a pass. Raises what it raised."""
-        self._tell(cast(dict[str, Any], task))
-        return cast(Pass, self._answer())
-
-    def __exit__(self, *_: object) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdout is not None
-        end_child(process, STOP_S)
-        process.stdout.close()
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise BenchError("a bench's engine process ended; what it said is above") from None
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"a bench's engine process ended with {self._process.wait()}; what it said is above")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise (VerificationError if answer["kind"] == "VerificationError" else BenchError)(answer["error"])
-        return answer
-
-
 class Tables:
-    """The two processes, the server, and one pass after another."""
+    """The two processes, the server, and one pass after another; `notes` say which arms were left out, and why."""
 
     def __init__(self, plan: TablesPlan, workers: tuple[WorkerProcess, WorkerProcess], server: ServerProcess | None):
         self._plan = plan
         self._first, self._second = workers
         self._server = server
         self.verified_bytes = 0
+        self.rows: dict[tuple[str, int, float], Row] = {}
+        self.left_out: list[str] = []
+        self.notes: list[str] = []
+
+    def measure(self, progress: Progress) -> None:
+        """Serve every arm at every point, repeat by repeat. Raises what recompute raises, and VerificationError; any
+        other arm that fails is left out from then on."""
+        for repeat in range(self._plan.repeats):
+            for point in self._plan.points:
+                for arm in rotated(self._plan.served(), repeat):
+                    progress(f"{arm}, {point.at:g}")
+                    if arm not in self.left_out:
+                        self._try(arm, point, repeat)
+                    progress(f"{arm}, {point.at:g}")
+
+    def _try(self, arm: str, point: Point, repeat: int) -> None:
+        try:
+            samples = self.arm(arm, point, repeat)
+        except VerificationError:
+            raise
+        except KVRedisError as error:
+            if arm == RECOMPUTE:
+                raise
+            self.left_out.append(arm)
+            self.notes.append(f"Left out: {arm}, from {point.at:g} in repeat {repeat + 1} on: {error}")
+            for worker in (self._first, self._second):
+                worker.revive()
+            return
+        for number, sample in samples:
+            place = (arm, number, point.at)
+            self.rows.setdefault(place, row_of(*place))["samples"].append(sample)
 
     def arm(self, arm: str, point: Point, repeat: int) -> list[tuple[int, Sample]]:
         """Both passes of an arm; what it stored is gone on return."""
         plan = self._plan
-        with TemporaryDirectory(prefix="kvbench-") as folder:
+        with ExitStack() as stack:
+            if arm in (LANE, REMOTE):
+                stack.callback(self._flush_server)
+            folder = stack.enter_context(TemporaryDirectory(prefix="kvbench-"))
             task = self._task(arm, point, repeat)
             first = self._first.ask(self._with_engine(task, Path(folder), number=1))
             stays = arm in (DEVICE, CPU)
-            again = replace_task(task, keep=False, full=arm != RECOMPUTE and not plan.auto)
+            has_all = not first["dropped_chunks"]
+            again = replace_task(task, keep=False, full=arm != RECOMPUTE and not plan.auto and has_all)
             again["checks"] = [] if arm == RECOMPUTE or plan.auto else first["checks"]
             second = (self._first if stays else self._second).ask(self._with_engine(again, Path(folder), number=2))
-        if self._server is not None and arm in (LANE, REMOTE):
-            with Connection.open(self._server.address) as connection:
-                connection.call(b"FLUSHALL")
-        if again["checks"]:
-            whole = (plan.prompt_tokens - 1) // plan.chunk_tokens * plan.chunk_tokens
-            self.verified_bytes += plan.prompts * whole * plan.shape.bytes_per_token()
+        self.verified_bytes += second["verified_tokens"] * plan.shape.bytes_per_token()
         return [(1, self._sample(first, repeat)), (2, self._sample(second, repeat))]
+
+    def _flush_server(self) -> None:
+        assert self._server is not None
+        with Connection.open(self._server.address) as connection:
+            connection.call(b"FLUSHALL")
 
     def _task(self, arm: str, point: Point, repeat: int) -> Task:
         plan = self._plan
@@ -261,7 +244,7 @@ class Tables:
             memory = data if number == 1 else max(data // 4, MEMORY_MIN_BYTES)  # what waits to be sent
         elif arm == DISK:
             over |= {"local_disk": str(folder), "max_local_disk_size": f"{2 * data // MIB + 1024}MB"}
-            memory = max(data // 8, MEMORY_MIN_BYTES)
+            memory = min(max(data // 8, plan.burst_bytes, MEMORY_MIN_BYTES), data)
         over["max_local_cpu_size"] = f"{memory // MIB}MB"
         if plan.auto:
             over["min_retrieve_tokens"] = "auto"
@@ -280,6 +263,7 @@ class Tables:
             drain_seconds=passed["drain_seconds"],
             hit_tokens=passed["hit_tokens"],
             computed_tokens=passed["computed_tokens"],
+            dropped_chunks=passed["dropped_chunks"],
         )
 
 
@@ -297,7 +281,8 @@ def on_cpu(plan: TablesPlan) -> TablesPlan:
 def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
     """Measure everything in `plan`; without a GPU what on_cpu leaves of it.
 
-    Raises KVRedisError, VerificationError at a wrong byte or a missing hit; leaves no process and no folder behind.
+    Raises KVRedisError, BenchError when no arm is left but recompute, and VerificationError at a wrong byte; leaves no
+    process and no folder behind.
     """
     try:
         import torch
@@ -309,33 +294,30 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
         notes.append("There is no GPU: a tiny model computes on the CPU, and the ratios say nothing of a real one.")
     if plan.prompt_tokens <= plan.chunk_tokens:
         raise BenchError(f"a prompt of {plan.prompt_tokens} tokens has no chunk of {plan.chunk_tokens} before its last")
-    rows: dict[tuple[str, int, float], Row] = {}
     with ExitStack() as stack:
         server = None
         if {LANE, REMOTE} & set(plan.arms):
             room = plan.data_bytes + max(plan.data_bytes // 4, MEMORY_MIN_BYTES)
             size = ("--max-local-cpu-size", f"{room // MIB}MB")
             server = stack.enter_context(ServerProcess(kvredis_recipe("engine-tables", *size), "tcp"))
-        workers = stack.enter_context(WorkerProcess(plan)), stack.enter_context(WorkerProcess(plan))
+        begun = plan.begun()
+        workers = stack.enter_context(WorkerProcess(begun)), stack.enter_context(WorkerProcess(begun))
         for worker in workers:
             worker.started()
         notes.append(f"A model with random weights computes in bfloat16 on {workers[0].device}.")
         tables, facts = Tables(plan, workers, server), machine_facts()
-        for repeat in range(plan.repeats):
-            for point in plan.points:
-                for arm in rotated(plan.served(), repeat):
-                    progress(f"{arm}, {point.at:g}")
-                    for number, sample in tables.arm(arm, point, repeat):
-                        place = (arm, number, point.at)
-                        rows.setdefault(place, row_of(*place))["samples"].append(sample)
-                    progress(f"{arm}, {point.at:g}")
+        tables.measure(progress)
+    rows = tables.rows
+    if tables.left_out and not any(arm != RECOMPUTE for arm, _, _ in rows):
+        raise BenchError("no arm could be measured. " + " ".join(tables.notes))
     order = {arm: place for place, arm in enumerate(ARMS)}
     result = EngineTablesResult(
         schema=SCHEMA,
         bench=plan.bench,
         machine=facts,
         options=plan.options(),
-        notes=notes,
+        notes=[*notes, *tables.notes],
+        left_out=tables.left_out,
         rows=sorted(rows.values(), key=lambda row: (row["point"], row["number"], order[row["arm"]])),
         verified_bytes=tables.verified_bytes,
         gate=[],

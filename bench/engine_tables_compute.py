@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvredis.adapters.keys import chunk_keys
@@ -44,7 +44,7 @@ class Subject(Protocol):
         ...
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Hear how long computing took."""
+        """Hear how long computing took: all of a prompt that was not loaded, or a token of each."""
         ...
 
 
@@ -124,17 +124,24 @@ class Tiered:
 
 @dataclass(slots=True)
 class Spent:
-    """What a pass took so far: seconds on a clock that waits for the accelerator."""
+    """What a pass took so far: seconds on a clock that waits for the accelerator. `hits` has the loaded tokens of each
+    prompt, in order; `wait_s` is what batches waited for memory that earlier ones were still being stored from."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    hit_tokens: int = 0
+    wait_s: float = 0.0
     computed_tokens: int = 0
+    hits: list[int] = field(default_factory=list)
+
+    @property
+    def hit_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(self.hits)
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All of it, but the waits."""
         return self.load_s + self.prefill_s + self.decode_s
 
 
@@ -164,15 +171,17 @@ class Engine:
 
     def batch(
         self, subject: Subject, prompts: Sequence[list[int]], output: int, budget: int, spent: Spent | None = None
-    ) -> list[int]:
-        """Serve prompts of equal length together; adds to `spent`, and gives the checksum of each one's KV.
+    ) -> list[list[int]]:
+        """Serve prompts of equal length together; adds to `spent`, and gives the checksums of each one's KV.
 
-        A checksum is over the whole chunks that leave a token to compute; taking it is not in the time.
+        They are of the whole chunks that leave a token to compute; taking them is not in the time.
         """
         import torch
 
         spent = Spent() if spent is None else spent
+        asked_s = time.perf_counter()
         place, room = self._room(len(prompts))
+        spent.wait_s += time.perf_counter() - asked_s
         ids = torch.tensor(prompts, device=self.device)
         total = ids.shape[1]
         with torch.inference_mode():
@@ -191,26 +200,30 @@ class Engine:
             saves = [subject.store(prompt, room.row(row, 0)) for row, prompt in enumerate(prompts)]
             self._saves[place] = [save for save in saves if save is not None]
             handed_s = self._now_s()
-        checks = [self._checksum(room.row(row, 0), total) for row in range(len(prompts))]
+        checks = [self._checksums(room.row(row, 0), total) for row in range(len(prompts))]
         with torch.inference_mode():
             decode_s = self._now_s()
             for _ in range(output - 1):
                 token = self._forward(token, cache)[:, -1:].argmax(dim=-1)
             ended_s = self._now_s()
+        if output > 1:
+            subject.computed(len(prompts), (ended_s - decode_s) / (output - 1))
         spent.load_s += loaded_s - began_s
         spent.prefill_s += handed_s - loaded_s
         spent.decode_s += ended_s - decode_s
-        spent.hit_tokens += start * len(prompts)
+        spent.hits += [start] * len(prompts)
         spent.computed_tokens += computed
         return checks
 
-    def settle(self) -> None:
-        """Wait until the memory of all batches is our own again."""
+    def settle(self) -> float:
+        """Wait until the memory of all batches is our own again; gives the seconds that it took."""
+        began_s = time.perf_counter()
         for place in list(self._saves):
             self._wait(place)
+        return time.perf_counter() - began_s
 
     def checked_tokens(self, total: int) -> int:
-        """Tokens of a prompt that a checksum covers, and that a full hit has at least."""
+        """Tokens of a prompt that checksums cover, and that a full hit has at least."""
         return (total - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
 
     def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any, spent: Spent) -> int:
@@ -245,16 +258,18 @@ class Engine:
         logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits
 
-    def _checksum(self, kv: Tensor, total: int) -> int:
-        """A sum of the KV's words, each times a number of its place: equal bytes at equal places give equal sums."""
+    def _checksums(self, kv: Tensor, total: int) -> list[int]:
+        """A sum of each chunk's words, each times a number of its place: equal bytes in equal order give equal sums."""
         import torch
 
-        stop = self.checked_tokens(total)
-        words = kv[:, :, :stop].contiguous().view(-1).view(torch.int32)
-        if len(self._weights) < len(words):
-            places = torch.arange(1, len(words) + 1, device=self.device)
-            self._weights = (places * _WEIGHT).to(torch.int32) | 1
-        return int((words * self._weights[: len(words)]).sum(dtype=torch.int64))
+        sums, length = [], self.layout.chunk_tokens
+        for start in range(0, self.checked_tokens(total), length):
+            words = kv[:, :, start : start + length].contiguous().view(-1).view(torch.int32)
+            if len(self._weights) < len(words):
+                places = torch.arange(1, len(words) + 1, device=self.device)
+                self._weights = (places * _WEIGHT).to(torch.int32) | 1
+            sums.append((words * self._weights[: len(words)]).sum(dtype=torch.int64))
+        return [int(each) for each in sums]
 
     def _now_s(self) -> float:
         import torch
@@ -264,8 +279,13 @@ class Engine:
         return time.perf_counter()
 
 
-def compare(checks: Sequence[int], others: Sequence[int], what: str) -> None:
-    """Raises VerificationError when a prompt's KV is not what was computed the first time."""
-    for number, (check, other) in enumerate(zip(checks, others, strict=True)):
-        if check != other:
+def compare(checks: Sequence[list[int]], others: Sequence[list[int]], loaded: Sequence[int], what: str) -> int:
+    """Compare each prompt's first `loaded` chunks with those that were computed the first time; gives how many.
+
+    Raises VerificationError where they are not equal. What was computed anew is not compared: in passes that begin
+    elsewhere it need not come out to the bit.
+    """
+    for number, (check, other, count) in enumerate(zip(checks, others, loaded, strict=True)):
+        if check[:count] != other[:count]:
             raise VerificationError(f"{what}: prompt {number} came back with other bytes than were stored")
+    return sum(min(len(check), count) for check, count in zip(checks, loaded, strict=True))

@@ -1,7 +1,8 @@
 """The result of `kvredis bench prefill`, `hit-sweep` and `long-prefill`: schema kvredis.bench.engine_tables/1, tables.
 
 A sample is one pass over the prompts of one point. Times are of an engine that waits for its accelerator; the drain
-(until all that was stored is where its tier has it) is told beside them. Ratios are to `recompute` of the same point,
+(what batches waited for memory that was still being stored from, and in the end until all that was stored is where its
+tier has it) is told beside them. Ratios are to `recompute` of the same point,
 repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
 
 Arms
@@ -10,11 +11,13 @@ Arms
     cpu         the engine's own memory
     lane        a kvredis serve process on this host, through shared memory
     remote      the same over TCP
-    disk        the engine's own disk, with memory for an eighth
+    disk        the engine's own disk, with memory for an eighth, and for what is stored of two batches
+    An arm that fails is left out and said, and so is, in its row, what a cache dropped when it could not keep up: the
+    second pass then has that much less. Bytes that are not what was stored end the bench.
 Passes
     1   the cache is empty; what prompts have in common is a hit all the same
     2   the same prompts again. gpu and cpu: in the same process, where alone their memory is; the others: in another
-        process, which has seen none of them, so every hit came from the tier. Hits and bytes are checked.
+        process, which has seen none of them, so every hit came from the tier. Hits and their bytes are checked.
 Points
     prefill: tokens of a forward pass; hit-sweep: the share of a prompt that all have in common; long-prefill: tokens
     generated for each prompt
@@ -62,6 +65,7 @@ class Sample(TypedDict):
     drain_seconds: float
     hit_tokens: int
     computed_tokens: int
+    dropped_chunks: int
 
 
 class Row(TypedDict):
@@ -81,6 +85,7 @@ class Row(TypedDict):
     tier_gb_per_s: float | None
     over_break_even: float | None
     drain_seconds: float
+    dropped_chunks: int  # over all samples
 
 
 class EngineTablesResult(TypedDict):
@@ -90,6 +95,8 @@ class EngineTablesResult(TypedDict):
     options: dict[str, Any]
     notes: list[str]
     rows: list[Row]
+    left_out: list[str]
+    """Arms that failed; the notes say at what."""
     verified_bytes: int
     gate: list[GateJson]
     seconds: float
@@ -114,6 +121,7 @@ def row_of(arm: str, number: int, point: float) -> Row:
         tier_gb_per_s=None,
         over_break_even=None,
         drain_seconds=0.0,
+        dropped_chunks=0,
     )
 
 
@@ -132,6 +140,7 @@ def conclude(rows: list[Row], bytes_per_token: int) -> None:
         row["qps"], row["qps_min"], row["qps_max"] = middle(rates), min(rates, default=0.0), max(rates, default=0.0)
         row["first_ms"] = middle([sample["first_ms"] for sample in samples])
         row["drain_seconds"] = middle([sample["drain_seconds"] for sample in samples])
+        row["dropped_chunks"] = sum(sample["dropped_chunks"] for sample in samples)
         tokens = [sample["hit_tokens"] + sample["computed_tokens"] for sample in samples]
         row["hit_share"] = min((s["hit_tokens"] / max(n, 1) for s, n in zip(samples, tokens, strict=True)), default=0.0)
         if ratios := paired_ratios(by_repeat(samples, "qps"), by_repeat(base, "qps")):
@@ -152,7 +161,11 @@ def _judge_tier(row: Row, base: list[Sample], bytes_per_token: int) -> None:
 
 
 def gate_of(result: EngineTablesResult) -> list[GateRow]:
-    """Judge every line that this bench has; a figure that is missing does not pass."""
+    """Judge every line that this bench has; a figure that is missing, or an arm, does not pass."""
+    return [*_lines(result), *(GateRow(f"{arm}, left out", "measured", None, False) for arm in result["left_out"])]
+
+
+def _lines(result: EngineTablesResult) -> list[GateRow]:
     if result["options"]["auto"]:
         return [
             GateRow(
@@ -217,10 +230,12 @@ def _row_line(row: Row) -> str:
     is_base = row["arm"] == RECOMPUTE
     spread = "" if row["ratio_min"] is None or is_base else f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}"
     name = f"{row['arm']}, pass {row['number']}"
+    dropped = f"  {row['dropped_chunks']} chunks dropped" if row["dropped_chunks"] else ""
     return (
         f"  {name:<28} {row['qps']:8.3f} {_text(row['ratio'], 3):>12} {spread:>16}"
         f" {row['first_ms']:9.1f} {_text(row['first_ratio'], 2):>9} {row['hit_share']:7.1%}"
-        f" {_text(row['tier_gb_per_s'], 2):>7} {_text(row['over_break_even'], 2):>13} {row['drain_seconds']:8.3f}"
+        f" {_text(row['tier_gb_per_s'], 2):>7} {_text(row['over_break_even'], 2):>13}"
+        f" {row['drain_seconds']:8.3f}{dropped}"
     )
 
 

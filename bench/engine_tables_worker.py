@@ -1,7 +1,8 @@
 """One process of `kvredis bench prefill`, `hit-sweep` and `long-prefill`: an engine that serves passes as it is told.
 
 A line of JSON on stdin is a Task, a line on stdout its answer: a Pass, or {"error": text}. The first line is the plan:
-shape, columns, chunk_tokens and the (rows, budget) to warm up with; its answer says what computes.
+shape, columns, chunk_tokens and the (rows, budget) to warm up with; its answer says what computes. What is no error of
+ours ends the process, and what it held of an accelerator with it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvredis.storage.errors import KVRedisError
 
 from .engine_tables_compute import Engine, NoCache, OnDevice, Spent, Subject, Tiered, compare
 from .engine_tables_result import DEVICE, RECOMPUTE
-from .errors import VerificationError
+from .errors import MissingHits
 from .prompts import PromptPlan, prompts
 from .shapes import ModelShape
 
@@ -40,7 +41,7 @@ class Task(TypedDict):
     rows: int
     engine: dict[str, Any] | None  # the configuration, None where no CacheEngine is behind it
     keep: bool  # the engine stays for the next task, which has it
-    checks: list[int]  # of the pass that stored, [] in that one
+    checks: list[list[int]]  # of the pass that stored, [] in that one
     full: bool  # every prompt must be a hit
 
 
@@ -54,7 +55,9 @@ class Pass(TypedDict):
     drain_seconds: float
     hit_tokens: int
     computed_tokens: int
-    checks: list[int]
+    dropped_chunks: int  # by the cache, which counts what it could not keep
+    verified_tokens: int
+    checks: list[list[int]]
 
 
 class Worker:
@@ -65,23 +68,31 @@ class Worker:
         self._kept: tuple[Subject, CacheEngine | None] | None = None
 
     def run(self, task: Task) -> Pass:
-        """Serve every prompt of the task. Raises VerificationError where hits or bytes are not what they must be."""
+        """Serve every prompt of the task. Raises MissingHits, and VerificationError at other bytes than were stored."""
         subject, cache = self._kept or self._opened(task)
         self._kept = None
         try:
             made = list(prompts(PromptPlan(task["tokens"], task["hit_rate"], task["prompts"], task["seed"])))
-            spent, checks = Spent(), []
+            spent, checks, verified = Spent(), list[list[int]](), 0
+            before = 0 if cache is None else dropped_chunks(cache, task["tokens"])
             for group in groups(made, task["rows"], shared=task["hit_rate"] > 0):
                 checks += self._engine.batch(subject, group, task["output"], task["budget"], spent)
+                if (
+                    task["hit_rate"] > 0 and len(checks) == 1
+                ):  # what the others share with it is a hit once it is stored
+                    spent.wait_s += self._engine.settle()
             began_s = time.perf_counter()
             self._engine.settle()
             if cache is not None:
                 cache.flush()
             least = self._engine.checked_tokens(task["tokens"]) * len(made)
             if task["full"] and spent.hit_tokens < least:
-                raise VerificationError(f"{task['what']}: {spent.hit_tokens} tokens were hits, of {least} stored")
+                raise MissingHits(f"{spent.hit_tokens} tokens were hits, of {least} stored")
             if task["checks"]:
-                compare(checks, task["checks"], task["what"])
+                length = self._engine.layout.chunk_tokens
+                loaded = [hit // length for hit in spent.hits]
+                verified = length * compare(checks, task["checks"], loaded, task["what"])
+            dropped = 0 if cache is None else dropped_chunks(cache, task["tokens"]) - before
             if task["keep"]:
                 self._kept, cache = (subject, cache), None
         finally:
@@ -93,9 +104,11 @@ class Worker:
             load_seconds=spent.load_s,
             prefill_seconds=spent.prefill_s,
             decode_seconds=spent.decode_s,
-            drain_seconds=time.perf_counter() - began_s,
+            drain_seconds=spent.wait_s + time.perf_counter() - began_s,
             hit_tokens=spent.hit_tokens,
             computed_tokens=spent.computed_tokens,
+            dropped_chunks=dropped,
+            verified_tokens=verified,
             checks=checks,
         )
 
@@ -112,6 +125,14 @@ class Worker:
         cache = CacheEngine(Config.load(env={}, overrides=over | (task["engine"] or {})), layout)
         cache.lookup([1])  # connected, as that of a process that has run
         return Tiered(cache), cache
+
+
+def dropped_chunks(cache: CacheEngine, tokens: int) -> int:
+    """Chunks of prompts of so many tokens that the cache was given and did not keep, by its own counters: a queue was
+    full, there was no room, or a disk was too slow for what came."""
+    stats = cache.stats
+    left = int(cache.backend.stats().get("spill_dropped", 0)) + stats.dropped_stores + stats.refused_stores
+    return left + stats.refused_saves * (tokens // cache.layout.chunk_tokens)
 
 
 def groups(made: list[list[int]], rows: int, *, shared: bool) -> list[list[list[int]]]:

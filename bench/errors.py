@@ -7,5 +7,9 @@ class BenchError(KVRedisError):
     """A measurement that could not be made: a server did not start, a connection broke, a tool is missing."""
 
 
+class MissingHits(BenchError):
+    """What was stored was not all found again, and the cache has not said that it dropped any."""
+
+
 class VerificationError(BenchError):
     """A server returned other bytes than were stored. No figure of that run counts."""

@@ -33,10 +33,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AHEAD_PART: Final = 8
-AHEAD_BYTES_MAX: Final = 256 * 1024 * 1024
-"""An eighth of the arena, but no more than this, is kept free or on disk already: what stores come to in the time that
-the disk needs to be woken, a few tenths of a second."""
+AHEAD_PART: Final = 2
+AHEAD_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
+"""Half of the arena, but no more than this, is kept free or on disk already. An engine stores a batch of prompts in one
+go, a GiB and more in less than a second, and then computes for longer than the disk needs for as much: what is not
+written in that time would be dropped when the next batch comes."""
+
+LOOK_PART: Final = 4
+LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
+"""We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
+that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is tried."""
 
 AHEAD_ENTRIES_MAX: Final = 512
 """How many of the coldest entries are looked through for that: a tenth of a millisecond."""
@@ -67,6 +73,8 @@ class Tiering:
         self.stats = TierStats()
         self.carrier = Carrier(store, disk, self.stats)
         self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX)
+        self._failing_bytes = self._ahead_bytes // LOOK_PART
+        self._look_bytes = min(self._failing_bytes, LOOK_BYTES_MAX)
         self._taken_bytes = self._ahead_bytes  # since we last looked
         self._listed_bytes = 0  # of prefetches that are not over
         self._inline_taken_bytes = 0
@@ -190,7 +198,7 @@ class Tiering:
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
         """Somebody has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
         self._taken_bytes += nbytes
-        if urgent or self._taken_bytes * 4 >= self._ahead_bytes:
+        if urgent or self._taken_bytes >= self._look_bytes:
             with self._store._lock:
                 self._taken_bytes = 0
                 plan = self._plan(nbytes if urgent else 0)
@@ -232,7 +240,8 @@ class Tiering:
         store = self._store
         found = store.allocator.window(wanted_bytes, store._victims(store.policy)) if wanted_bytes else None
         plan = [] if found is None else [entry for entry in found[1] if store._is_due(entry)]
-        short_bytes = self._ahead_bytes - store.allocator.free_bytes
+        ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
+        short_bytes = ahead_bytes - store.allocator.free_bytes
         if short_bytes > 0:
             for entry in islice(store._victims(store.policy), AHEAD_ENTRIES_MAX):
                 if store._is_due(entry):

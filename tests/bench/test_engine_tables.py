@@ -15,7 +15,6 @@ from kvredis.bench.engine_tables import (
     PLANS,
     Point,
     TablesPlan,
-    WorkerProcess,
     hit_sweep_plan,
     long_prefill_plan,
     on_cpu,
@@ -23,6 +22,7 @@ from kvredis.bench.engine_tables import (
     run,
 )
 from kvredis.bench.engine_tables_compute import Engine, NoCache, OnDevice, Spent, compare
+from kvredis.bench.engine_tables_process import WorkerProcess
 from kvredis.bench.engine_tables_result import (
     ARMS,
     CPU,
@@ -41,7 +41,7 @@ from kvredis.bench.engine_tables_result import (
     table_lines,
 )
 from kvredis.bench.engine_tables_worker import Task, Worker, groups
-from kvredis.bench.errors import BenchError, VerificationError
+from kvredis.bench.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.prompts import PromptPlan, prompts
 from kvredis.bench.store_overhead_compute import TINY
 from kvredis.cli.bench import bench
@@ -120,8 +120,9 @@ def test_a_hit_changes_neither_the_kv_nor_how_much_of_a_prompt_there_is(engine: 
     first = [engine.batch(cache, [prompt], 2, 16)[0] for prompt in made]
     spent = Spent()
     assert engine.batch(cache, made, 4, 64, spent) == first
-    assert (spent.hit_tokens, spent.computed_tokens) == (3 * 48, 3 * 2)
-    assert len(set(first)) == 3
+    assert (spent.hits, spent.hit_tokens, spent.computed_tokens) == ([48] * 3, 3 * 48, 3 * 2)
+    assert [len(checks) for checks in first] == [3] * 3
+    assert len(set(map(tuple, first))) == 3
 
 
 def test_a_cache_that_gives_other_bytes_is_found_out(engine: Engine) -> None:
@@ -134,7 +135,16 @@ def test_a_cache_that_gives_other_bytes_is_found_out(engine: Engine) -> None:
     cache, (prompt, *_) = Wrong(engine.layout), some()
     first = engine.batch(cache, [prompt], 1, 64)
     with pytest.raises(VerificationError, match="prompt 0 came back"):
-        compare(engine.batch(cache, [prompt], 1, 64), first, "wrong")
+        compare(engine.batch(cache, [prompt], 1, 64), first, [3], "wrong")
+
+
+def test_only_what_was_loaded_is_compared(engine: Engine) -> None:
+    checks = [[1, 2, 3], [4, 5, 6]]
+    others = [[1, 2, 0], [0, 5, 6]]
+    assert compare(checks, others, [2, 0], "two of six") == 2
+    assert compare(checks, checks, [4, 3], "all, and a prompt's rest") == 6
+    with pytest.raises(VerificationError, match="prompt 0 came back"):
+        compare(checks, others, [3, 0], "wrong")
 
 
 def task(**changes: Any) -> Task:
@@ -163,17 +173,17 @@ def test_a_worker_keeps_its_cache_for_the_second_pass_and_refuses_a_missing_hit_
     first = worker.run(task())
     assert first["hit_tokens"] == 0
     second = worker.run(task(checks=first["checks"], full=True))
-    assert second["hit_tokens"] == 3 * 48
-    wrong = [first["checks"][0], first["checks"][1] ^ 1, first["checks"][2]]
+    assert (second["hit_tokens"], second["verified_tokens"], second["dropped_chunks"]) == (3 * 48, 3 * 48, 0)
+    wrong = [first["checks"][0], [0, *first["checks"][1][1:]], first["checks"][2]]
     with pytest.raises(VerificationError, match="prompt 1 came back with other bytes"):
         worker.run(task(checks=wrong))
-    with pytest.raises(VerificationError, match="0 tokens were hits, of 144"):
+    with pytest.raises(MissingHits, match="0 tokens were hits, of 144"):
         Worker(engine).run(task(full=True))
 
 
 def test_a_worker_process_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(prefill_plan(), shape=replace(TINY, name="nobody's"), prompt_tokens=32)
-    with pytest.raises(BenchError, match="no model of shape nobody's"), WorkerProcess(plan) as worker:
+    with pytest.raises(BenchError, match="no model of shape nobody's"), WorkerProcess(plan.begun()) as worker:
         worker.started()
 
 
@@ -227,6 +237,7 @@ def rows_of(qps: dict[tuple[str, int, float], float]) -> list[Row]:
                     drain_seconds=0.0,
                     hit_tokens=hit,
                     computed_tokens=1000 - hit,
+                    dropped_chunks=0,
                 )
             )
         rows.append(row)
@@ -244,6 +255,7 @@ def result_of(rows: list[Row], name: str = "hit-sweep", auto: bool = False) -> E
         options=plan.options(),
         notes=["a note"],
         rows=rows,
+        left_out=[],
         verified_bytes=1,
         gate=[],
         seconds=1.0,

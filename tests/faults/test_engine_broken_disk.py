@@ -35,7 +35,7 @@ def test_an_engine_whose_own_disk_is_full_keeps_what_its_memory_can_hold(
             assert subject.ask(number) == 0
         assert subject.ask(39) == STORED
         assert not subject.knows(0)
-        assert len(warnings_of(caplog)) == 1, warnings_of(caplog)
+        assert 1 <= len(warnings_of(caplog)) <= 2, warnings_of(caplog)  # room is asked for again after 256 blocks
         grow(full_disk)
 
         def is_used_again() -> bool:
