@@ -92,6 +92,18 @@ class LeaseLane(GetLane):
             return self._keep_copy(value, allocate) if self._keep else RemoteLease(value, _end)
         return self._copied(answer, allocate) if self._keep else answer
 
+    def at_hand(self, key: bytes) -> SharedLease | None:
+        """The same without a wait or a question, of `key`, where its answer has come and `ask` has nothing to do; None,
+        and nothing has changed, if it is anything but a lease that lasts. Most values of a load are taken so."""
+        if self._keep or not self._answers or (self.unasked and self.asked <= self._ahead // 2):
+            return None
+        name, answer = self._answers[0]
+        if name != key or not isinstance(answer, SharedLease) or answer.length > self._longest or not answer.lasts:
+            return None
+        self._answers.popleft()
+        self.asked -= 1
+        return answer
+
     def settle(self, left_s: float) -> None:
         """Bring the connection to rest after the load: give back what nobody has taken. The leases that have been taken
         end with the connection, so it is closed only when the server does not answer."""

@@ -143,6 +143,17 @@ class Stream:
             self._receivers += self.node.borrow_receivers(wanted - len(self._receivers))
         return max(1, most if wanted <= len(self._receivers) else 1 + len(self._receivers))
 
+    def at_hand(self, key: bytes) -> base.Lease | None:
+        """A lease on the value of `key`, the stream's next, if one has come already."""
+        lane = self.lanes[0] if len(self.lanes) == 1 else None
+        if self.coming or not isinstance(lane, LeaseLane):
+            return None
+        lease = lane.at_hand(key)
+        if lease is not None:
+            self.keys.popleft()
+            self.bodies += 1
+        return lease
+
     def receive(self) -> None:
         """Receive all that are `coming`, no more than at_once has allowed: the first here, the others beside it."""
         began_s = time.monotonic()
@@ -231,14 +242,19 @@ class Load:
         for key in keys:
             node = self._routes.owner(key)
             shares.setdefault(node, []).append(key)
-            stream = self._streams.setdefault(node, Stream(node, keep=self._keep))
-            self._turns.append(stream)
+            if node not in self._streams:
+                self._streams[node] = Stream(node, keep=self._keep)
+            self._turns.append(self._streams[node])
         for node, share in shares.items():
             self._open(self._streams[node], share, min(node.connections, len(share)))
 
     def take(self, key: bytes) -> base.Lease | None:
         """Receive the body of `key`, the next of those given to `begin`, from wherever it is now; None: a miss."""
-        got = self._receive(self._turns.popleft(), key, None)
+        stream = self._turns.popleft()
+        lease = stream.at_hand(key)
+        if lease is not None:
+            return lease
+        got = self._receive(stream, key, None)
         for _ in range(HOPS_MAX):
             if not isinstance(got, Hop):
                 break

@@ -263,7 +263,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def _load(self, step: Step, after: torch.cuda.Event | None = None) -> None:
         if self._worker is not None:
             self._loaded_step, self._launched = step, None
-            self._worker.load(step, after or self._worker.launched(), ahead=self._loads_ahead)
+            if after is None and step.moves.loads:
+                after = self._worker.launched()
+            self._worker.load(step, after, ahead=self._loads_ahead)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until that layer is there, where layers are loaded one by one."""

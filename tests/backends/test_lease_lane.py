@@ -56,6 +56,48 @@ def test_a_block_that_may_not_be_leased_a_second_time_comes_over_the_socket(monk
         assert room == VALUE
 
 
+def test_leases_whose_answers_have_come_are_taken_without_a_word_as_long_as_nothing_is_to_be_asked() -> None:
+    said = b"*4\r\n" + b"".join(b"*2\r\n:%d\r\n:4096\r\n" % (4096 * at) for at in range(3)) + b"$5\r\nshort\r\n"
+    with told_by() as (connection, theirs):
+        connection.longest_bytes = 4096
+        lane = LeaseLane(connection, [b"a", b"b", b"c", b"d"], keep=False)
+        assert lane.at_hand(b"a") is None, "nothing has been asked"
+        lane.ask(4)
+        theirs.sendall(said)
+        assert lane.at_hand(b"a") is None, "nothing has been read"
+        first = lane.take(lambda length: None)
+        theirs.close()
+        second = lane.at_hand(b"b")
+        assert isinstance(first, SharedLease)
+        assert isinstance(second, SharedLease)
+        assert lane.asked == 2
+        assert lane.at_hand(b"x") is None, "it is c that comes next"
+        third = lane.at_hand(b"c")
+        assert isinstance(third, SharedLease)
+        assert lane.at_hand(b"d") is None, "a value itself takes the long way"
+        for lease in (first, second, third):
+            lease.release()
+
+
+def test_a_lease_that_is_over_or_longer_than_all_before_is_not_taken_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = b"*2\r\n*2\r\n:0\r\n:4096\r\n*2\r\n:4096\r\n:8192\r\n*1\r\n*2\r\n:0\r\n:4096\r\n"
+    with told(said) as connection:
+        connection.longest_bytes = 4096
+        lane = LeaseLane(connection, [b"a", b"b"], keep=False)
+        lane.ask(4)
+        first = lane.take(lambda length: None)
+        assert isinstance(first, SharedLease)
+        assert lane.at_hand(b"b") is None, "its length is to be learnt"
+        lane._longest = 8192
+        pass_time(monkeypatch, 40.0)
+        assert lane.at_hand(b"b") is None
+        again = lane.take(lambda length: None)
+        assert isinstance(again, SharedLease)
+        assert again.length == 4096
+        first.release()
+        again.release()
+
+
 def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(monkeypatch: pytest.MonkeyPatch) -> None:
     waits_s: list[float] = []
     now_s = [100.0]
