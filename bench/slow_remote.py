@@ -101,14 +101,9 @@ class Engines:
                     raise BenchError("the server does not hold what the bench has stored")
 
     def renew(self) -> None:
-        """Begin again with engines that know nothing but how fast computing is, as after a prompt or two of their own:
-        the first pass counts as warming up."""
+        """Begin again with engines that know nothing, as those of a fresh process."""
         self.close()
         self._open = {PLAIN: self._engine(self._url, 0), AUTO: self._engine(self._url, "auto")}
-        tokens = self._plan.prompt_tokens
-        for engine in self._open.values():
-            for _ in range(2):
-                engine.prefill_took(tokens, tokens / self._plan.prefill_tokens_per_s)
 
     def close(self) -> None:
         """End the engines."""

@@ -5,6 +5,10 @@ the break-even bandwidth, bytes_per_token x tokens/s: a hit on a slower tier cos
 advance, and both change: so what the engine waits for is measured, the first load from a tier is a trial, every load is
 watched, and a tier that was given up is tried again behind the engine's back (probing.py).
 
+As long as the prefill rate is unknown, what was found is computed: that costs what no cache at all costs, and tells the
+rate, while a block is loaded behind the engine's back, which tells of the tier. A load would cost nobody knows what,
+and leave a short rest to compute, which tells nothing (computing.py).
+
 What is computed is charged at the prefill rate alone: the forward pass that follows is there in either case. What is
 loaded is charged with all that the engine waits, copies into its tensors included.
 """
@@ -14,12 +18,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median_high
 from typing import NamedTuple
 
 from kvredis.backends.base import Tier
 
+from .computing import Passes
 from .layout import ChunkLayout
 
 logger = logging.getLogger(__name__)
@@ -27,10 +32,9 @@ logger = logging.getLogger(__name__)
 LOADS_KEPT = 3
 """A tier is as fast as the middle one of its latest three loads, so that one hiccup is not the end of it. After a load
 that was stopped the others are forgotten: then two fast ones have to follow."""
-PREFILLS_KEPT = 9
 PREFILLS_ASKED_MAX = 4
-"""How often a hit may be left without its last chunk, to see how fast the model is: once to warm up, once to measure,
-and for engines that do not tell not for ever."""
+"""How many hits of a size may be computed all the same, to see how long that takes: one to warm up, one to measure, and
+for engines that do not tell not for ever."""
 QUESTIONS_KEPT = 8
 USED_AGAIN_SHARE = 0.8
 """A tier that was given up must need no more than this share of the time that computing takes, or it would come and go
@@ -80,8 +84,8 @@ class _Speed:
 class BreakEven:
     """The speeds of tiers and model as one engine has seen them, and what follows. Any thread may call anything.
 
-    `clock` gives seconds and is read by watches. As long as no prefill is known, everything is loaded. What is smaller
-    than a chunk says little of a speed and is not counted.
+    `clock` gives seconds and is read by watches. Of an engine that has never told of a prefill, though it was asked to,
+    nothing is known, and everything is loaded. A load of less than a chunk says little of a speed and is not counted.
     """
 
     def __init__(self, layout: ChunkLayout, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -89,31 +93,22 @@ class BreakEven:
         self.clock = clock
         self._lock = threading.Lock()
         self._speeds: dict[Tier, _Speed] = {}
-        self._prefills: deque[tuple[float, int]] = deque(maxlen=PREFILLS_KEPT)  # seconds per token, tokens
-        self._warmed_up = False
-        self._prefills_asked = 0
+        self._passes = Passes(layout.chunk_tokens)
         self._questions: deque[float] = deque(maxlen=QUESTIONS_KEPT)
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
     def prefill_took(self, tokens: int, seconds: float) -> None:
-        """Note a forward pass over `tokens` of a prompt. The first ever counts only until there is another: kernels are
-        compiled and memory is found in it."""
-        if tokens < self.layout.chunk_tokens or seconds <= 0:
-            return
+        """Note a forward pass over `tokens`. Short ones count too, of single tokens even: they tell what a pass costs
+        at all."""
         with self._lock:
-            if len(self._prefills) == 1 and not self._warmed_up:
-                self._warmed_up = True
-                self._prefills.clear()
-            self._prefills.append((seconds / tokens, tokens))
+            self._passes.took(tokens, seconds)
 
-    def ask_prefill(self) -> bool:
-        """Whether to compute a chunk that is there, only to learn how long that takes. Counts how often it said yes:
-        where every prompt is found whole nobody would ever compute one."""
+    def ask_prefill(self, tokens: int, at_most: int = PREFILLS_ASKED_MAX) -> bool:
+        """Whether to compute `tokens` though some of them are there, because the prefill rate is unknown: where every
+        prompt is found nobody would ever compute one. Counts how often it said yes, by size, up to `at_most`."""
         with self._lock:
-            asks = not self._warmed_up and self._prefills_asked < PREFILLS_ASKED_MAX
-            self._prefills_asked += asks
-            return asks
+            return self._passes.ask(tokens, at_most)
 
     def question_took(self, seconds: float) -> None:
         """Note how long the remote tier took to answer a question: a load from it waits so long before a byte comes."""
@@ -142,7 +137,7 @@ class BreakEven:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The prefill rate: the middle of the latest passes, each weighing as much as it has tokens. None: unknown."""
+        """The prefill rate of the largest passes that are known, less what a pass costs at all. None: unknown."""
         with self._lock:
             return self._tokens_per_s()
 
@@ -159,24 +154,32 @@ class BreakEven:
                 self._judge(tier)
             return [tier for tier, speed in self._speeds.items() if speed.given_up]
 
+    def unmeasured(self, tiers: Iterable[Tier]) -> list[Tier]:
+        """Those of which nobody knows how fast they are."""
+        with self._lock:
+            return [tier for tier in tiers if tier not in self._speeds]
+
     # -- what follows ------------------------------------------------------------------------------------------------
 
-    def worth(self, pieces: Sequence[Piece]) -> int:
-        """How many of `pieces`, from the first on, to load so that most time is saved.
+    def worth(self, pieces: Sequence[Piece], tokens: int | None = None) -> int:
+        """How many of `pieces`, from the first on, to load so that most time is saved, where `tokens` (default: those
+        of the pieces) are to be computed without them.
 
         A slow piece is loaded where faster ones behind it make up for it, since a prefix has no gaps. What is behind
         the best place costs more than it saves.
         """
-        seconds_per_token = self._seconds_per_token()
+        seconds_per_token = self._seconds_per_token(pieces, tokens)
         if seconds_per_token is None:
             return len(pieces)
+        with self._lock:
+            seconds_per_token *= 1 - self._passes.unknown_share
         return self._best(pieces, seconds_per_token, self._costs(seconds_per_token))
 
     def first_part(self, pieces: Sequence[Piece]) -> int:
         """How many of `pieces` to load at first: up to the first of a tier that nobody has measured, which is a trial,
         or all of them. A trial by itself leaves nothing on the way when it fails."""
         with self._lock:
-            if self._prefills:
+            if self._tokens_per_s() is not None:
                 for count, piece in enumerate(pieces, 1):
                     if piece.tier not in self._speeds:
                         return count
@@ -187,9 +190,9 @@ class BreakEven:
         rate = self.tokens_per_s
         return math.inf if rate is None else TRIAL_TIMES * self.layout.chunk_tokens / rate + self.latency_s(tier)
 
-    def watch(self, pieces: Sequence[Piece]) -> "Watch":
-        """Watch a load of `pieces`, which begins now."""
-        return Watch(self, pieces)
+    def watch(self, pieces: Sequence[Piece], tokens: int | None = None) -> "Watch":
+        """Watch a load of `pieces`, which begins now; `tokens` as in `worth`."""
+        return Watch(self, pieces, self._seconds_per_token(pieces, tokens))
 
     def _best(self, pieces: Sequence[Piece], seconds_per_token: float, costs: dict[Tier, float]) -> int:
         best, best_s, saved_s = 0, 0.0, 0.0
@@ -215,9 +218,9 @@ class BreakEven:
                 for tier, speed in self._speeds.items()
             }
 
-    def _seconds_per_token(self) -> float | None:
-        rate = self.tokens_per_s
-        return None if rate is None else 1 / rate
+    def _seconds_per_token(self, pieces: Sequence[Piece], tokens: int | None) -> float | None:
+        with self._lock:
+            return self._passes.seconds_per_token(sum(piece.tokens for piece in pieces) if tokens is None else tokens)
 
     def latency_s(self, tier: Tier) -> float:
         """The quickest of the latest answers: what else was slower in the others has nothing to do with the way."""
@@ -225,12 +228,8 @@ class BreakEven:
             return min(self._questions) if self._questions and tier == "remote" else 0.0
 
     def _tokens_per_s(self) -> float | None:
-        half = sum(tokens for _, tokens in self._prefills) / 2
-        for seconds_per_token, tokens in sorted(self._prefills):
-            half -= tokens
-            if half <= 0:
-                return 1 / seconds_per_token
-        return None
+        seconds_per_token = self._passes.seconds_per_token()
+        return None if seconds_per_token is None else 1 / seconds_per_token
 
     # -- giving up, and using again; the lock is held ----------------------------------------------------------------
 
@@ -277,14 +276,14 @@ class Watch:
     unknown. `stopped` says that the load was not worth going on with.
     """
 
-    def __init__(self, break_even: BreakEven, pieces: Sequence[Piece]) -> None:
+    def __init__(self, break_even: BreakEven, pieces: Sequence[Piece], seconds_per_token: float | None) -> None:
         self._break_even = break_even
         self._pieces = pieces
         self._next = 0
         self._paces: dict[Tier, _Pace] = {}
         self._at_s = break_even.clock()
         self.stopped = False
-        self._seconds_per_token = break_even._seconds_per_token()
+        self._seconds_per_token = seconds_per_token
         self._allowance_s = 0.0
         self.within_s: float | None = None
         if self._seconds_per_token is not None:

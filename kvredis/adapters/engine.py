@@ -105,7 +105,7 @@ class CacheEngine:
         """A lookup on behalf of an engine that holds the first `cached` tokens itself, logged as LMCache does.
 
         Nothing is to be loaded for a producer, which asks nobody, nor where it would be less than min_retrieve_tokens;
-        with auto as much as comes sooner than it is computed.
+        with auto as much as comes sooner than it is computed, and nothing while nobody knows how long that takes.
         """
         total = len(tokens)
         if self.role == "kv_producer":
@@ -128,8 +128,12 @@ class CacheEngine:
         return plan
 
     def prefill_took(self, tokens: int, seconds: float) -> None:
-        """Tell how long computing `tokens` of a prompt took, less what was waited for. With min_retrieve_tokens = auto
-        the engine needs it; before the first time it loads everything. Less than a chunk tells nothing."""
+        """Tell how long a forward pass over `tokens` took, less what was waited for; min_retrieve_tokens = auto asks.
+
+        Until two passes of about the size of a prompt are known, `plan` has such prompts computed, hit or not, a few
+        times at most; where nobody tells, all is loaded then. Short passes, as a step of decoding, tell what a pass
+        costs at all, which no load saves; as long as fewer than two are known it is taken for half of a long one.
+        """
         self.break_even.prefill_took(tokens, seconds)
 
     # -- storing and loading -----------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ class CacheEngine:
         done at once with `start` tokens, and counted.
         """
         span = self._span(tokens, out, start, stop, request)
-        load = Load(Span([], 0, out, start, start, request) if span is None else span)
+        load = Load(Span([], 0, out, start, start, request, len(tokens)) if span is None else span)
         if span is None:
             load.end(start)
         elif not self._loader.add(load):
@@ -300,14 +304,11 @@ class CacheEngine:
         least = self.config.min_retrieve_tokens
         if least == AUTO:
             chunks = [chunk for chunk in keys if chunk.stop > plan.cached and chunk.start < plan.hit]
-            count = self.break_even.worth(self._pieces(chunks, plan.cached, plan.hit))
-            if (
-                count
-                and plan.total - chunks[count - 1].stop < self.layout.chunk_tokens
-                and self.break_even.ask_prefill()
-            ):
-                enough = [chunk for chunk in chunks if plan.total - chunk.stop >= self.layout.chunk_tokens]
-                count = min(count, len(enough))
+            rest, count = plan.total - plan.cached, 0
+            if chunks and self.break_even.ask_prefill(rest):
+                self._probes.begin(of_unmeasured=True)
+            elif chunks:
+                count = self.break_even.worth(self._pieces(chunks, plan.cached, plan.hit), rest)
             stop = min(chunks[count - 1].stop, plan.hit) if count else plan.cached
             return replace(plan, skipped=max(plan.hit - max(stop, plan.cached), 0))
         if isinstance(least, int) and plan.need_to_load < least:
@@ -330,7 +331,7 @@ class CacheEngine:
         if self.role == "kv_producer":
             return None
         first = next(place for place, chunk in enumerate(chunks) if chunk.stop > start)
-        return Span(chunks, first, out, start, end, request)
+        return Span(chunks, first, out, start, end, request, len(tokens))
 
     def _load(self, span: Span, is_cancelled: Callable[[], bool]) -> int:
         started_s = time.perf_counter()

@@ -17,7 +17,7 @@ from .tensors import KV, scatter, view_tensor
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, stop) of a prompt that are to come into `out`; `chunks` are those of the prompt, up to the last
-    that is wanted, and `first` the place of the first that is."""
+    that is wanted, and `first` the place of the first that is; the whole prompt has `total` tokens."""
 
     chunks: list[ChunkKey]
     first: int
@@ -25,6 +25,7 @@ class Span:
     start: int
     stop: int
     request: str
+    total: int
 
     @property
     def wanted(self) -> list[ChunkKey]:
@@ -66,15 +67,16 @@ class Loading:
         """Load what comes sooner than it is computed, as far as is known, and no more when that proves wrong. What is
         learnt of a tier at its first block counts for the next."""
         chunks, is_slow = self._span.wanted, False
+        rest = self._span.total - self._span.start
         while chunks:
             tiers = self._backend.tiers_of([chunk.key for chunk in chunks])
             pieces = pieces_of(chunks, tiers, self._layout, self.position, self._span.stop)
-            pieces = pieces[: break_even.worth(pieces)]
+            pieces = pieces[: break_even.worth(pieces, rest)]
             pieces = pieces[: break_even.first_part(pieces)]
             if not pieces:
                 is_slow = self.position > self._span.start  # else nobody has looked whether they are there
                 break
-            watch = break_even.watch(pieces)
+            watch = break_even.watch(pieces, rest)
             if not self._load(chunks[: len(pieces)], watch):
                 is_slow = watch.stopped
                 break

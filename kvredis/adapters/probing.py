@@ -1,10 +1,12 @@
-"""A tier that was given up must be found out when it is fast again, and the engine must not wait for that.
+"""A tier that was given up must be found out when it is fast again, and the engine must not wait for that. Nor need it
+wait to learn of a tier that nobody has measured, while it computes to learn how long that takes.
 
 So one block at a time is loaded by a thread of its own and dropped. Blocks are those that lookups have found there. A
 probe begins when the engine asks for something anyway, so an idle engine asks nobody; it waits a few times as long as
 computing takes at most, and all of them together take a hundredth of the time, and so of the tier's bandwidth.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -47,13 +49,16 @@ class Probes:
         with self._lock:
             self._found.setdefault(tier, deque(maxlen=KEYS_KEPT)).extend(islice(keys, KEYS_A_LOOKUP))
 
-    def begin(self) -> None:
-        """Begin a probe of a tier that was given up, if there is one and the last was long enough ago; never waits."""
-        given_up = self._break_even.given_up()
-        if not given_up:
+    def begin(self, *, of_unmeasured: bool = False) -> None:
+        """Begin a probe of a tier that was given up, or that nobody has measured if it is to be one, if there is such a
+        one and the last was long enough ago; never waits."""
+        with self._lock:
+            found = list(self._found)
+        wanted = self._break_even.unmeasured(found) if of_unmeasured else self._break_even.given_up()
+        if not wanted:
             return
         with self._lock:
-            known = [tier for tier in given_up if self._found.get(tier)]
+            known = [tier for tier in wanted if self._found.get(tier)]
             if self._closed or self._thread is not None or not known or self._clock() < self._due_s:
                 return
             tier = known[self.count % len(known)]
@@ -94,7 +99,7 @@ class Probes:
 
     def _load(self, tier: Tier, key: bytes, began_s: float) -> None:
         layout, within_s = self._break_even.layout, self._break_even.trial_s(tier)
-        with closing(self._backend.load([key], within_s=within_s)) as leases:
+        with closing(self._backend.load([key], within_s=within_s if math.isfinite(within_s) else None)) as leases:
             lease = next(leases, None)
             seconds = self._clock() - began_s
             if lease is not None:

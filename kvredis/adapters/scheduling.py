@@ -39,8 +39,9 @@ PLACES = ("engine", "memory", "disk", "remote", "miss")
 
 Tables = Sequence[Sequence[int]]
 """Of each of the engine's groups, a request's pages in the order of the tokens."""
-Narrow = Callable[[Sequence[bytes], int], int]
-"""Of the chunks found behind what is computed (their keys, tokens each), how many are worth loading."""
+Narrow = Callable[[Sequence[bytes], int, int], int]
+"""Of the chunks found behind what is computed (their keys, tokens each, and all tokens that would be computed without
+them), how many are worth loading."""
 
 
 @dataclass(slots=True)
@@ -283,7 +284,8 @@ class Scheduling:
         chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
         chosen = chosen[: max(self.options.max_load_chunks // len(self.groups), 1)]
         if self._narrow is not None and chosen:
-            chosen = chosen[: self._narrow([chunk.key for chunk in chosen], chosen[0].stop - chosen[0].start)]
+            each = chosen[0].stop - chosen[0].start
+            chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
         need = chosen[-1].stop - computed if chosen else 0
         text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
         found, why = max(hit - computed, 0), ""

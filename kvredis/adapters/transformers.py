@@ -279,14 +279,13 @@ class CachedModel:
 
     @contextmanager
     def _timed(self, cache: Cache, rows: int) -> Iterator[None]:
-        """Tell the engine how long the first forward pass takes, if it wants to know. Waits for the device around it,
-        as the choice of the first token does anyway."""
+        """Tell the engine how long the first forward passes take, if it wants to know: the prompt's, and that of one
+        token behind it. Waits for the device around them, as the choice of a token does anyway."""
         if self.engine.config.min_retrieve_tokens != AUTO:
             yield
             return
         device = self.model.device
-        before = cache.get_seq_length()
-        began_s = 0.0
+        before, began_s, left = 0, 0.0, 2
 
         def now_s() -> float:
             if device.type == "cuda":
@@ -294,13 +293,16 @@ class CachedModel:
             return time.perf_counter()
 
         def begin(*_: object) -> None:
-            nonlocal began_s
-            began_s = now_s()
-            begins.remove()
+            nonlocal before, began_s
+            before, began_s = cache.get_seq_length(), now_s()
 
         def end(*_: object) -> None:
+            nonlocal left
             self.engine.prefill_took(rows * (cache.get_seq_length() - before), now_s() - began_s)
-            ends.remove()
+            left -= 1
+            if not left:
+                begins.remove()
+                ends.remove()
 
         begins, ends = self.model.register_forward_pre_hook(begin), self.model.register_forward_hook(end)
         try:

@@ -155,8 +155,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
             if self._loads_ahead:
                 self._loads[request.request_id] = time.perf_counter(), num_external_tokens
-            if self._worth is not None:
-                self._worth.load_began(request.request_id)
+                if self._worth is not None:
+                    self._worth.load_began(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""

@@ -15,6 +15,9 @@ from .block import block_bytes
 from .deciding import Piece
 from .shared_backend import Shared
 
+PREFILLS_ASKED_MAX = 64
+"""How many hits of a size may be computed to see how long that takes. A server's first requests come together, before
+any of them can tell."""
 NEAREST_FIRST: Sequence[Tier] = ("memory", "disk", "remote")
 
 
@@ -29,8 +32,9 @@ class Worth:
         self._loads: dict[str, tuple[float, Tier, int]] = {}
         self._chosen: list[Piece] = []
 
-    def narrow(self, keys: Sequence[bytes], tokens: int) -> int:
-        """Of these chunks of `tokens` tokens each, how many to load, from the first on."""
+    def narrow(self, keys: Sequence[bytes], tokens: int, rest: int) -> int:
+        """Of these chunks of `tokens` tokens each, how many to load, from the first on, where `rest` tokens are to be
+        computed without them. None while nobody knows how long that takes."""
         layout = self._shared.break_even.layout
         tiers = self._shared.backend.tiers_of(keys)
         for tier in set(tiers):
@@ -38,7 +42,11 @@ class Worth:
             self._shared.probes.found(tier, there)
         self._shared.probes.begin()
         pieces = [Piece(tier, block_bytes(layout, layout.chunk_tokens), tokens) for tier in tiers]
-        count = self._shared.break_even.worth(pieces)
+        break_even, count = self._shared.break_even, 0
+        if break_even.ask_prefill(rest, PREFILLS_ASKED_MAX):
+            self._shared.probes.begin(of_unmeasured=True)
+        else:
+            count = break_even.worth(pieces, rest)
         self._chosen = pieces[:count]
         return count
 

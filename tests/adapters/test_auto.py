@@ -34,8 +34,7 @@ def engine(backend: SlowBackend) -> Iterator[CacheEngine]:
     """An engine with auto that has stored a prompt and knows its prefill rate."""
     with engine_over(backend, "auto") as made:
         made.store(TOKENS, kv_of(len(TOKENS)))
-        for _ in range(2):
-            made.prefill_took(1000, 1000 / RATE)
+        know_rate(made)
         yield made
         settle()
     assert backend.leases == 0
@@ -46,6 +45,13 @@ def engine(backend: SlowBackend) -> Iterator[CacheEngine]:
 def engine_over(backend: SlowBackend, least: int | str, *, unfull: bool = False) -> CacheEngine:
     config = Config(chunk_size=CHUNK, min_retrieve_tokens=least, save_unfull_chunk=unfull)
     return CacheEngine(config, LAYOUT, backend, clock=backend.clock)
+
+
+def know_rate(engine: CacheEngine) -> None:
+    """Tell of passes of every size, without a fixed cost."""
+    for tokens in (1, 20, 60, 200, 600):
+        for _ in range(2):
+            engine.prefill_took(tokens, tokens / RATE)
 
 
 def kv_of(tokens: int) -> torch.Tensor:
@@ -181,31 +187,66 @@ def test_what_the_engine_has_itself_is_not_part_of_the_choice(engine: CacheEngin
     assert (plan.need_to_load, plan.skipped) == (0, 0)
 
 
-def test_without_a_prefill_rate_all_but_what_is_needed_to_learn_it_is_loaded(backend: SlowBackend) -> None:
+FIXED_S = 0.2
+"""What a pass of a model on a GPU takes however little it computes: as long as 20 chunks of tokens beyond that."""
+
+
+def served(engine: CacheEngine, backend: SlowBackend, *, first_s: float = 0.0) -> float:
+    """One request of a prompt that is stored: load what is worth it, compute the rest, and tell; seconds of all."""
+    loaded, load_s = request(engine, backend)
+    compute_s = FIXED_S + (len(TOKENS) - loaded) / RATE + first_s
+    backend.now_s += compute_s
+    engine.prefill_took(len(TOKENS) - loaded, compute_s)
+    return load_s + compute_s
+
+
+@pytest.mark.parametrize("warm_up_s", [0.0, 5.0])
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.2, 1.5, 4.0])
+def test_a_fresh_process_that_finds_every_prompt_is_no_slower_than_one_without_a_cache(
+    backend: SlowBackend, share: float, warm_up_s: float
+) -> None:
     engine = engine_over(backend, "auto")
     engine.store(TOKENS, kv_of(len(TOKENS)))
-    backend.lags_s["remote"] = CHUNK_S * 4
-    assert request(engine, backend)[0] == CHUNK * (BLOCKS - 1)
-    assert backend.bounds == [None]
-    engine.prefill_took(CHUNK + 1, CHUNK_S * 10)
-    assert request(engine, backend)[0] == CHUNK * (BLOCKS - 1), "the first pass warms up, and is slow"
-    engine.prefill_took(CHUNK + 1, CHUNK_S)
+    backend.lags_s["remote"] = CHUNK_S * share
+    none_s = FIXED_S + len(TOKENS) / RATE
+    took_s = [served(engine, backend, first_s=warm_up_s), *(served(engine, backend) for _ in range(19))]
+    if share < 1:
+        assert sum(took_s[2:]) < 0.9 * 18 * none_s, "a fast tier is used as soon as two prompts were computed"
+        assert engine.break_even.given_up() == []
+    else:
+        assert engine.stats.loaded_tokens == 0, "it was measured behind the engine's back"
+    for requests in (3, 20):
+        assert sum(took_s[:requests]) < (requests * none_s + warm_up_s) / 0.97
+
+
+def test_a_fresh_process_computes_two_prompts_before_it_loads_one(backend: SlowBackend) -> None:
+    engine = engine_over(backend, "auto")
+    engine.store(TOKENS, kv_of(len(TOKENS)))
     assert request(engine, backend)[0] == 0
+    engine.prefill_took(CHUNK + 1, 0.3)
+    engine.prefill_took(CHUNK + 1, 0.3)
+    assert request(engine, backend)[0] == 0, "a short pass is a fixed cost for the most part"
+    engine.prefill_took(len(TOKENS), 9.0)
+    assert request(engine, backend)[0] == 0, "the first pass warms up, and is slow"
+    engine.prefill_took(len(TOKENS), 0.5)
+    backend.lags_s["remote"] = CHUNK_S / 10
+    assert request(engine, backend)[0] == CHUNK * BLOCKS
+    assert engine.stats.skipped_tokens == 3 * CHUNK * BLOCKS
 
 
 def test_an_engine_that_never_tells_how_fast_it_is_gets_everything_after_a_while(backend: SlowBackend) -> None:
     engine = engine_over(backend, "auto")
     engine.store(TOKENS, kv_of(len(TOKENS)))
     loaded = [request(engine, backend)[0] for _ in range(6)]
-    assert loaded == [CHUNK * (BLOCKS - 1)] * 4 + [CHUNK * BLOCKS] * 2
+    assert loaded == [0] * 4 + [CHUNK * BLOCKS] * 2
 
 
-def test_where_enough_is_left_to_compute_nothing_is_left_out(backend: SlowBackend) -> None:
-    engine = engine_over(backend, "auto", unfull=True)
-    engine.store(TOKENS[:100], kv_of(100))
-    assert engine.plan([*TOKENS[:96], *range(900, 915)]).need_to_load == 80
-    assert engine.plan([*TOKENS[:96], *range(900, 916)]).need_to_load == 96
-    assert engine.plan(TOKENS[:100]).need_to_load == 80, "of a partial chunk there is too little to tell"
+def test_a_prompt_of_which_nothing_is_stored_counts_as_no_question(backend: SlowBackend) -> None:
+    engine = engine_over(backend, "auto")
+    for _ in range(6):
+        assert engine.plan(TOKENS).skipped == 0
+    engine.store(TOKENS, kv_of(len(TOKENS)))
+    assert engine.plan(TOKENS).need_to_load == 0
 
 
 def test_the_choice_is_in_the_log_line_with_the_hit(
@@ -237,7 +278,7 @@ def test_a_probe_comes_from_what_lookups_have_found(engine: CacheEngine, backend
 def test_closing_ends_the_probe_under_way(backend: SlowBackend) -> None:
     engine = engine_over(backend, "auto")
     engine.store(TOKENS, kv_of(len(TOKENS)))
-    engine.prefill_took(1000, 1000 / RATE)
+    know_rate(engine)
     backend.lags_s["remote"] = CHUNK_S * 4
     request(engine, backend)
     backend.now_s += 100

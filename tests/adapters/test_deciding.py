@@ -38,9 +38,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def even(clock: Clock) -> BreakEven:
-    """One that knows the prefill rate and no tier."""
+    """One that knows the prefill rate, and that a pass costs nothing beyond it, and no tier."""
     made = BreakEven(LAYOUT, clock)
-    made.prefill_took(1000, 1000 / RATE)
+    for tokens in (1, 1, 1000):
+        made.prefill_took(tokens, tokens / RATE)
     return made
 
 
@@ -87,33 +88,26 @@ def test_one_prefill_that_was_held_up_changes_nothing(even: BreakEven) -> None:
     assert even.tokens_per_s == pytest.approx(RATE)
 
 
-def test_a_long_prefill_weighs_more_than_several_short_ones(even: BreakEven) -> None:
-    even.prefill_took(100, 0.1)
-    even.prefill_took(8000, 0.8)
-    for _ in range(5):
-        even.prefill_took(200, 0.2)
-    assert even.tokens_per_s == pytest.approx(10_000)
-
-
 def test_the_prefill_rate_follows_when_the_engine_gets_slower(even: BreakEven) -> None:
     for _ in range(9):
         even.prefill_took(1000, 0.5)
-    assert even.tokens_per_s == pytest.approx(2000)
+    assert even.tokens_per_s == pytest.approx(2000, rel=0.001)
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (99, 1.0), (100, 0.0), (100, -1.0), (-5, 1.0)])
-def test_a_prefill_of_less_than_a_chunk_or_of_no_time_tells_nothing(tokens: int, seconds: float) -> None:
+def test_a_prefill_of_less_than_a_chunk_or_of_no_time_is_no_rate(tokens: int, seconds: float) -> None:
     even = BreakEven(LAYOUT)
     even.prefill_took(tokens, seconds)
     assert even.tokens_per_s is None
 
 
 def test_a_prefill_is_asked_for_until_two_are_known_and_not_for_ever(even: BreakEven) -> None:
-    assert even.ask_prefill(), "one is known, but it may have been the warm-up"
-    even.prefill_took(100, 0.01)
-    assert not even.ask_prefill()
+    assert even.ask_prefill(1000), "one is known, but it may have been the warm-up"
+    even.prefill_took(1000, 0.1)
+    assert not even.ask_prefill(1000)
     never_told = BreakEven(LAYOUT)
-    assert [never_told.ask_prefill() for _ in range(6)] == [True] * 4 + [False] * 2
+    assert [never_told.ask_prefill(1000) for _ in range(6)] == [True] * 4 + [False] * 2
+    assert [never_told.ask_prefill(9000, at_most=1) for _ in range(2)] == [True, False]
 
 
 # ---- the speed of a tier -----------------------------------------------------------------------------------------

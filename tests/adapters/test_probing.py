@@ -41,9 +41,9 @@ def probes(backend: SlowBackend, even: BreakEven) -> Iterator[Probes]:
     assert backend.leases == 0
 
 
-def probe(probes: Probes) -> int:
+def probe(probes: Probes, *, of_unmeasured: bool = False) -> int:
     """Give a probe its chance, wait for its end, and say how many there have been."""
-    probes.begin()
+    probes.begin(of_unmeasured=of_unmeasured)
     for thread in threading.enumerate():
         if thread.name == "kvredis probe":
             thread.join(10)
@@ -54,6 +54,30 @@ def probe(probes: Probes) -> int:
 def test_a_tier_in_good_standing_is_not_probed(probes: Probes, even: BreakEven) -> None:
     even.load_took("remote", LAYOUT.chunk_bytes(), CHUNK_S / 2)
     assert probe(probes) == 0
+
+
+def test_a_tier_that_nobody_has_measured_is_probed_if_it_is_asked_for_and_once(
+    probes: Probes, even: BreakEven, backend: SlowBackend
+) -> None:
+    backend.lags_s["remote"] = CHUNK_S * 2
+    assert probe(probes) == 0, "who loads at once finds out by himself"
+    assert probe(probes, of_unmeasured=True) == 1
+    assert even.given_up() == ["remote"]
+    backend.now_s += 1000
+    assert probe(probes, of_unmeasured=True) == 1
+
+
+def test_a_probe_before_any_prefill_is_known_waits_as_long_as_the_backend_does(backend: SlowBackend) -> None:
+    even = BreakEven(LAYOUT, backend.clock)
+    probes = Probes(backend, even, backend.clock)
+    probes.found("remote", KEYS)
+    backend.lags_s["remote"] = CHUNK_S * 2
+    assert probe(probes, of_unmeasured=True) == 1
+    assert backend.bounds == [None]
+    assert even.given_up() == []
+    even.prefill_took(100, CHUNK_S)
+    assert even.given_up() == ["remote"]
+    probes.close()
 
 
 def test_a_slow_tier_is_probed_until_it_is_fast_again_and_then_no_more(

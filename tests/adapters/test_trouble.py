@@ -251,7 +251,7 @@ def test_with_auto_a_server_that_stops_giving_costs_a_moment_and_is_not_lost_for
 
     with CacheEngine(config, layout, backend, clock=lambda: time.perf_counter() + skipped_s) as engine:
         for _ in range(2):
-            engine.prefill_took(1000, 4.0)  # a chunk is computed in 64 ms
+            engine.prefill_took(250, 1.0)  # a chunk is computed in 64 ms
         engine.store(tokens, kv)
         engine.flush()
         try:

@@ -111,7 +111,8 @@ def engine_would_load(shape: ModelShape, row: Row) -> bool:
     """Whether an engine would load all of it; none else."""
     layout = ChunkLayout(shape.layers, shape.kv_heads, shape.head_dim, "bf16")
     even = BreakEven(layout)
-    even.prefill_took(row.prompt_tokens, row.prompt_tokens / row.tokens_per_s)
+    for tokens in (1, 1, row.prompt_tokens):  # the planner knows of no cost of a pass beyond its tokens'
+        even.prefill_took(tokens, tokens / row.tokens_per_s)
     even.load_took("remote", layout.chunk_bytes(), layout.chunk_bytes() / (row.gb_per_s * 1e9))
     even.question_took(row.latency_ms / 1e3)
     chunks = row.prompt_tokens // layout.chunk_tokens
