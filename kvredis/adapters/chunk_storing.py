@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class ReservedChunk:
     """Room for one chunk's block, which commit makes visible with its header. Whoever has one commits or aborts it."""
 
-    __slots__ = ("_reservation", "_room", "move", "passing", "tensor", "tokens")
+    __slots__ = ("_reservation", "_room", "_row", "move", "passing", "tensor", "tokens")
 
     def __init__(self, means: Means, move: ChunkMove, reservation: Reservation) -> None:
         group = means.groups[move.group]
@@ -37,12 +37,15 @@ class ReservedChunk:
         self.tensor = self._room[self._room.nbytes - group.layout.chunk_bytes(self.tokens) :]
         self.passing: Sum | None = None
         """Its checksum, where the transfer finds it."""
+        self._row: int | None = None  # not decided yet
 
     def row_in(self, means: Means) -> int:
-        """Where its group's transfer, which is given it next, adds up its checksum; NO_ROW where it does not."""
-        if self.passing is None:
+        """Where its group's transfer, which is given it next, adds up its checksum; NO_ROW where it does not. The first
+        answer is the last: of a tensor that is on its way a sum would lack what has passed."""
+        if self._row is None:
             self.passing = means.checking.passing(means.groups[self.move.group].transfer, self.tensor)
-        return NO_ROW if self.passing is None else self.passing.row
+            self._row = NO_ROW if self.passing is None else self.passing.row
+        return self._row
 
     def commit(self, means: Means, checksum: str) -> None:
         """Make it visible; `tensor` has been filled."""

@@ -76,8 +76,8 @@ class ChunkMover:
     def load_now(self, job: LoadJob) -> int:
         """The same before it returns: how many of the job's first moves have come. What has failed is in the next
         `finished`, as with `load`."""
-        errand, turn = self._load(job, None)
-        turn.wait()
+        errand = self._load(job, None)
+        self._wait_for([errand])
         return errand.come
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
@@ -91,6 +91,11 @@ class ChunkMover:
         with self._changed:
             finished, self._finished = self._finished, Finished()
         return finished
+
+    def wait_loaded(self, timeout_s: float) -> bool:
+        """Wait until `finished` has a load to tell of or none is under way, at most so long; say whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._finished.loaded) or not self._chunks[True], timeout_s)
 
     def cancel(self, request: str, wait_s: float = 0.0) -> bool:
         """Want no more of a request's loads and stores. True: its pages are free now. False: a copy is under way still
@@ -136,7 +141,7 @@ class ChunkMover:
         """The forward pass of the step is over: waits for the loads of `begin_layers`, so that the next `finished` says
         which of them have failed. Stores go on in the background; those that lack a layer are given up."""
         if self._layer_loads is not None:
-            self._layer_loads.wait()
+            self._wait_for(self._layer_loads.errands)
         if self._layer_stores is not None:
             self._layer_stores.finish()
         self._layer_loads = self._layer_stores = None
@@ -178,14 +183,16 @@ class ChunkMover:
 
     # ---- errands -----------------------------------------------------------------------------------------------------
 
-    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> tuple[Errand, _Turn]:
+    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> Errand:
         errand = Errand(job.request, job.moves)
-        turn = _Turn(errand, ChunkLoading(self._means, errand, after))
         if self._admit(errand):
-            self._submit(self._loader, turn)
-        else:
-            turn.end(0)
-        return errand, turn
+            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after)))
+        return errand
+
+    def _wait_for(self, errands: Sequence[Errand]) -> None:
+        """Until they are over; what is done behind them goes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(errand.over for errand in errands))
 
     def _admit(self, errand: Errand) -> bool:
         """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -238,7 +245,9 @@ class ChunkMover:
                 self._end(errand)
         for errand in errands:
             self._log(errand, seconds)
-        error = (self._error_of(turn.behind) if has_begun else None) or error
+        error_behind = self._error_of(turn.behind) if has_begun else None
+        self.counters.add(errors=error_behind is not None)
+        error = error or error_behind
         if error is not None and not self._failing[is_load]:
             logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
         self._failing[is_load] = error is not None

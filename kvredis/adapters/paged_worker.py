@@ -115,7 +115,7 @@ class PagedWorker:
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         if step.is_idle and self._waited_for:
-            self.mover.settle(IDLE_WAIT_S)
+            self.mover.wait_loaded(IDLE_WAIT_S)
 
     def stores(self, step: Step) -> list[StoreJob]:
         """The step's stores as this rank has them. Its pages are watched from here on."""

@@ -234,12 +234,14 @@ class LayerPlans:
         return self._launches[span]
 
     def extents(self, span: Span) -> tuple[Extents, Addresses]:
-        """As Plan.extents, for layer 0, and how far apart the layers of each are."""
+        """As Plan.extents, for layer 0, and how far apart the layers of each are. None are merged: layers of chunks
+        that adjoin do not."""
         if span not in self._extents:
             held, first = self._first.held(span), self._first
             apart = [(first.begins[part + 1] - first.begins[part]) * first.unit_bytes for part in held]
             found = first.extents(span, is_merged=False)
-            self._extents[span] = found, np.array(apart, np.uint64)
+            some = found.nbytes > 0
+            self._extents[span] = Extents(*(column[some] for column in found)), np.array(apart, np.uint64)[some]
         return self._extents[span]
 
     def lenders(self, span: Span) -> Mapping[int, memoryview]:

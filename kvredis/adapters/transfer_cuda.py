@@ -291,14 +291,14 @@ class _Way:
         moving.end(events)
 
     def synchronize(self) -> None:
-        """Wait for both streams."""
-        for stream in (self._kernels, self._copies):
+        """Wait for all streams."""
+        for stream in (self._kernels, self._copies, *(slot.sums for slot in self._ring if slot.sums is not None)):
             try:
                 self._device.synchronize(stream)
             except RuntimeError as error:
                 logger.warning("the GPU fails: %s", error)
 
     def close(self) -> None:
-        """Wait for both streams and let the buffers go."""
+        """Wait for all streams and let the buffers go."""
         self.synchronize()
         self._ring = []

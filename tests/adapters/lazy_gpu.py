@@ -203,7 +203,8 @@ class LazySums:
             row = int(scratch[half + at : half + at + 8].view(torch.int64)[0])
             if row < 0:
                 continue
-            if (launch.start + unit) % launch.units == 0 and launch.layer == 0:
+            begins = (launch.start + unit) % launch.units == 0 and launch.layer == 0
+            if begins or self._rows[row] is None:  # else what came before has failed: any sum will do
                 self._rows[row], self._done[row] = xxhash.xxh3_64(), 0
             self._rows[row].update(scratch[at : at + self._unit_bytes].numpy().data)
             self._done[row] += self._unit_bytes

@@ -1,13 +1,15 @@
 """What a ChunkMover holds while it moves, room and leases, is given back whatever the backend or the memory does; and
 no page is written that something else still writes."""
 
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvredis.adapters.chunk_moves import LoadJob, StoreJob
 from kvredis.backends.local import LocalBackend
-from tests.adapters.fake_backend import FakeBackend
+from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_engine import (
     CHUNK,
     WAIT_S,
@@ -84,3 +86,89 @@ def test_a_load_s_pages_are_written_behind_what_wrote_them_last(by_layers: bool)
         assert mover.settle(WAIT_S)
     assert {way for way, _, _ in gate.calls} == {"load"}
     assert all(given is after for _, _, given in gate.calls)
+
+
+class SlowToTouch(FakeBackend):
+    """Touches when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+        self.asked = threading.Event()
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        self.asked.set()
+        assert self.open.wait(WAIT_S)
+        return super().touch(keys)
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_nobody_waits_until_a_load_s_chunks_have_been_touched(by_layers: bool) -> None:
+    engine, source, backend, moves = PagedEngine(groups=1), PagedEngine(50, groups=1), SlowToTouch(), moves_of("a", 3)
+    for move in moves:
+        backend.put(move.key, block_for(source, move))
+
+    def load() -> None:
+        if by_layers:
+            mover.begin_layers([LoadJob("r", moves)])
+            mover.end_layers()
+        else:
+            assert mover.load_now(LoadJob("r", moves)) == 3
+
+    with mover_on(backend, engine) as mover:
+        engine_s = threading.Thread(target=load)
+        engine_s.start()
+        try:
+            assert backend.asked.wait(WAIT_S)
+            engine_s.join(WAIT_S)
+            assert not engine_s.is_alive()
+            assert mover.finished().loaded == {"r"}
+        finally:
+            backend.open.set()
+            engine_s.join()
+    assert list(backend.values) == [move.key for move in reversed(moves)]
+
+
+def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, backend, moves = PagedEngine(groups=1), FakeBackend(), moves_of("a", 3)
+    for move in moves:
+        backend.put(move.key, block_for(engine, move))
+
+    def lost(keys: object) -> int:
+        raise ConnectionResetError("the other side went away")
+
+    monkeypatch.setattr(backend, "touch", lost)
+    with caplog.at_level(logging.WARNING), mover_on(backend, engine) as mover:
+        assert mover.load_now(LoadJob("r", moves)) == 3
+    assert mover.stats()["errors"] == 1
+    assert "the other side went away" in caplog.text
+
+
+class SlowToReserve(FakeBackend):
+    """Gives room when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+
+    def reserve(self, key: bytes, length: int) -> FakeReservation | None:
+        assert self.open.wait(WAIT_S)
+        return super().reserve(key, length)
+
+
+def test_who_waits_for_a_load_waits_for_no_store() -> None:
+    engine, backend, moves = PagedEngine(groups=1), SlowToReserve(), moves_of("a", 3)
+    for move in moves:
+        backend.put(move.key, block_for(engine, move))
+    with mover_on(backend, engine) as mover:
+        mover.store(StoreJob("s", moves_of("b", 2), 2 * CHUNK))
+        mover.load(LoadJob("r", moves))
+        try:
+            assert mover.wait_loaded(WAIT_S / 2)
+            assert mover.finished().loaded == {"r"}
+            assert mover.wait_loaded(WAIT_S / 2), "none is under way"
+            assert not mover.settle(0)
+        finally:
+            backend.open.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 import pytest
@@ -16,7 +16,7 @@ from kvredis.adapters.chunk_moves import LoadJob, StoreJob
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.ring_sums import RingSum
 from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.transfer_cuda import RingLayers, RingTransfer
 
 from .fake_backend import FakeBackend
 from .lazy_gpu import LazyGpu
@@ -194,6 +194,60 @@ def test_a_mover_stores_sums_that_passed_and_refuses_what_does_not_have_them(
     assert (0, moves[3].pages[0]) in finished.failed_pages["a"]
     assert all(target.bytes_of(move) == source.bytes_of(move) for move in moves[:3])
     assert moves[3].key not in backend.values
+
+
+class Spent(RingTransfer):
+    """Has no row free when chunks are planned first; what is to happen then is `planned`, as a rule a cancel."""
+
+    planned: Callable[[], object] | None = None
+
+    def sum_of(self, nbytes: int) -> RingSum | None:
+        return super().sum_of(nbytes) if self.planned is None else None
+
+    def layers(self, parts: Sequence[Part]) -> RingLayers:
+        made, self.planned, planned = super().layers(parts), None, self.planned
+        if planned is not None:
+            planned()
+        return made
+
+
+def spent(paged: PagedKV) -> Spent:
+    return Spent(paged, LazyGpu(paged, 5), slot_bytes=20_000, slots=2, sums=True)
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_chunk_planned_anew_on_its_way_has_the_sum_of_all_its_layers(is_load: bool) -> None:
+    source, engine, backend = PagedEngine(3, groups=1), PagedEngine(3, transfer=spent, groups=1), FakeBackend()
+    kept, dropped = moves_of("a", 3), moves_of("b", 2)
+    transfer = engine.groups[0].transfer
+    assert isinstance(transfer, Spent)
+    with mover_on(backend, engine) as mover:
+        transfer.planned = lambda: mover.cancel("b")
+        if is_load:
+            for move in (*kept, *dropped):
+                backend.put(move.key, block_for(source, move))
+            mover.begin_layers([LoadJob("a", kept), LoadJob("b", dropped)])
+            mover.end_layers()
+        else:
+            jobs = [StoreJob("a", kept, 3 * CHUNK), StoreJob("b", dropped, 2 * CHUNK)]
+            for place in range(4):
+                mover.save_layer(place, jobs)
+            mover.end_layers()
+        assert mover.settle(20)
+        stats = mover.stats()
+    assert stats["corrupt_chunks"] == stats["errors"] == 0
+    assert stats["loaded_chunks" if is_load else "stored_chunks"] == 3
+    assert all(bytes(backend.values[move.key]) == block_for(source, move) for move in kept)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_transfer_that_is_closed_adds_up_no_sum_any_more(seed: int) -> None:
+    transfer, gpu = ring(made_layers(), seed)
+    parts, _ = summed(transfer, COUNTS)
+    moving = transfer.load(parts)
+    transfer.close()
+    assert not any(stream.queue for stream in gpu.streams)
+    assert moving.done
 
 
 @pytest.mark.parametrize("nbytes", [1024, 2048, 5120])

@@ -336,3 +336,14 @@ def test_on_a_gpu_pages_are_loaded_from_a_server_s_sealed_read_only_memory() -> 
     os.close(descriptor)
     os.close(readable)
     transfer.close()
+
+
+def test_parts_without_pages_are_no_copies_of_a_layer_either() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    parts = parts_of(layers, [2, 0, 2])
+    planned = transfer.layers(parts)
+    for layer in range(3):
+        planned.store(layer).wait()
+    assert all(true(layers, part) for part in parts)
+    assert gpu.copies == [1, 2] * 3  # the first buffer is filled to a part
