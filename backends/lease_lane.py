@@ -100,6 +100,8 @@ class LeaseLane(GetLane):
         name, answer = self._answers[0]
         if name != key or not isinstance(answer, SharedLease) or answer.length > self._longest or not answer.lasts:
             return None
+        if not self.connection.usable:  # with which it has ended
+            return None
         self._answers.popleft()
         self.asked -= 1
         return answer

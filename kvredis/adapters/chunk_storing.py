@@ -227,8 +227,8 @@ class ChunkStoring:
         """Wait for the oldest batch to have moved, and let it be hashed."""
         chunks, moving = self._under_way[0]
         moving.wait()
+        self._filled.append(Filled(self._means, self._errand, chunks))  # may find no thread to hash them
         self._under_way.popleft()
-        self._filled.append(Filled(self._means, self._errand, chunks))
 
     def _commit(self) -> None:
         """Make the oldest batch visible."""

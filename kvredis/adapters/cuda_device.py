@@ -86,12 +86,13 @@ class CudaDevice:
         """Who gathers: triton or torch."""
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self, *, uploads: bool = False) -> torch.cuda.Stream:
         """As Device.stream; ahead of an engine's kernels, not of its copies. Memory for page numbers is made now, and
         not when a job is waited for."""
         made = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        with self.on(made):
-            self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
+        if uploads:
+            with self.on(made):
+                self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
         return made
 
     @contextmanager

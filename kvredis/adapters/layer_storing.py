@@ -152,12 +152,11 @@ class LayerStores(Later):
     def _commit(self) -> None:
         """Make all visible, of each errand and group the tail first."""
         for errand in self.errands:
-            mine = [chunk for owner, chunk in self._rooms if owner is errand]
-            self._rooms = [(owner, chunk) for owner, chunk in self._rooms if owner is not errand]
             if errand.cancelled:
-                for chunk in mine:
-                    chunk.abort()
                 continue
-            Filled(self._means, errand, mine[::-1]).commit()
+            mine = [chunk for owner, chunk in self._rooms if owner is errand]
+            filled = Filled(self._means, errand, mine[::-1])  # may find no thread to hash them
+            self._rooms = [(owner, chunk) for owner, chunk in self._rooms if owner is not errand]
+            filled.commit()
             for moves in by_group(errand.moves):
                 self._means.backend.touch([move.key for move in moves])

@@ -54,8 +54,8 @@ class Device(Protocol):
     """What the ring needs of a GPU. Everything but `page_locked` and `synchronize` only enqueues on `stream`, one that
     `stream()` has made. A thread takes a buffer, uploads, gathers, scatters and copies within `on`."""
 
-    def stream(self) -> Any:
-        """Make one of our own."""
+    def stream(self, *, uploads: bool = False) -> Any:
+        """Make one of our own; `upload` is for those that were made for it."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:

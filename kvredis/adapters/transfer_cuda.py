@@ -173,7 +173,7 @@ class _Way:
         self._summed: Event | None = None
         self._slots = slots
         self._nbytes = nbytes
-        self._kernels = device.stream()
+        self._kernels = device.stream(uploads=True)
         self._copies = device.stream()
         self._ring: list[_Slot] = []
         self._next = 0

@@ -47,6 +47,7 @@ class LazyEvent:
 class LazyStream:
     queue: deque[Callable[[], object] | LazyEvent] = field(default_factory=deque)
     """Work, and events that must be passed before the stream goes on."""
+    uploads: bool = False
 
 
 class LazyGpu:
@@ -83,8 +84,8 @@ class LazyGpu:
         work()
         return True
 
-    def stream(self) -> LazyStream:
-        self.streams.append(LazyStream())
+    def stream(self, *, uploads: bool = False) -> LazyStream:
+        self.streams.append(LazyStream(uploads=uploads))
         return self.streams[-1]
 
     @contextmanager
@@ -105,6 +106,7 @@ class LazyGpu:
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: LazyStream) -> torch.Tensor:
         assert stream is self._current
+        assert stream.uploads
         there = self._numbers.setdefault(id(stream), torch.zeros(4096, dtype=torch.int64))[: len(numbers)]  # as a GPU's
         kept = torch.from_numpy(numbers.copy())
         stream.queue.append(partial(there.copy_, kept))

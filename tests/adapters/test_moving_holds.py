@@ -69,6 +69,28 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
 
 
 @pytest.mark.parametrize("by_layers", [False, True])
+def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored(
+    by_layers: bool, local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, job = PagedEngine(1, groups=1), StoreJob("r", moves_of("a", 4), 4 * CHUNK)
+
+    def starved(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvredis.adapters.checking.Checking.sum_of", starved)
+    with mover_on(local, engine) as mover:
+        if by_layers:
+            for place in range(4):
+                mover.save_layer(place, [job])
+            mover.end_layers()
+        else:
+            mover.store(job)
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["errors"] == 1
+    # mover_on has looked that the store holds no reservations
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
 def test_a_load_s_pages_are_written_behind_what_wrote_them_last(by_layers: bool) -> None:
     engine, moves = PagedEngine(transfer=GatedTransfer, groups=1), moves_of("a", 3)
     source, backend = PagedEngine(50, groups=1), FakeBackend()

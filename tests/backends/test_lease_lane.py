@@ -98,6 +98,19 @@ def test_a_lease_that_is_over_or_longer_than_all_before_is_not_taken_at_hand(mon
         again.release()
 
 
+def test_no_lease_is_at_hand_behind_a_connection_that_was_closed() -> None:
+    with told(b"*2\r\n*2\r\n:0\r\n:4096\r\n*2\r\n:4096\r\n:4096\r\n") as connection:
+        connection.longest_bytes = 4096
+        lane = LeaseLane(connection, [b"a", b"b"], keep=False)
+        lane.ask(4)
+        first = lane.take(lambda length: None)
+        assert isinstance(first, SharedLease)
+        connection.close()
+        assert lane.at_hand(b"b") is None
+        lane.settle(1.0)
+        first.release()
+
+
 def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(monkeypatch: pytest.MonkeyPatch) -> None:
     waits_s: list[float] = []
     now_s = [100.0]
