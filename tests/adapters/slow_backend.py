@@ -1,5 +1,6 @@
 """A FakeBackend of several tiers, each as slow as the test says, on a clock of the test's own."""
 
+import threading
 from collections.abc import Generator, Sequence
 
 from kvredis.backends.base import Tier
@@ -7,6 +8,14 @@ from kvredis.backends.base import Tier
 from .fake_backend import FakeBackend, FakeLease
 
 HUNG = float("inf")
+
+
+def settle() -> None:
+    """Wait for the probe under way. Its clock is the one that the test moves, so that must stand still meanwhile."""
+    for thread in threading.enumerate():
+        if thread.name == "kvredis probe":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 class SlowBackend(FakeBackend):

@@ -13,7 +13,7 @@ from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.stats import LoadPlan
 from kvredis.backends.base import Tier
 from kvredis.backends.config import Config
-from tests.adapters.slow_backend import HUNG, SlowBackend
+from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", model="tiny/llama")
 CHUNK = 16
@@ -62,13 +62,6 @@ def put_into(backend: SlowBackend, tier: Tier, blocks: range) -> None:
     for place, chunk in enumerate(chunk_keys(TOKENS, ChunkLayout(3, 2, 8, "bf16", CHUNK, "tiny/llama"))):
         if place in blocks:
             backend.where[chunk.key] = tier
-
-
-def settle() -> None:
-    """Wait for the probe under way."""
-    for thread in threading.enumerate():
-        if thread.name == "kvredis probe":
-            thread.join(10)
 
 
 def request(engine: CacheEngine, backend: SlowBackend) -> tuple[int, float]:

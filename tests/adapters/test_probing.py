@@ -9,7 +9,7 @@ from kvredis.adapters.block import block_bytes
 from kvredis.adapters.deciding import BreakEven
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.probing import KEYS_KEPT, Probes
-from tests.adapters.slow_backend import HUNG, SlowBackend
+from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 100, model="tiny/llama")
 CHUNK_S = 0.01
@@ -44,10 +44,7 @@ def probes(backend: SlowBackend, even: BreakEven) -> Iterator[Probes]:
 def probe(probes: Probes, *, of_unmeasured: bool = False) -> int:
     """Give a probe its chance, wait for its end, and say how many there have been."""
     probes.begin(of_unmeasured=of_unmeasured)
-    for thread in threading.enumerate():
-        if thread.name == "kvredis probe":
-            thread.join(10)
-            assert not thread.is_alive()
+    settle()
     return probes.count
 
 

@@ -22,7 +22,7 @@ from kvredis.adapters.transformers_cache import RoomyLayer, attention_layers, ke
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
-from tests.adapters.slow_backend import SlowBackend
+from tests.adapters.slow_backend import SlowBackend, settle
 from tests.adapters.tiny_models import SHAPE, tiny
 
 CHUNK = 16
@@ -234,6 +234,7 @@ def test_with_auto_the_model_tells_how_fast_it_computes_and_loads_by_that(
     forward = llama.forward
 
     def taking_its_time(*args: Any, **kwargs: Any) -> Any:
+        settle()
         backend.now_s += 0.5 + kwargs["input_ids"].shape[1] / 100
         return forward(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from kvredis.backends.config import Config
 from kvredis.backends.remote import RemoteBackend
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
+from tests.adapters.slow_backend import settle
 from tests.backends.fake_server import Answer, FakeServer, Leave, Shelf
 
 CHUNK = 16
@@ -266,9 +267,7 @@ def test_with_auto_a_server_that_stops_giving_costs_a_moment_and_is_not_lost_for
             fake.answer = shelf
         deadline_s = time.monotonic() + 30
         while not (loaded := load(engine)) and time.monotonic() < deadline_s:
-            for thread in threading.enumerate():
-                if thread.name == "kvredis probe":
-                    thread.join(10)
+            settle()
             skipped_s += 1000  # not while a probe is timed
         assert loaded == CHUNK * 8
     assert [line.partition(":")[0] for line in warnings(caplog)] == [
