@@ -1,4 +1,5 @@
-/* The copy of a payload past the caches, for kvredis.storage.copying, which is its contract and its only user.
+/* What Python cannot say of memory: the copy of a payload past the caches, for kvredis.storage.copying, and where views
+ * begin, for kvredis.storage.addresses. These two are its contract and its only users.
  *
  * A block is far larger than what a cache should keep of it, and whoever fills gigabytes of arena never finds the
  * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which
@@ -153,7 +154,29 @@ static PyObject *ways(PyObject *module, PyObject *nothing) {
     return names;
 }
 
+/* Where each of a sequence of views begins: through ctypes that takes longer than all else that is done for a copy. */
+static PyObject *addresses(PyObject *module, PyObject *views) {
+    (void)module;
+    PyObject *all = PySequence_Fast(views, "addresses() takes a sequence of views");
+    if (all == NULL) return NULL;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(all);
+    PyObject *found = PyList_New(count);
+    for (Py_ssize_t at = 0; found != NULL && at < count; at++) {
+        Py_buffer view;
+        PyObject *address = NULL;
+        if (PyObject_GetBuffer(PySequence_Fast_GET_ITEM(all, at), &view, PyBUF_SIMPLE) == 0) {
+            address = PyLong_FromVoidPtr(view.buf);
+            PyBuffer_Release(&view);
+        }
+        if (address == NULL) Py_CLEAR(found);
+        else PyList_SET_ITEM(found, at, address);
+    }
+    Py_DECREF(all);
+    return found;
+}
+
 static PyMethodDef METHODS[] = {
+    {"addresses", addresses, METH_O, "addresses(views) -> [address]"},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, "copy(destination, source, way)"},
     {"ways", ways, METH_NOARGS, "ways() -> {name: number}, the best first"},
     {NULL, NULL, 0, NULL},

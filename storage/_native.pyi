@@ -1,6 +1,9 @@
-"""What storage/_native.c offers to copying.py."""
+"""What storage/_native.c offers to copying.py and addresses.py."""
+
+from collections.abc import Sequence
 
 from _typeshed import ReadableBuffer, WriteableBuffer
 
+def addresses(views: Sequence[ReadableBuffer], /) -> list[int]: ...
 def copy(destination: WriteableBuffer, source: ReadableBuffer, way: int, /) -> None: ...
 def ways() -> dict[str, int]: ...

@@ -1,9 +1,10 @@
 """A step's loads, layer by layer: attention of layer 0 begins when layer 0 is there, and the rest comes meanwhile.
 
 All chunks are leased first, then one layer of all of them moves after the other; while one is waited for, the next two
-are asked for already, so that a device is never idle. What an engine sees of it is the leasing and one layer. Where a
-lease is the bytes themselves (memory of this process, or of a server on this host) leasing takes microseconds; through
-a socket whole blocks must have come before layer 0 moves, so there it hides the copies and not the network.
+are asked for already, so that a device is never idle. What an engine sees of it is the leasing and one layer, and
+layer 0 of the first chunks moves while the next are leased. Where a lease is the bytes themselves (memory of this
+process, or of a server on this host) leasing takes microseconds; through a socket a whole block must have come before
+its layer 0 moves, so there it hides the copies and not the network.
 
 Whether a chunk was good is known when its last layer has moved, and `finished` says so behind the forward pass: the
 engine may have computed with it by then, and computes again.
@@ -13,20 +14,25 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
 from .chunk_loading import Intake, LeasedChunk, note_come
 from .later import Later
-from .moving_options import Errand, Means
-from .transfer import Layers, Moving, Part
+from .moving_options import Errand, Means, PagedGroup
+from .transfer import Layers, Moving, Part, layer_parts
 
 AHEAD = 2
 """Layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking for more
 would delay."""
+
+FIRST_CHUNKS = 16
+"""Layer 0 of about so many chunks is asked for at once: of all together it would wait until all are leased, and of each
+by itself asking would take longer than copying."""
 
 
 def places_of(means: Means) -> list[int]:
@@ -38,6 +44,15 @@ def places_of(means: Means) -> list[int]:
 def has_moved(movings: Sequence[Moving]) -> bool:
     """Whether waiting for them takes no time."""
     return all(moving.done for moving in movings)
+
+
+def parts_of(group: PagedGroup, number: int, chunks: Iterable[LeasedChunk]) -> list[Part]:
+    """Those chunks that are of this group, which has this number."""
+    return [
+        Part(chunk.move.pages, chunk.block.tensor, row=chunk.verdict.row_in(group.transfer, chunk.block.tensor))
+        for chunk in chunks
+        if chunk.move.group == number
+    ]
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +109,12 @@ class LayerLoads(Later):
         waiting: deque[tuple[int, list[Moving]]] = deque()
         ahead = 0 if self._means.bandwidth.is_bound else AHEAD  # else a layer that is there waited for the next's turn
         try:
-            for load in self._loads:
-                self._lease(load)
             for place in self._places:
                 waiting.append((place, []))
-                self._send(place, waiting[-1][1])
+                if place == self._places[0]:
+                    self._begin(waiting[-1][1])
+                else:
+                    self._send(place, waiting[-1][1])
                 while waiting and (len(waiting) > min(ahead, len(self.loaded_s)) or has_moved(waiting[0][1])):
                     self._settle(waiting)
             while waiting:
@@ -113,16 +129,43 @@ class LayerLoads(Later):
                 chunk.release()
         self._intake.forget()
 
-    def _lease(self, load: _Load) -> None:
-        moves = load.errand.moves
+    def _begin(self, movings: list[Moving]) -> None:
+        """Lease all chunks, and ask for the first layer of those that have come while the next do."""
+        total = sum(len(load.errand.moves) for load in self._loads)
+        together = -(-total // max(round(total / FIRST_CHUNKS), 1))
+        fresh: list[LeasedChunk] = []
+        for chunk in chain.from_iterable(map(self._leased, self._loads)):
+            fresh.append(chunk)
+            if len(fresh) >= together:
+                self._send_first(fresh, movings)
+                fresh = []
+        self._send_first(fresh, movings)
+        for number, group in enumerate(self._means.groups):
+            if any(group.layer_of(place) is not None for place in self._places[1:2]):
+                self._layers_of(number)  # while the first layer is on its way
+
+    def _leased(self, load: _Load) -> Iterator[LeasedChunk]:
+        moves = () if load.errand.cancelled or self.cancelled else load.errand.moves
         with closing(self._means.backend.load([move.key for move in moves])) as leases:
             for move, lease in zip(moves, leases, strict=True):
                 chunk = self._intake.open(move, lease)
                 if chunk is None:
                     break
                 load.chunks.append(chunk)
+                yield chunk
                 if load.errand.cancelled or self.cancelled:
                     break
+
+    def _send_first(self, chunks: Sequence[LeasedChunk], movings: list[Moving]) -> None:
+        """As `_send`, of the first layer of some chunks."""
+        for number, group in enumerate(self._means.groups):
+            layer = group.layer_of(self._places[0])
+            if layer is None or self.cancelled:
+                continue
+            parts = layer_parts(group.transfer.paged, parts_of(group, number, chunks), layer)
+            if parts:
+                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=True)
+                movings.append(group.transfer.load(parts, after=self._after))
 
     def _send(self, place: int, movings: list[Moving]) -> None:
         """Ask for one layer of all chunks that are wanted still; what is under way is in `movings` in any case."""
@@ -141,12 +184,8 @@ class LayerLoads(Later):
         planned = self._planned.get(number)
         if planned is None or planned.loads != wanted:
             group = self._means.groups[number]
-            chunks = [chunk for load in wanted for chunk in load.chunks if chunk.move.group == number]
-            parts = [
-                Part(chunk.move.pages, chunk.block.tensor, row=chunk.verdict.row_in(group.transfer, chunk.block.tensor))
-                for chunk in chunks
-            ]
-            nbytes = sum(chunk.nbytes for chunk in chunks) // group.layout.layers
+            parts = parts_of(group, number, chain.from_iterable(load.chunks for load in wanted))
+            nbytes = sum(part.memory.nbytes for part in parts) // group.layout.layers
             planned = _Planned(wanted, group.transfer.layers(parts) if parts else None, nbytes)
             self._planned[number] = planned
         return planned.layers, planned.nbytes

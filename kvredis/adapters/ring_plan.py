@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvredis.storage.addresses import address_of
+from kvredis.storage.addresses import addresses_of
 from kvredis.storage.errors import LayoutError
 
 from .paged import PagedKV
@@ -137,7 +137,7 @@ class Plan:
         edges = self.begins[held.start : held.stop + 1]
         skipped = (span.start - edges[0]) * self.unit_bytes
         edges[0], edges[-1] = span
-        addresses = list(map(address_of, self.memories[held.start : held.stop]))
+        addresses = addresses_of(self.memories[held.start : held.stop])
         addresses[0] += skipped
         nbytes = [(stop - start) * self.unit_bytes for start, stop in pairwise(edges)]
         if is_merged:
