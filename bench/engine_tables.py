@@ -155,7 +155,7 @@ class Tables:
         self._plan = plan
         self._first, self._second = workers
         self._server = server
-        self.verified_bytes = 0
+        self.verified_bytes = self.lone_steps = 0
         self.rows: dict[tuple[str, int, float], Row] = {}
         self.left_out: list[str] = []
         self.notes: list[str] = []
@@ -203,6 +203,7 @@ class Tables:
             again["checks"] = [] if arm == RECOMPUTE or plan.auto else first["checks"]
             second = (self._first if stays else self._second).ask(self._with_engine(again, Path(folder), number=2))
         self.verified_bytes += second["verified_tokens"] * plan.shape.bytes_per_token()
+        self.lone_steps += first["lone_steps"] + second["lone_steps"]
         return [(1, self._sample(first, repeat)), (2, self._sample(second, repeat))]
 
     def _flush_server(self) -> None:
@@ -308,6 +309,8 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
         tables, facts = Tables(plan, workers, server), machine_facts()
         tables.measure(progress)
     rows = tables.rows
+    if tables.lone_steps:
+        notes.append(f"{tables.lone_steps} steps of decoding were launched one by one, and not in a CUDA graph.")
     if tables.left_out and not any(arm != RECOMPUTE for arm, _, _ in rows):
         raise BenchError("no arm could be measured. " + " ".join(tables.notes))
     order = {arm: place for place, arm in enumerate(ARMS)}

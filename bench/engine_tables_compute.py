@@ -2,18 +2,19 @@
 
 Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
 computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored, and
-generates greedily. The model is a Llama of the shape with random weights, in bfloat16.
+generates greedily (engine_tables_steps.py). The model is a Llama of the shape with random weights, in bfloat16.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvredis.adapters.keys import chunk_keys
 
+from .engine_tables_steps import Steps, use_attention
 from .errors import VerificationError
 from .shapes import ModelShape
 from .store_overhead_compute import DTYPES, llama
@@ -35,8 +36,9 @@ class Subject(Protocol):
         """Tokens of the stored prefix, less than all."""
         ...
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
-        """Load up to `stop` into KV of (layers, 2, tokens, kv_heads, head_dim); gives how many are valid then."""
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
+        """Begin to load up to `stop` into KV of (layers, 2, tokens, kv_heads, head_dim); what it gives waits for the
+        end, and tells how many are valid then."""
         ...
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
@@ -55,9 +57,9 @@ class NoCache:
         """As Subject.hit."""
         return 0
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
         """As Subject.load."""
-        return 0
+        return lambda: 0
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
         """As Subject.store."""
@@ -83,13 +85,13 @@ class OnDevice(NoCache):
             found = chunk.stop
         return min(found, len(tokens) - 1)
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
         """As Subject.load."""
         for chunk in chunk_keys(tokens, self._layout):
             if chunk.start < stop:
                 end = min(chunk.stop, stop)
                 kv[:, :, chunk.start : end] = self._chunks[chunk.key][:, :, : end - chunk.start]
-        return stop
+        return lambda: stop
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
         """As Subject.store."""
@@ -109,9 +111,15 @@ class Tiered:
         """As Subject.hit; with min_retrieve_tokens = auto what is worth loading."""
         return self._engine.plan(tokens).stop
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> int:
+    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
         """As Subject.load."""
-        return self._engine.retrieve(tokens, kv, stop=stop)
+        load = self._engine.retrieve_later(tokens, kv, stop=stop)
+
+        def wait() -> int:
+            load.wait()
+            return load.tokens
+
+        return wait
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
         """As Subject.store."""
@@ -125,13 +133,15 @@ class Tiered:
 @dataclass(slots=True)
 class Spent:
     """What a pass took so far: seconds on a clock that waits for the accelerator. `hits` has the loaded tokens of each
-    prompt, in order; `wait_s` is what batches waited for memory that earlier ones were still being stored from."""
+    prompt, in order; `wait_s` is what batches waited for memory that earlier ones were still being stored from;
+    `lone_steps` were launched one by one."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
     computed_tokens: int = 0
+    lone_steps: int = 0
     hits: list[int] = field(default_factory=list)
 
     @property
@@ -159,7 +169,9 @@ class Engine:
         )
         self._columns = columns
         self._model = llama(shape, columns, self.device)
+        use_attention(self._model)
         self._rooms: dict[tuple[int, int], Any] = {}
+        self._steps: dict[tuple[tuple[int, int], int, int], Steps] = {}
         self._saves: dict[tuple[int, int], list[Save]] = {}
         self._turn = 0
         self._weights = torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -184,9 +196,10 @@ class Engine:
         spent.wait_s += time.perf_counter() - asked_s
         ids = torch.tensor(prompts, device=self.device)
         total = ids.shape[1]
+        steps = self._steps_of(place, room, total, output - 1)
         with torch.inference_mode():
             began_s = self._now_s()
-            start = self._load(subject, prompts, room, spent)
+            start = self._load(subject, prompts, room)
             loaded_s = self._now_s()
             cache = self._cache(room, start)
             columns = max(budget // len(prompts), 1)
@@ -203,16 +216,16 @@ class Engine:
         checks = [self._checksums(room.row(row, 0), total) for row in range(len(prompts))]
         with torch.inference_mode():
             decode_s = self._now_s()
-            for _ in range(output - 1):
-                token = self._forward(token, cache)[:, -1:].argmax(dim=-1)
+            steps.run(token)
             ended_s = self._now_s()
-        if output > 1:
+        if output > 1 and not steps.is_graph:  # else a step tells nothing of what a pass costs
             subject.computed(len(prompts), (ended_s - decode_s) / (output - 1))
         spent.load_s += loaded_s - began_s
         spent.prefill_s += handed_s - loaded_s
         spent.decode_s += ended_s - decode_s
         spent.hits += [start] * len(prompts)
         spent.computed_tokens += computed
+        spent.lone_steps += 0 if steps.is_graph else output - 1
         return checks
 
     def settle(self) -> float:
@@ -226,11 +239,12 @@ class Engine:
         """Tokens of a prompt that checksums cover, and that a full hit has at least."""
         return (total - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
 
-    def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any, spent: Spent) -> int:
-        stop = min(subject.hit(prompt) for prompt in prompts)
-        if not stop:
-            return 0
-        return min(subject.load(prompt, room.row(row, 0), stop) for row, prompt in enumerate(prompts))
+    def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any) -> int:
+        coming = []
+        for row, prompt in enumerate(prompts):  # one comes while the next is asked for
+            stop = subject.hit(prompt)
+            coming.append(subject.load(prompt, room.row(row, 0), stop) if stop else lambda: 0)
+        return min([wait() for wait in coming])
 
     def _room(self, rows: int) -> tuple[tuple[int, int], Any]:
         """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
@@ -242,6 +256,13 @@ class Engine:
         if place not in self._rooms:
             self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
         return place, self._rooms[place]
+
+    def _steps_of(self, place: tuple[int, int], room: Any, total: int, count: int) -> Steps:
+        """What decodes prompts of `total` tokens that are in that room."""
+        kind = (place, total, count)
+        if kind not in self._steps:
+            self._steps[kind] = Steps(self._forward, lambda: self._cache(room, total), place[0], count, self.device)
+        return self._steps[kind]
 
     def _wait(self, place: tuple[int, int]) -> None:
         for save in self._saves.pop(place, []):

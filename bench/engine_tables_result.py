@@ -2,7 +2,7 @@
 
 A sample is one pass over the prompts of one point. Times are of an engine that waits for its accelerator; the drain
 (what batches waited for memory that was still being stored from, and in the end until all that was stored is where its
-tier has it) is told beside them. Ratios are to `recompute` of the same point,
+tier has it) is told beside them. On a GPU decoding runs in CUDA graphs. Ratios are to `recompute` of the same point,
 repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
 
 Arms

@@ -55,6 +55,7 @@ class Pass(TypedDict):
     drain_seconds: float
     hit_tokens: int
     computed_tokens: int
+    lone_steps: int  # of decoding, that were not in a graph
     dropped_chunks: int  # by the cache, which counts what it could not keep
     verified_tokens: int
     checks: list[list[int]]
@@ -107,6 +108,7 @@ class Worker:
             drain_seconds=spent.wait_s + time.perf_counter() - began_s,
             hit_tokens=spent.hit_tokens,
             computed_tokens=spent.computed_tokens,
+            lone_steps=spent.lone_steps,
             dropped_chunks=dropped,
             verified_tokens=verified,
             checks=checks,

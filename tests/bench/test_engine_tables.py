@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,12 +126,28 @@ def test_a_hit_changes_neither_the_kv_nor_how_much_of_a_prompt_there_is(engine: 
     assert len(set(map(tuple, first))) == 3
 
 
+def test_a_batch_begins_where_the_least_of_its_hits_ends(engine: Engine) -> None:
+    class Partly(OnDevice):
+        def hit(self, tokens: list[int]) -> int:
+            return min(super().hit(tokens), least[tokens[0]])
+
+    cache, made, spent = Partly(engine.layout), some(), Spent()
+    least = dict.fromkeys((prompt[0] for prompt in made), 48)
+    first = [engine.batch(cache, [prompt], 1, 64)[0] for prompt in made]
+    least[made[1][0]] = 16
+    again = engine.batch(cache, made, 1, 64, spent)
+    assert compare(again, first, [1] * 3, "the first chunk") == 3
+    least[made[2][0]] = 0
+    engine.batch(cache, made, 1, 64, spent)
+    assert spent.hits == [16] * 3 + [0] * 3
+
+
 def test_a_cache_that_gives_other_bytes_is_found_out(engine: Engine) -> None:
     class Wrong(OnDevice):
-        def load(self, tokens: list[int], kv: torch.Tensor, stop: int) -> int:
-            super().load(tokens, kv, stop)
+        def load(self, tokens: list[int], kv: torch.Tensor, stop: int) -> Callable[[], int]:
+            wait = super().load(tokens, kv, stop)
             kv[1, 0, 20, 1, 3] += 1
-            return stop
+            return wait
 
     cache, (prompt, *_) = Wrong(engine.layout), some()
     first = engine.batch(cache, [prompt], 1, 64)

@@ -62,6 +62,7 @@ class Told(WorkerProcess):
             drain_seconds=0.5,
             hit_tokens=hits,
             computed_tokens=400 - hits,
+            lone_steps=0,
             dropped_chunks=self._dropped if task["arm"] == DISK and not task["checks"] else 0,
             verified_tokens=hits,
             checks=[[1, 2, 3]] * 4,
