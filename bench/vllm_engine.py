@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import subprocess
-import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Self, cast
+from typing import Any, Final, cast
 
 from .errors import BenchError
-from .servers import child_environment, end_child
+from .line_process import LineProcess
+from .servers import child_environment
 from .shapes import ModelShape
 from .store_overhead_compute import WIDTHS
 from .vllm_result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
 from .vllm_worker import Opening, Served
 
 ANSWER_S: Final = 240.0
-STOP_S: Final = 10.0
-_LOG_BYTES_SHOWN: Final = 2500
 _GIB: Final = 1 << 30
 _BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
 PREFAULT_THREADS: Final = 8
@@ -128,7 +124,7 @@ def _environment(where: Where) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-class EngineProcess:
+class EngineProcess(LineProcess):
     """One vLLM in a process of its own; a context manager. It is loaded from the beginning on, `open` makes the engine.
 
     Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
@@ -136,80 +132,26 @@ class EngineProcess:
 
     def __init__(self, arm: str, where: Where, folder: Path) -> None:
         self.arm = arm
-        self._where, self._folder = where, folder
-        self._process: subprocess.Popen[str] | None = None
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
-        self._reader: threading.Thread | None = None
-
-    def __enter__(self) -> Self:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [self._where.python, "-m", "kvredis.bench.vllm_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=_environment(self._where),
-                cwd=self._folder,  # `python -m` looks where it stands first
-                start_new_session=True,
-            )
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
-        return self
+        command = [where.python, "-m", "kvredis.bench.vllm_worker"]
+        log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
+        # In that folder: `python -m` looks where it stands first.
+        super().__init__(f"the engine of {arm}", command, _environment(where), folder=folder, log=log)
 
     def open(self, told: Opening) -> None:
         """Make the engine."""
-        self._tell(cast(dict[str, Any], told))
-        self._answer()
+        self._ask(cast(dict[str, Any], told))
 
     def measure(self, seed: int, tokens: int, answer: int = 0) -> Served:
         """Have a prompt served."""
-        self._tell({"do": "measure", "seed": seed, "tokens": tokens, "answer": answer})
-        return cast(Served, self._answer())
+        return cast(Served, self._ask({"do": "measure", "seed": seed, "tokens": tokens, "answer": answer}))
 
     def counters(self) -> dict[str, float]:
         """Of our connector."""
-        self._tell({"do": "counters"})
-        return self._answer()
+        return self._ask({"do": "counters"})
 
-    def __exit__(self, *_: object) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdout is not None
-        end_child(process, STOP_S)
-        if self._reader is not None:
-            self._reader.join()
-        process.stdout.close()
-
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._answers.put(line)
-        self._answers.put("")
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise BenchError(f"the engine of {self.arm} ended:\n{self._said()}") from None
-
-    def _answer(self) -> dict[str, Any]:
-        try:
-            line = self._answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            raise BenchError(f"the engine of {self.arm} does not answer:\n{self._said()}") from None
-        if not line:
-            raise BenchError(f"the engine of {self.arm} ended:\n{self._said()}")
-        answer: dict[str, Any] = json.loads(line)
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.tell(message)
+        answer = self.answer(ANSWER_S)
         if "error" in answer:
-            raise BenchError(f"the engine of {self.arm}: {answer['error']}\n{self._said()}")
+            raise self.failed(answer["error"])
         return answer
-
-    def _said(self) -> str:
-        return self._log.read_text(errors="replace")[-_LOG_BYTES_SHOWN:].strip()

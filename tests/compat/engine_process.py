@@ -4,15 +4,12 @@ A program reads requests, lines of JSON, from stdin, and writes answers to stdou
 that its packages lie in.
 """
 
-import contextlib
-import json
 import os
-import queue
-import subprocess
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from kvredis.bench.line_process import LineProcess
 
 ROOT = Path(__file__).parents[2]
 ANSWER_S = 240
@@ -29,21 +26,8 @@ class EngineProcess:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "KVREDIS_"))}
         ours = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command,
-                env=clean | ours | dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests: IO[str] = self._process.stdin
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
-        self._reader.start()
+        self._lines = LineProcess("the engine's process", command, clean | ours | dict(environment), log=log)
+        self._lines.__enter__()
 
     @property
     def log(self) -> str:
@@ -57,34 +41,15 @@ class EngineProcess:
 
     def tell(self, do: str, **arguments: Any) -> None:
         """Have it do something; `answer` waits for it."""
-        self._requests.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._requests.flush()
+        self._lines.tell({"do": do, **arguments})
 
     def answer(self) -> Answer:
         """The answer to the oldest request that has none yet."""
-        try:
-            line = self._answers.get(timeout=ANSWER_S)
-        except queue.Empty:
-            line = ""
-        assert line, f"the engine's process did not answer: {self.log[-3000:]}"
-        answer: Answer = json.loads(line)
-        assert "raised" not in answer, f"{answer['raised']}: {self.log[-3000:]}"
+        answer = self._lines.answer(ANSWER_S)
+        if "raised" in answer:
+            raise self._lines.failed(answer["raised"])
         return answer
 
     def stop(self) -> None:
         """End the process."""
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _read(self, lines: IO[str]) -> None:
-        for line in lines:
-            self._answers.put(line)
-        self._answers.put("")  # it ended
+        self._lines.__exit__()

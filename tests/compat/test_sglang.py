@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import redis
 
+from kvredis.bench.errors import BenchError
 from tests.backends.conftest import ServerProcess
 from tests.compat.conftest import RunningServer
 from tests.compat.engine_process import ROOT, EngineProcess
@@ -345,5 +346,5 @@ def test_lmcaches_variables_configure_it_too(opened: Open, kvredis: RunningServe
 
 
 def test_an_argument_that_nobody_knows_is_named(opened: Open) -> None:
-    with pytest.raises(AssertionError, match="hicache-storage-backend-extra-config: blocking_timeout: unknown key"):
+    with pytest.raises(BenchError, match="hicache-storage-backend-extra-config: blocking_timeout: unknown key"):
         opened(extra={"host": "127.0.0.1", "blocking_timeout": 3})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import redis
 
+from kvredis.bench.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.vllm_process import CONNECTOR, VLLMProcess, site
 from tests.proxy import Proxy
@@ -292,7 +293,7 @@ def test_a_server_that_is_killed_and_started_again_serves_a_fresh_engine_from_it
 
 
 def test_a_configuration_that_cannot_be_served_says_why(first: VLLMProcess) -> None:
-    with pytest.raises(AssertionError, match="chunk_size"):
+    with pytest.raises(BenchError, match="chunk_size"):
         first.open("llama", {"LMCACHE_CHUNK_SIZE": "abc"})
     began = len(first.log)
     first.open("llama", {"LMCACHE_CHUNK_SIZE": "48", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"})
