@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 class LayerStores(Later):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
+    def __init__(self, means: Means, errands: Sequence[Errand], is_sound: Callable[[], bool] = lambda: True) -> None:
+        """`is_sound` waits until it is known whether what is computed has been computed from what it should be."""
         super().__init__(0)
         self.errands = list(errands)
         self.computed_s: dict[int, float] = {}
@@ -35,6 +36,7 @@ class LayerStores(Later):
         self.stored_s: dict[int, float] = {}
         """When each layer's bytes had left the engine's pages."""
         self._means = means
+        self._is_sound = is_sound
         self._places = places_of(means)
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
@@ -82,7 +84,7 @@ class LayerStores(Later):
             while (layer := self._next()) is not None:
                 self._moving.append((layer[0], []))
                 self._send(*layer, self._moving[-1][1])
-            if list(self.stored_s) == self._places:
+            if list(self.stored_s) == self._places and self._is_sound():
                 self._commit()
             elif self._rooms:
                 self._means.counters.add(dropped_stores=len(self._rooms))
@@ -99,7 +101,7 @@ class LayerStores(Later):
         if errand.cancelled or self.cancelled:
             return
         group = self._means.groups[moves[0].group]
-        present = self._means.backend.match([move.key for move in moves])
+        present = 0 if errand.anew else self._means.backend.match([move.key for move in moves])
         missing = sum(group.tokens_of(move) for move in moves[present:])
         logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, errand.total, errand.request)
         left = len(moves) - present

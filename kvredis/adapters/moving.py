@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -64,6 +65,8 @@ class ChunkMover:
         self._failing = {True: False, False: False}
         """Whether the latest load, and store, has failed: one line a spell."""
         self._layer_loads: LayerLoads | None = None
+        self._step_loads: list[Errand] = []
+        """Those of `begin_layers`, refused ones as well."""
         self._layer_stores: LayerStores | None = None
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ class ChunkMover:
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
-        errand = Errand(job.request, job.moves, total=job.total)
+        errand = Errand(job.request, job.moves, total=job.total, anew=job.anew)
         if self._admit(errand):
             self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after)))
 
@@ -97,6 +100,11 @@ class ChunkMover:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._finished.loaded) or not self._chunks[True], timeout_s)
 
+    def is_storing(self, request: str) -> bool:
+        """Whether a store of the request is not over."""
+        with self._changed:
+            return any(not errand.is_load for errand in self._errands.get(request, ()))
+
     def cancel(self, request: str, wait_s: float = 0.0) -> bool:
         """Want no more of a request's loads and stores. True: its pages are free now. False: a copy is under way still
         when `wait_s` have passed; they are free when `finished` names the request."""
@@ -110,8 +118,8 @@ class ChunkMover:
         """Begin a step whose loads come layer by layer, behind the loads that were asked for before, and `after` as in
         `load`. All their chunks are leased at once, for as long as that takes: what does not fit into memory does not
         come."""
-        errands = [Errand(job.request, job.moves) for job in jobs]
-        errands = [errand for errand in errands if self._admit(errand)]
+        self._step_loads = [Errand(job.request, job.moves) for job in jobs]
+        errands = [errand for errand in self._step_loads if self._admit(errand)]
         self._layer_loads = LayerLoads(self._means, errands, after) if errands else None
         if self._layer_loads is not None:
             self._submit(self._loader, self._layer_loads)
@@ -126,13 +134,14 @@ class ChunkMover:
 
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
         """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
-        the same for all layers of a step, which are said in their order; the first begins it."""
+        the same for all layers of a step, which are said in their order; the first begins it. Where a load of the step
+        has failed nothing of it is stored: requests that share pages have been computed from them alike."""
         if self._layer_stores is None or not self._layer_stores.computed(place, self._launched()):
             if self._layer_stores is not None:
                 self._layer_stores.finish()
-            errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]
+            errands = [Errand(job.request, job.moves, total=job.total, anew=job.anew) for job in jobs]
             errands = [errand for errand in errands if self._admit(errand)]
-            self._layer_stores = LayerStores(self._means, errands)
+            self._layer_stores = LayerStores(self._means, errands, partial(self._have_come, self._step_loads))
             self._layer_stores.computed(place, self._launched())
             if errands:
                 self._submit(self._storer, self._layer_stores)
@@ -145,6 +154,7 @@ class ChunkMover:
         if self._layer_stores is not None:
             self._layer_stores.finish()
         self._layer_loads = self._layer_stores = None
+        self._step_loads = []
 
     @property
     def layer_loads(self) -> LayerLoads | None:
@@ -171,15 +181,11 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
-        with self._changed:
-            for request in tuple(self._errands):
-                self._cancel(request)
-        self._loader.close()
-        self._storer.close()
+        for behind in (self._loader, self._storer):  # stores may wait for loads
+            self._cancel_all()
+            behind.close()
         self._means.checking.close()
-        with self._changed:  # what was asked for meanwhile has not begun, and does not any more
-            for request in tuple(self._errands):
-                self._cancel(request)
+        self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
     # ---- errands -----------------------------------------------------------------------------------------------------
 
@@ -193,6 +199,11 @@ class ChunkMover:
         """Until they are over; what is done behind them goes on."""
         with self._changed:
             self._changed.wait_for(lambda: all(errand.over for errand in errands))
+
+    def _have_come(self, errands: Sequence[Errand]) -> bool:
+        """Whether these loads have come whole; waits until they are over."""
+        self._wait_for(errands)
+        return all(errand.come == len(errand.moves) for errand in errands)
 
     def _admit(self, errand: Errand) -> bool:
         """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -260,6 +271,11 @@ class ChunkMover:
         except Exception as error:
             return error
         return None
+
+    def _cancel_all(self) -> None:
+        with self._changed:
+            for request in tuple(self._errands):
+                self._cancel(request)
 
     def _cancel(self, request: str) -> None:
         """Holds the lock."""

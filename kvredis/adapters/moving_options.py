@@ -118,15 +118,18 @@ class Finished:
 
 class Errand:
     """One job of one request under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of
-    the prompt so far. `cancelled` may be read without a lock, `come` and what follows it is for who does the work, and
-    the rest the mover's."""
+    the prompt so far, and `anew` is StoreJob's. `cancelled` may be read without a lock, `come` and what follows it is
+    for who does the work, and the rest the mover's."""
 
-    __slots__ = ("cancelled", "come", "is_load", "moves", "nbytes", "over", "request", "started", "tokens", "total")
+    __slots__ = (
+        *("anew", "cancelled", "come", "is_load", "moves", "nbytes", "over", "request", "started", "tokens", "total"),
+    )
 
-    def __init__(self, request: str, moves: list[ChunkMove], *, total: int | None = None) -> None:
+    def __init__(self, request: str, moves: list[ChunkMove], *, total: int | None = None, anew: bool = False) -> None:
         self.request = request
         self.moves = moves
         self.total = total or 0
+        self.anew = anew
         self.is_load = total is None
         self.come = 0
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""

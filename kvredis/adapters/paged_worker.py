@@ -80,6 +80,7 @@ class PagedWorker:
         self._in_step: dict[str, LoadJob] = {}
         self._storing: dict[str, set[tuple[int, int]]] = {}
         self._spoilt: set[str] = set()
+        self._unheard: set[int] = set()  # pages that layers have not come into, of which no scheduler knows yet
         self._results = Results()
         self._warm_up(backend)
 
@@ -118,8 +119,13 @@ class PagedWorker:
             self.mover.wait_loaded(IDLE_WAIT_S)
 
     def stores(self, step: Step) -> list[StoreJob]:
-        """The step's stores as this rank has them. Its pages are watched from here on."""
-        jobs = []
+        """The step's stores as this rank has them, none of a step that was described before its scheduler has heard of
+        a failed load beside an earlier one. Its pages are watched from here on."""
+        jobs: list[StoreJob] = []
+        self._unheard -= step.lost
+        if self._unheard:
+            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
+            return jobs
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -142,7 +148,8 @@ class PagedWorker:
         over = self.mover.finished()
         self._results.stored |= over.stored
         for name in over.stored:
-            self._storing.pop(name, None)
+            if not self.mover.is_storing(name):  # else one that came later reads its pages, and is told of when over
+                self._storing.pop(name, None)
         for name in over.loaded:
             job, in_step = self._waited_for.pop(name, None), self._in_step.pop(name, None)
             bad = over.failed_pages.get(name, [])
@@ -151,7 +158,9 @@ class PagedWorker:
                 bad = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
             if bad:
                 self._results.failed.add(name)
-                self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
+                pages = {page // self._ratios[group] for group, page in bad}
+                self._results.failed_pages |= pages
+                self._unheard |= pages if in_step is not None else set()
             if job is not None and in_step is None:
                 self._results.loaded.add(name)
         results, self._results = self._results, Results()

@@ -42,8 +42,10 @@ class SchedulingOptions:
 @dataclass(slots=True)
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
-    forward or loads write; `is_idle`: it computes nothing."""
+    forward or loads write; `lost` are those of the only group of which the scheduler has heard meanwhile that nothing
+    has come into them; `is_idle`: it computes nothing."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[tuple[int, int]] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     is_idle: bool = True

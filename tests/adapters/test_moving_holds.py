@@ -168,6 +168,52 @@ def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_to
     assert "the other side went away" in caplog.text
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_was_computed_from_layers_that_have_not_come_is_not_stored(is_refused: bool) -> None:
+    source, engine, backend, moves = PagedEngine(50, groups=1), PagedEngine(groups=1), FakeBackend(), moves_of("a", 6)
+    for move in moves[:2]:
+        backend.put(move.key, block_for(source, move))
+    wanted = moves[:2] if is_refused else moves[:3]  # else the third is not there
+    with mover_on(backend, engine, max_load_chunks=1 if is_refused else 10) as mover:
+        mover.begin_layers([LoadJob("r", wanted)])
+        for place in range(4):
+            mover.wait_layer(place)
+            mover.save_layer(place, [StoreJob("r", moves[3:5], 5 * CHUNK), StoreJob("s", moves[5:], 6 * CHUNK)])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        finished = mover.finished()
+        assert finished.failed_pages.keys() == {"r"}
+        assert finished.stored == {"r", "s"}, "s may share pages with r"
+        assert mover.stats()["dropped_stores"] == 3
+        for place in range(4):
+            mover.save_layer(place, [StoreJob("r", moves[3:], 6 * CHUNK)])  # computed again
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+    assert all(backend.values[move.key] == block_for(engine, move) for move in moves[3:])
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_what_is_stored_anew_takes_the_place_of_what_was_computed_from_nothing(
+    by_layers: bool, local: LocalBackend
+) -> None:
+    wrong, engine, moves = PagedEngine(7, groups=1), PagedEngine(1, groups=1), moves_of("a", 3)
+    for made in (wrong, engine):
+        job = StoreJob("r", moves, 3 * CHUNK, anew=made is engine)
+        with mover_on(local, made) as mover:
+            if by_layers:
+                for place in range(4):
+                    mover.save_layer(place, [job])
+                mover.end_layers()
+            else:
+                mover.store(job)
+            assert mover.settle(WAIT_S)
+            assert mover.stats()["stored_chunks"] == 3
+    target = PagedEngine(5, groups=1)
+    with mover_on(local, target) as mover:
+        assert mover.load_now(LoadJob("r", moves)) == 3
+    assert all(target.bytes_of(move) == engine.bytes_of(move) for move in moves)
+
+
 class SlowToReserve(FakeBackend):
     """Gives room when it is told to."""
 

@@ -144,20 +144,25 @@ class Gate(FakeBackend):
         return super().reserve(key, length)
 
 
-def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves = Halves()
-    halves.close()
-    gate = Gate()
-    halves.open(gate)
-    mover, asked = halves.worker.mover, []
-    cancel = mover.cancel
+def opened_by_cancel(halves: Halves, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Whose moves are cancelled, which opens the gate."""
+    asked, cancel = list[str](), halves.worker.mover.cancel
 
     def noted(request: str, wait_s: float = 0.0) -> bool:
         asked.append(request)
         gate.opened.set()
         return cancel(request, wait_s)
 
-    monkeypatch.setattr(mover, "cancel", noted)
+    monkeypatch.setattr(halves.worker.mover, "cancel", noted)
+    return asked
+
+
+def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = Halves()
+    halves.close()
+    gate = Gate()
+    halves.open(gate)
+    mover, asked = halves.worker.mover, opened_by_cancel(halves, gate, monkeypatch)
     tables, other = tables_of(halves, 1), [7 * token for token in TOKENS]
     halves.prompt("a", tables)
     tables[0].reverse()
@@ -170,6 +175,34 @@ def test_a_page_is_not_stored_any_more_when_it_is_written_again(monkeypatch: pyt
         found = halves.prompt(name, into, tokens)
         assert halves.holds(into, found)
     assert found == 256
+    halves.close()
+
+
+def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halves = Halves()
+    halves.close()
+    gate = Gate()
+    gate.opened.set()
+    halves.open(gate)
+    tables, other = tables_of(halves, 1), [7 * token for token in TOKENS]
+    assert halves.scheduling.match(Prompt("a", TOKENS), 0) == 0
+    halves.scheduling.scheduled("a", tables, 0, 128, anew=True)
+    halves.step(lambda: halves.compute(tables, 0, 128))
+    assert halves.worker.mover.settle(WAIT_S)  # over, and nobody has asked yet
+    gate.opened.clear()
+    halves.scheduling.scheduled("a", None, 128, 172)
+    halves.step(lambda: halves.compute(tables, 128, 300))
+    assert halves.worker.results().stored == {"a"}
+    halves.scheduling.finished("a")
+    asked = opened_by_cancel(halves, gate, monkeypatch)
+    halves.prompt("b", [tables[0][::-1]], other)
+    assert asked == ["a"]
+    gate.opened.set()
+    assert halves.worker.mover.settle(WAIT_S)
+    into = tables_of(halves, 20)
+    assert halves.holds(into, halves.prompt("c", into))
     halves.close()
 
 
@@ -192,6 +225,32 @@ def test_pages_of_a_load_that_fails_are_told_of_and_mended() -> None:
     halves.step(lambda: halves.compute(tables, 128, 300))
     assert halves.worker.mover.settle(WAIT_S)
     assert halves.prompt("c", tables_of(halves, 1)) == 256
+    halves.close()
+
+
+def test_no_step_is_stored_that_was_described_before_its_scheduler_heard_of_a_load_that_failed() -> None:
+    halves = Halves(ahead=False)
+    halves.prompt("a", tables_of(halves, 1), TOKENS[:192])
+    assert halves.worker.mover.settle(WAIT_S)
+    tables, scheduling, worker = tables_of(halves, 20), halves.scheduling, halves.worker
+    assert scheduling.match(Prompt("b", TOKENS), 0) == 192
+    halves.backend.delete([halves.backend.written[0]])  # the third chunk, which was stored first
+    scheduling.allocated("b", tables, 192)
+    scheduling.scheduled("b", tables, 192, 16, anew=True)
+    halves.step()
+    worker.mover.end_layers()
+    lost = worker.results().failed_pages
+    assert lost == set(range(28, 32))
+    for hears in (False, True):
+        if hears:
+            scheduling.lost(lost)
+        computed = 128 if hears else 208  # else it goes on behind what has not come
+        scheduling.scheduled("b", None, computed, 256 - computed)
+        step = scheduling.step()
+        worker.before(step)
+        jobs = worker.stores(step)
+        assert [(job.anew, len(job.moves)) for job in jobs] == ([(True, 4)] if hears else [])
+    assert worker.mover.stats()["dropped_stores"] == 1
     halves.close()
 
 
