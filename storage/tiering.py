@@ -39,6 +39,10 @@ AHEAD_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
 go, a GiB and more in less than a second, and then computes for longer than the disk needs for as much: what is not
 written in that time would be dropped when the next batch comes."""
 
+AHEAD_DISK_PART: Final = 2
+"""Nor more than half of the disk: on one that is smaller than what is looked through, what is written last would push
+off what was written first, which would be written again at the next look, and so on."""
+
 LOOK_PART: Final = 4
 LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
 """We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
@@ -72,7 +76,7 @@ class Tiering:
         self._store = store
         self.stats = TierStats()
         self.carrier = Carrier(store, disk, self.stats)
-        self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX)
+        self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX, disk.limit_bytes // AHEAD_DISK_PART)
         self._failing_bytes = self._ahead_bytes // LOOK_PART
         self._look_bytes = min(self._failing_bytes, LOOK_BYTES_MAX)
         self._taken_bytes = self._ahead_bytes  # since we last looked

@@ -8,7 +8,7 @@ from kvredis.storage.io_threads import Priority
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read
-from .tiered_store import TieredStore
+from .tiered_store import MIB, TieredStore
 
 KEYS = [b"key:%d" % number for number in range(BLOCKS)]
 SMALL_BYTES = 15 * 1024
@@ -311,3 +311,14 @@ def test_a_value_that_was_received_shorter_than_announced_comes_back_as_it_is(tm
         assert (tiers.tier(b"a"), tiers.tier(b"b")) == ("disk", "disk")
         assert tiers.get(b"a") == content(5, 100)
         assert tiers.get(b"b") == content(5, 20_000)
+
+
+@pytest.mark.parametrize("disk_mib", [1, 4])
+def test_a_disk_smaller_than_memory_is_not_written_over_and_over(tmp_path: Path, disk_mib: int) -> None:
+    with TieredStore(tmp_path, disk_bytes=disk_mib * MIB, arena_bytes=16 * MIB) as tiers:
+        stored = 40 * BLOCKS
+        for number in range(stored):
+            tiers.put(b"key:%d" % number)
+            tiers.io.run()
+        assert stored // 2 < tiers.tiering.stats.spilled <= stored
+        assert tiers.tiering.stats.spill_dropped == 0
