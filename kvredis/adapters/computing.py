@@ -110,4 +110,6 @@ class Passes:
 
     def _per_token(self, one: Pass) -> float:
         least = min(self._small) if len(self._small) >= NEEDED else Pass(0.0, 0)
-        return max(one.seconds - least.seconds, one.seconds * (1 - FIXED_SHARE_MAX)) / (one.tokens - least.tokens)
+        beyond_s = max(one.seconds - least.seconds, one.seconds * (1 - FIXED_SHARE_MAX))
+        # Where the two are of nearly the same size what lies between them is mostly noise, and for very few tokens.
+        return min(beyond_s / (one.tokens - least.tokens), one.seconds / one.tokens)

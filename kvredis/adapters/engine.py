@@ -28,7 +28,7 @@ from kvredis.backends.config import Config
 from kvredis.backends.opening import open_backend
 from kvredis.storage.errors import ConfigError, LayoutError
 
-from .deciding import BreakEven, Piece
+from .deciding import PREFILLS_ASKED_MAX, BreakEven, Piece
 from .job import Job
 from .keys import ChunkKey, Tokens, algorithm_of, token_bytes
 from .later import Behind, Load, Save
@@ -101,18 +101,19 @@ class CacheEngine:
         """Tokens of the longest stored prefix, in one round trip. May block for blocking_timeout_secs."""
         return self._look_up(self._keys(tokens), len(tokens), 0)
 
-    def plan(self, tokens: Tokens, *, cached: int = 0, request: str = "-") -> LoadPlan:
+    def plan(self, tokens: Tokens, *, cached: int = 0, request: str = "-", together: int = 1) -> LoadPlan:
         """A lookup on behalf of an engine that holds the first `cached` tokens itself, logged as LMCache does.
 
         Nothing is to be loaded for a producer, which asks nobody, nor where it would be less than min_retrieve_tokens;
-        with auto as much as comes sooner than it is computed, and nothing while nobody knows how long that takes.
+        with auto as much as comes sooner than it is computed, and nothing while nobody knows how long that takes, in a
+        pass over `together` such prompts: `prefill_took` is told of the tokens of them all.
         """
         total = len(tokens)
         if self.role == "kv_producer":
             return LoadPlan(total, 0, cached)
         keys = self._keys(tokens)
         hit = max(min(self._look_up(keys, total, cached), total - 1), 0)
-        plan = self._narrowed(LoadPlan(total, hit, cached), keys)
+        plan = self._narrowed(LoadPlan(total, hit, cached), keys, together)
         found = max(hit - cached, 0)
         text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d"
         why = ""
@@ -195,28 +196,31 @@ class CacheEngine:
         self._log_speed("Stored", storing.tokens, seconds, request)
         return storing.tokens
 
-    def retrieve(self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-") -> int:
+    def retrieve(
+        self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-", together: int = 1
+    ) -> int:
         """Loads the stored prefix into `out`; returns how many tokens from position 0 on are valid there now.
 
         With `start` the caller has the first `start` tokens in `out` already: they are never written, and what is
         returned is at least `start`. `stop` (default: all tokens; a plan's `stop` else) bounds what is loaded. `out`
         has the shape that `store` takes and covers `stop` tokens; behind the returned position its content is
         undefined. Loading ends at the first chunk that is missing or refused, and with auto where computing turns out
-        to be faster. A producer loads nothing. Raises LayoutError when `out` is not of the layout.
+        to be faster, `together` as in `plan`. A producer loads nothing. Raises LayoutError when `out` is not of the
+        layout.
         """
-        span = self._span(tokens, out, start, stop, request)
+        span = self._span(tokens, out, start, stop, request, together)
         return start if span is None else self._load(span, lambda: False)
 
     def retrieve_later(
-        self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-"
+        self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-", together: int = 1
     ) -> Load:
         """As `retrieve`, in the background and behind the loads asked for before; answers at once.
 
         `out` belongs to the Load, from token `start` on, until it is done. When too many are waiting it is refused:
         done at once with `start` tokens, and counted.
         """
-        span = self._span(tokens, out, start, stop, request)
-        load = Load(Span([], 0, out, start, start, request, len(tokens)) if span is None else span)
+        span = self._span(tokens, out, start, stop, request, together)
+        load = Load(Span([], 0, out, start, start, request, 0) if span is None else span)
         if span is None:
             load.end(start)
         elif not self._loader.add(load):
@@ -299,13 +303,13 @@ class CacheEngine:
             self._probes.found(tier, (at.key for at, where in there if where == tier and at.stop - at.start == full))
         self._probes.begin()
 
-    def _narrowed(self, plan: LoadPlan, keys: list[ChunkKey]) -> LoadPlan:
+    def _narrowed(self, plan: LoadPlan, keys: list[ChunkKey], together: int) -> LoadPlan:
         """The plan less what is not worth loading."""
         least = self.config.min_retrieve_tokens
         if least == AUTO:
             chunks = [chunk for chunk in keys if chunk.stop > plan.cached and chunk.start < plan.hit]
-            rest, count = plan.total - plan.cached, 0
-            if chunks and self.break_even.ask_prefill(rest):
+            rest, count = (plan.total - plan.cached) * together, 0
+            if chunks and self.break_even.ask_prefill(rest, PREFILLS_ASKED_MAX * together):
                 self._probes.begin(of_unmeasured=True)
             elif chunks:
                 count = self.break_even.worth(self._pieces(chunks, plan.cached, plan.hit), rest)
@@ -321,7 +325,7 @@ class CacheEngine:
             tiers = self.backend.tiers_of([chunk.key for chunk in chunks])
         return pieces_of(chunks, tiers, self.layout, start, stop)
 
-    def _span(self, tokens: Tokens, out: KV, start: int, stop: int | None, request: str) -> Span | None:
+    def _span(self, tokens: Tokens, out: KV, start: int, stop: int | None, request: str, together: int) -> Span | None:
         """What is to be loaded; None: nothing is."""
         end = len(tokens) if stop is None else stop
         chunks = [chunk for chunk in self._keys(tokens) if chunk.start < end]
@@ -331,7 +335,7 @@ class CacheEngine:
         if self.role == "kv_producer":
             return None
         first = next(place for place, chunk in enumerate(chunks) if chunk.stop > start)
-        return Span(chunks, first, out, start, end, request, len(tokens))
+        return Span(chunks, first, out, start, end, request, (len(tokens) - start) * together)
 
     def _load(self, span: Span, is_cancelled: Callable[[], bool]) -> int:
         started_s = time.perf_counter()

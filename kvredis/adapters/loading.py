@@ -17,7 +17,8 @@ from .tensors import KV, scatter, view_tensor
 @dataclass(frozen=True, slots=True)
 class Span:
     """Tokens [start, stop) of a prompt that are to come into `out`; `chunks` are those of the prompt, up to the last
-    that is wanted, and `first` the place of the first that is; the whole prompt has `total` tokens."""
+    that is wanted, and `first` the place of the first that is. Without the span the pass that follows computes `rest`
+    tokens, those of other prompts too that it computes together with this one."""
 
     chunks: list[ChunkKey]
     first: int
@@ -25,7 +26,7 @@ class Span:
     start: int
     stop: int
     request: str
-    total: int
+    rest: int
 
     @property
     def wanted(self) -> list[ChunkKey]:
@@ -67,7 +68,7 @@ class Loading:
         """Load what comes sooner than it is computed, as far as is known, and no more when that proves wrong. What is
         learnt of a tier at its first block counts for the next."""
         chunks, is_slow = self._span.wanted, False
-        rest = self._span.total - self._span.start
+        rest = self._span.rest
         while chunks:
             tiers = self._backend.tiers_of([chunk.key for chunk in chunks])
             pieces = pieces_of(chunks, tiers, self._layout, self.position, self._span.stop)

@@ -154,7 +154,8 @@ class CachedModel:
             return cast(Any, self.model).generate(input_ids, past_key_values=past, **options)
         self._wait_for_heads(rows)
         self.last_plans = [
-            self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request) for row in rows
+            self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request, together=len(rows))
+            for row in rows
         ]
         cache, room = self._filled(rows, past, self._room_tokens(input_ids.shape[1], options), request)
         options["attention_mask"] = options.get("attention_mask", torch.ones_like(input_ids))
@@ -199,7 +200,9 @@ class CachedModel:
             own = max(cached - row.pad, 0)
             if stop - row.pad > own:
                 kv = room.row(number, row.pad)
-                loaded = self.engine.retrieve(row.tokens, kv, start=own, stop=stop - row.pad, request=request)
+                loaded = self.engine.retrieve(
+                    row.tokens, kv, start=own, stop=stop - row.pad, request=request, together=len(rows)
+                )
                 reached = min(reached, row.pad + loaded)
         if state is not None and reached < stop:  # a state without the KV before it is worth nothing
             reached, state = 0, None

@@ -143,6 +143,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if prompt is None or self._scheduling is None:
             return 0, False
         tokens = self._scheduling.match(prompt, num_computed_tokens)
+        if self._worth is not None:
+            self._worth.asked(prompt.request)
         if getattr(request, "skip_reading_prefix_cache", False):
             tokens = 0
         if self._config.save_decode_cache:
@@ -212,6 +214,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
+        if self._worth is not None:
+            self._worth.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(

@@ -30,7 +30,8 @@ class Worth:
         self._steps: deque[tuple[float, int]] = deque()
         self._over_s = 0.0
         self._loads: dict[str, tuple[float, Tier, int]] = {}
-        self._chosen: list[Piece] = []
+        self._latest: list[Piece] | None = None  # chosen, and not yet said for whom
+        self._chosen: dict[str, list[Piece]] = {}
 
     def narrow(self, keys: Sequence[bytes], tokens: int, rest: int) -> int:
         """Of these chunks of `tokens` tokens each, how many to load, from the first on, where `rest` tokens are to be
@@ -47,15 +48,22 @@ class Worth:
             self._shared.probes.begin(of_unmeasured=True)
         else:
             count = break_even.worth(pieces, rest)
-        self._chosen = pieces[:count]
+        self._latest = pieces[:count]
         return count
 
+    def asked(self, request: str) -> None:
+        """A request was asked for: what `narrow` has chosen since the last one is its own. Others may be asked for
+        before it is loaded, and it need not be."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            self._chosen[request] = latest
+
     def load_began(self, request: str) -> None:
-        """The chunks chosen last are being loaded for a request."""
-        if self._chosen:
-            farthest = max(self._chosen, key=lambda piece: NEAREST_FIRST.index(piece.tier))
-            self._loads[request] = (self._clock(), farthest.tier, sum(piece.nbytes for piece in self._chosen))
-        self._chosen = []
+        """The chunks chosen for a request are being loaded."""
+        chosen = self._chosen.pop(request, [])
+        if chosen:
+            farthest = max(chosen, key=lambda piece: NEAREST_FIRST.index(piece.tier))
+            self._loads[request] = (self._clock(), farthest.tier, sum(piece.nbytes for piece in chosen))
 
     def load_over(self, request: str, *, failed: bool) -> None:
         """That load is over; a failed one says nothing of its tier's speed."""
@@ -63,9 +71,16 @@ class Worth:
         if nbytes and not failed:
             self._shared.break_even.load_took(tier, nbytes, self._clock() - began_s)
 
+    def forget(self, request: str) -> None:
+        """A request has ended. A load that is under way is not waited for any more, and ends when it likes."""
+        self._chosen.pop(request, None)
+        self._loads.pop(request, None)
+
     def step_began(self, tokens: int) -> None:
-        """A step that computes so many tokens is handed to the workers."""
-        self._steps.append((self._clock(), tokens))
+        """A step that computes so many tokens is handed to the workers. One of none, in which an engine waits for loads
+        alone, is not noted: vLLM tells of its output only where there is news in it."""
+        if tokens:
+            self._steps.append((self._clock(), tokens))
 
     def step_over(self) -> None:
         """The output of the oldest step has come."""

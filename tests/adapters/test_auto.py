@@ -227,6 +227,25 @@ def test_a_fresh_process_computes_two_prompts_before_it_loads_one(backend: SlowB
     assert engine.stats.skipped_tokens == 3 * CHUNK * BLOCKS
 
 
+def test_a_prompt_that_is_served_with_others_is_judged_by_the_pass_over_them_all(backend: SlowBackend) -> None:
+    engine, together = engine_over(backend, "auto"), 8
+    engine.store(TOKENS, kv_of(len(TOKENS)))
+    for _ in range(2):
+        engine.prefill_took(1, FIXED_S)
+        engine.prefill_took(len(TOKENS), FIXED_S)  # alone most of its tokens cost nothing
+        engine.prefill_took(together * len(TOKENS), FIXED_S + together * len(TOKENS) / RATE)
+    backend.lags_s["remote"] = CHUNK_S / 5
+    out = torch.zeros_like(kv_of(len(TOKENS)))
+    for count, worth in ((together, CHUNK * BLOCKS), (1, 0)):
+        plan = engine.plan(TOKENS, together=count)
+        assert plan.need_to_load == worth
+        assert engine.retrieve(TOKENS, out, stop=plan.stop, together=count) == worth
+    load = engine.retrieve_later(TOKENS, out, together=together)
+    assert load.wait(10)
+    assert load.tokens == CHUNK * BLOCKS
+    engine.close()
+
+
 def test_an_engine_that_never_tells_how_fast_it_is_gets_everything_after_a_while(backend: SlowBackend) -> None:
     engine = engine_over(backend, "auto")
     engine.store(TOKENS, kv_of(len(TOKENS)))

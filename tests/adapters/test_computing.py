@@ -81,6 +81,15 @@ def test_a_pass_that_costs_the_same_with_and_without_its_tokens_is_hardly_worth_
     assert 0 < per_token * 1000 < 0.025 * 0.04
 
 
+@pytest.mark.parametrize("longer_s", [0.0095, 0.010, 0.0101, 0.011, 0.02])
+def test_two_passes_of_nearly_the_same_size_do_not_make_a_token_dearer_than_its_share_of_a_pass(
+    longer_s: float,
+) -> None:
+    per_token = told((255, 0.010), (256, longer_s)).seconds_per_token(256)
+    assert per_token is not None
+    assert 0 < per_token <= longer_s / 256
+
+
 @pytest.mark.parametrize(
     ("passes", "tokens", "is_sure"),
     [

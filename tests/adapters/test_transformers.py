@@ -1,7 +1,6 @@
 """generate() with and without the store: equal tokens whatever the hit is, and a clear no to what would be wrong."""
 
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +21,6 @@ from kvredis.adapters.transformers_cache import RoomyLayer, attention_layers, ke
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
-from tests.adapters.slow_backend import SlowBackend, settle
 from tests.adapters.tiny_models import SHAPE, tiny
 
 CHUNK = 16
@@ -220,51 +218,6 @@ def test_without_being_asked_only_the_prompt_is_stored_and_else_all_that_was_com
     for loaded, (keys, values) in zip(out, token_major(past), strict=True):
         assert torch.equal(loaded[0, :128], keys[:128])
         assert torch.equal(loaded[1, :128], values[:128])
-
-
-def test_with_auto_the_model_tells_how_fast_it_computes_and_loads_by_that(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, ids = SlowBackend(), prompt(100)
-    config = Config(chunk_size=CHUNK, min_retrieve_tokens="auto")
-    engine = CacheEngine(config, layout_of(llama, "tiny"), backend, clock=backend.clock)
-    cached = CachedModel(llama, engine)
-    expected = greedy(llama, ids)
-    monkeypatch.setattr(time, "perf_counter", backend.clock)
-    forward = llama.forward
-
-    def taking_its_time(*args: Any, **kwargs: Any) -> Any:
-        settle()
-        backend.now_s += 0.5 + kwargs["input_ids"].shape[1] / 100
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(llama, "forward", taking_its_time)
-    assert greedy(cached, ids) == expected
-    assert engine.break_even.tokens_per_s == pytest.approx(100 / 1.5), "one short pass may have been the warm-up"
-    backend.lags_s["remote"] = 0.01
-    assert greedy(cached, ids) == expected
-    assert cached.last_loaded == 0, "the prompt is computed, to see how long that takes when all is warm"
-    assert engine.break_even.tokens_per_s == pytest.approx(100), "half a second is there with each pass"
-    assert greedy(cached, ids) == expected
-    assert cached.last_loaded == 96
-    assert engine.break_even.tokens_per_s == pytest.approx(100), "what was left was less than a chunk"
-    backend.lags_s["remote"] = 3.0
-    for _ in range(3):
-        assert greedy(cached, ids) == expected
-    assert cached.last_loaded == 0
-    assert (cached.last_plan.hit, cached.last_plan.skipped) == (96, 96)
-    assert not llama._forward_hooks
-    assert not llama._forward_pre_hooks
-
-
-def test_a_prefill_that_fails_leaves_no_hook_behind(llama: PreTrainedModel) -> None:
-    config = Config(chunk_size=CHUNK, min_retrieve_tokens="auto")
-    cached = CachedModel(llama, CacheEngine(config, layout_of(llama, "tiny"), FakeBackend()))
-    with pytest.raises(IndexError):
-        cached.generate(torch.full((1, 20), 10_000), max_new_tokens=1)
-    assert not llama._forward_hooks
-    assert not llama._forward_pre_hooks
-    assert cached.engine.break_even.tokens_per_s is None
 
 
 @pytest.mark.parametrize(("role", "stored", "loaded"), [("kv_producer", 6, 0), ("kv_consumer", 0, 0)])

@@ -1,5 +1,7 @@
 """min_retrieve_tokens = auto in an engine that computes in steps: what it sees of its speeds, what it loads then."""
 
+import pytest
+
 from kvredis.adapters.block import block_bytes
 from kvredis.adapters.deciding import BreakEven
 from kvredis.adapters.layout import ChunkLayout
@@ -37,6 +39,7 @@ def warm(speeds: Worth, backend: SlowBackend) -> None:
 
 def load(speeds: Worth, backend: SlowBackend, seconds: float, *, failed: bool = False) -> int:
     count = speeds.narrow(KEYS, 256, REST)
+    speeds.asked("r")
     if count:
         speeds.load_began("r")
         backend.now_s += seconds
@@ -103,3 +106,50 @@ def test_a_load_is_measured_by_all_of_its_bytes() -> None:
     load(speeds, backend, 2.0)
     pace = break_even._speeds["remote"].seconds_per_byte
     assert abs(pace - 2.0 / (10 * block_bytes(LAYOUT, 256))) < 1e-12
+
+
+def test_a_load_is_measured_by_what_was_chosen_for_it_whoever_was_asked_for_since() -> None:
+    speeds, backend, break_even = worth()
+    warm(speeds, backend)
+    speeds.narrow(KEYS, 256, REST)
+    speeds.asked("waits for pages")
+    speeds.narrow(KEYS[:1], 256, 300)
+    speeds.asked("has too little to load")
+    speeds.asked("asked for before, and asked again")
+    for request in ("has nothing", "waits for pages"):
+        speeds.load_began(request)
+    backend.now_s += 0.1
+    for request in ("has nothing", "waits for pages"):
+        speeds.load_over(request, failed=False)
+    pace = break_even._speeds["remote"].seconds_per_byte
+    assert abs(pace - 0.1 / (10 * block_bytes(LAYOUT, 256))) < 1e-12
+    assert break_even.given_up() == []
+
+
+def test_a_load_that_nobody_waits_for_any_more_says_nothing_and_nothing_is_kept_of_it() -> None:
+    speeds, backend, break_even = worth()
+    warm(speeds, backend)
+    for number in range(3):
+        speeds.narrow(KEYS, 256, REST)
+        speeds.asked(f"r{number}")
+        if number:
+            speeds.load_began(f"r{number}")
+        backend.now_s += 0.0001
+        speeds.forget(f"r{number}")
+        speeds.load_over(f"r{number}", failed=False)
+    assert break_even.unmeasured(["remote"]) == ["remote"]
+    assert not speeds._chosen
+    assert not speeds._loads
+
+
+def test_steps_in_which_an_engine_only_waits_for_loads_are_not_taken_for_others() -> None:
+    speeds, backend, break_even = worth()
+    for _ in range(100):
+        speeds.step_began(0)  # of whose output nobody hears
+        backend.now_s += 0.001
+    speeds.step_began(0)
+    backend.now_s += 0.001
+    speeds.step_over()  # of this one: a load has come
+    warm(speeds, backend)
+    assert break_even.tokens_per_s == pytest.approx(1023 / (0.1 - 0.001))
+    assert not speeds._steps, "none is left behind"

@@ -116,6 +116,7 @@ class Program:
             "worker": dict(half._worker.mover.stats()),
             "scheduler": dict(scheduler.connector._scheduling.counters),
             "left": len(scheduler.connector._scheduling._requests),
+            "steps": len(scheduler.connector._worth._steps) if scheduler.connector._worth else 0,
             "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "preemptions": sum(
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
