@@ -10,6 +10,7 @@ is done, by what Python does in C, and for each buffer nothing by numpy, whose c
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import NamedTuple
@@ -65,13 +66,16 @@ class Extents(NamedTuple):
     nbytes: Addresses
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
-    """A checked job. `begins` says where the units of each part begin, and at last how many there are; `alike` which
-    parts begin a row of parts with as many units, as many pages and the same first layer, and at last how many parts
-    there are. `pages` are the page numbers of all parts behind each other; each part's begin at one of `first_pages`.
+    """A checked job but for its page numbers, which are looked at when they are asked for: a load's first copy need not
+    wait for that. `begins` says where the units of each part begin, and at last how many there are; `alike` which parts
+    begin a row of parts with as many units, as many pages and the same first layer, and at last how many parts there
+    are. Of the page numbers of all parts behind each other each part's begin at one of `first_pages`.
     """
 
+    paged: PagedKV
+    parts: Sequence[Part]
     memories: Sequence[memoryview]
     unit_bytes: int
     planes: int
@@ -80,7 +84,6 @@ class Plan:
     page_counts: list[int]
     first_pages: list[int]
     first_layers: list[int]
-    pages: Numbers
     rows: Sequence[int] | None
     """Of each part, where its checksum is kept (transfer.py); None where none is wanted."""
     is_layered: bool
@@ -100,9 +103,24 @@ class Plan:
         return spans_of(self.begins, grain, most, room)
 
     @property
+    def units(self) -> int:
+        """Of all parts."""
+        return self.begins[-1]
+
+    @property
+    def rows_at(self) -> int:
+        """Where the rows begin in `numbers`."""
+        return self.first_pages[-1]
+
+    @cached_property
     def numbers(self) -> Numbers:
-        """What kernels look up: the page numbers, and behind them the rows."""
-        return self.pages if self.rows is None else np.concatenate((self.pages, np.array(self.rows, np.int64)))
+        """What kernels look up: the page numbers, and behind them the rows. Raises LayoutError for a page that there is
+        not, every time."""
+        pages = np.fromiter(chain.from_iterable([part.pages for part in self.parts]), np.int64, self.rows_at)
+        if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self.paged.pages:
+            for part in self.parts:  # one by one, slowly: for the words of the error
+                check_part(self.paged, part)
+        return pages if self.rows is None else np.concatenate((pages, np.array(self.rows, np.int64)))
 
     def parts_before(self, unit: int) -> int:
         """How many of the first parts have no unit from `unit` on."""
@@ -147,11 +165,9 @@ class Plan:
 
 
 def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
-    """Check all parts as check_part does, at once, and give their plan. Raises LayoutError, and nothing has moved."""
+    """Check all parts as check_part does but for pages, at once, and give their plan. Raises LayoutError."""
     memories = [part.memory for part in parts]
     page_counts = [len(part.pages) for part in parts]
-    first_pages = list(accumulate(page_counts, initial=0))
-    pages = np.fromiter(chain.from_iterable([part.pages for part in parts]), np.int64, first_pages[-1])
     layers = [part.layers for part in parts]
     is_layered = layers.count(None) != len(parts)
     width = paged.planes * len(paged.layers)
@@ -164,7 +180,6 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     if (
         not all(is_range_of(each, len(paged.layers)) for each in set(layers))
         or [memory.nbytes for memory in memories] != [count * unit_bytes for count in units]
-        or (pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < paged.pages)
     ):
         for part in parts:  # one by one, slowly: for the words of the error, or for the layers
             check_part(paged, part)
@@ -176,15 +191,16 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     numbered = [part.row for part in parts]
     rows = None if numbered.count(NO_ROW) == len(parts) else numbered
     return Plan(
+        paged,
+        parts,
         memories,
         unit_bytes,
         paged.planes,
         begins,
         alike,
         page_counts,
-        first_pages,
+        list(accumulate(page_counts, initial=0)),
         first_layers,
-        pages,
         rows,
         is_layered,
     )
@@ -212,7 +228,6 @@ class LayerPlans:
         self._launches: dict[Span, list[Launch]] = {}
         self._extents: dict[Span, tuple[Extents, Addresses]] = {}
         self._lenders: dict[Span, Mapping[int, memoryview]] = {}
-        self._numbers: Numbers | None = None
 
     def at(self, layer: int) -> "LayerPlan":
         """The plan of that layer. Raises LayoutError where there is none."""
@@ -250,13 +265,6 @@ class LayerPlans:
             self._lenders[span] = self._first.lenders(span)
         return self._lenders[span]
 
-    def numbers(self) -> Numbers:
-        """As Plan.numbers."""
-        if self._numbers is None:
-            self._numbers = self._first.numbers
-        return self._numbers
-
-
 class LayerPlan:
     """A Plan of one layer."""
 
@@ -264,8 +272,9 @@ class LayerPlan:
 
     def __init__(self, plans: LayerPlans, first: Plan, layer: int) -> None:
         self.memories = first.memories
-        self.pages = first.pages
+        self.units = first.units
         self.rows = first.rows
+        self.rows_at = first.rows_at
         self._plans = plans
         self._first = first
         self._layer = layer
@@ -273,7 +282,7 @@ class LayerPlan:
     @property
     def numbers(self) -> Numbers:
         """As Plan.numbers."""
-        return self._plans.numbers()
+        return self._first.numbers
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> list[Span]:
         """As Plan.slots."""

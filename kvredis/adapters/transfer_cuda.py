@@ -122,7 +122,7 @@ class RingTransfer:
             for job in jobs:
                 way.run(job, after, moving, before)
             moving.add(len(parts), None)
-        except LayoutError:  # of the second half: the first is on its way
+        except LayoutError:  # of its pages, or of the second half: a copy is on its way
             way.synchronize()
             raise
         except Exception as error:  # whoever's it is: what is enqueued goes on, and the caller has to wait for it
@@ -181,7 +181,7 @@ class _Way:
 
     def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0) -> None:
         """Enqueue the whole job, parts of `moving` behind so many before. Raises RuntimeError from the device."""
-        if job.pages.size:
+        if job.units:
             with self._device.on(self._kernels):
                 if not self._ring:
                     self._ring = [self._made_slot() for _ in range(self._slots)]
@@ -232,7 +232,7 @@ class _Way:
         device = self._device
         if slot.summed is not None:
             device.wait(self._kernels, slot.summed)
-        self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.pages.size, self._kernels)
+        self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.rows_at, self._kernels)
         device.behind(slot.sums, self._kernels)
         if self._summed is not None and (launches[0].start or job.is_layered):
             device.wait(slot.sums, self._summed)
