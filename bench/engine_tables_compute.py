@@ -32,11 +32,11 @@ _ROOMS: Final = 2
 class Subject(Protocol):
     """A cache under test, for one prompt at a time."""
 
-    def hit(self, tokens: list[int]) -> int:
-        """Tokens of the stored prefix, less than all."""
+    def hit(self, tokens: list[int], together: int) -> int:
+        """Tokens of the stored prefix, less than all; as many prompts as that are served together."""
         ...
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
+    def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
         """Begin to load up to `stop` into KV of (layers, 2, tokens, kv_heads, head_dim); what it gives waits for the
         end, and tells how many are valid then."""
         ...
@@ -53,11 +53,11 @@ class Subject(Protocol):
 class NoCache:
     """The row that others are compared with."""
 
-    def hit(self, tokens: list[int]) -> int:
+    def hit(self, tokens: list[int], together: int) -> int:
         """As Subject.hit."""
         return 0
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
+    def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
         """As Subject.load."""
         return lambda: 0
 
@@ -76,7 +76,7 @@ class OnDevice(NoCache):
         self._layout = layout
         self._chunks: dict[bytes, Tensor] = {}
 
-    def hit(self, tokens: list[int]) -> int:
+    def hit(self, tokens: list[int], together: int) -> int:
         """As Subject.hit."""
         found = 0
         for chunk in chunk_keys(tokens, self._layout):
@@ -85,7 +85,7 @@ class OnDevice(NoCache):
             found = chunk.stop
         return min(found, len(tokens) - 1)
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
+    def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
         """As Subject.load."""
         for chunk in chunk_keys(tokens, self._layout):
             if chunk.start < stop:
@@ -107,16 +107,18 @@ class Tiered:
     def __init__(self, engine: CacheEngine) -> None:
         self._engine = engine
 
-    def hit(self, tokens: list[int]) -> int:
+    def hit(self, tokens: list[int], together: int) -> int:
         """As Subject.hit; with min_retrieve_tokens = auto what is worth loading."""
-        return self._engine.plan(tokens).stop
+        return self._engine.plan(tokens, together=together).stop
 
-    def load(self, tokens: list[int], kv: Tensor, stop: int) -> Callable[[], int]:
+    def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
         """As Subject.load."""
-        load = self._engine.retrieve_later(tokens, kv, stop=stop)
+        load = self._engine.retrieve_later(tokens, kv, stop=stop, together=together)
 
         def wait() -> int:
             load.wait()
+            if load.refused:  # more prompts are served together than may wait
+                return self._engine.retrieve(tokens, kv, stop=stop, together=together)
             return load.tokens
 
         return wait
@@ -193,10 +195,13 @@ class Engine:
         spent = Spent() if spent is None else spent
         asked_s = time.perf_counter()
         place, room = self._room(len(prompts))
-        spent.wait_s += time.perf_counter() - asked_s
         ids = torch.tensor(prompts, device=self.device)
         total = ids.shape[1]
-        steps = self._steps_of(place, room, total, output - 1)
+        kind = place, total, output - 1
+        if kind not in self._steps:
+            self.settle()  # a store that is under way and a graph that is made would be in each other's way
+        spent.wait_s += time.perf_counter() - asked_s
+        steps = self._steps_of(kind, room)
         with torch.inference_mode():
             began_s = self._now_s()
             start = self._load(subject, prompts, room)
@@ -242,8 +247,8 @@ class Engine:
     def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any) -> int:
         coming = []
         for row, prompt in enumerate(prompts):  # one comes while the next is asked for
-            stop = subject.hit(prompt)
-            coming.append(subject.load(prompt, room.row(row, 0), stop) if stop else lambda: 0)
+            stop = subject.hit(prompt, len(prompts))
+            coming.append(subject.load(prompt, room.row(row, 0), stop, len(prompts)) if stop else lambda: 0)
         return min([wait() for wait in coming])
 
     def _room(self, rows: int) -> tuple[tuple[int, int], Any]:
@@ -257,11 +262,11 @@ class Engine:
             self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
         return place, self._rooms[place]
 
-    def _steps_of(self, place: tuple[int, int], room: Any, total: int, count: int) -> Steps:
-        """What decodes prompts of `total` tokens that are in that room."""
-        kind = (place, total, count)
+    def _steps_of(self, kind: tuple[tuple[int, int], int, int], room: Any) -> Steps:
+        """What takes so many steps behind prompts of so many tokens that are in the room of that place."""
+        (rows, _), total, count = kind
         if kind not in self._steps:
-            self._steps[kind] = Steps(self._forward, lambda: self._cache(room, total), place[0], count, self.device)
+            self._steps[kind] = Steps(self._forward, lambda: self._cache(room, total), rows, count, self.device)
         return self._steps[kind]
 
     def _wait(self, place: tuple[int, int]) -> None:

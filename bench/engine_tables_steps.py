@@ -64,7 +64,8 @@ class Steps:
             decode(forward, self._first, cache(), count)  # kernels are loaded, which a graph must not do
             torch.cuda.synchronize(device)
             try:
-                with torch.cuda.graph(graph):
+                # By default what another thread does on the GPU meanwhile, a cache's say, would fail, and the graph.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._last = decode(forward, self._first, cache(), count)
             except RuntimeError as error:  # what another release of transformers does there
                 logger.warning("steps are launched one by one, not as a graph: %s", error)

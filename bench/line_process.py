@@ -15,7 +15,7 @@ from typing import IO, Any, Final, Self
 from .errors import BenchError
 from .servers import end_child
 
-STOP_S: Final = 20.0
+STOP_S: Final = 30.0
 _LOG_BYTES_SHOWN: Final = 2500
 
 

@@ -128,8 +128,15 @@ def _ratio(above: Row, over: str, below: Row, under: str) -> float:
 
 
 def gate_of(result: VLLMResult) -> list[GateRow]:
-    """Judge every line; without a GPU those of tokens and hits alone. A figure that is missing does not pass."""
-    judged = []
+    """Judge every line; without a GPU those of tokens and hits alone. A figure that is missing does not pass, nor does
+    an arm that was left out, or for which there was no time."""
+    found = {(row["arm"], row["tokens"]) for row in result["rows"]}
+    judged = [
+        GateRow(f"measured       {arm}, {tokens} tokens", "measured", None, False)
+        for tokens in result["options"]["prompt_tokens"]
+        for arm in result["options"]["arms"]
+        if (arm, tokens) not in found
+    ]
     for row in result["rows"]:
         name = f"{row['arm']}, {row['tokens']} tokens"
         judged.append(GateRow(f"tokens equal   {name}", "= 1", row["equal"], row["equal"] == 1))

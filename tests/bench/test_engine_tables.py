@@ -12,6 +12,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvredis import CacheEngine, Config
+from kvredis.adapters.later import Behind
 from kvredis.bench.engine_tables import (
     PLANS,
     Point,
@@ -22,7 +24,7 @@ from kvredis.bench.engine_tables import (
     prefill_plan,
     run,
 )
-from kvredis.bench.engine_tables_compute import Engine, NoCache, OnDevice, Spent, compare
+from kvredis.bench.engine_tables_compute import Engine, NoCache, OnDevice, Spent, Tiered, compare
 from kvredis.bench.engine_tables_process import WorkerProcess
 from kvredis.bench.engine_tables_result import (
     ARMS,
@@ -128,8 +130,8 @@ def test_a_hit_changes_neither_the_kv_nor_how_much_of_a_prompt_there_is(engine: 
 
 def test_a_batch_begins_where_the_least_of_its_hits_ends(engine: Engine) -> None:
     class Partly(OnDevice):
-        def hit(self, tokens: list[int]) -> int:
-            return min(super().hit(tokens), least[tokens[0]])
+        def hit(self, tokens: list[int], together: int) -> int:
+            return min(super().hit(tokens, together), least[tokens[0]])
 
     cache, made, spent = Partly(engine.layout), some(), Spent()
     least = dict.fromkeys((prompt[0] for prompt in made), 48)
@@ -142,10 +144,39 @@ def test_a_batch_begins_where_the_least_of_its_hits_ends(engine: Engine) -> None
     assert spent.hits == [16] * 3 + [0] * 3
 
 
+def small_cache(engine: Engine, **settings: Any) -> CacheEngine:
+    over = {"chunk_size": CHUNK, "max_local_cpu_size": "16MB", "hugepages": "off"} | settings
+    return CacheEngine(Config.load(env={}, overrides=over), replace(engine.layout, model="small"))
+
+
+def test_more_prompts_than_may_wait_for_their_load_are_loaded_all_the_same(engine: Engine) -> None:
+    with small_cache(engine) as cache:
+        cache._loader = Behind(cache._load_later, "kvredis loads", jobs_max=0)
+        made, spent = some(), Spent()
+        first = engine.batch(Tiered(cache), made, 1, 64)
+        engine.settle()
+        assert engine.batch(Tiered(cache), made, 1, 64, spent) == first
+        assert spent.hits == [48] * 3
+        assert cache.stats.refused_loads == 3
+        engine.settle()
+
+
+def test_with_auto_a_batch_is_computed_to_see_how_long_that_takes_and_no_part_of_it_is_loaded_in_vain(
+    engine: Engine,
+) -> None:
+    with small_cache(engine, min_retrieve_tokens="auto") as cache:
+        made = some(6)
+        for _ in range(2):
+            engine.batch(Tiered(cache), made, 1, 512)
+            engine.settle()
+        assert cache.stats.hit_tokens == 6 * 48
+        assert cache.stats.loaded_tokens == 0
+
+
 def test_a_cache_that_gives_other_bytes_is_found_out(engine: Engine) -> None:
     class Wrong(OnDevice):
-        def load(self, tokens: list[int], kv: torch.Tensor, stop: int) -> Callable[[], int]:
-            wait = super().load(tokens, kv, stop)
+        def load(self, tokens: list[int], kv: torch.Tensor, stop: int, together: int) -> Callable[[], int]:
+            wait = super().load(tokens, kv, stop, together)
             kv[1, 0, 20, 1, 3] += 1
             return wait
 

@@ -83,3 +83,32 @@ def test_a_batch_makes_its_steps_once_for_each_place_and_length(engine: Engine) 
         engine.batch(NoCache(), prompts(4), COUNT + 1, 64)
     kinds = [kind for kind in engine._steps if kind[1:] == (TOKENS, COUNT)]
     assert len(kinds) == 2, "two rooms take turns"
+
+
+class Storing(NoCache):
+    """A cache whose stores end when they are waited for."""
+
+    def __init__(self) -> None:
+        self.under_way = 0
+
+    def store(self, tokens: list[int], kv: torch.Tensor) -> Any:
+        self.under_way += 1
+        return self
+
+    def wait(self) -> None:
+        self.under_way -= 1
+
+
+def test_steps_are_made_when_nobody_stores(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, seen = Storing(), list[int]()
+
+    def noting(*arguments: Any) -> Steps:
+        seen.append(subject.under_way)
+        return Steps(*arguments)
+
+    monkeypatch.setattr("kvredis.bench.engine_tables_compute.Steps", noting)
+    for number in range(4):
+        engine.batch(subject, prompts(number), COUNT + 2, 64)
+    assert seen == [0, 0], "two rooms take turns, and the first is being stored from when the second is new"
+    assert subject.under_way == 4, "else they are stored while the next are computed"
+    engine.settle()

@@ -150,6 +150,10 @@ def test_a_run_tells_what_each_engine_answered_and_leaves_out_what_fails(tmp_pat
     judged = {line["name"]: line["passed"] for line in result["gate"]}
     assert judged["/ offloading   lane, 200 tokens"] is False
     assert judged["hits           lane, 200 tokens"] is True
+    assert [name for name in judged if name.startswith("measured")] == [
+        "measured       tcp, 100 tokens", "measured       tcp, 200 tokens"
+    ]  # fmt: skip
+    assert judged["measured       tcp, 200 tokens"] is False, "an arm that was left out has held nothing"
     assert "none, 100 tokens" in steps
     openings = [json.loads(line) for line in told.read_text().splitlines()]
     assert [arm for arm, _, _ in openings] == [*arms[:4], "none", "offloading", "memory", "tcp"]
