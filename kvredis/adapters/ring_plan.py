@@ -177,10 +177,9 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
         units = list(map(mul, widths, page_counts))
         first_layers = [0 if each is None else each.start for each in layers]
     unit_bytes = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
-    if (
-        not all(is_range_of(each, len(paged.layers)) for each in set(layers))
-        or [memory.nbytes for memory in memories] != [count * unit_bytes for count in units]
-    ):
+    if not all(is_range_of(each, len(paged.layers)) for each in set(layers)) or [
+        memory.nbytes for memory in memories
+    ] != [count * unit_bytes for count in units]:
         for part in parts:  # one by one, slowly: for the words of the error, or for the layers
             check_part(paged, part)
     kinds = list(zip(page_counts, units, first_layers, strict=True))
@@ -264,6 +263,7 @@ class LayerPlans:
         if span not in self._lenders:
             self._lenders[span] = self._first.lenders(span)
         return self._lenders[span]
+
 
 class LayerPlan:
     """A Plan of one layer."""

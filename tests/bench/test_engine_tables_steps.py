@@ -41,15 +41,16 @@ def test_the_model_attends_as_transformers_own_does(engine: Engine) -> None:
     other = llama(TINY, 60, engine.device)
     assert other.config._attn_implementation == "sdpa"
     assert engine._model.config._attn_implementation == ATTENTION
+    found = []
     for model in (other, engine._model):
         with torch.inference_mode():
             cache = model(input_ids=ids[:, :25], use_cache=True).past_key_values
             rest = model(input_ids=ids[:, 25:], past_key_values=cache, use_cache=True).logits
             step = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
-        if model is other:
-            wanted = rest, step
-    assert torch.equal(rest, wanted[0]), "behind a cache a mask is needed"
-    assert torch.equal(step, wanted[1])
+        found.append((rest, step))
+    (rest, step), (own_rest, own_step) = found
+    assert torch.equal(own_rest, rest), "behind a cache a mask is needed"
+    assert torch.equal(own_step, step)
 
 
 def check_steps(engine: Engine, *, is_graph: bool) -> None:
