@@ -171,7 +171,7 @@ def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
     endpoint = f"ipc://{tmp_path}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     first.open("llama", far(server.port), kv_events=events)
-    first.ask("listen", endpoint=endpoint)
+    assert first.ask("listen", endpoint=endpoint)["connected"]
     with redis.Redis(port=server.port, decode_responses=True) as client:
         client.flushall()
         first.generate(prompt(200))

@@ -124,13 +124,17 @@ class Program:
         }
 
     def listen(self, endpoint: str) -> Answer:
-        """Subscribe to the KV events that are published there."""
+        """Subscribe to the KV events that are published there; what is published before that is done nobody hears."""
         import zmq
 
         self._subscriber = zmq.Context.instance().socket(zmq.SUB)
         self._subscriber.subscribe(b"")
+        connecting = self._subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._subscriber.connect(endpoint)
-        return {}
+        connected = bool(connecting.poll(30_000))
+        self._subscriber.disable_monitor()
+        connecting.close()
+        return {"connected": connected}
 
     def events(self, medium: str, count: int) -> Answer:
         """Wait for so many events of a medium: each one's type, hashes, parent, tokens and group."""
