@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvredis.backends.base import Backend
+from kvredis.backends.remote_blocks import RemoteBlocks
 
 from .chunk_moves import ChunkMove, LoadJob, StoreJob
 from .keys import ChunkKey, keys_of_bytes, token_bytes
@@ -182,7 +183,8 @@ class Scheduling:
 
     def tell_events(self) -> None:
         """From now on note which blocks are stored and which are gone."""
-        self.events = StoredEvents(self._count, self._backend.tiers_of)
+        passes = isinstance(self._backend, RemoteBlocks)
+        self.events = StoredEvents(self._count, self._backend.tiers_of, passes=passes)
 
     @property
     def chunks_loading(self) -> int:

@@ -58,13 +58,18 @@ def digest_of(key: bytes) -> bytes:
 class StoredEvents:
     """One engine's blocks, as its scheduler knows them. One thread calls it.
 
-    `present` says of keys how many are stored, from the first on; `tiers` where each is. Neither may raise.
+    `present` says of keys how many are stored, from the first on; `tiers` where each is. Neither may raise. With
+    `passes` no block stays in memory: what is there is on its way.
     """
 
     def __init__(
-        self, present: Callable[[list[bytes]], int], tiers: Callable[[Sequence[bytes]], Sequence[Tier]]
+        self,
+        present: Callable[[list[bytes]], int],
+        tiers: Callable[[Sequence[bytes]], Sequence[Tier]],
+        *,
+        passes: bool = False,
     ) -> None:
-        self._present, self._tiers = present, tiers
+        self._present, self._tiers, self._passes = present, tiers, passes
         self._waiting: OrderedDict[str, list[Offered]] = OrderedDict()
         self._known: OrderedDict[bytes, tuple[int, Tier]] = OrderedDict()
         self._late: list[tuple[Offered, int]] = []  # over, but not seen yet; questions left
@@ -93,6 +98,9 @@ class StoredEvents:
                     self._late.append((each, tries - 1))
                 continue
             tier = self._tiers([key])[0]
+            if self._passes and tier == "memory":
+                self._late.append((each, tries))
+                continue
             self._known[key] = each.group, tier
             self._events.append(Stored(digest_of(key), each.parent, each.tokens, each.group, tier))
         while len(self._known) > KNOWN_MAX:

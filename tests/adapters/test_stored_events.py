@@ -1,7 +1,7 @@
 """Which blocks are told of as stored and as gone: those that the backend has, once each."""
 
 from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.stored_events import Removed, Stored, digest_of
+from kvredis.adapters.stored_events import TRIES, Offered, Removed, Stored, StoredEvents, digest_of
 from tests.adapters.test_scheduling import CHUNK, TOKENS, Engine
 
 
@@ -69,3 +69,23 @@ def test_a_broken_backend_has_no_blocks_and_troubles_nobody() -> None:
     engine.backend.broken = True
     events.over({"r"})
     assert not events.take()
+
+
+def test_a_block_on_its_way_to_a_server_is_told_of_when_it_is_there_however_long_that_takes() -> None:
+    key, tier, present = f"kvredis:m@0@{{0@1}}{'ab' * 32}".encode(), "memory", 1
+    events = StoredEvents(lambda keys: present, lambda keys: [tier for _ in keys], passes=True)  # type: ignore[misc]
+    events.offered("r", [Offered((key,), None, (1, 2), 0)])
+    events.over({"r"})
+    for _ in range(2 * TRIES):
+        assert not events.take(), "what a server is being sent is not stored yet, and not in memory either"
+    tier = "remote"
+    assert events.take() == [Stored(digest_of(key), None, (1, 2), 0, "remote")]
+    events.offered("s", [Offered((other := key[:-2] + b"cd",), None, (3,), 0)])
+    events.over({"s"})
+    tier = "memory"
+    assert not events.take()
+    tier, present = "remote", 0
+    for _ in range(2 * TRIES):
+        assert not events.take(), "it was dropped on its way"
+    present = 1
+    assert not events.take(), f"{other!r} is not asked for any more"
