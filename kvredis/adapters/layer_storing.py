@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class LayerStores(Later):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand], is_sound: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, means: Means, errands: Sequence[Errand], is_sound: Callable[[], bool]) -> None:
         """`is_sound` waits until it is known whether what is computed has been computed from what it should be."""
         super().__init__(0)
         self.errands = list(errands)

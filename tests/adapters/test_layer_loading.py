@@ -17,25 +17,30 @@ from tests.backends.nodes import wait_until
 class HaltingBackend(FakeBackend):
     """Lends the first `ready` chunks of a load, and the rest when the test lets go."""
 
-    def __init__(self, ready: int) -> None:
+    def __init__(self, known: FakeBackend, ready: int) -> None:
         super().__init__()
+        self.values = known.values
         self.ready = ready
         self.go_on = threading.Event()
+        self.ended = 0
+        """Loads that their readers have ended, or read to the end."""
 
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
         leases = super().load(keys, within_s=within_s)
-        for number in range(len(keys)):
-            if number == self.ready:
-                assert self.go_on.wait(WAIT_S)
-            yield next(leases)
+        try:
+            for number in range(len(keys)):
+                if number == self.ready:
+                    assert self.go_on.wait(WAIT_S)
+                yield next(leases)
+        finally:
+            self.ended += 1
 
 
 def test_layer_0_of_the_first_chunks_moves_while_the_next_are_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_CHUNKS", 2)
     jobs = [LoadJob("a", moves_of("x", 2)), LoadJob("b", moves_of("x", 7)[2:])]
     known, source = with_blocks(*jobs)
-    backend = HaltingBackend(ready=3)
-    backend.values = known.values
+    backend = HaltingBackend(known, ready=3)
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
     (transfer,) = by_hand(engine)
     with mover_on(backend, engine) as mover:
@@ -62,8 +67,7 @@ def test_who_is_cancelled_while_chunks_are_leased_gets_no_more_of_them(monkeypat
     monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_CHUNKS", 1)
     jobs = [LoadJob("a", moves_of("x", 4)), LoadJob("b", moves_of("x", 6)[4:])]
     known, source = with_blocks(*jobs)
-    backend = HaltingBackend(ready=2)
-    backend.values = known.values
+    backend = HaltingBackend(known, ready=2)
     engine = PagedEngine(groups=1)
     with mover_on(backend, engine) as mover:
         mover.begin_layers(jobs)
@@ -82,7 +86,7 @@ def test_a_device_that_fails_while_chunks_are_leased_fails_the_load_and_holds_no
 ) -> None:
     monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_CHUNKS", 2)
     job = LoadJob("r", moves_of("r", 6))
-    backend, _ = with_blocks(job)
+    backend = HaltingBackend(with_blocks(job)[0], ready=6)
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
     (transfer,) = by_hand(engine)
     load, calls = transfer.load, 0
@@ -98,6 +102,7 @@ def test_a_device_that_fails_while_chunks_are_leased_fails_the_load_and_holds_no
     with mover_on(backend, engine) as mover:
         mover.begin_layers([job])
         wait_until(lambda: calls == 2, "the second call has failed")
+        wait_until(lambda: backend.ended == 1, "the backend keeps nothing for who reads no more")
         assert backend.leases == 4, "the first two chunks are on their way still"
         transfer.calls[0][1].let_go()
         mover.wait_layer(3)
