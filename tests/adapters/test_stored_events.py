@@ -89,3 +89,54 @@ def test_a_block_on_its_way_to_a_server_is_told_of_when_it_is_there_however_long
         assert not events.take(), "it was dropped on its way"
     present = 1
     assert not events.take(), f"{other!r} is not asked for any more"
+
+
+def test_no_block_is_told_of_before_the_one_that_it_follows_on() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    moves = engine.compute(TOKENS[:200])[0].moves.stores[0].moves
+    engine.put(moves[1:])  # whose stores overtook the first one's
+    events.over({"r"})
+    assert not events.take()
+    engine.put(moves[:1])
+    digests = [digest_of(move.key) for move in moves]
+    assert [event.digest for event in events.take()] == digests
+
+
+def test_a_block_behind_one_that_never_comes_is_told_of_when_that_is_given_up() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    moves = engine.compute(TOKENS[:200])[0].moves.stores[0].moves
+    engine.put(moves[1:])
+    events.over({"r"})
+    told = [[event.digest for event in events.take()] for _ in range(TRIES + 1)]
+    assert told == [[]] * (TRIES - 1) + [[digest_of(move.key) for move in moves[1:]], []]
+
+
+def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_there_but_not_for_ever() -> None:
+    keys = [f"kvredis:m@0@{{0@1}}{digit * 64}".encode() for digit in "abc"]
+    first, second, third = (
+        Offered((key,), None if before is None else digest_of(before), (1,), 0)
+        for before, key in zip((None, *keys), keys, strict=False)
+    )
+    events = StoredEvents(lambda names: len(names), lambda names: ["memory" for _ in names])
+    events.offered("long", [first])
+    events.offered("short", [second])
+    events.over({"short"})
+    assert not events.take()
+    events.over({"long"})
+    assert {event.digest for event in events.take()} == {digest_of(keys[0])}
+    assert [event.digest for event in events.take()] == [digest_of(keys[1])]
+    events.offered("endless", [second])  # once more: what is told of already holds nobody up
+    events.offered("next", [third])
+    events.over({"next"})
+    assert [event.digest for event in events.take()] == [digest_of(keys[2])]
+    events.missed(keys[1:])
+    events.offered("again", [third])
+    events.over({"again"})
+    assert len(events.take()) == 2, "what is gone is told of"
+    for _ in range(TRIES - 2):
+        assert not events.take()
+    assert [event.digest for event in events.take()] == [digest_of(keys[2])]
