@@ -28,13 +28,11 @@ class LoadJob:
 @dataclass(slots=True)
 class StoreJob:
     """Chunks of a request that have been computed, or will be when this step's forward pass is over: head first, one
-    group behind the other. `total` is the prompt's length so far in tokens, for the log. What is stored `anew` takes
-    the place of what is there."""
+    group behind the other. `total` is the prompt's length so far in tokens, for the log."""
 
     request: str
     moves: list[ChunkMove]
     total: int
-    anew: bool = False
 
 
 @dataclass(slots=True)

@@ -149,7 +149,7 @@ class ChunkStoring:
     def _store_group(self, moves: list[ChunkMove]) -> None:
         backend, group = self._means.backend, self._means.groups[moves[0].group]
         keys = [move.key for move in moves]
-        head = present = 0 if self._errand.anew else backend.match(keys)
+        head = present = backend.match(keys)
         missing = sum(group.tokens_of(move) for move in moves[present:])
         logger.info(
             "Storing KV cache for %d out of %d tokens for request %s", missing, self._errand.total, self._errand.request

@@ -101,7 +101,7 @@ class LayerStores(Later):
         if errand.cancelled or self.cancelled:
             return
         group = self._means.groups[moves[0].group]
-        present = 0 if errand.anew else self._means.backend.match([move.key for move in moves])
+        present = self._means.backend.match([move.key for move in moves])
         missing = sum(group.tokens_of(move) for move in moves[present:])
         logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, errand.total, errand.request)
         left = len(moves) - present

@@ -21,12 +21,12 @@ from kvredis.backends.base import Backend
 from .bandwidth import Bandwidth
 from .checking import Checking
 from .chunk_loading import ChunkLoading
-from .chunk_moves import LoadJob, StoreJob
+from .chunk_moves import ChunkMove, LoadJob, StoreJob
 from .chunk_storing import ChunkStoring
 from .later import Behind, Later
 from .layer_loading import LayerLoads
 from .layer_storing import LayerStores
-from .moving_options import Counters, Errand, Finished, Means, MovingOptions
+from .moving_options import Counters, Errand, Finished, Least, Means, MovingOptions, StepLoads
 from .moving_options import PagedGroup as PagedGroup
 from .tensors import event_on
 
@@ -65,8 +65,7 @@ class ChunkMover:
         self._failing = {True: False, False: False}
         """Whether the latest load, and store, has failed: one line a spell."""
         self._layer_loads: LayerLoads | None = None
-        self._step_loads: list[Errand] = []
-        """Those of `begin_layers`, refused ones as well."""
+        self._step_loads = StepLoads()
         self._layer_stores: LayerStores | None = None
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
@@ -85,7 +84,7 @@ class ChunkMover:
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
-        errand = Errand(job.request, job.moves, total=job.total, anew=job.anew)
+        errand = Errand(job.request, job.moves, total=job.total)
         if self._admit(errand):
             self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after)))
 
@@ -118,8 +117,9 @@ class ChunkMover:
         """Begin a step whose loads come layer by layer, behind the loads that were asked for before, and `after` as in
         `load`. All their chunks are leased at once, for as long as that takes: what does not fit into memory does not
         come."""
-        self._step_loads = [Errand(job.request, job.moves) for job in jobs]
-        errands = [errand for errand in self._step_loads if self._admit(errand)]
+        self._know(self._step_loads)
+        self._step_loads = StepLoads([Errand(job.request, job.moves) for job in jobs], is_known=False)
+        errands = [errand for errand in self._step_loads.errands if self._admit(errand)]
         self._layer_loads = LayerLoads(self._means, errands, after) if errands else None
         if self._layer_loads is not None:
             self._submit(self._loader, self._layer_loads)
@@ -139,22 +139,33 @@ class ChunkMover:
         if self._layer_stores is None or not self._layer_stores.computed(place, self._launched()):
             if self._layer_stores is not None:
                 self._layer_stores.finish()
-            errands = [Errand(job.request, job.moves, total=job.total, anew=job.anew) for job in jobs]
+            errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]
             errands = [errand for errand in errands if self._admit(errand)]
             self._layer_stores = LayerStores(self._means, errands, partial(self._have_come, self._step_loads))
             self._layer_stores.computed(place, self._launched())
             if errands:
                 self._submit(self._storer, self._layer_stores)
 
-    def end_layers(self) -> None:
+    def end_loads(self, least: Least | None = None) -> None:
         """The forward pass of the step is over: waits for the loads of `begin_layers`, so that the next `finished` says
-        which of them have failed. Stores go on in the background; those that lack a layer are given up."""
-        if self._layer_loads is not None:
-            self._wait_for(self._layer_loads.errands)
+        which of them have failed. A chunk that one rank lacks has failed on all of them, whose hidden states come of
+        it: where there are several `least` tells, and each asks it once in a step with loads."""
+        step = self._step_loads
+        if step.is_known:
+            return
+        self._wait_for(step.errands)
+        if least is not None:
+            self._lower(step.errands, least)
+        self._know(step)
+
+    def end_layers(self) -> None:
+        """The step is over: `end_loads`, if nobody has called it. Stores go on in the background; those that lack a
+        layer are given up."""
+        self.end_loads()
         if self._layer_stores is not None:
             self._layer_stores.finish()
         self._layer_loads = self._layer_stores = None
-        self._step_loads = []
+        self._step_loads = StepLoads()
 
     @property
     def layer_loads(self) -> LayerLoads | None:
@@ -183,6 +194,7 @@ class ChunkMover:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
         for behind in (self._loader, self._storer):  # stores may wait for loads
             self._cancel_all()
+            self._know(self._step_loads)
             behind.close()
         self._means.checking.close()
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
@@ -200,10 +212,30 @@ class ChunkMover:
         with self._changed:
             self._changed.wait_for(lambda: all(errand.over for errand in errands))
 
-    def _have_come(self, errands: Sequence[Errand]) -> bool:
-        """Whether these loads have come whole; waits until they are over."""
-        self._wait_for(errands)
-        return all(errand.come == len(errand.moves) for errand in errands)
+    def _have_come(self, step: StepLoads) -> bool:
+        """Whether a step's loads have come whole, on all ranks; waits until that is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: step.is_known)
+        return all(errand.come == len(errand.moves) for errand in step.errands)
+
+    def _know(self, step: StepLoads) -> None:
+        with self._changed:
+            step.is_known = True
+            self._changed.notify_all()
+
+    def _lower(self, errands: Sequence[Errand], least: Least) -> None:
+        """Of each load that is over only so much has come as on the rank that has got the least of it."""
+        try:
+            counts = least([errand.come for errand in errands])
+        except Exception as error:
+            logger.warning("The other ranks do not say what they have loaded: %s", error, exc_info=error)
+            self.counters.add(errors=1)
+            counts = [0] * len(errands)
+        with self._changed:
+            for errand, count in zip(errands, counts, strict=True):
+                if count < errand.come:
+                    lost, errand.come = errand.moves[count : errand.come], count
+                    self._fail(errand, lost)
 
     def _admit(self, errand: Errand) -> bool:
         """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -302,12 +334,16 @@ class ChunkMover:
         self._changed.notify_all()
 
     def _end_load(self, errand: Errand) -> None:
+        self.counters.add(loads=1)
+        self._fail(errand, errand.moves[errand.come :])
+
+    def _fail(self, errand: Errand, moves: Sequence[ChunkMove]) -> None:
+        """Of a load that is over these have not come; holds the lock."""
         self._finished.loaded.add(errand.request)
-        failed = () if errand.cancelled else errand.moves[errand.come :]
-        self.counters.add(loads=1, failed_chunks=len(failed))
-        if failed:
+        if moves and not errand.cancelled:
+            self.counters.add(failed_chunks=len(moves))
             pages = self._finished.failed_pages.setdefault(errand.request, [])
-            pages += [(move.group, page) for move in failed for page in move.pages]
+            pages += [(move.group, page) for move in moves for page in move.pages]
 
     def _log(self, errand: Errand, seconds: float) -> None:
         if errand.come and logger.isEnabledFor(logging.INFO):

@@ -1,7 +1,7 @@
 """What moving chunks is given and what it tells: groups of an engine's layers, bounds, outcomes and counters."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,24 +118,34 @@ class Finished:
 
 class Errand:
     """One job of one request under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of
-    the prompt so far, and `anew` is StoreJob's. `cancelled` may be read without a lock, `come` and what follows it is
-    for who does the work, and the rest the mover's."""
+    the prompt so far. `cancelled` may be read without a lock, `come` and what follows it is for who does the work, and
+    the rest the mover's."""
 
-    __slots__ = (
-        *("anew", "cancelled", "come", "is_load", "moves", "nbytes", "over", "request", "started", "tokens", "total"),
-    )
+    __slots__ = ("cancelled", "come", "is_load", "moves", "nbytes", "over", "request", "started", "tokens", "total")
 
-    def __init__(self, request: str, moves: list[ChunkMove], *, total: int | None = None, anew: bool = False) -> None:
+    def __init__(self, request: str, moves: list[ChunkMove], *, total: int | None = None) -> None:
         self.request = request
         self.moves = moves
         self.total = total or 0
-        self.anew = anew
         self.is_load = total is None
         self.come = 0
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0
         """Of these."""
         self.cancelled = self.started = self.over = False
+
+
+@dataclass(slots=True)
+class StepLoads:
+    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them, on
+    all ranks."""
+
+    errands: list[Errand] = field(default_factory=list)
+    is_known: bool = True
+
+
+Least = Callable[[Sequence[int]], Sequence[int]]
+"""Of numbers that every rank of an engine asks with in its turn, the least of all ranks, one by one."""
 
 
 class Counters:

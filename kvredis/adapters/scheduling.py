@@ -62,8 +62,6 @@ class _Request:
     tables: list[list[int]] = field(default_factory=list)
     next: list[int] = field(default_factory=list)
     """Of each group, the first chunk that has not been handed over for storing."""
-    anew: bool = False
-    """Whether what was stored of it may have been computed from pages that hold nothing."""
 
 
 class Scheduling:
@@ -146,7 +144,7 @@ class Scheduling:
                 self._offer(self.events, request, parts)
             if moves := [move for part in parts for move in part]:
                 self.counters["store_tokens"] += max(map(self._tokens_of, parts))
-                self._step.moves.stores.append(StoreJob(name, moves, done, request.anew))
+                self._step.moves.stores.append(StoreJob(name, moves, done))
 
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
@@ -165,13 +163,12 @@ class Scheduling:
             self._count_loaded(request)
 
     def lost(self, pages: set[int]) -> None:
-        """These pages of the only group hold nothing: what their requests have is offered for storing again. Where it
-        may have been computed from them (by other ranks, or in a step that was on its way) it is stored anew."""
+        """These pages of the only group hold nothing: what their requests have is offered for storing again, none of
+        which any rank has stored in the step of the load, or in a step that was on its way."""
         self._step.lost |= pages
         for request in self._requests.values():
             if request.tables and not pages.isdisjoint(request.tables[0]):
                 request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
-                request.anew = not self.options.loads_ahead
 
     def finished(self, name: str) -> None:
         """The request has ended, or was given up; a load that is under way is not wanted any more."""
@@ -202,7 +199,6 @@ class Scheduling:
             if earlier is not None:
                 request.tables, request.next, request.found = earlier.tables, earlier.next, earlier.found
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
-                request.anew = earlier.anew
             self._requests[prompt.request] = request
         request.prompt = prompt
         return request

@@ -17,7 +17,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -281,11 +281,16 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._by_layers and self._jobs and self._worker is not None and layer_name in self._worker.places:
             self._worker.mover.save_layer(self._worker.places[layer_name], self._jobs)
 
+    def _end_loads(self) -> None:
+        assert self._worker is not None
+        self._worker.mover.end_loads(_least if self._groups[0].layout.world_size > 1 else None)
+
     def wait_for_save(self) -> None:
         """The forward pass is launched: hand its stores over. Waits for none of them."""
         if self._worker is None:
             return
         if self._by_layers:
+            self._end_loads()
             self._worker.mover.end_layers()
         else:
             self._worker.store(self._jobs)
@@ -294,6 +299,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
         if self._worker is not None:
+            self._end_loads()  # with speculative decoding the step is not over yet: draft layers follow
             self._results = self._worker.results()
             if self._tells_events:
                 self._stored |= self._results.stored
@@ -371,6 +377,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._shared is not None:
             self._shared = None
             leave(self._engine)
+
+
+def _least(counts: Sequence[int]) -> list[int]:
+    """Of all ranks of a tensor-parallel engine, number by number; each asks in the same step."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    least = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return [int(count) for count in least]
 
 
 def _rank() -> int:

@@ -233,6 +233,25 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert believed["tokens"] != cold["tokens"]
 
 
+def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_its_step_has_an_answer(
+    first: VLLMProcess, server: RunningServer
+) -> None:
+    ahead = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    first.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), speculative_config=ahead)
+    with redis.Redis(port=server.port) as client:
+        client.flushall()
+        cold = first.generate(prompt(), tokens=24)[0]
+        first.stored()
+        for key in client.keys("*"):  # one after the other, so that in each load one is damaged
+            value = bytearray(client.get(key))
+            client.setrange(key, len(value) - 3000, bytes(255 - byte for byte in value[-3000:]))
+            assert first.generate(prompt(), tokens=24)[0]["tokens"] == cold["tokens"]
+            first.stored()
+        warm = first.generate(prompt(), tokens=24)[0]
+    assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
+    assert first.ask("stats")["worker"]["corrupt_chunks"] == 15
+
+
 @pytest.mark.parametrize("layerwise", ["false", "true"])
 def test_a_connection_that_ends_in_the_middle_of_a_load_costs_hits_and_no_tokens(
     first: VLLMProcess, proxy: Proxy, layerwise: str
