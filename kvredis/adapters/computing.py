@@ -85,6 +85,14 @@ class Passes:
             passes = self._next_to(tokens)
         return median_low(map(self._per_token, passes)) if passes else None
 
+    def seconds(self, tokens: int) -> float | None:
+        """What a pass over so many takes in all; None as `seconds_per_token`."""
+        each = self.seconds_per_token(tokens)
+        if each is None:
+            return None
+        least = min(self._small) if len(self._small) >= NEEDED else Pass(0.0, 0)
+        return least.seconds + each * max(tokens - least.tokens, 0)
+
     @property
     def unknown_share(self) -> float:
         """The share of `seconds_per_token` that may yet turn out to be fixed cost."""

@@ -141,6 +141,11 @@ class BreakEven:
         with self._lock:
             return self._tokens_per_s()
 
+    def prefill_s(self, tokens: int) -> float | None:
+        """How long a forward pass over so many takes, as far as is known."""
+        with self._lock:
+            return self._passes.seconds(tokens)
+
     @property
     def bytes_per_s(self) -> float | None:
         """The break-even bandwidth; None while the prefill rate is unknown."""

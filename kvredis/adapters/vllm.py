@@ -157,8 +157,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
             if self._loads_ahead:
                 self._loads[request.request_id] = time.perf_counter(), num_external_tokens
-                if self._worth is not None:
-                    self._worth.load_began(request.request_id)
+            if self._worth is not None:
+                begin = self._worth.load_began if self._loads_ahead else self._worth.load_beside
+                begin(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""
@@ -188,9 +189,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         failed = getattr(connector_output, "failed_recving", None) or set()
         if self._is_single and connector_output.invalid_block_ids:
             self._scheduling.lost(set(connector_output.invalid_block_ids))
+        has_failed = bool(failed or connector_output.invalid_block_ids)
         for name in connector_output.finished_recving or ():
             self._scheduling.loaded(name, failed=name in failed)
-            has_failed = bool(failed or connector_output.invalid_block_ids)
             began_s, tokens = self._loads.pop(name, (0.0, 0))
             if tokens and not has_failed:
                 seconds = time.perf_counter() - began_s
@@ -199,7 +200,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             if self._worth is not None:
                 self._worth.load_over(name, failed=has_failed)
         if self._worth is not None:
-            self._worth.step_over()
+            self._worth.step_over(failed=has_failed)
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that were stored, and that lookups have found gone, where kv_events_config asks for events. A store

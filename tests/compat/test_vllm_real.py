@@ -108,8 +108,11 @@ def test_a_prompt_that_is_computed_in_parts_is_stored_in_parts(first: VLLMProces
     assert re.search(r"Reqid: \S+, Total tokens 1000, LMCache hit tokens: 960, need to load: 960", text)
 
 
-def test_with_auto_every_step_that_computes_is_measured_by_its_own_output(first: VLLMProcess) -> None:
-    first.open("llama", LOCAL, extra={"min_retrieve_tokens": "auto"})
+@pytest.mark.parametrize("layerwise", ["false", "true"])
+def test_with_auto_every_step_that_computes_is_measured_by_its_own_output_and_loads_are_too(
+    first: VLLMProcess, layerwise: str
+) -> None:
+    first.open("llama", LOCAL | {"LMCACHE_USE_LAYERWISE": layerwise}, extra={"min_retrieve_tokens": "auto"})
     for seed in range(3):
         first.generate(prompt(seed=seed))
         first.stored()
@@ -117,6 +120,7 @@ def test_with_auto_every_step_that_computes_is_measured_by_its_own_output(first:
     assert max(cached) == 960, "loading takes milliseconds, and computing a tenth of a second"
     stats = first.ask("stats")
     assert stats["steps"] == 0, "those are over in which the engine had nothing to do but to wait for a load"
+    assert stats["measured"] == ["memory"]
 
 
 def test_layers_are_loaded_and_stored_one_by_one(first: VLLMProcess) -> None:
