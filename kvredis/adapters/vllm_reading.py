@@ -43,7 +43,8 @@ def configured(extra: Mapping[str, Any], *, questions_only: bool = False) -> Con
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int) -> list[LayerGroup]:
     """The layers whose KV is stored, with chunks made of whole pages of each. Raises ConfigError for ways to spread a
-    model over devices that are not known here, LayoutError for layers that cannot be stored."""
+    model over devices that are not known here, and for pictures without names; LayoutError for layers that cannot be
+    stored."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if (value := getattr(parallel, name, 1)) != 1:
@@ -56,11 +57,34 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int)
     name = str(model.model) if not model.revision else f"{model.model}@{model.revision}"
     overrides = getattr(model, "hf_overrides", None)
     if overrides:  # other rotary positions, other KV
-        text = json.dumps(overrides, sort_keys=True, default=lambda made: getattr(made, "__qualname__", repr(made)))
-        name += "+" + hashlib.sha256(text.encode()).hexdigest()[:8]
+        name += "+" + _digits(overrides)
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None and (facts := _looks(multimodal, vllm_config.cache_config)):
+        name += "+mm" + _digits(facts)
     world = int(parallel.tensor_parallel_size)
     layout = ChunkLayout(1, 1, 1, "u8", chunk_tokens=chunk, model=name, rank=rank, world_size=world)
     return layer_groups(kv_cache_config.kv_cache_groups, layout, str(vllm_config.cache_config.cache_dtype))
+
+
+def _looks(multimodal: Any, cache: Any) -> dict[str, Any]:
+    """What an engine does to all pictures beside what is usual. vLLM's hashes of pictures leave that out.
+
+    Raises ConfigError where there are no hashes: unless prefix caching or the cache of its processor needs them, vLLM
+    numbers the pictures of each process from 1, and what a request says of its own goes into a hash with the number.
+    """
+    cache_gb = getattr(multimodal, "mm_processor_cache_gb", None)
+    if cache_gb == 0 and not cache.enable_prefix_caching and not getattr(multimodal, "language_model_only", False):
+        text = "without this cache and without prefix caching vLLM does not hash images, and no key can tell them apart"
+        raise ConfigError("mm_processor_cache_gb", cache_gb, "vLLM", text)
+    facts = {"mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None)}
+    if rate := getattr(multimodal, "video_pruning_rate", None):
+        facts["video_pruning"] = [rate, getattr(multimodal, "video_pruning_method", None)]
+    return {name: value for name, value in facts.items() if value}
+
+
+def _digits(facts: Any) -> str:
+    text = json.dumps(facts, sort_keys=True, default=lambda made: getattr(made, "__qualname__", repr(made)))
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def prompt_of(request: Any, *, generated: bool) -> Prompt | None:

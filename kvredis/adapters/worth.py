@@ -105,4 +105,5 @@ class Worth:
 
 def _farthest(pieces: Sequence[Piece]) -> tuple[Tier, int]:
     """The tier that a load is put down to, and all of its bytes."""
-    return max((piece.tier for piece in pieces), key=NEAREST_FIRST.index), sum(piece.nbytes for piece in pieces)
+    farthest = max(pieces, key=lambda piece: NEAREST_FIRST.index(piece.tier))
+    return farthest.tier, sum(piece.nbytes for piece in pieces)

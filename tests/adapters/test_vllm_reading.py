@@ -20,7 +20,7 @@ def engine(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
         model_config=SimpleNamespace(**model),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "enable_prefix_caching": False} | changes),
     )
 
 
@@ -60,6 +60,29 @@ def test_models_whose_kv_differs_have_names_of_their_own() -> None:
     changes: list[dict[str, Any]] = [{}, {"revision": "v2"}, {"hf_overrides": {"rope_theta": 1}}]
     layouts = [groups_of(engine(model=change), caches(), Config(), 0)[0].layout for change in changes]
     assert len({layout.model for layout in layouts}) == 3
+
+
+def looking(**changes: Any) -> dict[str, Any]:
+    """A model_config that takes pictures, as vLLM has it when nothing is said."""
+    always = {"language_model_only": False, "mm_processor_cache_gb": 4, "mm_processor_kwargs": None}
+    return {"multimodal_config": SimpleNamespace(**always | {"video_pruning_rate": None} | changes)}
+
+
+def test_models_that_are_shown_pictures_in_another_way_have_names_of_their_own() -> None:
+    ways: list[dict[str, Any]] = [{}, {"mm_processor_kwargs": {"do_normalize": False}}]
+    ways += [{"video_pruning_rate": 0.5, "video_pruning_method": method} for method in ("evs", "vidcom2")]
+    models: list[dict[str, Any]] = [{"hf_overrides": {"do_normalize": False}}, *(looking(**way) for way in ways)]
+    layouts = [groups_of(engine(model=model), caches(), Config(), 0)[0].layout for model in models]
+    assert layouts[1].model == "org/model"
+    assert len({layout.model for layout in layouts}) == 5
+
+
+def test_pictures_that_are_known_by_their_order_of_arrival_are_refused() -> None:
+    counted = looking(mm_processor_cache_gb=0)
+    with pytest.raises(ConfigError, match="mm_processor_cache_gb: without this cache and without prefix caching"):
+        groups_of(engine(model=counted), caches(), Config(), 0)
+    groups_of(engine(model=counted, enable_prefix_caching=True), caches(), Config(), 0)
+    groups_of(engine(model=looking(mm_processor_cache_gb=0, language_model_only=True)), caches(), Config(), 0)
 
 
 @pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])

@@ -47,7 +47,7 @@ def test_ranks_with_the_same_bytes_store_them_once_and_both_load_them(
     assert [rank["loaded_chunks"] for rank in engine.ask("stats")["ranks"]] == [CHUNKS, CHUNKS]
 
 
-def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it_is_stored_once_it_is_right(
+def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it_is_stored_when_it_is_right(
     engine: VLLMProcess, server: RunningServer
 ) -> None:
     engine.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), tensor_parallel_size=2)
@@ -86,16 +86,5 @@ def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it
         warm = engine.generate(prompt())[0]
         assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
 
-
-def test_an_engine_with_one_rank_takes_nothing_from_one_with_two(engine: VLLMProcess, server: RunningServer) -> None:
-    engine.open("llama", far(server.port), tensor_parallel_size=2)
-    two = engine.generate(prompt())[0]
-    engine.stored()
     engine.open("llama", far(server.port))
-    assert engine.generate(prompt())[0]["cached"] == 0
-    engine.stored()
-    with redis.Redis(port=server.port) as client:
-        assert client.dbsize() == 3 * CHUNKS
-    engine.open("llama", far(server.port), tensor_parallel_size=2)
-    warm = engine.generate(prompt())[0]
-    assert (warm["tokens"], warm["cached"]) == (two["tokens"], 960)
+    assert engine.generate(prompt())[0]["cached"] == 0, "one rank has all heads of a layer, and nothing of theirs fits"

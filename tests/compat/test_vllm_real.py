@@ -247,7 +247,8 @@ def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_i
         cold = first.generate(prompt(), tokens=24)[0]
         first.stored()
         for key in client.keys("*"):  # one after the other, so that in each load one is damaged
-            value = bytearray(client.get(key))
+            value = client.get(key)
+            assert isinstance(value, bytes)
             client.setrange(key, len(value) - 3000, bytes(255 - byte for byte in value[-3000:]))
             assert first.generate(prompt(), tokens=24)[0]["tokens"] == cold["tokens"]
             first.stored()

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.compat.vllm import inputs
+
 Answer = dict[str, Any]
 COMMON = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 1024, "rms_norm_eps": 1e-5}
 COMMON |= {"initializer_range": 0.2}  # large: what comes out depends on what went in
@@ -41,6 +43,7 @@ MODELS: dict[str, Answer] = {
         "rope_theta": 10000.0,
     },
 }  # fmt: skip
+MODELS["idefics"] = inputs.idefics(COMMON | MODELS["llama"])
 
 
 class Program:
@@ -68,18 +71,28 @@ class Program:
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         self._llm = LLM(model=str(saved(model)), enforce_eager=True, seed=7, disable_log_stats=False, **options)
-        half = self._worker_half()
-        if half is None:
-            return {"groups": []}
-        return {"groups": [[len(group.names), group.window, group.layout.planes] for group in half._groups]}
+        return {"groups": self._of_ranks("groups")[0] if connector is not None else []}
 
-    def generate(self, prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> Answer:
-        """Complete prompts side by side, greedily."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        tokens: int = 8,
+        salt: str | None = None,
+        pictures: list[int] | None = None,
+        adapter: list[Any] | None = None,
+    ) -> Answer:
+        """Complete prompts side by side, greedily: each with pictures of these seeds, all by one adapter, which is a
+        name, a number and a folder."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
-        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        more: Answer = {"cache_salt": salt} if salt else {}
+        if pictures:
+            more["multi_modal_data"] = {"image": [inputs.picture(seed) for seed in pictures]}
+        asked = [{"prompt_token_ids": prompt} | more for prompt in prompts]
+        lora = LoRARequest(*adapter) if adapter else None
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return {
             "outputs": [
                 {"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs
@@ -104,19 +117,20 @@ class Program:
 
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
-        half = self._worker_half()
-        settled = half._worker.mover.settle(60)
-        return {"settled": settled, "refused": half._shared.backend.flush()}
+        ranks = self._of_ranks("settle")
+        return {"settled": all(settled for settled, _ in ranks), "refused": sum(refused for _, refused in ranks)}
 
     def stats(self) -> Answer:
-        """Counters of both halves, and the leases and rooms that are held."""
-        half = self._worker_half()
+        """Counters of both halves, those of all ranks added up, and the leases and rooms that are held."""
+        ranks = self._of_ranks("stats")
         scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         return {
-            "worker": dict(half._worker.mover.stats()),
+            "worker": {name: sum(rank[name] for rank in ranks) for name in ranks[0]},
+            "ranks": ranks,
             "scheduler": dict(scheduler.connector._scheduling.counters),
             "left": len(scheduler.connector._scheduling._requests),
             "steps": len(scheduler.connector._worth._steps) if scheduler.connector._worth else 0,
+            "measured": list(scheduler.connector._shared.break_even._speeds),
             "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "preemptions": sum(
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
@@ -164,6 +178,11 @@ class Program:
         """Make a model, and say where it is."""
         return {"folder": str(saved(model))}
 
+    def adapter(self, folder: str, seed: int) -> Answer:
+        """Make an adapter of the model `llama` in a folder that is not there."""
+        inputs.save_adapter(Path(folder), seed, MODELS["llama"])
+        return {}
+
     def reset(self, connector: bool = False) -> Answer:
         """Forget vLLM's own prefix cache, and what its connector has."""
         return {"reset": self._llm.reset_prefix_cache(reset_connector=connector)}
@@ -179,10 +198,21 @@ class Program:
             cleanup_dist_env_and_memory()
         return {}
 
-    def _worker_half(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    def _of_ranks(self, question: str) -> list[Any]:
+        """What the worker's half of each rank answers, in its own process where there are several."""
+        return list(self._llm.collective_rpc(rank_answer, args=(question,)))
 
-        return get_kv_transfer_group() if has_kv_transfer_group() else None
+
+def rank_answer(worker: Any, question: str) -> Any:
+    """Asked within a worker: it names nothing of this file, which workers do not import."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half = get_kv_transfer_group()
+    if question == "groups":
+        return [[len(group.names), group.window, group.layout.planes] for group in half._groups]
+    if question == "stats":
+        return dict(half._worker.mover.stats())
+    return half._worker.mover.settle(60), half._shared.backend.flush()
 
 
 def saved(model: str) -> Path:
@@ -193,16 +223,17 @@ def saved(model: str) -> Path:
     if folder.is_dir():
         return folder
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(7)
     described: Any = AutoConfig.for_model(config.pop("model_type"), **config)
-    weights: Any = AutoModelForCausalLM.from_config(described).to(torch.bfloat16)  # type: ignore[no-untyped-call]
+    kind: Any = AutoModelForImageTextToText if model == "idefics" else AutoModelForCausalLM
+    weights: Any = kind.from_config(described).to(torch.bfloat16)
     if model == "gemma":  # whose embeddings, made large and used twice, would drown everything else
         weights.get_input_embeddings().weight.data.mul_(0.02)
     scratch = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
     weights.save_pretrained(scratch)
-    tokenizer().save_pretrained(scratch)
+    (inputs.processor() if model == "idefics" else tokenizer()).save_pretrained(scratch)
     try:
         scratch.rename(folder)
     except OSError:  # another process was quicker
