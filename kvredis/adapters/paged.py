@@ -77,6 +77,13 @@ class PagedKV:
         for layer, source in zip(self._chosen(layers), self._in_pages(block, len(pages)), strict=True):
             layer.index_copy_(1, pages, source)
 
+    @torch.no_grad()
+    def clear(self, pages: Sequence[int]) -> None:
+        """Makes zeros of those pages, behind what the current stream has been given."""
+        index = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for layer in self._by_plane:
+            layer.index_fill_(1, index, 0)
+
     def _chosen(self, layers: range | None) -> tuple[torch.Tensor, ...]:
         return self._by_plane if layers is None else self._by_plane[layers.start : layers.stop]
 

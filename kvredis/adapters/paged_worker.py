@@ -6,7 +6,7 @@ the two: whose pages must be let go before a forward writes them, which loads ar
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -80,6 +80,7 @@ class PagedWorker:
         self._in_step: dict[str, LoadJob] = {}
         self._storing: dict[str, set[tuple[int, int]]] = {}
         self._spoilt: set[str] = set()
+        self._cancelled: set[str] = set()
         self._unheard: set[int] = set()  # pages that layers have not come into, of which no scheduler knows yet
         self._results = Results()
         self._warm_up(backend)
@@ -90,6 +91,7 @@ class PagedWorker:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
         for name in step.moves.cancelled:
             self.mover.cancel(name)  # its pages are its own until it is told of
+            self._cancelled |= {name} & self._waited_for.keys()
         for name, pages in list(self._storing.items()):
             if not pages.isdisjoint(step.taken):
                 if name in self._waited_for:
@@ -153,11 +155,16 @@ class PagedWorker:
         for name in over.loaded:
             job, in_step = self._waited_for.pop(name, None), self._in_step.pop(name, None)
             bad = over.failed_pages.get(name, [])
+            asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+            if name in self._cancelled:  # before anybody knew what has come
+                self._cancelled.discard(name)
+                self._clear(asked_for)
             if name in self._spoilt:
                 self._spoilt.discard(name)
-                bad = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+                bad = asked_for
             if bad:
                 self._results.failed.add(name)
+                self._clear([*bad, *self._beside(in_step)])
                 pages = {page // self._ratios[group] for group, page in bad}
                 self._results.failed_pages |= pages
                 self._unheard |= pages if in_step is not None else set()
@@ -183,8 +190,21 @@ class PagedWorker:
 
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""
-        ratio, rank = self._ratios[move.group], self.groups[move.group].layout.rank
-        pages = move.pages
-        if ratio > 1:
-            pages = tuple(page * ratio + part for page in pages for part in range(ratio))
-        return ChunkMove(key_of_rank(move.key, rank), move.group, pages)
+        key = key_of_rank(move.key, self.groups[move.group].layout.rank)
+        return ChunkMove(key, move.group, self._kernel_pages(move.group, move.pages))
+
+    def _beside(self, job: LoadJob | None) -> list[tuple[int, int]]:
+        """Pages that were computed from what a load beside the step has brought."""
+        rest = () if job is None else job.rest
+        return [(group, page) for group in range(len(self.groups)) for page in self._kernel_pages(group, rest)]
+
+    def _clear(self, pages: Collection[tuple[int, int]]) -> None:
+        """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page
+        to its end, weighing what is behind the last token with 0, gives none then: to whoever gets that page next."""
+        for number, transfer in enumerate(self._transfers):
+            if mine := sorted({page for group, page in pages if group == number}):
+                transfer.paged.clear(mine)
+
+    def _kernel_pages(self, group: int, pages: tuple[int, ...]) -> tuple[int, ...]:
+        ratio = self._ratios[group]
+        return pages if ratio == 1 else tuple(page * ratio + part for page in pages for part in range(ratio))

@@ -114,7 +114,8 @@ class Scheduling:
         stop = request.computed + external
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
-        self._step.moves.loads.append(LoadJob(name, moves))
+        beside = request.tables[0][-(-stop // self._tokens_of_page(0)) :]
+        self._step.moves.loads.append(LoadJob(name, moves, () if self.options.loads_ahead else tuple(beside)))
         if self.options.loads_ahead:
             self._loading[name] = len(moves)
         self._step.taken |= {(self.groups[move.group].group, page) for move in moves for page in move.pages}

@@ -61,6 +61,18 @@ def test_pages_are_gathered_in_the_order_asked_for_and_scattered_back_alone(layo
     assert torch.equal(block_of(layers, rest), block_of(before, rest))
 
 
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_are_cleared_and_no_others(layout: str, device: str) -> None:
+    make, size = LAYOUTS[layout]
+    layers = [make(size, torch.float8_e4m3fn).to(device) for _ in range(2)]
+    others = [page for page in range(size[0]) if page not in (1, 5)]
+    before = [layer.view(torch.uint8).clone() for layer in layers]
+    PagedKV(layers).clear([5, 1])
+    assert not block_of(layers, [5, 1]).any()
+    assert torch.equal(block_of(layers, others), block_of(before, others))
+
+
 def test_some_layers_alone_are_copied() -> None:
     layers = layers_of()
     kv = PagedKV(layers)

@@ -228,6 +228,52 @@ def test_pages_of_a_load_that_fails_are_told_of_and_mended() -> None:
     halves.close()
 
 
+def spoil(halves: Halves, key: bytes) -> None:
+    """Make numbers that are none of a stored block's last ones."""
+    halves.backend.values[key] = bytes(halves.backend.values[key][:-64]) + b"\xff" * 64
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_was_damaged_leaves_no_numbers_that_are_none_in_any_page(ahead: bool, split: int) -> None:
+    halves = Halves(ahead=ahead, split=split)
+    halves.prompt("a", tables_of(halves, 1), TOKENS[:256])
+    assert halves.worker.mover.settle(WAIT_S)
+    spoil(halves, halves.backend.written[1])  # of the third chunk: the last was stored first
+    tables, scheduling = tables_of(halves, 20), halves.scheduling
+    assert scheduling.match(Prompt("b", TOKENS), 0) == 256
+    scheduling.allocated("b", tables, 256)
+    scheduling.scheduled("b", tables, 256, 44, anew=True)
+    if ahead:
+        halves.step()
+        halves.until(lambda results: "b" in results.failed)
+    else:
+        halves.step(lambda: halves.compute(tables, 256, 288))
+        halves.worker.mover.end_layers()
+        assert halves.worker.results().failed == {"b"}
+    assert halves.holds([tables[0][:8]], 128)
+    for name in halves.caches:  # layer by layer, of what was computed beside it as well
+        assert all(bool((halves.page(name, page) == 0).all()) for page in range(28, 36 if ahead else 38))
+    halves.close()
+
+
+def test_a_load_that_is_given_up_leaves_zeros() -> None:
+    halves = Halves()
+    halves.prompt("a", tables_of(halves, 1), TOKENS[:256])
+    assert halves.worker.mover.settle(WAIT_S)
+    for cache in halves.caches.values():
+        cache.fill_(torch.nan)
+    halves.scheduling.match(Prompt("b", TOKENS), 0)
+    halves.scheduling.allocated("b", tables_of(halves, 20), 256)
+    halves.step()
+    halves.scheduling.finished("b")
+    halves.step()
+    halves.until(lambda results: "b" in results.loaded)
+    for name in halves.caches:
+        assert all(bool((halves.page(name, page) == 0).all()) for page in range(20, 36))
+    halves.close()
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_no_step_is_stored_that_was_described_before_its_scheduler_heard_of_a_load_that_failed(elsewhere: bool) -> None:
     halves = Halves(ahead=False)

@@ -79,13 +79,14 @@ def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: 
     assert first.ask("stats")["left"] == 0
 
 
-def test_tokens_are_those_of_an_engine_without_the_connector(first: VLLMProcess) -> None:
+@pytest.mark.parametrize("layerwise", ["false", "true"])
+def test_tokens_are_those_of_an_engine_without_the_connector(first: VLLMProcess, layerwise: str) -> None:
     prompts = [prompt(300, seed) for seed in range(8)]
     small: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}  # so that rounding plays no part
     small |= {"num_gpu_blocks_override": 61, "max_num_batched_tokens": 512}
     first.open("llama", {}, connector=None, **small)
     alone = [first.generate(each, tokens=32)[0]["tokens"] for each in prompts]
-    first.open("llama", LOCAL, **small)
+    first.open("llama", LOCAL | {"LMCACHE_USE_LAYERWISE": layerwise}, **small)
     for _ in range(2):
         assert [each["tokens"] for each in first.generate(*prompts, tokens=32)] == alone
     stats = first.ask("stats")
@@ -238,23 +239,27 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
 
 
 def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_its_step_has_an_answer(
-    first: VLLMProcess, server: RunningServer
+    server: RunningServer, tmp_path: Path
 ) -> None:
     ahead = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    first.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), speculative_config=ahead)
-    with redis.Redis(port=server.port) as client:
-        client.flushall()
-        cold = first.generate(prompt(), tokens=24)[0]
-        first.stored()
-        for key in client.keys("*"):  # one after the other, so that in each load one is damaged
-            value = client.get(key)
-            assert isinstance(value, bytes)
-            client.setrange(key, len(value) - 3000, bytes(255 - byte for byte in value[-3000:]))
-            assert first.generate(prompt(), tokens=24)[0]["tokens"] == cold["tokens"]
-            first.stored()
-        warm = first.generate(prompt(), tokens=24)[0]
-    assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
-    assert first.ask("stats")["worker"]["corrupt_chunks"] == 15
+    guessing = VLLMProcess(site(), tmp_path / "guessing.log")  # where numba is vLLM opens no second engine
+    try:
+        guessing.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), speculative_config=ahead)
+        with redis.Redis(port=server.port) as client:
+            client.flushall()
+            cold = guessing.generate(prompt(), tokens=24)[0]
+            guessing.stored()
+            for key in client.keys("*"):  # one after the other, so that in each load one is damaged
+                value = client.get(key)
+                assert isinstance(value, bytes)
+                client.setrange(key, len(value) - 3000, bytes(255 - byte for byte in value[-3000:]))
+                assert guessing.generate(prompt(), tokens=24)[0]["tokens"] == cold["tokens"]
+                guessing.stored()
+            warm = guessing.generate(prompt(), tokens=24)[0]
+        assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
+        assert guessing.ask("stats")["worker"]["corrupt_chunks"] == 15
+    finally:
+        guessing.stop()
 
 
 @pytest.mark.parametrize("layerwise", ["false", "true"])
