@@ -224,6 +224,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._peer = Peer("?", "?")
         self._request: HttpRequest | None = None
+        self._bodiless = False  # HEAD is asked: whatever is answered, an error too, has no body
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = False
         self._sending = False  # the transport holds a rest of an answer
@@ -305,6 +306,7 @@ class Connection(asyncio.Protocol):
             try:
                 event = self._http.next_event()
                 if isinstance(event, h11.Request):
+                    self._bodiless = event.method == b"HEAD"
                     self._request = parsed(event)
                 elif isinstance(event, h11.Data):
                     raise HttpError(413, "requests with a body are not taken")
@@ -334,7 +336,7 @@ class Connection(asyncio.Protocol):
         self.task = None
         if self._transport is None:
             return
-        self._write(response, bodiless=request.method == "HEAD")
+        self._write(response)
         if not self._sending:
             self._next()
 
@@ -349,6 +351,7 @@ class Connection(asyncio.Protocol):
             self._end()
             return
         self._http.start_next_cycle()
+        self._bodiless = False
         self._limit(IDLE_S)
         if self._http.trailing_data[0]:
             self._in_head = True
@@ -359,7 +362,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, refused: HttpError) -> None:
         """Answer what was wrong and hang up."""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._write(told(refused), bodiless=False, closing=True)
+            self._write(told(refused), closing=True)
         self._end()
 
     def _end(self) -> None:
@@ -374,7 +377,7 @@ class Connection(asyncio.Protocol):
         self._limit(SEND_S if self._sending else LINGER_S)
         self._transport.resume_reading()
 
-    def _write(self, response: HttpResponse, *, bodiless: bool, closing: bool = False) -> None:
+    def _write(self, response: HttpResponse, *, closing: bool = False) -> None:
         assert self._transport is not None
         headers = [
             ("Date", formatdate(usegmt=True)),
@@ -387,7 +390,7 @@ class Connection(asyncio.Protocol):
         ]
         head = h11.Response(status_code=response.status, headers=headers, reason=_REASONS.get(response.status, b""))
         parts = [self._http.send(head)]
-        if response.body and not bodiless:
+        if response.body and not self._bodiless:
             parts.append(self._http.send(h11.Data(data=response.body)))
         parts.append(self._http.send(h11.EndOfMessage()))
         self._transport.write(b"".join(part for part in parts if part))

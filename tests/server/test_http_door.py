@@ -53,6 +53,22 @@ def test_head_has_the_length_of_what_get_would_say_and_no_body(loop: str, tmp_pa
     serving(loop, tmp_path, story)
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_head_that_is_refused_has_the_length_of_the_error_and_no_body(loop: str, tmp_path: Path, before: bytes) -> None:
+    async def story(live: LiveServer) -> None:
+        client = await connect(live)
+        await client.send(before + b"HEAD http://[/health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if before:
+            assert (await client.answer()).status == 200
+        answer = await client.answer(has_body=False)
+        assert answer.status == 400
+        assert int(answer.headers["content-length"]) > 0
+        assert await client.read_all() == b"", "a body behind HEAD would be taken for the next answer"
+        client.close()
+
+    serving(loop, tmp_path, story)
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
