@@ -53,15 +53,9 @@ class Offered:
     @property
     def parent_key(self) -> bytes | None:
         """The key of the block before, as the first rank has it."""
-        return (
-            None
-            if self.parent is None
-            else b"%b}%b"
-            % (
-                self.names[0].rpartition(b"}")[0],
-                self.parent.hex().encode(),
-            )
-        )
+        if self.parent is None:
+            return None
+        return self.names[0].rpartition(b"}")[0] + b"}" + self.parent.hex().encode()
 
 
 def digest_of(key: bytes) -> bytes:
@@ -96,14 +90,14 @@ class StoredEvents:
         self._waiting.setdefault(request, []).extend(new)
         self._unstored.update(each.names[0] for each in new)
         while len(self._waiting) > WAITING_MAX:
-            self._taken(next(iter(self._waiting)))
+            self._withdraw(next(iter(self._waiting)))
 
     def over(self, requests: Iterable[str]) -> None:
         """All that was offered of these requests is stored, or given up."""
         for request in requests:
-            self._late += [(each, TRIES) for each in self._taken(request)]
+            self._late += [(each, TRIES) for each in self._withdraw(request)]
 
-    def _taken(self, request: str) -> list[Offered]:
+    def _withdraw(self, request: str) -> list[Offered]:
         """What a request has offered, which waits no more."""
         blocks = self._waiting.pop(request, [])
         for each in blocks:
