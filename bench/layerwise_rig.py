@@ -78,7 +78,7 @@ class Rig:
             part=",".join(map(str, chosen)),
         )
         paged = PagedKV([self.model.memory[place] for place in chosen])
-        transfer = open_transfer(paged)
+        transfer = open_transfer(paged, sums=True)  # as engines' adapters do
         options = MovingOptions(max_load_chunks=_CHUNKS_MOST, max_store_chunks=_CHUNKS_MOST, bytes_per_s=bytes_per_s)
         mover = ChunkMover(self.backend, [PagedGroup(layout, paged, transfer, chosen)], options)
         try:

@@ -60,6 +60,13 @@ class Bandwidth:
                 self._loads -= is_load
                 self._changed.notify_all()
 
+    def waits(self, nbytes: int) -> bool:
+        """Whether a load would wait now to take so much."""
+        if self._bytes_per_s is None:
+            return False
+        with self._changed:
+            return self._booked_s(nbytes) > self._clock()
+
     def take(self, nbytes: int, *, is_load: bool) -> None:
         """Block until so many bytes may be moved. Stores wait for as long as a load, or a row of them, does."""
         if self._bytes_per_s is None:
@@ -69,11 +76,15 @@ class Bandwidth:
             try:
                 while not is_load and self._loads:
                     self._wait(self._changed, None)
-                mine_s = nbytes / self._bytes_per_s
-                self._free_s = max(self._free_s, self._clock() - max(LATE_S, mine_s)) + mine_s
-                until_s = self._free_s
+                self._free_s = until_s = self._booked_s(nbytes)
                 while (left_s := until_s - self._clock()) > 0:
                     self._wait(self._changed, left_s)
             finally:
                 self._loads -= is_load
                 self._changed.notify_all()
+
+    def _booked_s(self, nbytes: int) -> float:
+        """When what is booked now has passed; there is a bound."""
+        assert self._bytes_per_s is not None
+        mine_s = nbytes / self._bytes_per_s
+        return max(self._free_s, self._clock() - max(LATE_S, mine_s)) + mine_s

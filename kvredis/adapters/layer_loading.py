@@ -2,7 +2,9 @@
 
 All chunks are leased first, then one layer of all of them moves after the other; while one is waited for, the next two
 are asked for already, so that a device is never idle. What an engine sees of it is the leasing and one layer, and
-layer 0 of the first chunks moves while the next are leased. Where a lease is the bytes themselves (memory of this
+of very many chunks layer 0 of the first moves while the next are leased. Asking costs the interpreter, which the engine
+needs to launch its own kernels: so where layers come sooner than they are computed several move together, as many as
+the engine still has in hand. Where a lease is the bytes themselves (memory of this
 process, or of a server on this host) leasing takes microseconds; through a socket a whole block must have come before
 its layer 0 moves, so there it hides the copies and not the network.
 
@@ -13,6 +15,7 @@ engine may have computed with it by then, and computes again.
 import contextlib
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -27,12 +30,18 @@ from .moving_options import Errand, Means, PagedGroup
 from .transfer import Layers, Moving, Part, layer_parts
 
 AHEAD = 2
-"""Layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking for more
-would delay."""
+"""Rows of layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking
+for more would delay."""
 
-FIRST_CHUNKS = 16
-"""Layer 0 of about so many chunks is asked for at once: of all together it would wait until all are leased, and of each
-by itself asking would take longer than copying."""
+ROW_MAX = 8
+"""Layers that move together at most: a load that is given up ends behind them."""
+
+FIRST_BYTES = 64 * 1024 * 1024
+"""Layer 0 of the first chunks is asked for when it has so much, of the next when it has twice that, and so on: asking
+takes as long as a GPU copies 20 MB, in which less would have come."""
+
+YIELD_S = 20e-6
+"""For so long, and what the system adds, the interpreter is left to an engine that has waited for what has come."""
 
 
 def places_of(means: Means) -> list[int]:
@@ -83,7 +92,9 @@ class LayerLoads(Later):
         self._intake = Intake(means)
         self._places = places_of(means)
         self._changed = threading.Condition()
-        self._through = -1
+        self._come = 0
+        self._reached = 0
+        self._is_waited = False
         self._ended = False
         self._hashed = 0
         self._planned: dict[int, _Planned] = {}
@@ -97,8 +108,12 @@ class LayerLoads(Later):
 
     def wait_layer(self, place: int) -> None:
         """Block until that layer of the model and all before it have come, or nothing more comes."""
+        wanted = bisect_right(self._places, place)
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._through >= place)
+            self._reached = max(self._reached, wanted)
+            self._is_waited = True
+            self._changed.wait_for(lambda: self._ended or self._come >= wanted)
+            self._is_waited = False
 
     def run(self) -> None:
         """Bring all layers; each errand's `come` is right when it ends. Raises what backend and transfer raise."""
@@ -106,16 +121,20 @@ class LayerLoads(Later):
             self._run()
 
     def _run(self) -> None:
-        waiting: deque[tuple[int, list[Moving]]] = deque()
-        ahead = 0 if self._means.bandwidth.is_bound else AHEAD  # else a layer that is there waited for the next's turn
+        waiting: deque[tuple[list[int], list[Moving]]] = deque()
+        sent = 0
         try:
-            for place in self._places:
-                waiting.append((place, []))
-                if place == self._places[0]:
-                    self._begin(waiting[-1][1])
+            while sent < len(self._places):
+                row = self._places[sent : sent + self._together()]
+                while waiting and self._means.bandwidth.waits(self._layer_bytes * len(row)):
+                    self._settle(waiting)  # or a layer that is there waited for the next one's turn
+                waiting.append((row, []))
+                if sent:
+                    self._send(row, waiting[-1][1])
                 else:
-                    self._send(place, waiting[-1][1])
-                while waiting and (len(waiting) > min(ahead, len(self.loaded_s)) or has_moved(waiting[0][1])):
+                    self._begin(waiting[-1][1])
+                sent += len(row)
+                while waiting and (len(waiting) > min(AHEAD, self._come) or has_moved(waiting[0][1])):
                     self._settle(waiting)
             while waiting:
                 self._settle(waiting)
@@ -129,16 +148,29 @@ class LayerLoads(Later):
                 chunk.release()
         self._intake.forget()
 
+    def _together(self) -> int:
+        """How many layers move next: as many as have come and the engine has not got to yet. Where loading is the
+        slower there are none; with a bound no more than it lets through at once."""
+        nbytes = max(self._layer_bytes, 1)
+        most = self._means.bandwidth.piece_bytes(ROW_MAX * nbytes) // nbytes
+        return max(min(self._come - self._reached, most), 1)
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Of one layer of all chunks, once they are leased; of groups whose layers alternate somewhat more."""
+        return sum(planned.nbytes for planned in self._planned.values())
+
     def _begin(self, movings: list[Moving]) -> None:
         """Lease all chunks, and ask for the first layer of those that have come while the next do."""
-        total = sum(len(load.errand.moves) for load in self._loads)
-        together = -(-total // max(round(total / FIRST_CHUNKS), 1))
-        fresh: list[LeasedChunk] = []
+        left = sum(len(load.errand.moves) for load in self._loads)
+        wanted, nbytes, fresh = FIRST_BYTES, 0, list[LeasedChunk]()
         for chunk in chain.from_iterable(map(self._leased, self._loads)):
             fresh.append(chunk)
-            if len(fresh) >= together:
+            nbytes += chunk.nbytes // self._means.groups[chunk.move.group].layout.layers
+            left -= 1
+            if nbytes >= wanted and left > len(fresh) // 2:
                 self._send_first(fresh, movings)
-                fresh = []
+                wanted, nbytes, fresh = 2 * wanted, 0, []
         self._send_first(fresh, movings)
         for number, group in enumerate(self._means.groups):
             if any(group.layer_of(place) is not None for place in self._places[1:2]):
@@ -167,16 +199,17 @@ class LayerLoads(Later):
                 self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=True)
                 movings.append(group.transfer.load(parts, after=self._after))
 
-    def _send(self, place: int, movings: list[Moving]) -> None:
-        """Ask for one layer of all chunks that are wanted still; what is under way is in `movings` in any case."""
+    def _send(self, row: Sequence[int], movings: list[Moving]) -> None:
+        """Ask for these layers, which follow each other, of all chunks that are wanted still; what is under way is in
+        `movings` in any case."""
         for number, group in enumerate(self._means.groups):
-            layer = group.layer_of(place)
-            if layer is None:
+            own = [layer for place in row if (layer := group.layer_of(place)) is not None]
+            if not own:
                 continue
             layers, nbytes = self._layers_of(number)
             if layers is not None:
-                self._means.bandwidth.take(nbytes, is_load=True)
-                movings.append(layers.load(layer, after=self._after))
+                self._means.bandwidth.take(nbytes * len(own), is_load=True)
+                movings.append(layers.load(own[0], len(own), after=self._after))
 
     def _layers_of(self, number: int) -> tuple[Layers | None, int]:
         """All chunks of a group that are wanted still, and a layer's bytes of them; planned anew when fewer are."""
@@ -190,22 +223,25 @@ class LayerLoads(Later):
             self._planned[number] = planned
         return planned.layers, planned.nbytes
 
-    def _settle(self, waiting: "deque[tuple[int, list[Moving]]]") -> None:
-        place, movings = waiting[0]
+    def _settle(self, waiting: "deque[tuple[list[int], list[Moving]]]") -> None:
+        row, movings = waiting[0]
         for moving in movings:
             moving.wait()
         waiting.popleft()
         with self._changed:
-            self._through = place
-            self.loaded_s[place] = time.monotonic()
+            self._come += len(row)
+            self.loaded_s |= dict.fromkeys(row, time.monotonic())
+            is_waited = self._is_waited
             self._changed.notify_all()
-        self._hash_some()
+        if is_waited:
+            time.sleep(YIELD_S)
+        self._hash_some(len(row))
 
-    def _hash_some(self) -> None:
+    def _hash_some(self, layers: int) -> None:
         """Begin to hash so many chunks that all are begun with the last layer: sooner would delay the next layers, and
         an answer is not wanted before."""
         chunks = [chunk for load in self._loads for chunk in load.chunks]
-        share = -(-len(chunks) // len(self._places))
+        share = -(-len(chunks) * layers // len(self._places))
         for chunk in chunks[self._hashed : self._hashed + share]:
             chunk.verdict.begin()
         self._hashed += share

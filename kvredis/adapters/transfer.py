@@ -82,8 +82,8 @@ class Layers(Protocol):
         """As Transfer.store, of one layer of each chunk."""
         ...
 
-    def load(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.load."""
+    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.load, of so many layers that follow each other."""
         ...
 
 
@@ -209,18 +209,18 @@ class LayersByPart:
         """As Layers.store."""
         return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer), after=after)
 
-    def load(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.load."""
-        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer), after=after)
+        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
 
 
-def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int) -> list[Part]:
-    """One layer of each of these whole chunks."""
-    count, only = len(paged.layers), range(layer, layer + 1)
-    return [Part(part.pages, layer_bytes(part.memory, count, layer), only, part.row) for part in parts]
+def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int, count: int = 1) -> list[Part]:
+    """So many layers, from that one on, of each of these whole chunks."""
+    every, only = len(paged.layers), range(layer, layer + count)
+    return [Part(part.pages, layers_bytes(part.memory, every, only), only, part.row) for part in parts]
 
 
-def layer_bytes(chunk: memoryview, layers: int, layer: int) -> memoryview:
-    """The bytes of one layer of a chunk's tensor."""
-    nbytes = chunk.nbytes // layers
-    return chunk[layer * nbytes : (layer + 1) * nbytes]
+def layers_bytes(chunk: memoryview, every: int, layers: range) -> memoryview:
+    """The bytes of some layers of a chunk's tensor, which has `every` of them."""
+    nbytes = chunk.nbytes // every
+    return chunk[layers.start * nbytes : layers.stop * nbytes]

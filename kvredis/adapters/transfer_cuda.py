@@ -26,7 +26,7 @@ from .ring_device import Device, Event
 from .ring_moving import RingMoving
 from .ring_plan import Launch, LayerPlan, LayerPlans, Plan, Span, plan
 from .ring_sums import RingSum, RingSums
-from .transfer import Moving, Part, check_writable
+from .transfer import Moving, Part, check_writable, layer_parts
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class RingLayers:
 
     def __init__(self, ring: RingTransfer, parts: Sequence[Part]) -> None:
         self._ring = ring
+        self._chunks = parts
         self._plans = LayerPlans(ring.paged, parts)
 
     def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
@@ -146,9 +147,11 @@ class RingLayers:
         check_writable(self._plans.parts)
         return self._ring.store_layer(self._plans, layer, after)
 
-    def load(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load."""
-        return self._ring.load_layer(self._plans, layer, after)
+    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.load. Several are planned for themselves: what adjoins in a chunk is one copy then."""
+        if count == 1:
+            return self._ring.load_layer(self._plans, layer, after)
+        return self._ring.load(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)
 
 
 @dataclass(slots=True)

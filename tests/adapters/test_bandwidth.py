@@ -63,8 +63,24 @@ def test_a_piece_is_as_long_as_ten_milliseconds_at_most() -> None:
 
 def test_no_bound_never_waits() -> None:
     clock = Clock()
-    Bandwidth(None, clock.read, clock.wait).take(1 << 60, is_load=False)
+    bandwidth = Bandwidth(None, clock.read, clock.wait)
+    assert not bandwidth.waits(1 << 60)
+    bandwidth.take(1 << 60, is_load=False)
     assert clock.now_s == 100.0
+
+
+def test_who_asks_whether_he_would_wait_is_told_what_happens_then() -> None:
+    clock = Clock()
+    bandwidth = Bandwidth(GB, clock.read, clock.wait)
+    told = []
+    for pause_s in (0.0, 0.004, 0.02, 0.001, 0.05, 0.0, 0.0, 0.0):
+        clock.now_s += pause_s
+        told.append(bandwidth.waits(10_000_000))
+        assert bandwidth.waits(10_000_000) == told[-1], "asking books nothing"
+        before_s = clock.now_s
+        bandwidth.take(10_000_000, is_load=True)
+        assert (clock.now_s > before_s) == told[-1]
+    assert set(told) == {True, False}
 
 
 def test_a_store_waits_for_as_long_as_loads_do() -> None:

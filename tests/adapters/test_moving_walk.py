@@ -186,7 +186,7 @@ class Walk:
 def test_whatever_is_asked_what_has_come_is_right_and_nothing_else_is_written(
     seed: int, transfer: Callable[[PagedKV], Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_CHUNKS", [1, 2, 16, 16][seed % 4])
+    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_BYTES", [1, 20_000, 1 << 24][seed % 3])
     engine, backend = PagedEngine(pages=PAGES, transfer=transfer), LocalBackend(small_store())
     options = MovingOptions(
         batch_bytes=[1, 60_000, 1 << 20][seed % 3], window_bytes=100_000, max_load_chunks=20, max_store_chunks=20

@@ -71,7 +71,7 @@ def test_whatever_fails_or_is_cancelled_every_row_is_free_again_and_every_block_
 ) -> None:
     lot = random.Random(seed)
     monkeypatch.setattr("kvredis.adapters.transfer_cuda.ROWS", ROWS)
-    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_CHUNKS", lot.choice([1, 2, 16]))
+    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_BYTES", lot.choice([1, 20_000, 1 << 24]))
     fail_at_times(monkeypatch, random.Random(seed))
 
     def ring(paged: PagedKV) -> RingTransfer:
