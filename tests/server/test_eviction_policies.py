@@ -71,14 +71,14 @@ def test_under_lfu_uses_are_counted_and_idle_times_are_not(value: str) -> None:
 def test_under_any_other_it_is_the_other_way_round(name: str) -> None:
     session = session_under(name)
     session.ask("SET k v")
-    assert session.ask("OBJECT IDLETIME k") == b":0\r\n"
+    assert session.ask("OBJECT IDLETIME k") in (b":0\r\n", b":1\r\n"), "a second may have begun"
     assert session.ask("OBJECT FREQ k") == NO_FREQUENCY
 
 
 def test_when_nothing_is_evicted_no_lfu_policy_is_selected() -> None:
     session = session_under("LFU", maxmemory_policy="noeviction")
     session.ask("SET k v")
-    assert session.ask("OBJECT IDLETIME k") == b":0\r\n"
+    assert session.ask("OBJECT IDLETIME k") in (b":0\r\n", b":1\r\n"), "a second may have begun"
     assert session.ask("OBJECT FREQ k") == NO_FREQUENCY
 
 
