@@ -21,8 +21,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self, get_args
 
-import torch
-
 from kvredis.backends.base import Backend, NothingToFetch, Prefetch, Tier
 from kvredis.backends.config import Config
 from kvredis.backends.opening import open_backend
@@ -79,9 +77,8 @@ class CacheEngine:
         self.break_even = BreakEven(self.layout, clock)
         """What is known of the speeds of tiers and model."""
         self._probes = Probes(self.backend, self.break_even, clock)
-        self._loader = Behind(self._load_later, "kvredis loads")
+        self._loader = Behind(self._load, "kvredis loads")
         self._saver = Behind(self._save_later, "kvredis stores")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # the saver's thread's own
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
         self._recent = RecentKeys(
@@ -178,7 +175,7 @@ class CacheEngine:
     def _store(self, save: Save) -> int:
         keys, request, started_s = save.keys, save.request, time.perf_counter()
         storing = Storing(self.backend, self.layout, save.kv)
-        with self._forgiving("store"), save.on_stream(self._streams):
+        with self._forgiving("store"), save.on_stream():
             present = self.backend.match([chunk.key for chunk in keys])
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
             logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, save.total, request)
@@ -209,21 +206,24 @@ class CacheEngine:
         layout.
         """
         span = self._span(tokens, out, start, stop, request, together)
-        return start if span is None else self._load(span, lambda: False)
+        return start if span is None else self._load(Load(span))
 
     def retrieve_later(
         self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-", together: int = 1
     ) -> Load:
         """As `retrieve`, in the background and behind the loads asked for before; answers at once.
 
-        `out` belongs to the Load, from token `start` on, until it is done. When too many are waiting it is refused:
-        done at once with `start` tokens, and counted.
+        `out` belongs to the Load, from token `start` on, until it is done. On a GPU what the current stream has been
+        given comes first, and the copies run beside what follows. When too many are waiting it is refused: done at once
+        with `start` tokens, and counted.
         """
         span = self._span(tokens, out, start, stop, request, together)
         load = Load(Span([], 0, out, start, start, request, 0) if span is None else span)
         if span is None:
             load.end(start)
-        elif not self._loader.add(load):
+            return load
+        load.follow()
+        if not self._loader.add(load):
             with self._lock:
                 self.stats.refused_loads += 1
         return load
@@ -337,10 +337,10 @@ class CacheEngine:
         first = next(place for place, chunk in enumerate(chunks) if chunk.stop > start)
         return Span(chunks, first, out, start, end, request, (len(tokens) - start) * together)
 
-    def _load(self, span: Span, is_cancelled: Callable[[], bool]) -> int:
-        started_s = time.perf_counter()
-        loading = Loading(self.backend, self.layout, span, is_cancelled)
-        with self._forgiving("retrieve"):
+    def _load(self, load: Load) -> int:
+        span, started_s = load.span, time.perf_counter()
+        loading = Loading(self.backend, self.layout, span, lambda: load.cancelled)
+        with self._forgiving("retrieve"), load.on_stream():
             if self.config.min_retrieve_tokens == AUTO:
                 loading.run_while_worth(self.break_even)
             else:
@@ -353,9 +353,6 @@ class CacheEngine:
             self.stats.skipped_tokens += loading.skipped
         self._log_speed("Retrieved", tokens, seconds, span.request)
         return loading.position
-
-    def _load_later(self, load: Load) -> int:
-        return self._load(load.span, lambda: load.cancelled)
 
     def _save_later(self, save: Save) -> int:
         stored = self._store(save)

@@ -14,10 +14,13 @@ import torch
 
 from .keys import ChunkKey
 from .loading import Span
-from .tensors import KV, event_on
+from .tensors import KV, device_of, event_on
 
 LOADS_MAX = 64
 """Loads that wait for their turn; as many stores."""
+
+_OWN = threading.local()
+"""The streams of a thread that copies."""
 
 
 class Later:
@@ -61,38 +64,28 @@ class Later:
         self._over.set()
 
 
-class Load(Later):
-    """A load; the tensors are its own from its first token on."""
+class _Copied(Later):
+    """Something whose tensors `kv` are copied on whichever thread runs it."""
 
-    def __init__(self, span: Span) -> None:
-        super().__init__(span.start)
-        self.span = span
-
-
-class Save(Later):
-    """A store of `kv`, of a prompt of `total` tokens, on whichever thread runs it."""
-
-    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str) -> None:
-        super().__init__(0)
-        self.keys = keys
-        self.total = total
+    def __init__(self, tokens: int, kv: KV) -> None:
+        super().__init__(tokens)
         self.kv = kv
-        self.request = request
         self._made: torch.cuda.Event | None = None
 
     def follow(self) -> None:
         """What is on a GPU is to be copied on another stream, behind what the caller's has been given until now."""
-        device = _device_of(self.kv)
+        device = device_of(self.kv)
         if device.type == "cuda":
             self._made = event_on(torch.cuda.current_stream(device))
 
     @contextmanager
-    def on_stream(self, streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
-        """Within it copies run on that stream, which is one of `streams`, the running thread's own, or made."""
+    def on_stream(self) -> Iterator[None]:
+        """Within it copies run on that stream, which is the running thread's own; it ends with the thread."""
         if self._made is None:
             yield
             return
-        device = _device_of(self.kv)
+        device = device_of(self.kv)
+        streams: dict[torch.device, torch.cuda.Stream] = _OWN.__dict__.setdefault("streams", {})
         if device not in streams:
             streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(streams[device]):
@@ -100,9 +93,22 @@ class Save(Later):
             yield
 
 
-def _device_of(kv: KV) -> torch.device:
-    # Not kv[0][0] of a tensor, which takes 80 us in an engine that has just slept: two views for one answer.
-    return kv.device if isinstance(kv, torch.Tensor) else kv[0][0].device
+class Load(_Copied):
+    """A load; the tensors are its own from its first token on."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span.start, span.out)
+        self.span = span
+
+
+class Save(_Copied):
+    """A store of `kv`, of a prompt of `total` tokens."""
+
+    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str) -> None:
+        super().__init__(0, kv)
+        self.keys = keys
+        self.total = total
+        self.request = request
 
 
 Job = TypeVar("Job", bound=Later)

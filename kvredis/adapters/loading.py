@@ -1,8 +1,15 @@
-"""One load under way: blocks into the engine's tensors, head first, for as long as they come and are worth it."""
+"""One load under way: blocks into the engine's tensors, head first, for as long as they come and are worth it.
 
+Into a GPU's memory a few blocks are on their way at a time, and leases end behind their copies: while one is copied the
+next is opened.
+"""
+
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+
+import torch
 
 from kvredis.backends.base import Backend, Lease, Tier
 from kvredis.storage.errors import LayoutError
@@ -11,7 +18,10 @@ from .block import block_bytes, open_block
 from .deciding import BreakEven, Piece, Watch
 from .keys import ChunkKey
 from .layout import ChunkLayout
-from .tensors import KV, scatter, view_tensor
+from .tensors import KV, device_of, event_on, scatter, view_tensor
+
+ON_THEIR_WAY = 4
+"""Blocks that a GPU is given before the first of them is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,12 @@ class Loading:
         self._layout = layout
         self._span = span
         self._is_cancelled = is_cancelled
+        device = device_of(span.out)
+        self._device = device if device.type == "cuda" else None
+        self._copied: deque[tuple[Lease, int, torch.cuda.Event | None]] = deque()
+        """What is on its way: the lease, where its tokens end, and the event behind its copy."""
+        self._given = span.start
+        """How far `out` is valid when all of that has come."""
 
     def run(self) -> None:
         """Load until the first chunk that is missing."""
@@ -89,16 +105,18 @@ class Loading:
     def _load(self, chunks: list[ChunkKey], watch: Watch | None = None) -> bool:
         """Load these, and say whether to go on behind them."""
         within_s = None if watch is None else watch.within_s
+        ahead = 0 if watch is not None or self._device is None else ON_THEIR_WAY - 1
         go_on = False
         try:
             with closing(self._backend.load([chunk.key for chunk in chunks], within_s=within_s)) as leases:
                 for chunk, lease in zip(chunks, leases, strict=False):
-                    has_come = lease is not None and self._take(chunk, lease)
+                    has_come = lease is not None and self._take(chunk, lease) and self._land(ahead)
                     go_on = has_come if watch is None else watch.lap(has_come)
                     go_on = go_on and not self._is_cancelled()
                     if not go_on:
                         break
         finally:
+            go_on = self._land() and go_on
             if watch is not None:
                 watch.end()
         return go_on
@@ -109,28 +127,46 @@ class Loading:
             self._backend.touch([chunk.key for chunk in self._span.chunks if chunk.start < self.position])
 
     def _take(self, chunk: ChunkKey, lease: Lease) -> bool:
-        """Copy the chunk's tokens from `position` to the span's end, and move `position` behind them; ends the lease.
-
-        False, and `position` stays: the bytes were not the block's any more when they had been copied, or looked at.
-        """
-        with lease:
-            try:
-                stop = self._copy(chunk, lease.view)
-            except LayoutError:
-                if lease.held:
-                    raise
-                return False
-            if not lease.held:  # asked when the copy is done: scatter waits for a GPU
-                return False
-        self.position = stop
+        """Give the copy of the chunk's tokens, from `_given` to the span's end. False: the bytes were not the block's
+        any more when they were looked at."""
+        try:
+            stop = self._copy(chunk, lease.view)
+            copied = None if self._device is None else event_on(torch.cuda.current_stream(self._device))
+        except BaseException as error:
+            with lease:
+                if isinstance(error, LayoutError) and not lease.held:
+                    return False
+            raise
+        self._copied.append((lease, stop, copied))
+        self._given = stop
         return True
 
+    def _land(self, ahead: int = 0) -> bool:
+        """Wait until no more than `ahead` are on their way, and move `position` behind those that have come. False, and
+        none is any more: the bytes of one were not the block's any more when they had been copied."""
+        failure: RuntimeError | None = None
+        is_sound = True
+        while self._copied and (len(self._copied) > ahead or not is_sound):
+            lease, stop, copied = self._copied.popleft()
+            with lease:
+                try:
+                    if copied is not None:
+                        copied.synchronize()
+                except RuntimeError as error:  # the GPU's: nothing is copied any more
+                    failure = error
+                is_sound = is_sound and failure is None and lease.held
+            if is_sound:
+                self.position = stop
+        if failure is not None:
+            raise failure
+        return is_sound
+
     def _copy(self, chunk: ChunkKey, view: memoryview) -> int:
-        """Copy the chunk's tokens from `position` up to the span's end, and say where they end."""
+        """Copy the chunk's tokens from `_given` up to the span's end, and say where they end."""
         block = open_block(view, self._layout)
         if block.tokens != chunk.stop - chunk.start:
             raise LayoutError(f"block covers {block.tokens} tokens, its key {chunk.stop - chunk.start}")
         stop = min(chunk.stop, self._span.stop)
         tensor = view_tensor(block.tensor, self._layout, block.tokens)
-        scatter(tensor[:, :, self.position - chunk.start : stop - chunk.start], self._span.out, self.position)
+        scatter(tensor[:, :, self._given - chunk.start : stop - chunk.start], self._span.out, self._given)
         return stop

@@ -9,6 +9,7 @@ import torch
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.later import LOADS_MAX
 from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.tensors import event_on
 from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeLease
@@ -163,6 +164,24 @@ def test_trouble_of_the_backend_ends_the_load_and_not_the_thread(engine: CacheEn
     assert load.wait(WAIT_S)
     assert load.tokens == len(TOKENS)
     assert engine.stats.errors == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_load_comes_behind_what_its_tensors_were_given_before_and_beside_what_follows(
+    engine: CacheEngine, backend: GatedBackend
+) -> None:
+    backend.let(8)
+    wanted, out = kv_of(), torch.empty_like(kv_of()).cuda()
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the stream is busy
+    out.fill_(7)
+    load = engine.retrieve_later(TOKENS, out)
+    torch.cuda._sleep(20_000_000_000)  # type: ignore[no-untyped-call]  # some 10 s
+    busy = event_on(torch.cuda.current_stream())
+    assert load.wait(WAIT_S)
+    assert not busy.query()  # type: ignore[no-untyped-call]
+    assert load.tokens == len(TOKENS)
+    busy.synchronize()
+    assert torch.equal(out.cpu(), wanted)
 
 
 def test_counters_are_right_when_loads_and_calls_meet(backend: GatedBackend) -> None:

@@ -1,0 +1,147 @@
+"""Blocks that are on their way together count one by one, from the head on, and their leases end whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from kvredis.adapters.block import block_bytes, encode_header
+from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.loading import ON_THEIR_WAY, Loading, Span
+from kvredis.adapters.tensors import gather, view_tensor
+from tests.adapters.fake_backend import FakeBackend, FakeLease
+
+CHUNK = 4
+LAYOUT = ChunkLayout(layers=2, kv_heads=2, head_dim=8, dtype="fp32", chunk_tokens=CHUNK, model="loading")
+CHUNKS = 8
+TOKENS = list(range(CHUNKS * CHUNK))
+KEYS = chunk_keys(TOKENS, LAYOUT)
+
+
+@dataclass
+class Copied:
+    """An event that is passed when somebody waits for it, unless the GPU has failed."""
+
+    order: list[int]
+    number: int
+    failure: RuntimeError | None
+
+    def synchronize(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.order.append(self.number)
+
+
+@dataclass
+class Gpu:
+    """Stands in for one: events behind copies into the CPU's memory."""
+
+    made: int = 0
+    waited: list[int] = field(default_factory=list)
+    fails_at: int = CHUNKS
+
+    def event_on(self, _stream: Any) -> Copied:
+        self.made += 1
+        failure = RuntimeError("this GPU has fallen off the bus") if self.made > self.fails_at else None
+        return Copied(self.waited, self.made - 1, failure)
+
+
+class Lending(FakeBackend):
+    """Has all chunks; `lost` is not held when it has been copied, and behind `ends` nothing comes but trouble."""
+
+    def __init__(self, lost: int = CHUNKS, ends: int = CHUNKS) -> None:
+        super().__init__()
+        self.lost, self.ends = lost, ends
+        self.most = 0
+        kv = kv_of()
+        for chunk in KEYS:
+            value = bytearray(block_bytes(LAYOUT, CHUNK))
+            header = encode_header(LAYOUT, CHUNK)
+            value[: len(header)] = header
+            gather(kv, chunk.start, chunk.stop, view_tensor(memoryview(value)[len(header) :], LAYOUT, CHUNK))
+            self.put(chunk.key, bytes(value))
+
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
+        for number, lease in enumerate(super().load(keys)):
+            if number == self.ends:
+                assert lease is not None
+                lease.release()
+                raise ConnectionError("the server has gone")
+            if lease is not None and number == self.lost:
+                lease.held = False
+            self.most = max(self.most, self.leases)
+            yield lease
+
+
+def kv_of() -> torch.Tensor:
+    return torch.randn(LAYOUT.shape(len(TOKENS)), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr("kvredis.adapters.loading.event_on", made.event_on)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
+    return made
+
+
+def load(backend: FakeBackend, start: int = 0, stop: int = len(TOKENS)) -> tuple[Loading, torch.Tensor]:
+    out = torch.full(LAYOUT.shape(len(TOKENS)), -1.0)
+    first = start // CHUNK
+    made = Loading(backend, LAYOUT, Span(KEYS[: -(-stop // CHUNK)], first, out, start, stop, "r", 0))
+    made._device = torch.device("cuda")
+    return made, out
+
+
+def test_a_few_are_on_their_way_at_a_time_and_all_come_in_order(gpu: Gpu) -> None:
+    backend = Lending()
+    loading, out = load(backend, start=3, stop=29)
+    loading.run()
+    assert (loading.position, backend.leases, backend.most) == (29, 0, ON_THEIR_WAY)
+    assert gpu.waited == list(range(CHUNKS))
+    assert torch.equal(out[:, :, 3:29], kv_of()[:, :, 3:29])
+    assert bool((out[:, :, :3] == -1).all())
+    assert bool((out[:, :, 29:] == -1).all())
+
+
+@pytest.mark.parametrize("lost", range(CHUNKS))
+def test_behind_a_block_that_was_not_held_nothing_counts(gpu: Gpu, lost: int) -> None:
+    backend = Lending(lost=lost)
+    loading, out = load(backend)
+    loading.run()
+    assert (loading.position, backend.leases) == (lost * CHUNK, 0)
+    assert torch.equal(out[:, :, : loading.position], kv_of()[:, :, : loading.position])
+    assert gpu.waited == list(range(gpu.made)), "nothing is copied any more when the leases have ended"
+
+
+@pytest.mark.parametrize("ends", range(CHUNKS))
+def test_what_was_on_its_way_when_a_backend_fails_has_come(gpu: Gpu, ends: int) -> None:
+    backend = Lending(ends=ends)
+    loading, out = load(backend)
+    with pytest.raises(ConnectionError):
+        loading.run()
+    assert (loading.position, backend.leases) == (ends * CHUNK, 0)
+    assert torch.equal(out[:, :, : loading.position], kv_of()[:, :, : loading.position])
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 5])
+def test_behind_a_gpu_that_fails_nothing_counts_and_no_lease_is_left(gpu: Gpu, fails_at: int) -> None:
+    gpu.fails_at = fails_at
+    backend = Lending()
+    loading, _ = load(backend)
+    with pytest.raises(RuntimeError, match="bus"):
+        loading.run()
+    assert (loading.position, backend.leases) == (fails_at * CHUNK, 0)
+
+
+def test_in_the_memory_of_a_cpu_each_block_has_come_before_the_next_is_opened() -> None:
+    backend = Lending()
+    loading, _ = load(backend)
+    loading._device = None
+    loading.run()
+    assert (loading.position, backend.most) == (len(TOKENS), 1)
