@@ -45,6 +45,8 @@ class SharedArena:
         self.nbytes = nbytes
         self.view = memoryview(mapping)
         self.page_locked = "no"
+        self.locking: threading.Thread | None = None
+        """What registers it with a GPU's driver, or has."""
 
     def part(self, offset: int, length: int) -> memoryview:
         """View `length` bytes from `offset` on. Raises BackendError when they are not all in it."""
@@ -85,9 +87,19 @@ def shared_arena(run_id: str, descriptor: int, nbytes: int, *, page_lock: bool =
         if arena is not None and arena.nbytes == nbytes:
             return arena
         arena = _mapped[key] = SharedArena(descriptor, nbytes)
-    if page_lock:
-        threading.Thread(target=arena.lock, name="kvredis page lock", daemon=True).start()
+        if page_lock:
+            arena.locking = threading.Thread(target=arena.lock, name="kvredis page lock", daemon=True)
+            arena.locking.start()
     return arena
+
+
+def wait_locked() -> None:
+    """Block until whatever is being registered with a GPU's driver has been, or could not be."""
+    with _mapping:
+        arenas = list(_mapped.values())
+    for arena in arenas:
+        if arena.locking is not None:
+            arena.locking.join()
 
 
 def check_memory(descriptor: int, nbytes: int) -> None:

@@ -259,6 +259,8 @@ class Tables:
             first_ms=(passed["load_seconds"] + passed["prefill_seconds"]) / prompts * 1e3,
             seconds=passed["seconds"],
             load_seconds=passed["load_seconds"],
+            alone_load_seconds=passed["alone_load_seconds"],
+            alone_hit_tokens=passed["alone_hit_tokens"],
             prefill_seconds=passed["prefill_seconds"],
             decode_seconds=passed["decode_seconds"],
             drain_seconds=passed["drain_seconds"],

@@ -2,13 +2,15 @@
 
 Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
 computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored, and
-generates greedily (engine_tables_steps.py). The model is a Llama of the shape with random weights, in bfloat16.
+generates greedily (engine_tables_steps.py). While it generates, what the cache has of the batch after it comes already,
+as with an engine that loads for prompts that wait: with vLLM's connectors, say. The model is a Llama of the shape with
+random weights, in bfloat16.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -134,11 +136,14 @@ class Tiered:
 
 @dataclass(slots=True)
 class Spent:
-    """What a pass took so far: seconds on a clock that waits for the accelerator. `hits` has the loaded tokens of each
-    prompt, in order; `wait_s` is what batches waited for memory that earlier ones were still being stored from;
-    `lone_steps` were launched one by one."""
+    """What a pass took so far: seconds on a clock that waits for the accelerator. `load_s` is what loads were waited
+    for, `alone_load_s` that of loads for which nothing was computed meanwhile, which were of `alone_hit_tokens`. `hits`
+    has the loaded tokens of each prompt, in order; `wait_s` is what batches waited for memory that earlier ones were
+    still being stored from; `lone_steps` were launched one by one."""
 
     load_s: float = 0.0
+    alone_load_s: float = 0.0
+    alone_hit_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
@@ -155,6 +160,17 @@ class Spent:
     def seconds(self) -> float:
         """All of it, but the waits."""
         return self.load_s + self.prefill_s + self.decode_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A batch of prompts whose KV is on its way into a room; on a GPU what copies there was given to `stream`."""
+
+    prompts: Sequence[list[int]]
+    place: tuple[int, int]
+    room: Any
+    waits: list[Callable[[], int]]
+    stream: Any
 
 
 class Engine:
@@ -176,6 +192,7 @@ class Engine:
         self._steps: dict[tuple[tuple[int, int], int, int], Steps] = {}
         self._saves: dict[tuple[int, int], list[Save]] = {}
         self._turn = 0
+        self._coming: _Coming | None = None
         self._weights = torch.zeros(0, dtype=torch.int32, device=self.device)
 
     def warm_up(self, rows: int, budget: int) -> None:
@@ -183,18 +200,34 @@ class Engine:
         tokens = min(max(2 * budget // rows, 2), self._columns - 2)
         self.batch(NoCache(), [[row + 1] * tokens for row in range(rows)], 2, budget)
 
+    def prepare(self, rows: Collection[int], tokens: int, output: int) -> None:
+        """Take memory for batches of so many rows, and make their steps: nothing may be on its way then."""
+        self.settle()
+        for count in rows:
+            for _ in range(_ROOMS):
+                place, room = self._room(count)
+                self._steps_of((place, tokens, output - 1), room)
+
     def batch(
-        self, subject: Subject, prompts: Sequence[list[int]], output: int, budget: int, spent: Spent | None = None
+        self,
+        subject: Subject,
+        prompts: Sequence[list[int]],
+        output: int,
+        budget: int,
+        spent: Spent | None = None,
+        following: Sequence[list[int]] = (),
     ) -> list[list[int]]:
         """Serve prompts of equal length together; adds to `spent`, and gives the checksums of each one's KV.
 
-        They are of the whole chunks that leave a token to compute; taking them is not in the time.
+        They are of the whole chunks that leave a token to compute; taking them is not in the time. What the cache has
+        of the prompts that are served next, `following`, begins to come while these generate, if that was prepared.
         """
         import torch
 
         spent = Spent() if spent is None else spent
         asked_s = time.perf_counter()
-        place, room = self._room(len(prompts))
+        coming, self._coming = self._coming, None
+        place, room = self._room(len(prompts)) if coming is None else (coming.place, coming.room)
         ids = torch.tensor(prompts, device=self.device)
         total = ids.shape[1]
         kind = place, total, output - 1
@@ -204,7 +237,7 @@ class Engine:
         steps = self._steps_of(kind, room)
         with torch.inference_mode():
             began_s = self._now_s()
-            start = self._load(subject, prompts, room)
+            start = self._loaded(subject, prompts, room, coming)
             loaded_s = self._now_s()
             cache = self._cache(room, start)
             columns = max(budget // len(prompts), 1)
@@ -221,11 +254,14 @@ class Engine:
         checks = [self._checksums(room.row(row, 0), total) for row in range(len(prompts))]
         with torch.inference_mode():
             decode_s = self._now_s()
-            steps.run(token)
+            self._generate(steps, token, lambda stream: self._begin(subject, following, output, stream))
             ended_s = self._now_s()
         if output > 1 and not steps.is_graph:  # else a step tells nothing of what a pass costs
             subject.computed(len(prompts), (ended_s - decode_s) / (output - 1))
         spent.load_s += loaded_s - began_s
+        if coming is None:
+            spent.alone_load_s += loaded_s - began_s
+            spent.alone_hit_tokens += start * len(prompts)
         spent.prefill_s += handed_s - loaded_s
         spent.decode_s += ended_s - decode_s
         spent.hits += [start] * len(prompts)
@@ -234,8 +270,12 @@ class Engine:
         return checks
 
     def settle(self) -> float:
-        """Wait until the memory of all batches is our own again; gives the seconds that it took."""
+        """Wait until the memory of all batches is our own again, and nothing comes; gives the seconds that it took."""
         began_s = time.perf_counter()
+        if self._coming is not None:
+            for wait in self._coming.waits:
+                wait()
+            self._coming = None
         for place in list(self._saves):
             self._wait(place)
         return time.perf_counter() - began_s
@@ -244,19 +284,59 @@ class Engine:
         """Tokens of a prompt that checksums cover, and that a full hit has at least."""
         return (total - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
 
-    def _load(self, subject: Subject, prompts: Sequence[list[int]], room: Any) -> int:
+    def _generate(self, steps: Steps, token: Tensor, begin: Callable[[Any], None]) -> None:
+        """Take the steps, and meanwhile begin what comes next: behind what was launched before, not behind them."""
+        if not steps.is_graph:
+            begin(None)
+            steps.run(token)
+            return
+        import torch
+
+        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        steps.run(token)
+        with torch.cuda.stream(beside):
+            begin(beside)
+
+    def _begin(self, subject: Subject, prompts: Sequence[list[int]], output: int, stream: Any) -> None:
+        """Begin to load for the prompts that are served next, if their room is free and their steps are made."""
+        if not prompts or output <= 1:
+            return
+        place = self._next_place(len(prompts))
+        is_free = all(save.done for save in self._saves.get(place, []))
+        if is_free and (place, len(prompts[0]), output - 1) in self._steps:
+            place, room = self._room(len(prompts))
+            self._coming = _Coming(prompts, place, room, self._asked(subject, prompts, room), stream)
+
+    def _asked(self, subject: Subject, prompts: Sequence[list[int]], room: Any) -> list[Callable[[], int]]:
         coming = []
         for row, prompt in enumerate(prompts):  # one comes while the next is asked for
             stop = subject.hit(prompt, len(prompts))
             coming.append(subject.load(prompt, room.row(row, 0), stop, len(prompts)) if stop else lambda: 0)
-        return min([wait() for wait in coming])
+        return coming
+
+    def _loaded(self, subject: Subject, prompts: Sequence[list[int]], room: Any, coming: _Coming | None) -> int:
+        """Wait for what the cache has of all prompts, which begins to come now unless it has begun before."""
+        if coming is None:
+            return min([wait() for wait in self._asked(subject, prompts, room)])
+        if coming.prompts is not prompts:
+            raise ValueError("other prompts were said to follow")
+        start = min([wait() for wait in coming.waits])
+        if coming.stream is not None:
+            import torch
+
+            torch.cuda.current_stream(self.device).wait_stream(coming.stream)
+        return start
+
+    def _next_place(self, rows: int) -> tuple[int, int]:
+        return rows, (self._turn + 1) % _ROOMS
 
     def _room(self, rows: int) -> tuple[tuple[int, int], Any]:
         """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
         from kvredis.adapters.transformers_cache import Room
 
-        self._turn = (self._turn + 1) % _ROOMS
-        place = (rows, self._turn)
+        place = self._next_place(rows)
+        self._turn = place[1]
         self._wait(place)
         if place not in self._rooms:
             self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
@@ -300,8 +380,8 @@ class Engine:
     def _now_s(self) -> float:
         import torch
 
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":  # what is copied beside it is not waited for
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
 

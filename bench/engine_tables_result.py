@@ -24,7 +24,8 @@ Points
 Figures
     qps             prompts / seconds, seconds being load + prefill + decode
     first_ms        (load + prefill) / prompts: what a prompt waits for its first token, less what waits with it
-    tier_gb_per_s   bytes of hits / load seconds
+    tier_gb_per_s   bytes of hits / seconds of loads beside which nothing was computed: a batch's, but the first one's,
+                    come while the one before generates
     over_break_even tier_gb_per_s / (bytes a token x computed tokens/s of recompute): below 1 a hit is slower than none
 """
 
@@ -59,7 +60,9 @@ class Sample(TypedDict):
     qps: float
     first_ms: float
     seconds: float
-    load_seconds: float
+    load_seconds: float  # that were waited for
+    alone_load_seconds: float  # of loads beside which nothing was computed
+    alone_hit_tokens: int  # that these brought
     prefill_seconds: float  # with handing over what is stored
     decode_seconds: float
     drain_seconds: float
@@ -150,10 +153,10 @@ def conclude(rows: list[Row], bytes_per_token: int) -> None:
 
 
 def _judge_tier(row: Row, base: list[Sample], bytes_per_token: int) -> None:
-    loads = [s for s in row["samples"] if s["hit_tokens"] and s["load_seconds"]]
+    loads = [s for s in row["samples"] if s["alone_hit_tokens"] and s["alone_load_seconds"]]
     if row["arm"] == RECOMPUTE or not loads:
         return
-    speed = middle([s["hit_tokens"] * bytes_per_token / s["load_seconds"] for s in loads])
+    speed = middle([s["alone_hit_tokens"] * bytes_per_token / s["alone_load_seconds"] for s in loads])
     row["tier_gb_per_s"] = speed / GB
     made = middle([s["computed_tokens"] * bytes_per_token / s["prefill_seconds"] for s in base if s["prefill_seconds"]])
     if made:

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from kvredis.backends.shared_arena import wait_locked
 from kvredis.storage.errors import KVRedisError
 
 from .engine_tables_compute import Engine, NoCache, OnDevice, Spent, Subject, Tiered, compare
@@ -50,6 +51,8 @@ class Pass(TypedDict):
 
     seconds: float
     load_seconds: float
+    alone_load_seconds: float  # of loads beside which nothing was computed
+    alone_hit_tokens: int  # that these brought
     prefill_seconds: float
     decode_seconds: float
     drain_seconds: float
@@ -76,12 +79,15 @@ class Worker:
             made = list(prompts(PromptPlan(task["tokens"], task["hit_rate"], task["prompts"], task["seed"])))
             spent, checks, verified = Spent(), list[list[int]](), 0
             before = 0 if cache is None else dropped_chunks(cache, task["tokens"])
-            for group in groups(made, task["rows"], shared=task["hit_rate"] > 0):
-                checks += self._engine.batch(subject, group, task["output"], task["budget"], spent)
-                if (
-                    task["hit_rate"] > 0 and len(checks) == 1
-                ):  # what the others share with it is a hit once it is stored
-                    spent.wait_s += self._engine.settle()
+            batches = groups(made, task["rows"], shared=task["hit_rate"] > 0)
+            self._engine.prepare({len(group) for group in batches}, task["tokens"], task["output"])
+            for group, following in zip(batches, [*batches[1:], []], strict=True):
+                is_head = (
+                    task["hit_rate"] > 0 and not checks
+                )  # what the others share with it is a hit once it is stored
+                known = [] if is_head else following
+                checks += self._engine.batch(subject, group, task["output"], task["budget"], spent, known)
+                spent.wait_s += self._engine.settle() if is_head else 0.0
             began_s = time.perf_counter()
             self._engine.settle()
             if cache is not None:
@@ -103,6 +109,8 @@ class Worker:
         return Pass(
             seconds=spent.seconds,
             load_seconds=spent.load_s,
+            alone_load_seconds=spent.alone_load_s,
+            alone_hit_tokens=spent.alone_hit_tokens,
             prefill_seconds=spent.prefill_s,
             decode_seconds=spent.decode_s,
             drain_seconds=spent.wait_s + time.perf_counter() - began_s,
@@ -125,7 +133,8 @@ class Worker:
         is_gpu = self._engine.device.type == "cuda"
         over = {"prefault": min(os.cpu_count() or 1, 8) if is_gpu else 0, "page_lock": is_gpu}
         cache = CacheEngine(Config.load(env={}, overrides=over | (task["engine"] or {})), layout)
-        cache.lookup([1])  # connected, as that of a process that has run
+        cache.lookup([1] * self._engine.layout.chunk_tokens)  # connected, as that of a process that has run
+        wait_locked()
         return Tiered(cache), cache
 
 

@@ -151,7 +151,7 @@ def small_cache(engine: Engine, **settings: Any) -> CacheEngine:
 
 def test_more_prompts_than_may_wait_for_their_load_are_loaded_all_the_same(engine: Engine) -> None:
     with small_cache(engine) as cache:
-        cache._loader = Behind(cache._load_later, "kvredis loads", jobs_max=0)
+        cache._loader = Behind(cache._load, "kvredis loads", jobs_max=0)
         made, spent = some(), Spent()
         first = engine.batch(Tiered(cache), made, 1, 64)
         engine.settle()
@@ -280,6 +280,8 @@ def rows_of(qps: dict[tuple[str, int, float], float]) -> list[Row]:
                     first_ms=1e3 / rate,
                     seconds=10 / rate,
                     load_seconds=2 / rate if hit else 0.0,
+                    alone_load_seconds=2 / rate if hit else 0.0,
+                    alone_hit_tokens=hit,
                     prefill_seconds=5 / rate,
                     decode_seconds=3 / rate,
                     drain_seconds=0.0,

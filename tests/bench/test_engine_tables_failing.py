@@ -57,6 +57,8 @@ class Told(WorkerProcess):
         return Pass(
             seconds=4.0,
             load_seconds=1.0,
+            alone_load_seconds=1.0 if hits else 0.0,
+            alone_hit_tokens=hits,
             prefill_seconds=2.0,
             decode_seconds=1.0,
             drain_seconds=0.5,
