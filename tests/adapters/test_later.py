@@ -170,8 +170,9 @@ def test_trouble_of_the_backend_ends_the_load_and_not_the_thread(engine: CacheEn
 def test_a_load_comes_behind_what_its_tensors_were_given_before_and_beside_what_follows(
     engine: CacheEngine, backend: GatedBackend
 ) -> None:
-    backend.let(8)
+    backend.let(16)
     wanted, out = kv_of(), torch.empty_like(kv_of()).cuda()
+    assert engine.retrieve_later(TOKENS, torch.empty_like(out)).wait(WAIT_S)  # a kernel's first use waits for all others
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the stream is busy
     out.fill_(7)
     load = engine.retrieve_later(TOKENS, out)
