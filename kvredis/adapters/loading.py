@@ -18,7 +18,7 @@ from .block import block_bytes, open_block
 from .deciding import BreakEven, Piece, Watch
 from .keys import ChunkKey
 from .layout import ChunkLayout
-from .tensors import KV, device_of, event_on, scatter, view_tensor
+from .tensors import KV, event_on, gpus_of, scatter, view_tensor
 
 ON_THEIR_WAY = 4
 """Blocks that a GPU is given before the first of them is waited for."""
@@ -68,10 +68,9 @@ class Loading:
         self._layout = layout
         self._span = span
         self._is_cancelled = is_cancelled
-        device = device_of(span.out)
-        self._device = device if device.type == "cuda" else None
-        self._copied: deque[tuple[Lease, int, torch.cuda.Event | None]] = deque()
-        """What is on its way: the lease, where its tokens end, and the event behind its copy."""
+        self._gpus = gpus_of(span.out)
+        self._copied: deque[tuple[Lease, int, list[torch.cuda.Event]]] = deque()
+        """What is on its way: the lease, where its tokens end, and the events behind its copies."""
         self._given = span.start
         """How far `out` is valid when all of that has come."""
 
@@ -105,7 +104,7 @@ class Loading:
     def _load(self, chunks: list[ChunkKey], watch: Watch | None = None) -> bool:
         """Load these, and say whether to go on behind them."""
         within_s = None if watch is None else watch.within_s
-        ahead = 0 if watch is not None or self._device is None else ON_THEIR_WAY - 1
+        ahead = 0 if watch is not None or not self._gpus else ON_THEIR_WAY - 1
         go_on = False
         try:
             with closing(self._backend.load([chunk.key for chunk in chunks], within_s=within_s)) as leases:
@@ -131,7 +130,7 @@ class Loading:
         any more when they were looked at."""
         try:
             stop = self._copy(chunk, lease.view)
-            copied = None if self._device is None else event_on(torch.cuda.current_stream(self._device))
+            copied = [event_on(torch.cuda.current_stream(gpu)) for gpu in self._gpus]
         except BaseException as error:
             with lease:
                 if isinstance(error, LayoutError) and not lease.held:
@@ -150,8 +149,8 @@ class Loading:
             lease, stop, copied = self._copied.popleft()
             with lease:
                 try:
-                    if copied is not None:
-                        copied.synchronize()
+                    for event in copied:
+                        event.synchronize()
                 except RuntimeError as error:  # the GPU's: nothing is copied any more
                     failure = error
                 is_sound = is_sound and failure is None and lease.held

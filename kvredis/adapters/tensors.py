@@ -140,8 +140,14 @@ def scatter(block: torch.Tensor, out: KV, start: int) -> None:
         pair[1][start:stop].copy_(layer[1], non_blocking=True)
 
 
+def gpus_of(kv: KV) -> list[torch.device]:
+    """The GPUs that KV is on: several where a model's layers are spread over them."""
+    devices = [kv.device] if isinstance(kv, torch.Tensor) else [layer[0].device for layer in kv]
+    return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+
+
 def device_of(kv: KV) -> torch.device:
-    """Where KV is."""
+    """Where KV is, or its first layer."""
     # Not kv[0][0] of a tensor, which takes 80 us in an engine that has just slept: two views for one answer.
     return kv.device if isinstance(kv, torch.Tensor) else kv[0][0].device
 

@@ -13,7 +13,7 @@ from kvredis.adapters.block import block_bytes, encode_header
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.loading import ON_THEIR_WAY, Loading, Span
-from kvredis.adapters.tensors import gather, view_tensor
+from kvredis.adapters.tensors import gather, gpus_of, view_tensor
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 
 CHUNK = 4
@@ -94,7 +94,7 @@ def load(backend: FakeBackend, start: int = 0, stop: int = len(TOKENS)) -> tuple
     out = torch.full(LAYOUT.shape(len(TOKENS)), -1.0)
     first = start // CHUNK
     made = Loading(backend, LAYOUT, Span(KEYS[: -(-stop // CHUNK)], first, out, start, stop, "r", 0))
-    made._device = torch.device("cuda")
+    made._gpus = [torch.device("cuda")]
     return made, out
 
 
@@ -142,6 +142,25 @@ def test_behind_a_gpu_that_fails_nothing_counts_and_no_lease_is_left(gpu: Gpu, f
 def test_in_the_memory_of_a_cpu_each_block_has_come_before_the_next_is_opened() -> None:
     backend = Lending()
     loading, _ = load(backend)
-    loading._device = None
+    loading._gpus = []
     loading.run()
     assert (loading.position, backend.most) == (len(TOKENS), 1)
+
+
+def test_where_layers_are_on_several_gpus_each_is_waited_for(gpu: Gpu) -> None:
+    gpu.fails_at = 2 * CHUNKS
+    loading, _ = load(Lending())
+    loading._gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    loading.run()
+    assert loading.position == len(TOKENS)
+    assert gpu.waited == list(range(2 * CHUNKS))
+
+
+def test_gpus_are_those_of_all_layers_each_once() -> None:
+    class At:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    layers: Any = [(At(name), At(name)) for name in ("cuda:1", "cuda:1", "cpu", "cuda:0")]
+    assert gpus_of(layers) == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    assert gpus_of(kv_of()) == []
