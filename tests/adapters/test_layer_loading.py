@@ -99,6 +99,7 @@ def test_layers_that_the_engine_waits_for_come_one_by_one() -> None:
         mover.begin_layers([job])
         waiting = threading.Thread(target=mover.wait_layer, args=(LAYERS - 1,))
         waiting.start()
+        wait_until(lambda: mover.layer_loads is not None and mover.layer_loads._reached == LAYERS, "it waits")
         for count in range(LAYERS):
             wait_until(lambda: len(transfer.calls) > count, "the next is asked for")  # noqa: B023 - at once
             transfer.calls[count][1].let_go()
@@ -119,6 +120,7 @@ def test_a_bound_that_lets_more_through_than_comes_keeps_no_layer_waiting(bytes_
         for count in range(2):
             wait_until(lambda: len(transfer.calls) > count, "the next is asked for")  # noqa: B023 - at once
             transfer.calls[count][1].let_go()
+            mover.wait_layer(count)
         wait_until(lambda: len(transfer.calls) >= 2 + under_way, "what may be under way is")
         mover.cancel("r")
         for _, moving in transfer.calls[2:]:
