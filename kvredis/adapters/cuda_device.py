@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +22,7 @@ from .paged import PagedKV
 from .ring_device import Summing
 from .ring_index import Index, TorchIndex
 from .ring_plan import Extents, Launch
-from .tensors import event_on
+from .tensors import DeviceEvent, event_on
 
 logger = logging.getLogger(__name__)
 
@@ -35,25 +34,6 @@ _NUMBERS = 8192
 
 _UPLOADS = 4
 """Memory for so many uploads: one on its way waits behind copies of KV."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceEvent:
-    """An event that is asked on its own device. A thread that has chosen no device is on GPU 0, where the runtime makes
-    a context for whatever it is asked: half a GiB that another engine counts on."""
-
-    event: torch.cuda.Event
-    device: torch.device
-
-    def query(self) -> bool:
-        """Whether it has been passed."""
-        with torch.cuda.device(self.device):
-            return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-        with torch.cuda.device(self.device):
-            self.event.synchronize()
 
 
 class _Numbers:

@@ -1,8 +1,9 @@
 """A step's loads, layer by layer: attention of layer 0 begins when layer 0 is there, and the rest comes meanwhile.
 
 All chunks are leased first, then one layer of all of them moves after the other; while one is waited for, the next two
-are asked for already, so that a device is never idle. What an engine sees of it is the leasing and one layer, and
-of very many chunks layer 0 of the first moves while the next are leased. Asking costs the interpreter, which the engine
+are asked for already, so that a device is never idle. On a GPU the engine does not wait, but its stream does: it
+launches what reads a layer as soon as that is on its way. What an engine sees of it is the leasing and one layer, and
+of many chunks layer 0 of the first moves while the next are leased. Asking costs the interpreter, which the engine
 needs to launch its own kernels: so where layers come sooner than they are computed several move together, as many as
 the engine still has in hand. Where a lease is the bytes themselves (memory of this
 process, or of a server on this host) leasing takes microseconds; through a socket a whole block must have come before
@@ -17,9 +18,10 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -27,16 +29,20 @@ import torch
 from .chunk_loading import Intake, LeasedChunk, note_come
 from .later import Later
 from .moving_options import Errand, Means, PagedGroup
+from .ring_device import Event
 from .transfer import Layers, Moving, Part, layer_parts
 
 AHEAD = 2
 """Rows of layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking
 for more would delay."""
 
+AHEAD_OF_STREAM = 4
+"""The same where the engine's stream waits and not the engine: it launches one layer while the ones before come."""
+
 ROW_MAX = 8
 """Layers that move together at most: a load that is given up ends behind them."""
 
-FIRST_BYTES = 64 * 1024 * 1024
+FIRST_BYTES = 24 * 1024 * 1024
 """Layer 0 of the first chunks is asked for when it has so much, of the next when it has twice that, and so on: asking
 takes as long as a GPU copies 20 MB, in which less would have come."""
 
@@ -78,9 +84,12 @@ class _Planned:
 
 
 class LayerLoads(Later):
-    """The loads of one step: `run`, on the thread that loads, brings them; `wait_layer` is the engine's."""
+    """The loads of one step: `run`, on the thread that loads, brings them; `wait_layer` is the engine's, or with
+    `by_stream` `hold_back` is."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand], after: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, means: Means, errands: Sequence[Errand], after: torch.cuda.Event | None = None, *, by_stream: bool = False
+    ) -> None:
         """On a GPU the pages are free behind `after`."""
         super().__init__(0)
         self.errands = list(errands)
@@ -91,9 +100,16 @@ class LayerLoads(Later):
         self._after = after
         self._intake = Intake(means)
         self._places = places_of(means)
-        self._changed = threading.Condition()
+        self._by_stream = by_stream
+        self._changed = threading.Condition()  # of all below
+        self._under_way: deque[tuple[list[int], list[Moving]]] = deque()
+        """Rows of layers that have not come, and what of each is on its way."""
+        self._asked = 0
         self._come = 0
         self._reached = 0
+        """Layers that are asked for, have come, and that the engine has got to."""
+        self._marks: deque[tuple[int, Event]] = deque()
+        """The engine has got to so many when an event has been passed."""
         self._is_waited = False
         self._ended = False
         self._hashed = 0
@@ -115,42 +131,64 @@ class LayerLoads(Later):
             self._changed.wait_for(lambda: self._ended or self._come >= wanted)
             self._is_waited = False
 
+    def hold_back(self, place: int, stream: torch.cuda.Stream, mark: Event) -> None:
+        """Block until that layer of the model and all before it are on their way, or nothing more comes, and let what
+        the engine's stream is given from now on come behind them. `mark` is behind what it has been given before."""
+        wanted = bisect_right(self._places, place)
+        with self._changed:
+            self._marks.append((wanted, mark))
+            self._changed.wait_for(lambda: self._ended or self._asked >= wanted)
+            rows = [] if self._ended else [movings for row, movings in self._under_way if row[0] <= place]
+        for moving in chain.from_iterable(rows):
+            moving.precede(stream)
+
     def run(self) -> None:
         """Bring all layers; each errand's `come` is right when it ends. Raises what backend and transfer raise."""
         with self._means.bandwidth.row(is_load=True):
-            self._run()
+            try:
+                self._run()
+            finally:
+                for moving in (each for _, movings in self._under_way for each in movings):
+                    with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                        moving.wait()
+                for chunk in (chunk for load in self._loads for chunk in load.chunks):
+                    chunk.release()
+        self._intake.forget()
 
     def _run(self) -> None:
-        waiting: deque[tuple[list[int], list[Moving]]] = deque()
-        sent = 0
-        try:
-            while sent < len(self._places):
-                row = self._places[sent : sent + self._together()]
-                while waiting and self._means.bandwidth.waits(self._layer_bytes * len(row)):
-                    self._settle(waiting)  # or a layer that is there waited for the next one's turn
-                waiting.append((row, []))
-                if sent:
-                    self._send(row, waiting[-1][1])
-                else:
-                    self._begin(waiting[-1][1])
-                sent += len(row)
-                while waiting and (len(waiting) > min(AHEAD, self._come) or has_moved(waiting[0][1])):
-                    self._settle(waiting)
-            while waiting:
-                self._settle(waiting)
-            for load in self._loads:
-                self._judge(load)
-        finally:
-            for moving in (each for _, movings in waiting for each in movings):
-                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
-                    moving.wait()
-            for chunk in (chunk for load in self._loads for chunk in load.chunks):
-                chunk.release()
-        self._intake.forget()
+        self._ask(self._places[:1], self._send_first)
+        self._plan()
+        while self._asked < len(self._places):
+            while self._under_way and (len(self._under_way) > self._ahead or has_moved(self._under_way[0][1])):
+                self._settle()
+            row = self._places[self._asked : self._asked + self._together()]
+            while self._under_way and self._means.bandwidth.waits(self._layer_bytes * len(row)):
+                self._settle()  # or a layer that is there waited for the next one's turn
+            self._ask(row, partial(self._send, row))
+        while self._under_way:
+            self._settle()
+        for load in self._loads:
+            self._judge(load)
+
+    def _ask(self, row: list[int], send: Callable[[list[Moving]], None]) -> None:
+        """For these layers. What `send` gives of them is waited for, whatever happens."""
+        movings: list[Moving] = []
+        with self._changed:
+            self._under_way.append((row, movings))
+        send(movings)
+        with self._changed:
+            self._asked += len(row)
+            self._changed.notify_all()
+
+    @property
+    def _ahead(self) -> int:
+        return AHEAD_OF_STREAM if self._by_stream else min(AHEAD, self._come)
 
     def _together(self) -> int:
         """How many layers move next: as many as have come and the engine has not got to yet. Where loading is the
         slower there are none; with a bound no more than it lets through at once."""
+        while self._marks and self._marks[0][1].query():
+            self._reached = self._marks.popleft()[0]
         nbytes = max(self._layer_bytes, 1)
         most = self._means.bandwidth.piece_bytes(ROW_MAX * nbytes) // nbytes
         return max(min(self._come - self._reached, most), 1)
@@ -160,7 +198,7 @@ class LayerLoads(Later):
         """Of one layer of all chunks, once they are leased; of groups whose layers alternate somewhat more."""
         return sum(planned.nbytes for planned in self._planned.values())
 
-    def _begin(self, movings: list[Moving]) -> None:
+    def _send_first(self, movings: list[Moving]) -> None:
         """Lease all chunks, and ask for the first layer of those that have come while the next do."""
         left = sum(len(load.errand.moves) for load in self._loads)
         wanted, nbytes, fresh = FIRST_BYTES, 0, list[LeasedChunk]()
@@ -169,12 +207,15 @@ class LayerLoads(Later):
             nbytes += chunk.nbytes // self._means.groups[chunk.move.group].layout.layers
             left -= 1
             if nbytes >= wanted and left > len(fresh) // 2:
-                self._send_first(fresh, movings)
+                self._send_some(fresh, movings)
                 wanted, nbytes, fresh = 2 * wanted, 0, []
-        self._send_first(fresh, movings)
+        self._send_some(fresh, movings)
+
+    def _plan(self) -> None:
+        """The next layer, while the first is on its way."""
         for number, group in enumerate(self._means.groups):
             if any(group.layer_of(place) is not None for place in self._places[1:2]):
-                self._layers_of(number)  # while the first layer is on its way
+                self._layers_of(number)
 
     def _leased(self, load: _Load) -> Iterator[LeasedChunk]:
         moves = () if load.errand.cancelled or self.cancelled else load.errand.moves
@@ -188,7 +229,7 @@ class LayerLoads(Later):
                 if load.errand.cancelled or self.cancelled:
                     break
 
-    def _send_first(self, chunks: Sequence[LeasedChunk], movings: list[Moving]) -> None:
+    def _send_some(self, chunks: Sequence[LeasedChunk], movings: list[Moving]) -> None:
         """As `_send`, of the first layer of some chunks."""
         for number, group in enumerate(self._means.groups):
             layer = group.layer_of(self._places[0])
@@ -223,12 +264,12 @@ class LayerLoads(Later):
             self._planned[number] = planned
         return planned.layers, planned.nbytes
 
-    def _settle(self, waiting: "deque[tuple[list[int], list[Moving]]]") -> None:
-        row, movings = waiting[0]
+    def _settle(self) -> None:
+        row, movings = self._under_way[0]
         for moving in movings:
             moving.wait()
-        waiting.popleft()
         with self._changed:
+            self._under_way.popleft()
             self._come += len(row)
             self.loaded_s |= dict.fromkeys(row, time.monotonic())
             is_waited = self._is_waited

@@ -28,7 +28,7 @@ from .layer_loading import LayerLoads
 from .layer_storing import LayerStores
 from .moving_options import Counters, Errand, Finished, Least, Means, MovingOptions, StepLoads
 from .moving_options import PagedGroup as PagedGroup
-from .tensors import event_on
+from .tensors import DeviceEvent, event_on
 
 logger = logging.getLogger(__name__)
 
@@ -120,16 +120,22 @@ class ChunkMover:
         self._know(self._step_loads)
         self._step_loads = StepLoads([Errand(job.request, job.moves) for job in jobs], is_known=False)
         errands = [errand for errand in self._step_loads.errands if self._admit(errand)]
-        self._layer_loads = LayerLoads(self._means, errands, after) if errands else None
-        if self._layer_loads is not None:
-            self._submit(self._loader, self._layer_loads)
+        self._layer_loads = None
+        if errands:
+            loads = self._layer_loads = LayerLoads(self._means, errands, after, by_stream=self._stream is not None)
+            self._submit(self._loader, loads)
 
     def wait_layer(self, place: int) -> None:
         """Block until that layer of the model, and those before it, are in the pages of all chunks of `begin_layers`,
-        or it is known that they do not come."""
+        or it is known that they do not come. On a GPU until they are on their way: what the current stream is given
+        from now on comes behind them."""
         if self._layer_loads is not None:
             began_s = time.monotonic()
-            self._layer_loads.wait_layer(place)
+            stream = self._stream
+            if stream is None:
+                self._layer_loads.wait_layer(place)
+            else:
+                self._layer_loads.hold_back(place, stream, DeviceEvent(event_on(stream), stream.device))
             self.counters.add(layer_wait_seconds=time.monotonic() - began_s)
 
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
@@ -351,6 +357,12 @@ class ChunkMover:
             text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
             logger.info(text, verb, errand.tokens, errand.request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
 
-    def _launched(self) -> torch.cuda.Event | None:
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        """Where the engine computes; None on the CPU."""
         device = self._means.groups[0].paged.device
-        return event_on(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def _launched(self) -> torch.cuda.Event | None:
+        stream = self._stream
+        return None if stream is None else event_on(stream)

@@ -25,6 +25,10 @@ class Event(Protocol):
         """Wait for it."""
         ...
 
+    def wait(self, stream: Any) -> None:
+        """Let what the stream is given from now on come behind it."""
+        ...
+
 
 class Summing(Protocol):
     """Running checksums of chunks, by rows, whose bytes lie in staging buffers. `scratch` is a buffer's own."""

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .ring_device import Event
 from .transfer import Part
@@ -68,6 +69,13 @@ class RingMoving:
                 self._pass(mark)
         if self._moved < wanted and self.failure is not None:
             raise RuntimeError(f"copying KV failed: {self.failure}") from self.failure
+
+    def precede(self, stream: Any) -> None:
+        """As Moving.precede: behind the last event, which is behind the others."""
+        with self._lock:
+            mark = self._marks[-1] if self._marks else None
+        if mark is not None:
+            mark[1].wait(stream)
 
     def _look(self) -> None:
         while (mark := self._next()) is not None:

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -157,3 +158,26 @@ def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """An event that is asked on its own device. A thread that has chosen no device is on GPU 0, where the runtime makes
+    a context for whatever it is asked: half a GiB that another engine counts on."""
+
+    event: torch.cuda.Event
+    device: torch.device
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+        with torch.cuda.device(self.device):
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        with torch.cuda.device(self.device):
+            self.event.synchronize()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what the stream is given from now on come behind it."""
+        self.event.wait(stream)

@@ -74,6 +74,11 @@ class Moving(Protocol):
         failed: what has not moved then is undefined at its target."""
         ...
 
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Let what that stream is given from now on come behind all of it that has been asked for; waits for nothing,
+        and a failure is `wait`'s to tell."""
+        ...
+
 
 class Layers(Protocol):
     """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
@@ -102,7 +107,8 @@ class Transfer(Protocol):
         ...
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
-        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`."""
+        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`, or where `Moving.precede`
+        has put its reading."""
         ...
 
     def layers(self, parts: Sequence[Part]) -> Layers:
@@ -196,6 +202,9 @@ class Moved:
 
     def wait(self, parts: int | None = None) -> None:
         """At once."""
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """It is over."""
 
 
 class LayersByPart:

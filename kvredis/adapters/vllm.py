@@ -273,7 +273,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._worker.load(step, after, ahead=self._loads_ahead)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until that layer is there, where layers are loaded one by one."""
+        """Let what is launched from now on come behind that layer, where layers are loaded one by one."""
         if self._by_layers and not self._loads_ahead and self._worker is not None and layer_name in self._worker.places:
             self._worker.mover.wait_layer(self._worker.places[layer_name])
 

@@ -38,9 +38,11 @@ class LazyEvent:
         return self.passed
 
     def synchronize(self) -> None:
-        while not self.passed:
-            if not self.gpu.step():
-                raise AssertionError("all streams wait for one another")
+        while not self.passed:  # another thread may make it go on, too
+            assert self.gpu.step() or self.passed, "all streams wait for one another"
+
+    def wait(self, stream: LazyStream) -> None:
+        stream.queue.append(self)
 
 
 @dataclass(eq=False)

@@ -21,6 +21,7 @@ class LaterMoving:
         self._move = move
         self.gone = threading.Event()
         self.failure: RuntimeError | None = None
+        self.held_back: list[object] = []
 
     @property
     def done(self) -> bool:
@@ -34,6 +35,9 @@ class LaterMoving:
         assert self.gone.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
+
+    def precede(self, stream: object) -> None:
+        self.held_back.append(stream)
 
 
 class ManualTransfer(HostTransfer):

@@ -4,7 +4,6 @@ and nothing is held in the end.
 """
 
 import random
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,7 +18,7 @@ from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer import HostTransfer, Transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.backends.local import LocalBackend
-from tests.adapters.lazy_gpu import LazyEvent, LazyGpu, LazyStream
+from tests.adapters.lazy_gpu import LazyGpu
 from tests.adapters.paged_engine import PAGES_A_CHUNK, WAIT_S, PagedEngine, assert_rests, pages_in
 from tests.storage.small_store import small_store
 
@@ -29,33 +28,8 @@ CHUNKS = 4
 PAGES = 60
 
 
-class SharedEvent(LazyEvent):
-    """One whose stream another thread may have brought on."""
-
-    def synchronize(self) -> None:
-        while not self.passed:
-            assert self.gpu.step() or self.passed, "all streams wait for one another"
-
-
-class SharedGpu(LazyGpu):
-    """One that several threads ask to go on."""
-
-    def __init__(self, paged: PagedKV, seed: int) -> None:
-        super().__init__(paged, seed)
-        self._one = threading.RLock()
-
-    def step(self) -> bool:
-        with self._one:
-            return super().step()
-
-    def record(self, stream: LazyStream) -> LazyEvent:
-        event = SharedEvent(self)
-        stream.queue.append(lambda: setattr(event, "passed", True))
-        return event
-
-
 def on_lazy_gpu(paged: PagedKV) -> Transfer:
-    return RingTransfer(paged, SharedGpu(paged, paged.pages), slot_bytes=20_000, slots=2)
+    return RingTransfer(paged, LazyGpu(paged, paged.pages), slot_bytes=20_000, slots=2)
 
 
 FREE = 7

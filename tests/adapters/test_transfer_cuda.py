@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.cuda_device import DeviceEvent
 from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import event_on
+from kvredis.adapters.tensors import DeviceEvent, event_on
 from kvredis.adapters.transfer import Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.backends.shared_arena import SharedArena
