@@ -37,7 +37,8 @@ AHEAD = 2
 for more would delay."""
 
 AHEAD_OF_STREAM = 4
-"""The same where the engine's stream waits and not the engine: it launches one layer while the ones before come."""
+"""The same where the engine's stream waits and not the engine, which launches a layer while those before come; one
+behind layer 0, while it launches what reads that."""
 
 ROW_MAX = 8
 """Layers that move together at most: a load that is given up ends behind them."""
@@ -182,7 +183,7 @@ class LayerLoads(Later):
 
     @property
     def _ahead(self) -> int:
-        return AHEAD_OF_STREAM if self._by_stream else min(AHEAD, self._come)
+        return min(AHEAD_OF_STREAM, self._come + 1) if self._by_stream else min(AHEAD, self._come)
 
     def _together(self) -> int:
         """How many layers move next: as many as have come and the engine has not got to yet. Where loading is the
