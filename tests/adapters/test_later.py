@@ -172,9 +172,8 @@ def test_a_load_comes_behind_what_its_tensors_were_given_before_and_beside_what_
 ) -> None:
     backend.let(16)
     wanted, out = kv_of(), torch.empty_like(kv_of()).cuda()
-    assert engine.retrieve_later(TOKENS, torch.empty_like(out)).wait(
-        WAIT_S
-    )  # a kernel's first use waits for all others
+    first = engine.retrieve_later(TOKENS, torch.empty_like(out))
+    assert first.wait(WAIT_S)  # a kernel's first use waits for all others
     torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]  # the stream is busy
     out.fill_(7)
     load = engine.retrieve_later(TOKENS, out)
