@@ -5,6 +5,7 @@ looking, until it is there or a bound has passed.
 """
 
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,8 @@ class Terminal:
         shell = ["env", *(f"{name}={value}" for name, value in self._env.items()), "bash", "--norc", "--noprofile"]
         size = ["-x", str(columns), "-y", str(lines)]
         self._call("new-session", "-d", *size, *shell)
+        self._shell = int(self._call("display-message", "-p", "#{pane_pid}"))
+        self._shell_ends = os.pidfd_open(self._shell)
 
     def _call(self, *words: str) -> str:
         return subprocess.run(
@@ -102,8 +105,7 @@ class Terminal:
 
     def child(self) -> int:
         """The process that the shell is waiting for."""
-        shell = self._call("display-message", "-p", "#{pane_pid}").strip()
-        (child,) = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+        (child,) = Path(f"/proc/{self._shell}/task/{self._shell}/children").read_text().split()
         return int(child)
 
     def __enter__(self) -> Self:
@@ -113,7 +115,10 @@ class Terminal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False, timeout=WAIT_S)
-        self._folder.cleanup()
+        ended, *_ = select.select([self._shell_ends], [], [], WAIT_S)
+        os.close(self._shell_ends)
+        assert ended, "the shell goes on without its terminal"
+        self._folder.cleanup()  # not before: as its last the shell writes its history there
 
 
 @contextmanager
