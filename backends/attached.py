@@ -120,6 +120,7 @@ class AttachedConnection(Connection):
         "_sending",
         "_side",
         "longest_bytes",
+        "waits_for_disk",
     )
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
@@ -137,6 +138,8 @@ class AttachedConnection(Connection):
         self._released_bytes = RELEASED_BYTES
         self.longest_bytes = -1
         """Of the values that the last load has leased, and most likely of the next one's; -1: there was none."""
+        self.waits_for_disk = True
+        """Whether an answer to KV.LEASE may wait for the server's disk, and for room; it need not say."""
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
@@ -154,6 +157,7 @@ class AttachedConnection(Connection):
                 raise self.broken(f"not an answer to KV.ATTACH: {len(came)} descriptors and {str(reply)[:100]}")
             self._arena = shared_arena(run_id, came[0], nbytes, page_lock=page_lock)
             self._limit_ms = limit_ms
+            self.waits_for_disk = said.get("disk") != 0
             self._released_bytes = max(RELEASED_BYTES, nbytes // RELEASED_PART)
             self._side = socket.socket(fileno=came[1])
             came.pop()  # the socket has it now

@@ -343,6 +343,7 @@ class Lane:
                     (bulk("pages"), bulk(arena.pages)),
                     (bulk("lease-ms"), integer(self.lease_ms)),
                     (bulk("lease-ms-max"), integer(LEASE_MS_MAX)),
+                    (bulk("disk"), integer(int(self._server.store.tiering is not None))),
                 ],
             )
         )

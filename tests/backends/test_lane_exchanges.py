@@ -50,6 +50,27 @@ def test_a_load_that_knows_the_length_of_blocks_asks_once_and_waits_once(
     assert len(calls) <= 4, "the answers come together, or one by one"
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_server_says_whether_leases_may_wait_for_its_disk(
+    has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, attach = [], AttachedConnection.attach
+
+    def noted(connection: AttachedConnection, run_id: str, *, page_lock: bool = False) -> None:
+        attach(connection, run_id, page_lock=page_lock)
+        found.append(connection.waits_for_disk)
+
+    monkeypatch.setattr(AttachedConnection, "attach", noted)
+    disk = ["--local-disk", f"{tmp_path}/disk", "--max-local-disk-size", "64MB"] if has_disk else []
+    server = start_server("kvredis", tmp_path, *disk)
+    try:
+        with closing(RemoteBackend(parse_url(lane_url(server)), small_store())) as backend:
+            assert backend.match([b"k"]) == 0
+    finally:
+        server.kill()
+    assert set(found) == {has_disk}
+
+
 def test_many_loads_from_disk_at_once_do_not_wait_for_each_others_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

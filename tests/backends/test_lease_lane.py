@@ -12,7 +12,7 @@ import pytest
 
 from kvredis.backends import attached, lease_lane
 from kvredis.backends.attached import AttachedConnection, SharedLease
-from kvredis.backends.lease_lane import LeaseLane
+from kvredis.backends.lease_lane import LeaseLane, leases_for
 from kvredis.backends.shared_arena import SharedArena
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
@@ -147,6 +147,19 @@ def test_long_keys_are_asked_for_in_as_many_turns_as_a_socket_takes_without_bein
         lane = LeaseLane(connection, [b"%4000d" % number for number in range(1000)], keep=False)
         lane.ask(1)  # raises if that waits for the server, which may be waiting for us to read
         assert 1 < lane.asked < 1000
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("length_mib", "arena_gib", "waits_for_disk", "wanted"),
+    [(32, 5, True, (8, 8)), (32, 5, False, (8, 40)), (32, 128, True, (8, 64)), (32, 128, False, (8, 64))],
+)
+def test_all_leases_of_a_load_are_asked_for_ahead_where_none_waits_for_a_disk(
+    length_mib: int, arena_gib: int, waits_for_disk: bool, wanted: tuple[int, int]
+) -> None:
+    assert leases_for(length_mib << 20, arena_gib * GIB, waits_for_disk) == wanted
 
 
 def test_one_load_of_short_values_does_not_make_the_next_ask_for_many_long_ones() -> None:

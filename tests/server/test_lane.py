@@ -90,6 +90,7 @@ def test_who_attaches_sees_the_arena_and_is_told_what_it_is(loop: str, tmp_path:
                 b"pages": b"memfd-4KiB",
                 b"lease-ms": 4321,
                 b"lease-ms-max": 600_000,
+                b"disk": 0,
             }
             assert os.get_inheritable(client.arena_fd) is False
             found = os.fstat(client.arena_fd)
@@ -107,7 +108,7 @@ def test_one_who_speaks_resp3_is_told_a_map(loop: str, tmp_path: Path) -> None:
             await client.send_raw(b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n*2\r\n$4\r\nECHO\r\n$3\r\nend\r\n")
             while await client.read_line() != b"end\r\n":
                 pass
-            assert await client.ask("KV.ATTACH") == b"%5\r\n"
+            assert await client.ask("KV.ATTACH") == b"%6\r\n"
 
     run_on(loop, story())
 
