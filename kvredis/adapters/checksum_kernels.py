@@ -161,9 +161,11 @@ class TritonSums:
         """Call the compiled kernel itself, as TritonIndex does, where the tensors are aligned as those it was compiled
         with."""
         compiled = self._compiled.get(kernel)
-        if compiled is not None and not any(each.data_ptr() % 16 for each in arguments[:3]):
-            compiled[programs, 1, 1](*arguments, stream=stream.cuda_stream)
-            return
+        if compiled is not None:
+            given = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+            if not (given[0] | given[1] | given[2]) % 16:
+                compiled[programs, 1, 1](*given, stream=stream.cuda_stream)
+                return
         views = (arguments[0].view(torch.int64), *arguments[1:])
         if stream is None:
             self._compiled[kernel] = kernel[(programs,)](*views, num_warps=warps)

@@ -29,12 +29,14 @@ _AVALANCHE: Final = 0x165667919E3779F9
 _ALL: Final = (1 << 64) - 1
 
 
+_KEYS: Final = [int.from_bytes(SECRET[at : at + 8], "little") for at in range(_MERGE, _MERGE + 8 * LANES, 8)]
+
+
 def digest_of(lanes: Sequence[int], nbytes: int) -> int:
     """The checksum of `nbytes` bytes whose last lanes these are."""
-    keys = [int.from_bytes(SECRET[at : at + 8], "little") for at in range(_MERGE, _MERGE + 8 * LANES, 8)]
     total = nbytes * _PRIMES_64[0]
     for pair in range(0, LANES, 2):
-        product = (lanes[pair] ^ keys[pair]) * (lanes[pair + 1] ^ keys[pair + 1])
+        product = (lanes[pair] ^ _KEYS[pair]) * (lanes[pair + 1] ^ _KEYS[pair + 1])
         total += (product & _ALL) ^ (product >> 64)
     total &= _ALL
     total = (total ^ (total >> 37)) * _AVALANCHE & _ALL

@@ -121,14 +121,14 @@ class CudaDevice:
     ) -> None:
         """As Device.gather."""
         for launch in launches:
-            self._index.gather(launch, slot, pages)
+            self._index.gather(launch, slot, pages, stream.cuda_stream)
 
     def scatter(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         """As Device.scatter."""
         for launch in launches:
-            self._index.scatter(launch, slot, pages)
+            self._index.scatter(launch, slot, pages, stream.cuda_stream)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
         """As Device.copy_out."""

@@ -12,14 +12,14 @@ from .ring_plan import Launch
 
 
 class Index(Protocol):
-    """Runs what a Launch says on the current stream. `slot` is a buffer's bytes, `pages` the job's page numbers, both
-    where the KV is; nobody waits."""
+    """Runs what a Launch says on the current stream, whose handle `stream` is on a GPU. `slot` is a buffer's bytes,
+    `pages` the job's page numbers, both where the KV is; nobody waits."""
 
-    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """Copy from the engine's pages into the buffer."""
         ...
 
-    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """Copy from the buffer into the engine's pages."""
         ...
 
@@ -35,7 +35,7 @@ class TorchIndex:
         self._unit_bytes = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
 
     @torch.no_grad()
-    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """As Index.gather."""
         for layer, units, chosen in self._steps(launch, slot, pages):
             found = layer[:, chosen]  # index_select may copy a whole layer first, where it is not contiguous
@@ -43,7 +43,7 @@ class TorchIndex:
             units.copy_(found.view(planes, parts, some, *self._unit_shape).transpose(0, 1))
 
     @torch.no_grad()
-    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """As Index.scatter."""
         for layer, units, chosen in self._steps(launch, slot, pages):
             layer.index_copy_(1, chosen, units.transpose(0, 1).flatten(1, 2))

@@ -9,7 +9,7 @@ is done, by what Python does in C, and for each buffer nothing by numpy, whose c
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import mul
@@ -88,6 +88,8 @@ class Plan:
     """Of each part, where its checksum is kept (transfer.py); None where none is wanted."""
     is_layered: bool
     """Whether some parts are layers of chunks."""
+    locked: dict[int, bool] = field(default_factory=dict)
+    """Whether memory that lenders have lent is page-locked, as far as the device was asked, by their identity."""
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> Iterator[Span]:
         """Give what each staging buffer holds, one after another; see spans_of. A part is cut between two layers where
@@ -222,7 +224,10 @@ class LayerPlans:
             for whole, part in zip(chunks, self.parts, strict=True)
         ):
             raise LayoutError("only whole chunks move by layers")
+        self.nbytes = sum(memory.nbytes for memory in self._first.memories)
+        """Of one layer."""
         self._layers = range(len(paged.layers))
+        self._locked: dict[int, bool] = {}
         self._spans: dict[tuple[int, int], list[Span]] = {}
         self._launches: dict[Span, list[Launch]] = {}
         self._extents: dict[Span, tuple[Extents, Addresses]] = {}
@@ -232,7 +237,8 @@ class LayerPlans:
         """The plan of that layer. Raises LayoutError where there is none."""
         if layer not in self._layers:
             raise LayoutError(f"there is no layer {layer} among {len(self._layers)}")
-        return LayerPlan(self, self._first, layer)
+        self._locked = {lender: True for lender, is_so in self._locked.items() if is_so}  # else it may be by now
+        return LayerPlan(self, self._first, layer, self._locked)
 
     def slots(self, slot_bytes: int, first_share: int) -> list[Span]:
         """As Plan.slots."""
@@ -270,7 +276,8 @@ class LayerPlan:
 
     is_layered = True
 
-    def __init__(self, plans: LayerPlans, first: Plan, layer: int) -> None:
+    def __init__(self, plans: LayerPlans, first: Plan, layer: int, locked: dict[int, bool]) -> None:
+        self.locked = locked
         self.memories = first.memories
         self.units = first.units
         self.rows = first.rows

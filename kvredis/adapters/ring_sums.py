@@ -33,7 +33,7 @@ class RingSum:
         if sums is not None:
             if self.event is None:
                 raise RuntimeError("no byte of this chunk has passed the GPU")
-            self.event.synchronize()
+            sums.wait(self.event)
             self._digest = sums.summing.digest(self.row, self._nbytes)
             self._end()
         return self._digest
@@ -58,6 +58,7 @@ class RingSums:
 
     def __init__(self, summing: Summing, rows: int) -> None:
         self.summing = summing
+        self._passed: Event | None = None
         self._free = deque(range(rows))
         self._taken: dict[int, RingSum] = {}
 
@@ -75,6 +76,13 @@ class RingSums:
         for row in rows:
             if row != NO_ROW:
                 self._taken[row].event = event
+
+    def wait(self, event: Event) -> None:
+        """Wait until that has been passed; the device is asked once where many rows end behind the same. Raises
+        RuntimeError when it failed."""
+        if event is not self._passed:
+            event.synchronize()
+            self._passed = event
 
     def give_back(self, row: int) -> None:
         """Nothing is enqueued for it any more, and nobody asks."""

@@ -24,25 +24,26 @@ from kvredis.storage.errors import LayoutError
 from .paged import PagedKV
 from .ring_device import Device, Event
 from .ring_moving import RingMoving
-from .ring_plan import Launch, LayerPlan, LayerPlans, Plan, Span, plan
+from .ring_plan import Launch, LayerPlan, LayerPlans, Numbers, Plan, Span, plan
 from .ring_sums import RingSum, RingSums
 from .transfer import Moving, Part, check_writable, layer_parts
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = 32 * 1024 * 1024
-SLOTS: Final = 3
-"""Three buffers of 32 MiB a direction are as fast as two of 64 (measured), and a quarter less of the GPU's memory."""
+SLOT_BYTES: Final = 64 * 1024 * 1024
+SLOTS: Final = 2
+"""Three buffers of 32 MiB a direction move as much and take a quarter less of the GPU's memory, but asking takes twice
+as long, and that takes the interpreter from the engine: beside vLLM 1.7 ms for 60 MiB of a step's layer (profiled)."""
 HEAD_PARTS: Final = 48
 """Of more parts than that, so many go first: 512 take 0.2 ms to plan, in which nothing was copied."""
 ROWS: Final = 4096
 """Chunks whose checksums are found at a time, both ways together; 64 bytes each."""
 
-FIRST_OUT: Final = 4
-"""The first buffer of a store that finds the ring at rest is filled to a quarter: nothing is copied before it is
+FIRST_OUT: Final = 8
+"""The first buffer of a store that finds the ring at rest is filled to an eighth: nothing is copied before it is
 gathered. Copying as much takes as long as planning and gathering the next."""
-FIRST_IN: Final = 2
-"""A load's to a half: it waits for no kernel, only until its copies are listed."""
+FIRST_IN: Final = 4
+"""A load's to a quarter: it waits for no kernel, only until its copies are listed."""
 
 AnyPlan = Plan | LayerPlan
 
@@ -73,6 +74,8 @@ class RingTransfer:
         self._store = _Way(device, slots, nbytes, self._sums, out=True)
         self._load = _Way(device, slots, nbytes, self._sums, out=False)
         self._closed = False
+        self.slot_bytes = nbytes
+        """Of each staging buffer."""
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.store."""
@@ -90,9 +93,9 @@ class RingTransfer:
         """One layer of what was planned."""
         return self._begin(self._store, plans.parts, iter([plans.at(layer)]), after)
 
-    def load_layer(self, plans: LayerPlans, layer: int, after: Any) -> Moving:
-        """The same."""
-        return self._begin(self._load, plans.parts, iter([plans.at(layer)]), after)
+    def load_layers(self, plans: LayerPlans, layers: range, after: Any) -> Moving:
+        """The same of several, one behind the other."""
+        return self._begin(self._load, plans.parts * len(layers), map(plans.at, layers), after)
 
     def sum_of(self, nbytes: int) -> RingSum | None:
         """As Transfer.sum_of."""
@@ -118,8 +121,9 @@ class RingTransfer:
             if self._closed:
                 raise RuntimeError("the transfer is closed")
             way.run(job, after, moving)
-            before = len(job.memories)
-            for job in jobs:
+            before = 0
+            for following in jobs:
+                before, job = before + len(job.memories), following
                 way.run(job, after, moving, before)
             moving.add(len(parts), None)
         except LayoutError:  # of its pages, or of the second half: a copy is on its way
@@ -148,9 +152,9 @@ class RingLayers:
         return self._ring.store_layer(self._plans, layer, after)
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load. Several are planned for themselves: what adjoins in a chunk is one copy then."""
-        if count == 1:
-            return self._ring.load_layer(self._plans, layer, after)
+        """As Layers.load. Several small ones are planned for themselves: what adjoins in a chunk is one copy then."""
+        if count == 1 or 2 * self._plans.nbytes > self._ring.slot_bytes:
+            return self._ring.load_layers(self._plans, range(layer, layer + count), after)
         return self._ring.load(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)
 
 
@@ -180,6 +184,8 @@ class _Way:
         self._copies = device.stream()
         self._ring: list[_Slot] = []
         self._next = 0
+        self._uploaded: tuple[Numbers, torch.Tensor] | None = None
+        """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
         self._warned = False
 
     def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0) -> None:
@@ -194,7 +200,7 @@ class _Way:
                     self._in(job, after, moving, before)
 
     def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
-        device, known = self._device, dict[int, bool]()
+        device, known = self._device, job.locked
         pages = self._pages(job, after, moving)
         for span in job.slots(self._nbytes, FIRST_OUT if self._rests else 1):
             slot = self._slot()
@@ -210,7 +216,7 @@ class _Way:
             moving.add(before + job.parts_before(span.stop), slot.free)
 
     def _in(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
-        device, known = self._device, dict[int, bool]()
+        device, known = self._device, job.locked
         pages = None
         for span in job.slots(self._nbytes, FIRST_IN if self._rests else 1):
             slot = self._slot()
@@ -223,20 +229,23 @@ class _Way:
                 pages = self._pages(job, after, moving)
             launches = job.launches(span)
             device.scatter(launches, slot.buffer, pages, self._kernels)
-            self._sum(job, span, launches, slot, pages)
-            slot.free = device.record(self._kernels)
-            moving.add(before + job.parts_before(span.stop), slot.free)
+            moved = slot.free = device.record(self._kernels)
+            slot.free = self._sum(job, span, launches, slot, pages) or moved
+            moving.add(before + job.parts_before(span.stop), moved)
 
-    def _sum(self, job: AnyPlan, span: Span, launches: Sequence[Launch], slot: _Slot, pages: torch.Tensor) -> None:
+    def _sum(
+        self, job: AnyPlan, span: Span, launches: Sequence[Launch], slot: _Slot, pages: torch.Tensor
+    ) -> Event | None:
         """Add the bytes of a buffer to their chunks' checksums: beside the copies and the next buffers' kernels, but
-        behind what came before of the same chunk."""
+        behind what came before of the same chunk. Give the event behind which they have been read."""
         if job.rows is None or self._sums is None or slot.scratch is None:
-            return
+            return None
         device = self._device
         if slot.summed is not None:
             device.wait(self._kernels, slot.summed)
         self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.rows_at, self._kernels)
-        device.behind(slot.sums, self._kernels)
+        read = device.record(self._kernels)
+        device.wait(slot.sums, read)
         if self._summed is not None and (launches[0].start or job.is_layered):
             device.wait(slot.sums, self._summed)
         try:
@@ -245,6 +254,7 @@ class _Way:
             slot.summed = self._summed = device.record(slot.sums)
             held = job.held(span)
             self._sums.found(job.rows[held.start : held.stop], slot.summed)
+        return read
 
     def _made_slot(self) -> _Slot:
         slot = _Slot(self._device.buffer(self._nbytes))
@@ -253,8 +263,11 @@ class _Way:
         return slot
 
     def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
-        """Bring page numbers there; kernels come behind `after` from now on."""
-        pages = self._device.upload(job.numbers, self._kernels)
+        """Bring page numbers there, unless they are the last that were; kernels come behind `after` from now on."""
+        if self._uploaded is None or self._uploaded[0] is not job.numbers:
+            self._uploaded = None  # whatever happens
+            self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
+        pages = self._uploaded[1]
         moving.hold.append(pages)
         if after is not None:
             self._device.wait(self._kernels, after)

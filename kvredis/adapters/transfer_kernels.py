@@ -71,6 +71,7 @@ class TritonIndex:
         self._tiles = triton.cdiv(unit, tile)
         self._word = INTEGERS[word]
         self._addresses = torch.tensor([layer.data_ptr() for layer in paged.layers], device=paged.device)
+        self._addresses_at = self._addresses.data_ptr()
         self._strides = strides
         self._constants = (paged.planes, unit, heads, dim, tile, _TL_INTEGERS[word])
         nothing = Launch(slot_unit=0, total=0, start=0, units=1, pages=1, first_page=0, layer=0)
@@ -79,48 +80,50 @@ class TritonIndex:
         self._compiled: dict[bool, Any] = {}
         for scatter in (False, True):
             self._compiled[scatter] = self._launch_slowly(nothing, room, pages, scatter=scatter)
+        stream = torch.cuda.current_stream(paged.device).cuda_stream if paged.device.type == "cuda" else 0
         try:
             for scatter in (False, True):
-                self._launch(nothing, room, pages, scatter=scatter)
-            is_right = self._reads_right(paged, room, pages)
+                self._launch(nothing, room, pages, stream, scatter=scatter)
+            is_right = self._reads_right(paged, room, pages, stream)
         except Exception as error:  # whatever another release's launcher says to our arguments
             logger.info("Triton's compiled kernels are not called directly: %s", error)
             is_right = False
         if not is_right:
             self._compiled = {}
 
-    def _reads_right(self, paged: PagedKV, room: torch.Tensor, pages: torch.Tensor) -> bool:
+    def _reads_right(self, paged: PagedKV, room: torch.Tensor, pages: torch.Tensor, stream: int) -> bool:
         """Whether arguments arrive where the kernel looks for them: it reads one page, as torch does."""
         pages.zero_()
         room.zero_()
         last = len(paged.layers) - 1
-        self._launch(Launch(slot_unit=0, total=1, start=0, units=1, pages=1, first_page=0, layer=last), room, pages,
-                     scatter=False)  # fmt: skip
+        one = Launch(slot_unit=0, total=1, start=0, units=1, pages=1, first_page=0, layer=last)
+        self._launch(one, room, pages, stream, scatter=False)
         wanted = paged.layers[last][0, 0].contiguous().view(-1).view(torch.uint8)
         if torch.equal(room, wanted):
             return True
         logger.warning("Triton's compiled kernels are not called directly: a page that was read is another's")
         return False
 
-    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """As Index.gather."""
-        self._launch(launch, slot, pages, scatter=False)
+        self._launch(launch, slot, pages, stream, scatter=False)
 
-    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor) -> None:
+    def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """As Index.scatter."""
-        self._launch(launch, slot, pages, scatter=True)
+        self._launch(launch, slot, pages, stream, scatter=True)
 
-    def _launch(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> None:
-        """Call the compiled kernel itself: finding it again by its arguments' types costs Triton more than the launch.
-        It may expect addresses that are multiples of 16, as those that it was compiled with are."""
-        compiled = self._compiled.get(scatter)
-        if compiled is None or (slot.data_ptr() | pages.data_ptr()) % _ALIGNED:
+    def _launch(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int, *, scatter: bool) -> None:
+        """Call the compiled kernel itself, with addresses and the stream's handle: finding it again by its arguments'
+        types costs Triton more than the launch, and of each tensor it would ask the driver where that is. It may expect
+        addresses that are multiples of 16, as those that it was compiled with are."""
+        compiled, slot_at, pages_at = self._compiled.get(scatter), slot.data_ptr(), pages.data_ptr()
+        if compiled is None or (slot_at | pages_at) % _ALIGNED:
             self._launch_slowly(launch, slot, pages, scatter=scatter)
             return
         slot_unit, total, start, units, page_count, first, layer, _ = launch
         compiled[total, self._tiles, 1](
-            self._addresses, pages, slot, slot_unit, units, start, page_count, first, layer,
-            *self._strides, *self._constants, scatter,
+            self._addresses_at, pages_at, slot_at, slot_unit, units, start, page_count, first, layer,
+            *self._strides, *self._constants, scatter, stream=stream,
         )  # fmt: skip
 
     def _launch_slowly(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, *, scatter: bool) -> Any:

@@ -64,6 +64,7 @@ class LazyGpu:
         self._numbers: dict[int, torch.Tensor] = {}
         self.locked = True
         self.asked_about = 0
+        self.uploads = 0
         self.copies: list[int] = []
         self.copies_until_failure = -1
 
@@ -109,6 +110,7 @@ class LazyGpu:
     def upload(self, numbers: npt.NDArray[np.int64], stream: LazyStream) -> torch.Tensor:
         assert stream is self._current
         assert stream.uploads
+        self.uploads += 1
         there = self._numbers.setdefault(id(stream), torch.zeros(4096, dtype=torch.int64))[: len(numbers)]  # as a GPU's
         kept = torch.from_numpy(numbers.copy())
         stream.queue.append(partial(there.copy_, kept))

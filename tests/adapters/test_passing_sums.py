@@ -19,7 +19,7 @@ from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingLayers, RingTransfer
 
 from .fake_backend import FakeBackend
-from .lazy_gpu import LazyGpu
+from .lazy_gpu import LazyEvent, LazyGpu
 from .paged_engine import CHUNK, PagedEngine, block_for, mover_on, moves_of
 from .paged_layouts import LAYOUTS, block_of, planes_first
 
@@ -306,3 +306,20 @@ def test_on_a_gpu_large_chunks_have_their_sums_whole_and_by_layers(slot_mib: int
             moving.wait()
         assert [each.result() for each in sums] == wanted
         assert [bytes(part.memory) for part in out] == [bytes(part.memory) for part in parts]
+
+
+def test_the_device_is_asked_once_where_many_sums_end_behind_the_same_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = made_layers()
+    transfer, _ = ring(layers, units=400)
+    parts, sums = summed(transfer, [1] * 12)
+    transfer.load(parts).wait()
+    asked: list[LazyEvent] = []
+    synchronize = LazyEvent.synchronize
+
+    def noted(event: LazyEvent) -> None:
+        asked.append(event)
+        synchronize(event)
+
+    monkeypatch.setattr(LazyEvent, "synchronize", noted)
+    assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
+    assert len(asked) == len({id(each.event) for each in sums}) < len(sums)

@@ -161,7 +161,7 @@ def test_small_parts_share_a_buffer_and_large_ones_are_cut() -> None:
     layers = made_layers()
     transfer, gpu = ring(layers, units=96)
     transfer.store(parts_of(layers, [1] * 30)).wait()
-    assert gpu.copies == [4, 16, 10]  # parts of 6 units, in buffers of 96, the first of 24
+    assert gpu.copies == [2, 16, 12]  # parts of 6 units, in buffers of 96, the first of 12
     gpu.copies.clear()
     transfer.store(parts_of(layers, [40])).wait()
     assert len(gpu.copies) >= 3
@@ -346,3 +346,35 @@ def test_parts_without_pages_are_no_copies_of_a_layer_either() -> None:
         planned.store(layer).wait()
     assert all(true(layers, part) for part in parts)
     assert gpu.copies == [1, 2] * 3  # the first buffer is filled to a part
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_layers_of_the_same_chunks_are_asked_for_without_saying_again_what_is_the_same(is_large: bool) -> None:
+    layers = made_layers(6)
+    transfer, gpu = ring(layers, units=20 if is_large else 200)  # a layer of all has 24
+    parts = parts_of(layers, [4, 4, 4])
+    transfer.store(parts).wait()
+    for layer in layers:
+        layer.zero_()
+    gpu.uploads = gpu.asked_about = 0
+    planned = transfer.layers(parts)
+    for first, count in ((0, 1), (1, 2), (3, 3)):
+        planned.load(first, count).wait()
+    assert all(true(layers, part) for part in parts)
+    assert any(map(any, (part.memory for part in parts)))
+    if is_large:  # several are one behind the other
+        assert (gpu.uploads, gpu.asked_about) == (1, 3), "each part lends memory of its own"
+    else:  # several are planned for themselves, since layers of a chunk adjoin
+        assert gpu.uploads == 3
+
+
+def test_memory_that_is_locked_meanwhile_is_found_so_by_the_next_layer(caplog: pytest.LogCaptureFixture) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, units=200)
+    planned, gpu.locked = transfer.layers(parts_of(layers, [2])), False
+    with caplog.at_level(logging.WARNING):
+        planned.load(0).wait()
+    gpu.locked = True  # the double asserts that copies are told so
+    planned.load(1).wait()
+    planned.load(2).wait()
+    assert gpu.asked_about == 2
