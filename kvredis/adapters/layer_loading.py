@@ -18,7 +18,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +28,10 @@ import torch
 
 from .chunk_loading import Intake, LeasedChunk, note_come
 from .later import Later
-from .moving_options import Errand, Means, PagedGroup
+from .leases_ahead import LeasesAhead, PlannedLayers, parts_of, plan_layers
+from .moving_options import Errand, Means
 from .ring_device import Event
-from .transfer import Layers, Moving, Part, layer_parts
+from .transfer import Layers, Moving, layer_parts
 
 AHEAD = 2
 """Rows of layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking
@@ -62,26 +63,10 @@ def has_moved(movings: Sequence[Moving]) -> bool:
     return all(moving.done for moving in movings)
 
 
-def parts_of(group: PagedGroup, number: int, chunks: Iterable[LeasedChunk]) -> list[Part]:
-    """Those chunks that are of this group, which has this number."""
-    return [
-        Part(chunk.move.pages, chunk.block.tensor, row=chunk.verdict.row_in(group.transfer, chunk.block.tensor))
-        for chunk in chunks
-        if chunk.move.group == number
-    ]
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     errand: Errand
     chunks: list[LeasedChunk] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    loads: tuple[_Load, ...]
-    layers: Layers | None
-    nbytes: int
 
 
 class LayerLoads(Later):
@@ -89,9 +74,15 @@ class LayerLoads(Later):
     `by_stream` `hold_back` is."""
 
     def __init__(
-        self, means: Means, errands: Sequence[Errand], after: torch.cuda.Event | None = None, *, by_stream: bool = False
+        self,
+        means: Means,
+        errands: Sequence[Errand],
+        after: torch.cuda.Event | None = None,
+        *,
+        by_stream: bool = False,
+        ahead: LeasesAhead | None = None,
     ) -> None:
-        """On a GPU the pages are free behind `after`."""
+        """On a GPU the pages are free behind `after`. The errands' chunks may have been leased `ahead`."""
         super().__init__(0)
         self.errands = list(errands)
         self._loads = [_Load(errand) for errand in errands]
@@ -99,7 +90,8 @@ class LayerLoads(Later):
         """When each layer had come (time.monotonic)."""
         self._means = means
         self._after = after
-        self._intake = Intake(means)
+        self._ahead_leases = ahead
+        self._intake = Intake(means) if ahead is None else ahead.intake
         self._places = places_of(means)
         self._by_stream = by_stream
         self._changed = threading.Condition()  # of all below
@@ -114,13 +106,16 @@ class LayerLoads(Later):
         self._is_waited = False
         self._ended = False
         self._hashed = 0
-        self._planned: dict[int, _Planned] = {}
+        self._planned: dict[int, tuple[tuple[_Load, ...], PlannedLayers]] = {}
+        """Of each group, with the loads that it is of."""
 
     def end(self, tokens: int) -> None:
         """As Later.end; nobody waits for a layer any more."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+        if self._ahead_leases is not None:  # which are still there if this was never run
+            self._ahead_leases.drop()
         super().end(tokens)
 
     def wait_layer(self, place: int) -> None:
@@ -197,10 +192,14 @@ class LayerLoads(Later):
     @property
     def _layer_bytes(self) -> int:
         """Of one layer of all chunks, once they are leased; of groups whose layers alternate somewhat more."""
-        return sum(planned.nbytes for planned in self._planned.values())
+        return sum(planned.nbytes for _, planned in self._planned.values())
 
     def _send_first(self, movings: list[Moving]) -> None:
-        """Lease all chunks, and ask for the first layer of those that have come while the next do."""
+        """Lease all chunks, and ask for the first layer of those that have come while the next do; of all at once where
+        they are leased."""
+        if self._take_over():
+            self._send(self._places[:1], movings)
+            return
         left = sum(len(load.errand.moves) for load in self._loads)
         wanted, nbytes, fresh = FIRST_BYTES, 0, list[LeasedChunk]()
         for chunk in chain.from_iterable(map(self._leased, self._loads)):
@@ -211,6 +210,19 @@ class LayerLoads(Later):
                 self._send_some(fresh, movings)
                 wanted, nbytes, fresh = 2 * wanted, 0, []
         self._send_some(fresh, movings)
+
+    def _take_over(self) -> bool:
+        """Take what was leased ahead; False where nothing was."""
+        ahead = self._ahead_leases
+        chunks = None if ahead is None else ahead.take()
+        if ahead is None or chunks is None:
+            return False
+        for load, mine in zip(self._loads, chunks, strict=True):
+            load.chunks = mine
+        self._means.counters.add(leased_ahead_chunks=sum(map(len, chunks)))
+        loads = tuple(self._loads)
+        self._planned = {number: (loads, planned) for number, planned in enumerate(ahead.planned)}
+        return True
 
     def _plan(self) -> None:
         """The next layer, while the first is on its way."""
@@ -256,13 +268,11 @@ class LayerLoads(Later):
     def _layers_of(self, number: int) -> tuple[Layers | None, int]:
         """All chunks of a group that are wanted still, and a layer's bytes of them; planned anew when fewer are."""
         wanted = () if self.cancelled else tuple(load for load in self._loads if not load.errand.cancelled)
-        planned = self._planned.get(number)
-        if planned is None or planned.loads != wanted:
-            group = self._means.groups[number]
-            parts = parts_of(group, number, chain.from_iterable(load.chunks for load in wanted))
-            nbytes = sum(part.memory.nbytes for part in parts) // group.layout.layers
-            planned = _Planned(wanted, group.transfer.layers(parts) if parts else None, nbytes)
-            self._planned[number] = planned
+        loads, planned = self._planned.get(number, (None, None))
+        if planned is None or loads != wanted:
+            chunks = chain.from_iterable(load.chunks for load in wanted)
+            planned = plan_layers(self._means.groups[number], number, chunks)
+            self._planned[number] = wanted, planned
         return planned.layers, planned.nbytes
 
     def _settle(self) -> None:

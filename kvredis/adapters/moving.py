@@ -26,6 +26,7 @@ from .chunk_storing import ChunkStoring
 from .later import Behind, Later
 from .layer_loading import LayerLoads
 from .layer_storing import LayerStores
+from .leases_ahead import LeasesAhead, NextLeases
 from .moving_options import Counters, Errand, Finished, Least, Means, MovingOptions, StepLoads
 from .moving_options import PagedGroup as PagedGroup
 from .tensors import DeviceEvent, event_on
@@ -55,8 +56,8 @@ class ChunkMover:
         self.counters = Counters()
         bandwidth, checking = Bandwidth(self.options.bytes_per_s), Checking(is_on=self.options.verify)
         self._means = Means(backend, tuple(groups), self.options, bandwidth, checking, self.counters)
-        self._loader: Behind[Turn] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
-        self._storer: Behind[Turn] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
+        self._loader: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._storer: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._errands: dict[str, list[Errand]] = {}
         self._chunks = {True: 0, False: 0}
@@ -67,6 +68,7 @@ class ChunkMover:
         self._layer_loads: LayerLoads | None = None
         self._step_loads = StepLoads()
         self._layer_stores: LayerStores | None = None
+        self._next_leases = NextLeases()
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,14 @@ class ChunkMover:
 
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
+    def lease_ahead(self, jobs: Sequence[LoadJob]) -> None:
+        """Lease in the background what the next `begin_layers` asks for; with other jobs than these it leases anew.
+        Takes no page, and may be called by another thread than the rest."""
+        ahead = LeasesAhead(self._means, jobs) if jobs and self.options.role != "kv_producer" else None
+        self._next_leases.replace(ahead)
+        if ahead is not None:
+            self._loader.add(ahead)
+
     def begin_layers(self, jobs: Sequence[LoadJob], after: torch.cuda.Event | None = None) -> None:
         """Begin a step whose loads come layer by layer, behind the loads that were asked for before, and `after` as in
         `load`. All their chunks are leased at once, for as long as that takes: what does not fit into memory does not
@@ -121,8 +131,10 @@ class ChunkMover:
         self._step_loads = StepLoads([Errand(job.request, job.moves) for job in jobs], is_known=False)
         errands = [errand for errand in self._step_loads.errands if self._admit(errand)]
         self._layer_loads = None
+        ahead = self._next_leases.take(jobs if len(errands) == len(jobs) else ())
         if errands:
-            loads = self._layer_loads = LayerLoads(self._means, errands, after, by_stream=self._stream is not None)
+            is_gpu = self._stream is not None
+            loads = self._layer_loads = LayerLoads(self._means, errands, after, by_stream=is_gpu, ahead=ahead)
             self._submit(self._loader, loads)
 
     def wait_layer(self, place: int) -> None:
@@ -198,6 +210,7 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
+        self._next_leases.replace(None)
         for behind in (self._loader, self._storer):  # stores may wait for loads
             self._cancel_all()
             self._know(self._step_loads)
@@ -263,7 +276,7 @@ class ChunkMover:
                 self._refuse(errand)
             return not errand.over
 
-    def _submit(self, behind: Behind[Turn], turn: Turn) -> None:
+    def _submit(self, behind: Behind[Turn | LeasesAhead], turn: Turn) -> None:
         if not behind.add(turn):
             with self._changed:
                 for errand in turn.errands:
@@ -279,8 +292,11 @@ class ChunkMover:
                 logger.info("Dropped %d chunks of request %s: too many wait", len(errand.moves), errand.request)
             self._end(errand)
 
-    def _run(self, turn: Turn) -> int:
+    def _run(self, turn: Turn | LeasesAhead) -> int:
         """One turn of a background thread; raises nothing."""
+        if isinstance(turn, LeasesAhead):
+            self.counters.add(errors=self._error_of(turn.run) is not None)  # whoever loads will tell
+            return 0
         errands, is_load = turn.errands, turn.errands[0].is_load
         with self._changed:
             for errand in errands:

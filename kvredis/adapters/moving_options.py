@@ -152,7 +152,7 @@ class Counters:
     """Sums by name, of several threads."""
 
     NAMES = (
-        *("loads", "loaded_chunks", "loaded_bytes", "failed_chunks", "refused_loads"),
+        *("loads", "loaded_chunks", "loaded_bytes", "failed_chunks", "refused_loads", "leased_ahead_chunks"),
         *("corrupt_chunks", "expired_chunks", "missing_chunks", "cancelled_jobs"),
         *("stores", "stored_chunks", "stored_bytes", "present_chunks", "refused_stores", "dropped_stores", "errors"),
     )

@@ -78,6 +78,7 @@ class PagedWorker:
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
         self._in_step: dict[str, LoadJob] = {}
+        self._leased_ahead: tuple[Step | None, list[LoadJob]] = (None, [])
         self._storing: dict[str, set[tuple[int, int]]] = {}
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
@@ -100,6 +101,13 @@ class PagedWorker:
                     logger.error("A copy of request %s is stuck: its pages are used all the same", name)
                 del self._storing[name]
 
+    def lease_ahead(self, step: Step) -> None:
+        """The step's loads come by layers, and begin when the engine has prepared it: meanwhile their chunks are
+        leased. May be called by the scheduler's thread."""
+        jobs = [self._load_job(job) for job in step.moves.loads]
+        self._leased_ahead = step, jobs
+        self.mover.lease_ahead(jobs)
+
     def launched(self) -> torch.cuda.Event | None:
         """What the engine has given its GPU until now; None on a CPU."""
         return event_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
@@ -108,7 +116,9 @@ class PagedWorker:
         """Begin the step's loads: `ahead` of the step in which their requests run, or by layers beside this one.
         `after` is what was launched before the step: an engine that schedules ahead of its GPU has given pages anew
         that a forward pass under way still writes."""
-        jobs = [replace(job, moves=[self._move(move) for move in job.moves]) for job in step.moves.loads]
+        (of, jobs), self._leased_ahead = self._leased_ahead, (None, [])
+        if of is not step:
+            jobs = [self._load_job(job) for job in step.moves.loads]
         if not ahead:
             self._in_step = {job.request: job for job in jobs}
             if jobs:
@@ -187,6 +197,10 @@ class PagedWorker:
                     lease.release()
 
     # -- shared ------------------------------------------------------------------------------------------------------
+
+    def _load_job(self, job: LoadJob) -> LoadJob:
+        """A load as this rank has it."""
+        return replace(job, moves=[self._move(move) for move in job.moves])
 
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""

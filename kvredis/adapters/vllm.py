@@ -178,7 +178,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.scheduled(name, pages, computed, counts[name], anew=name in cached.resumed_req_ids)
         if self._worth is not None:
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
-        return StepMetadata(self._scheduling.step())
+        step = self._scheduling.step()
+        if step.moves.loads and self._shared is not None and self._shared.lease_ahead is not None:
+            self._shared.lease_ahead(step)
+        return StepMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
@@ -242,6 +245,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         options = options_of(self._config, self._role_name)  # type: ignore[arg-type]
         pages = self._kv_cache_config.num_blocks
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
+        if not self._loads_ahead:
+            self._shared.lease_ahead = self._worker.lease_ahead
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step is written. What is loaded by layers begins now, while vLLM prepares the step,

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
+from tests.backends.nodes import wait_until
 
 PAGES, PAGE, CHUNK, HEADS, DIM = 40, 16, 64, 2, 8
 TOKENS = list(range(300))
@@ -300,6 +302,28 @@ def test_no_step_is_stored_that_was_described_before_its_scheduler_heard_of_a_lo
         jobs = worker.stores(step)
         assert [len(job.moves) for job in jobs] == ([4] if hears else [])
     assert worker.mover.stats()["dropped_stores"] == 1
+    halves.close()
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_step_s_chunks_are_leased_when_it_is_scheduled_and_come_when_it_begins(is_same: bool) -> None:
+    halves = Halves(ahead=False)
+    halves.prompt("a", tables_of(halves, 1))
+    assert halves.worker.mover.settle(WAIT_S)
+    tables, worker = tables_of(halves, 20), halves.worker
+    assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
+    halves.scheduling.allocated("b", tables, 256)
+    halves.scheduling.scheduled("b", tables, 256, 44, anew=True)
+    step = halves.scheduling.step()
+    worker.lease_ahead(step)
+    wait_until(lambda: halves.backend.leases == 4, "all four are leased")
+    worker.before(step)
+    worker.load(step if is_same else replace(step), ahead=False)  # as it may come from another process
+    worker.mover.end_loads()
+    assert worker.results().failed == set()
+    assert halves.holds(tables, 256)
+    assert worker.mover.stats()["leased_ahead_chunks"] == 4
+    worker.mover.end_layers()
     halves.close()
 
 

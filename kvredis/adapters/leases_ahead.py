@@ -1,0 +1,132 @@
+"""A step's loads are known when the engine has scheduled it, and begin when it has prepared it: milliseconds in which
+the chunks that come layer by layer are leased, looked at and planned. What is left then is to ask for copies."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import chain
+
+from .chunk_loading import Intake, LeasedChunk
+from .chunk_moves import LoadJob
+from .later import Later
+from .moving_options import Means, PagedGroup
+from .transfer import Layers, Part
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayers:
+    """All chunks of one group that are wanted, planned, and a layer's bytes of them. None: there are none."""
+
+    layers: Layers | None
+    nbytes: int
+
+
+class LeasesAhead(Later):
+    """The chunks of some jobs: `run`, on the thread that loads, leases them; whoever loads them takes them over. What
+    nobody takes is let go by `drop`."""
+
+    def __init__(self, means: Means, jobs: Sequence[LoadJob]) -> None:
+        super().__init__(0)
+        self.jobs = jobs
+        self.intake = Intake(means)
+        """Which of them were damaged."""
+        self.planned: list[PlannedLayers] = []
+        """Of each group, once they are leased."""
+        self._means = means
+        self._changing = threading.Lock()  # of what follows
+        self._chunks: list[list[LeasedChunk]] = []
+        self._is_whole = False
+
+    def run(self) -> None:
+        """Lease. Raises what the backend raises; then there is nothing to take."""
+        try:
+            for job in self.jobs:
+                self._chunks.append([])
+                self._lease(job, self._chunks[-1])
+            self.planned = [
+                plan_layers(group, number, chain.from_iterable(self._chunks))
+                for number, group in enumerate(self._means.groups)
+            ]
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            with self._changing:
+                self._is_whole = not self.cancelled
+                if self.cancelled:
+                    self._release()
+
+    def take(self) -> list[list[LeasedChunk]] | None:
+        """Give the chunks of each job, head first as far as they are there, which are the caller's now; None where
+        there are none to be had any more."""
+        with self._changing:
+            if not self._is_whole:
+                return None
+            self._is_whole = False
+            chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def drop(self) -> None:
+        """Nobody wants them. Any thread."""
+        with self._changing:
+            self.cancel()
+            if self._is_whole:
+                self._is_whole = False
+                self._release()
+
+    def _lease(self, job: LoadJob, chunks: list[LeasedChunk]) -> None:
+        with closing(self._means.backend.load([move.key for move in job.moves])) as leases:
+            for move, lease in zip(job.moves, leases, strict=True):
+                chunk = self.intake.open(move, lease)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+                if self.cancelled:
+                    break
+
+    def _release(self) -> None:
+        for each in chain.from_iterable(self._chunks):
+            each.release()
+        self._chunks = []
+        self.planned = []
+
+
+class NextLeases:
+    """What has been leased ahead and nobody has asked for yet; one at a time, from any thread."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._ahead: LeasesAhead | None = None
+
+    def replace(self, ahead: LeasesAhead | None) -> None:
+        """Have this instead; what there was is dropped."""
+        with self._changing:
+            before, self._ahead = self._ahead, ahead
+        if before is not None:
+            before.drop()
+
+    def take(self, jobs: Sequence[LoadJob]) -> LeasesAhead | None:
+        """Give what there is, if it is for these jobs, and else drop it."""
+        with self._changing:
+            ahead, self._ahead = self._ahead, None
+        if ahead is not None and list(ahead.jobs) != list(jobs):
+            ahead.drop()
+            return None
+        return ahead
+
+
+def parts_of(group: PagedGroup, number: int, chunks: Iterable[LeasedChunk]) -> list[Part]:
+    """Those chunks that are of this group, which has this number."""
+    return [
+        Part(chunk.move.pages, chunk.block.tensor, row=chunk.verdict.row_in(group.transfer, chunk.block.tensor))
+        for chunk in chunks
+        if chunk.move.group == number
+    ]
+
+
+def plan_layers(group: PagedGroup, number: int, chunks: Iterable[LeasedChunk]) -> PlannedLayers:
+    """Plan the chunks of this group, which has this number. Raises what the transfer raises."""
+    parts = parts_of(group, number, chunks)
+    nbytes = sum(part.memory.nbytes for part in parts) // group.layout.layers
+    return PlannedLayers(group.transfer.layers(parts) if parts else None, nbytes)
