@@ -31,7 +31,7 @@ from .later import Later
 from .leases_ahead import LeasesAhead, PlannedLayers, parts_of, plan_layers
 from .moving_options import Errand, Means
 from .ring_device import Event
-from .transfer import Layers, Moving, layer_parts
+from .transfer import Moving, layer_parts
 
 AHEAD = 2
 """Rows of layers asked for behind the one that is waited for; none behind layer 0 and one behind layer 1, which asking
@@ -50,12 +50,6 @@ takes as long as a GPU copies 20 MB, in which less would have come."""
 
 YIELD_S = 20e-6
 """For so long, and what the system adds, the interpreter is left to an engine that has waited for what has come."""
-
-
-def places_of(means: Means) -> list[int]:
-    """The layers of the model that there are, in order."""
-    found = {place for group in means.groups for place in (group.places or range(group.layout.layers))}
-    return sorted(found)
 
 
 def has_moved(movings: Sequence[Moving]) -> bool:
@@ -92,7 +86,7 @@ class LayerLoads(Later):
         self._after = after
         self._ahead_leases = ahead
         self._intake = Intake(means) if ahead is None else ahead.intake
-        self._places = places_of(means)
+        self._places = means.places
         self._by_stream = by_stream
         self._changed = threading.Condition()  # of all below
         self._under_way: deque[tuple[list[int], list[Moving]]] = deque()
@@ -147,6 +141,8 @@ class LayerLoads(Later):
                 for moving in (each for _, movings in self._under_way for each in movings):
                     with contextlib.suppress(RuntimeError):  # the device failed, which was told already
                         moving.wait()
+                if self._ahead_leases is not None:
+                    self._ahead_leases.settle()
                 for chunk in (chunk for load in self._loads for chunk in load.chunks):
                     chunk.release()
         self._intake.forget()
@@ -260,20 +256,21 @@ class LayerLoads(Later):
             own = [layer for place in row if (layer := group.layer_of(place)) is not None]
             if not own:
                 continue
-            layers, nbytes = self._layers_of(number)
-            if layers is not None:
-                self._means.bandwidth.take(nbytes * len(own), is_load=True)
-                movings.append(layers.load(own[0], len(own), after=self._after))
+            planned = self._layers_of(number)
+            if planned.layers is not None:
+                fresh = sum(layer >= len(planned.staged) for layer in own)
+                self._means.bandwidth.take(planned.nbytes * fresh, is_load=True)
+                movings.append(planned.layers.load(own[0], len(own), after=self._after))
 
-    def _layers_of(self, number: int) -> tuple[Layers | None, int]:
-        """All chunks of a group that are wanted still, and a layer's bytes of them; planned anew when fewer are."""
+    def _layers_of(self, number: int) -> PlannedLayers:
+        """All chunks of a group that are wanted still; planned anew when fewer are."""
         wanted = () if self.cancelled else tuple(load for load in self._loads if not load.errand.cancelled)
         loads, planned = self._planned.get(number, (None, None))
         if planned is None or loads != wanted:
             chunks = chain.from_iterable(load.chunks for load in wanted)
             planned = plan_layers(self._means.groups[number], number, chunks)
             self._planned[number] = wanted, planned
-        return planned.layers, planned.nbytes
+        return planned
 
     def _settle(self) -> None:
         row, movings = self._under_way[0]

@@ -17,7 +17,7 @@ import torch
 from .chunk_moves import ChunkMove
 from .chunk_storing import Filled, ReservedChunk, by_group, reserve
 from .later import Later
-from .layer_loading import AHEAD, has_moved, places_of
+from .layer_loading import AHEAD, has_moved
 from .moving_options import Errand, Means
 from .transfer import Layers, Moving, Part
 
@@ -37,7 +37,7 @@ class LayerStores(Later):
         """When each layer's bytes had left the engine's pages."""
         self._means = means
         self._is_sound = is_sound
-        self._places = places_of(means)
+        self._places = means.places
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._finished = False

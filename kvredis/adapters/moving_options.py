@@ -186,6 +186,12 @@ class Means:
     counters: Counters
 
     @property
+    def places(self) -> list[int]:
+        """The layers of the model that there are, in order."""
+        found = {place for group in self.groups for place in (group.places or range(group.layout.layers))}
+        return sorted(found)
+
+    @property
     def piece_bytes(self) -> int:
         """How much one call of a transfer should move."""
         return self.bandwidth.piece_bytes(self.options.batch_bytes)

@@ -282,9 +282,9 @@ class LayerPlan:
         self.units = first.units
         self.rows = first.rows
         self.rows_at = first.rows_at
-        self._plans = plans
+        self.plans = plans
+        self.layer = layer
         self._first = first
-        self._layer = layer
 
     @property
     def numbers(self) -> Numbers:
@@ -293,7 +293,7 @@ class LayerPlan:
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> list[Span]:
         """As Plan.slots."""
-        return self._plans.slots(slot_bytes, first_share)
+        return self.plans.slots(slot_bytes, first_share)
 
     def parts_before(self, unit: int) -> int:
         """As Plan.parts_before."""
@@ -305,16 +305,16 @@ class LayerPlan:
 
     def lenders(self, span: Span) -> Mapping[int, memoryview]:
         """As Plan.lenders."""
-        return self._plans.lenders(span)
+        return self.plans.lenders(span)
 
     def launches(self, span: Span) -> list[Launch]:
         """As Plan.launches."""
-        return [launch._replace(layer=self._layer) for launch in self._plans.launches(span)]
+        return [launch._replace(layer=self.layer) for launch in self.plans.launches(span)]
 
     def extents(self, span: Span) -> Extents:
         """As Plan.extents."""
-        first, apart = self._plans.extents(span)
-        return first._replace(host=first.host + apart * np.uint64(self._layer))
+        first, apart = self.plans.extents(span)
+        return first._replace(host=first.host + apart * np.uint64(self.layer))
 
 
 def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int) -> Iterator[Span]:

@@ -83,6 +83,17 @@ class Moving(Protocol):
 class Layers(Protocol):
     """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
 
+    @property
+    def room(self) -> int:
+        """How many layers `stage` has room for at a time."""
+        ...
+
+    def stage(self, layer: int) -> Moving:
+        """Bring a layer, or the head of one that is too large, as near to its pages as it gets without touching any:
+        `load` of it finds it there, if nothing but layers staged before it is loaded in between. The chunks' memory
+        stays borrowed until that has moved."""
+        ...
+
     def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.store, of one layer of each chunk."""
         ...
@@ -210,9 +221,15 @@ class Moved:
 class LayersByPart:
     """Layers of a transfer that has nothing to plan."""
 
+    room = 0
+
     def __init__(self, transfer: Transfer, parts: Sequence[Part]) -> None:
         self._transfer = transfer
         self._parts = parts
+
+    def stage(self, layer: int) -> Moving:
+        """There is nothing between a chunk's memory and its pages."""
+        return Moved(len(self._parts))
 
     def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.store."""

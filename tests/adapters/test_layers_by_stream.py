@@ -14,6 +14,7 @@ from kvredis.adapters.block import encode_header
 from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
 from kvredis.adapters.layer_loading import LayerLoads
 from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.leases_ahead import LeasesAhead
 from kvredis.adapters.moving import ChunkMover, PagedGroup
 from kvredis.adapters.moving_options import Errand
 from kvredis.adapters.paged import PagedKV
@@ -46,13 +47,19 @@ class Mark:
 
 
 @contextmanager
-def loads_of(mover: ChunkMover, moves: list[ChunkMove]) -> Iterator[tuple[LayerLoads, Errand]]:
-    """A step's loads on a thread of their own, for an engine whose stream waits; they are over when this ends."""
+def loads_of(
+    mover: ChunkMover, moves: list[ChunkMove], *, is_ahead: bool = False
+) -> Iterator[tuple[LayerLoads, Errand]]:
+    """A step's loads on a thread of their own, for an engine whose stream waits; they are over when this ends. With
+    `is_ahead` they are leased before the engine gets to layer 0, or meanwhile."""
     errand = Errand("r", moves)
-    loads = LayerLoads(mover._means, [errand], by_stream=True)
+    ahead = LeasesAhead(mover._means, [LoadJob("r", moves)]) if is_ahead else None
+    loads = LayerLoads(mover._means, [errand], by_stream=True, ahead=ahead)
 
     def run() -> None:
         try:
+            if ahead is not None:
+                ahead.run()
             loads.run()
         except RuntimeError:
             pass
@@ -105,15 +112,16 @@ def on_lazy_gpu(gpus: list[LazyGpu], seed: int) -> Callable[[PagedKV], RingTrans
     return made
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_kernel_reads_a_layer_before_it_has_come_whatever_the_gpu_does_first(seed: int) -> None:
+def test_no_kernel_reads_a_layer_before_it_has_come_whatever_the_gpu_does_first(seed: int, is_ahead: bool) -> None:
     job = LoadJob("r", moves_of("r", 5, seed))
     backend, source = with_blocks(job)
     gpus: list[LazyGpu] = []
     engine = PagedEngine(transfer=on_lazy_gpu(gpus, seed), groups=1)
     with mover_on(backend, engine) as mover:
         computing = Computing(gpus[0], engine, job.moves)
-        with loads_of(mover, job.moves) as (loads, errand):
+        with loads_of(mover, job.moves, is_ahead=is_ahead) as (loads, errand):
             for place in range(LAYERS):
                 computing.layer(loads, place)
             gpus[0].synchronize(computing.stream)

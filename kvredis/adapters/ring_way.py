@@ -1,0 +1,249 @@
+"""One direction of the ring (transfer_cuda.py): its streams, its staging buffers, and what is enqueued in which order.
+
+A buffer is filled behind the event that says that what was in it is where it belongs. Loads may be staged: their bytes
+wait in buffers for an engine that has not given its pages away yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import torch
+
+from kvredis.storage.addresses import address_of
+
+from .ring_device import Device, Event
+from .ring_moving import RingMoving
+from .ring_plan import Launch, LayerPlan, Numbers, Plan, Span
+from .ring_sums import RingSums
+
+logger = logging.getLogger(__name__)
+
+FIRST_OUT: Final = 8
+"""The first buffer of a store that finds the ring at rest is filled to an eighth: nothing is copied before it is
+gathered. Copying as much takes as long as planning and gathering the next."""
+FIRST_IN: Final = 4
+"""A load's to a quarter: it waits for no kernel, only until its copies are listed."""
+
+AnyPlan = Plan | LayerPlan
+
+
+@dataclass(slots=True)
+class Slot:
+    """A staging buffer, and the event behind which it may be filled anew. Where checksums are found, a stream of its
+    own does the slow part of that, out of a scratch, which is free behind `summed`."""
+
+    buffer: torch.Tensor
+    free: Event | None = None
+    sums: Any = None
+    scratch: torch.Tensor | None = None
+    summed: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A buffer that is filled, behind `copied`, with what is loaded next: a span of a layer."""
+
+    of: LayerPlan
+    span: Span
+    slot: Slot
+    copied: Event
+
+
+class RingWay:
+    """One direction: its streams and its ring. One thread at a time uses it."""
+
+    def __init__(self, device: Device, slots: int, nbytes: int, sums: RingSums | None, *, out: bool) -> None:
+        self._device = device
+        self._is_out = out
+        self._sums = sums
+        self._summed: Event | None = None
+        self._slots = slots
+        self._nbytes = nbytes
+        self._kernels = device.stream(uploads=True)
+        self._copies = device.stream()
+        self._ring: list[Slot] = []
+        self._next = 0
+        self._staged: list[Staged] = []
+        """In the order in which they were filled, and of the layers' spans."""
+        self._uploaded: tuple[Numbers, torch.Tensor] | None = None
+        """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
+        self._warned = False
+
+    def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0) -> None:
+        """Enqueue the whole job, parts of `moving` behind so many before. Raises RuntimeError from the device."""
+        if job.units:
+            with self._device.on(self._kernels):
+                self._open()
+                if self._is_out:
+                    self._out(job, after, moving, before)
+                else:
+                    self._in(job, after, moving, before)
+
+    def stage(self, job: LayerPlan, moving: RingMoving) -> None:
+        """Fill buffers with a layer, behind what is staged of the same chunks; nothing else stays staged. Raises
+        RuntimeError from the device."""
+        last = self._staged[-1].of if self._staged else job
+        if last.plans is not job.plans or last.layer >= job.layer or len(self._staged) == self._slots:
+            self._staged = []
+        with self._device.on(self._kernels):
+            self._open()
+            for span in islice(job.slots(self._nbytes), self._slots - len(self._staged)):
+                slot = self._filled(job, span)
+                slot.free = self._device.record(self._copies)
+                self._staged.append(Staged(job, span, slot, slot.free))
+                moving.add(0, slot.free)
+
+    def _open(self) -> None:
+        if not self._ring:
+            self._ring = [self._made_slot() for _ in range(self._slots)]
+
+    def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
+        device = self._device
+        pages = self._pages(job, after, moving)
+        for span in job.slots(self._nbytes, FIRST_OUT if self._rests else 1):
+            slot = self._slot()
+            if slot.free is not None:
+                device.wait(self._kernels, slot.free)
+            launches = job.launches(span)
+            device.gather(launches, slot.buffer, pages, self._kernels)
+            device.behind(self._copies, self._kernels)
+            locked = self._locked(job, span)
+            device.copy_out(slot.buffer, job.extents(span), self._copies, locked=locked)
+            slot.free = device.record(self._copies)
+            self._sum(job, span, launches, slot, pages)
+            moving.add(before + job.parts_before(span.stop), slot.free)
+
+    def _in(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
+        device = self._device
+        pages = None
+        for span, slot in self._come(job):
+            if pages is None:  # not before the first copy is on its way
+                pages = self._pages(job, after, moving)
+            launches = job.launches(span)
+            device.scatter(launches, slot.buffer, pages, self._kernels)
+            moved = slot.free = device.record(self._kernels)
+            slot.free = self._sum(job, span, launches, slot, pages) or moved
+            moving.add(before + job.parts_before(span.stop), moved)
+
+    def _come(self, job: AnyPlan) -> Iterator[tuple[Span, Slot]]:
+        """Have what is loaded copied into buffers, where it is not staged; kernels come behind that from now on."""
+        staged = self._taken(job)
+        for each in staged:
+            self._device.wait(self._kernels, each.copied)
+            yield each.span, each.slot
+        spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1)
+        for span in islice(spans, len(staged), None):
+            slot = self._filled(job, span)
+            self._device.behind(self._kernels, self._copies)
+            yield span, slot
+
+    def _taken(self, job: AnyPlan) -> list[Staged]:
+        """What is staged of that job, which is no more; nothing else stays staged but layers behind it."""
+        staged, self._staged = self._staged, []
+        if not isinstance(job, LayerPlan):
+            return []
+        mine = [each for each in staged if each.of.plans is job.plans and each.of.layer == job.layer]
+        if mine and staged[0] is mine[0]:
+            self._staged = staged[len(mine) :]
+            return mine
+        return []
+
+    def _filled(self, job: AnyPlan, span: Span) -> Slot:
+        """Copy what a buffer is to hold into the next one."""
+        slot = self._slot()
+        if slot.free is not None:
+            self._device.wait(self._copies, slot.free)
+        locked = self._locked(job, span)
+        self._device.copy_in(slot.buffer, job.extents(span), self._copies, locked=locked)
+        return slot
+
+    def _sum(
+        self, job: AnyPlan, span: Span, launches: Sequence[Launch], slot: Slot, pages: torch.Tensor
+    ) -> Event | None:
+        """Add the bytes of a buffer to their chunks' checksums: beside the copies and the next buffers' kernels, but
+        behind what came before of the same chunk. Give the event behind which they have been read."""
+        if job.rows is None or self._sums is None or slot.scratch is None:
+            return None
+        device = self._device
+        if slot.summed is not None:
+            device.wait(self._kernels, slot.summed)
+        self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.rows_at, self._kernels)
+        read = device.record(self._kernels)
+        device.wait(slot.sums, read)
+        if self._summed is not None and (launches[0].start or job.is_layered):
+            device.wait(slot.sums, self._summed)
+        try:
+            self._sums.summing.chain(launches, slot.scratch, slot.sums)
+        finally:  # a row is another chunk's only behind what was enqueued for it
+            slot.summed = self._summed = device.record(slot.sums)
+            held = job.held(span)
+            self._sums.found(job.rows[held.start : held.stop], slot.summed)
+        return read
+
+    def _made_slot(self) -> Slot:
+        slot = Slot(self._device.buffer(self._nbytes))
+        if self._sums is not None:
+            slot.sums, slot.scratch = self._device.stream(), self._sums.summing.scratch(self._nbytes)
+        return slot
+
+    def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
+        """Bring page numbers there, unless they are the last that were; kernels come behind `after` from now on."""
+        if self._uploaded is None or self._uploaded[0] is not job.numbers:
+            self._uploaded = None  # whatever happens
+            self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
+        pages = self._uploaded[1]
+        moving.hold.append(pages)
+        if after is not None:
+            self._device.wait(self._kernels, after)
+        return pages
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing is under way, so that the first copy is waited for."""
+        last = self._ring[self._next - 1].free
+        return last is None or last.query()
+
+    def _slot(self) -> Slot:
+        slot = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        return slot
+
+    def _locked(self, job: AnyPlan, span: Span) -> bool:
+        """Whether all host memory of a buffer is page-locked: asked once a job for each object that lends it, since an
+        arena may be locked by a thread of its own while it is used already."""
+        lenders, known = job.lenders(span), job.locked  # held by views: no other objects have these ids
+        for lender in lenders.keys() - known.keys():
+            known[lender] = self._device.page_locked(address_of(lenders[lender]))
+        every = all(map(known.__getitem__, lenders))
+        if not every and not self._warned:
+            self._warned = True
+            logger.warning("KV is copied between the GPU and memory that is not page-locked: several times slower")
+        return every
+
+    def settle(self, moving: RingMoving) -> None:
+        """Let a job that failed end with what of it was enqueued."""
+        events = []
+        for stream in (self._kernels, self._copies):
+            try:
+                events.append(self._device.record(stream))
+            except RuntimeError as error:  # the device is lost: nothing runs on it any more
+                logger.warning("the GPU fails: %s", error)
+        moving.end(events)
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        for stream in (self._kernels, self._copies, *(slot.sums for slot in self._ring if slot.sums is not None)):
+            try:
+                self._device.synchronize(stream)
+            except RuntimeError as error:
+                logger.warning("the GPU fails: %s", error)
+
+    def close(self) -> None:
+        """Wait for all streams and let the buffers go."""
+        self.synchronize()
+        self._ring, self._staged = [], []
