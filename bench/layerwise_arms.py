@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .errors import BenchError
 from .figures import middle, rotated
 from .layerwise_model import Marks, synchronize
 from .layerwise_result import (
@@ -18,6 +19,7 @@ from .layerwise_result import (
     LOAD,
     LOADS,
     NONE,
+    PREPARED,
     STORE,
     CapSample,
     LoadSample,
@@ -131,17 +133,22 @@ def prefix(rig: Rig, tokens: int, more: int, steps: int) -> Prefix:
     return Prefix(moves, held, behind, tokens, logits, decoded)
 
 
-def load(rig: Rig, mover: ChunkMover, known: Prefix, repeat: int) -> LoadSample:
-    """Compute what is behind the prefix, with the prefix there, loaded before, and loaded layer by layer."""
+def load(rig: Rig, mover: ChunkMover, known: Prefix, prepare_s: float, repeat: int) -> LoadSample:
+    """Compute what is behind the prefix, with the prefix there, loaded before, and loaded layer by layer, at once or
+    behind `prepare_s` in which the engine prepares the step."""
     from kvredis.adapters.chunk_moves import LoadJob
 
     made: dict[str, Timed] = {}
     load_s = 0.0
     for arm in rotated(LOADS, repeat):
+        leased = mover.stats()["leased_ahead_chunks"]
         if arm != ALONE:
             rig.spoil(known.moves)
-        if arm == LAYERED:
-            made[arm] = rig.layered(Remote(mover, tuple(rig.layers), known.moves), known.ids, known.tokens)
+        if arm in (LAYERED, PREPARED):
+            remote = Remote(mover, tuple(rig.layers), known.moves)
+            if arm == PREPARED:
+                rig.prepare(remote, known.ids, known.tokens, prepare_s)
+            made[arm] = rig.layered(remote, known.ids, known.tokens)
         else:
             began_s = time.monotonic()
             if arm == BEFORE:
@@ -150,11 +157,15 @@ def load(rig: Rig, mover: ChunkMover, known: Prefix, repeat: int) -> LoadSample:
             timed = rig.forward(known.ids, known.tokens)
             made[arm] = Timed(timed.logits, time.monotonic() - began_s)
         rig.check_loaded(mover, f"prefix, {arm}")
+        ahead = mover.stats()["leased_ahead_chunks"]
+        if (ahead > leased) != (arm == PREPARED):
+            raise BenchError(f"prefix, {arm}: {ahead - leased} chunks were leased before the step began")
         rig.compare(known.moves, known.held, f"prefix, {arm}")
         same(made[arm].logits, known.logits, f"prefix, {arm}")
     return LoadSample(
-        repeat=repeat, alone_seconds=made[ALONE].seconds, before_seconds=made[BEFORE].seconds,
-        layered_seconds=made[LAYERED].seconds, load_seconds=load_s, exposed_seconds=made[LAYERED].exposed_s,
+        repeat=repeat, alone_seconds=made[ALONE].seconds, before_seconds=made[BEFORE].seconds, load_seconds=load_s,
+        layered_seconds=made[LAYERED].seconds, layered_exposed_seconds=made[LAYERED].exposed_s,
+        prepared_seconds=made[PREPARED].seconds, prepared_exposed_seconds=made[PREPARED].exposed_s,
     )  # fmt: skip
 
 

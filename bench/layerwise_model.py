@@ -152,6 +152,13 @@ class PagedModel:
             logits: Tensor = linear(_normed(hidden[-1]), self._embedding)
         return logits
 
+    def slots(self, count: int, start: int) -> Tensor:
+        """Where the KV of so many tokens from `start` on lies in each layer, by token."""
+        import torch
+
+        places = torch.arange(start, start + count, device=self.device)
+        return self._table[places // BLOCK_TOKENS] * BLOCK_TOKENS + places % BLOCK_TOKENS
+
     def read_all(self, tokens: int) -> None:
         """Read the first `tokens` tokens' KV of every layer as attention of one token does, and nothing else."""
         import torch

@@ -1,4 +1,4 @@
-"""The result of `kvredis bench layerwise`: the JSON file's schema, kvredis.bench.layerwise/1, its table and its gate.
+"""The result of `kvredis bench layerwise`: the JSON file's schema, kvredis.bench.layerwise/2, its table and its gate.
 
 Moments are the device's own. A point's figures are medians over its samples, one a repeat; ratios pair what ran in the
 same repeat. Milliseconds where a name says so, else seconds; GB/s are 1e9 bytes.
@@ -7,8 +7,10 @@ push    a prompt prefilled in steps: nothing stored (none), whole chunks behind 
         its attention (layered). `steps_ahead` counts the steps in which layer 0 had left the engine's pages before the
         last layer was computed, by `lead_ms` at least; `tail_ms` is how long the last layer took to follow.
 load    the rest of a prompt is computed behind a prefix that is there (alone), that is loaded before (before), or layer
-        by layer meanwhile (layered). `ratio` is what was asked for of load / compute time, by a bound on the bandwidth;
-        0: no bound. `exposed` is how long the device was idle for loads; `quotient` is that / (load / layers).
+        by layer meanwhile: leased when the step begins (layered), or for `prepare_ms` before, in which the engine
+        prepares the step (prepared; vLLM's connector). `ratio` is what was asked for of load / compute time, by a bound
+        on the bandwidth; 0: no bound. Of either way `ms` is what the step took from its begin, `gained` before / that,
+        `exposed` how long the device was idle for loads, and `quotient` that / (load / layers).
 cap     a bound on the bandwidth, and what was measured: storing, loading, and a load that comes while stores are under
         way (both), where `load_gb_per_s` is the load's own. `asked_gb_per_s` None: the same without a bound.
 share   decoding while `layers` of the model's layers have no KV in the engine between two steps, and load it in each.
@@ -28,15 +30,15 @@ from .figures import middle
 from .planning import PipelineJson
 from .result import GateJson
 
-SCHEMA: Final = "kvredis.bench.layerwise/1"
+SCHEMA: Final = "kvredis.bench.layerwise/2"
 NONE, BEHIND, LAYERED = "none", "behind", "layered"
 PUSHES: Final = (NONE, BEHIND, LAYERED)
-ALONE, BEFORE = "alone", "before"
-LOADS: Final = (ALONE, BEFORE, LAYERED)
+ALONE, BEFORE, PREPARED = "alone", "before", "prepared"
+LOADS: Final = (ALONE, BEFORE, LAYERED, PREPARED)
 STORE, LOAD, BOTH = "store", "load", "both"
 CAPS: Final = (STORE, LOAD, BOTH)
 EXPOSED_MOST: Final = 1.3
-"""Of one layer's share of the load's time, where loading is faster than computing."""
+"""Of one layer's share of the load's time, where loading is faster than computing; of the prepared arm."""
 CAP_BOUNDS: Final = (0.9, 1.1)
 """Of the bandwidth that was asked for."""
 
@@ -68,9 +70,20 @@ class LoadSample(TypedDict):
     repeat: int
     alone_seconds: float
     before_seconds: float
-    layered_seconds: float
     load_seconds: float  # of the arm that loads before
-    exposed_seconds: float  # of the layered arm: begin, each layer, end
+    layered_seconds: float
+    layered_exposed_seconds: float  # begin, each layer, end
+    prepared_seconds: float
+    prepared_exposed_seconds: float
+
+
+class ByLayers(TypedDict):
+    ms: float
+    gained: float
+    exposed_ms: float
+    exposed_ms_min: float
+    exposed_ms_max: float
+    quotient: float
 
 
 class LoadPoint(TypedDict):
@@ -79,15 +92,11 @@ class LoadPoint(TypedDict):
     samples: list[LoadSample]
     alone_ms: float
     before_ms: float
-    layered_ms: float
     load_ms: float
     layer_ms: float  # load / layers
-    exposed_ms: float
-    exposed_ms_min: float
-    exposed_ms_max: float
-    quotient: float
     load_per_compute: float
-    gained: float  # before / layered
+    layered: ByLayers
+    prepared: ByLayers
 
 
 class CapSample(TypedDict):
@@ -162,18 +171,34 @@ def push_points(samples: dict[str, list[PushSample]]) -> list[PushPoint]:
 
 def load_point(ratio: float, cap_bytes_per_s: float | None, layers: int, samples: list[LoadSample]) -> LoadPoint:
     """Make a point of its samples."""
-    exposed = [each["exposed_seconds"] * 1e3 for each in samples]
     load_s = _of(samples, lambda each: each["load_seconds"])
     return LoadPoint(
         ratio=ratio, cap_gb_per_s=None if cap_bytes_per_s is None else cap_bytes_per_s / 1e9, samples=samples,
         alone_ms=_of(samples, lambda each: each["alone_seconds"] * 1e3),
         before_ms=_of(samples, lambda each: each["before_seconds"] * 1e3),
-        layered_ms=_of(samples, lambda each: each["layered_seconds"] * 1e3),
         load_ms=load_s * 1e3, layer_ms=load_s * 1e3 / layers,
-        exposed_ms=middle(exposed), exposed_ms_min=min(exposed), exposed_ms_max=max(exposed),
-        quotient=_of(samples, lambda each: each["exposed_seconds"] / (each["load_seconds"] / layers)),
         load_per_compute=_of(samples, lambda each: each["load_seconds"] / each["alone_seconds"]),
-        gained=_of(samples, lambda each: each["before_seconds"] / each["layered_seconds"]),
+        layered=_by_layers(
+            layers, samples, lambda each: each["layered_seconds"], lambda each: each["layered_exposed_seconds"]
+        ),
+        prepared=_by_layers(
+            layers, samples, lambda each: each["prepared_seconds"], lambda each: each["prepared_exposed_seconds"]
+        ),
+    )  # fmt: skip
+
+
+def _by_layers(
+    layers: int,
+    samples: list[LoadSample],
+    seconds: Callable[[LoadSample], float],
+    exposed_s: Callable[[LoadSample], float],
+) -> ByLayers:
+    exposed = [exposed_s(each) * 1e3 for each in samples]
+    return ByLayers(
+        ms=_of(samples, lambda each: seconds(each) * 1e3),
+        gained=_of(samples, lambda each: each["before_seconds"] / seconds(each)),
+        exposed_ms=middle(exposed), exposed_ms_min=min(exposed), exposed_ms_max=max(exposed),
+        quotient=_of(samples, lambda each: exposed_s(each) / (each["load_seconds"] / layers)),
     )  # fmt: skip
 
 
@@ -219,7 +244,7 @@ def gate_lines(result: LayerwiseResult) -> list[GateJson]:
     ]  # fmt: skip
     for each in result["load"]:
         if each["load_per_compute"] <= 1:
-            name, quotient = f"load: exposed, {_asked(each)}", each["quotient"]
+            name, quotient = f"load: exposed, {_asked(each)}", each["prepared"]["quotient"]
             passed = quotient <= EXPOSED_MOST
             judged.append(GateJson(name=name, bound=f"<= {EXPOSED_MOST:.2f}", measured=quotient, passed=passed))
     free = {point["way"]: point["gb_per_s"] for point in result["cap"] if point["asked_gb_per_s"] is None}
@@ -268,15 +293,21 @@ def _load_lines(points: list[LoadPoint]) -> Iterator[str]:
         yield ""
         yield (
             f"  {'load beside compute':<20} {'load ms':>9} {'/compute':>9} {'alone ms':>9} {'before ms':>10}"
-            f" {'layered ms':>11} {'gained':>7} {'exposed ms':>11} {'least to most':>16} {'x load/L':>9}"
+            f" {'leased':<8} {'layers ms':>10} {'gained':>7} {'exposed ms':>11} {'least to most':>16} {'x load/L':>9}"
         )
     for each in points:
-        spread = f"{each['exposed_ms_min']:.2f} to {each['exposed_ms_max']:.2f}"
-        yield (
+        line = (
             f"  {_asked(each):<20} {each['load_ms']:9.2f} {each['load_per_compute']:9.2f} {each['alone_ms']:9.2f}"
-            f" {each['before_ms']:10.2f} {each['layered_ms']:11.2f} {each['gained']:6.2f}x {each['exposed_ms']:11.2f}"
-            f" {spread:>16} {each['quotient']:9.2f}"
+            f" {each['before_ms']:10.2f}"
         )
+        yield f"{line} {'then':<8}{_by_layers_cells(each['layered'])}"
+        yield f"{'':{len(line)}} {'before':<8}{_by_layers_cells(each['prepared'])}"
+
+
+def _by_layers_cells(point: ByLayers) -> str:
+    spread = f"{point['exposed_ms_min']:.2f} to {point['exposed_ms_max']:.2f}"
+    cells = f" {point['ms']:10.2f} {point['gained']:6.2f}x {point['exposed_ms']:11.2f} {spread:>16}"
+    return f"{cells} {point['quotient']:9.2f}"
 
 
 def _cap_lines(points: list[CapPoint]) -> Iterator[str]:

@@ -167,6 +167,15 @@ class Rig:
         synchronize(self.model.device)
         return Timed(logits, time.monotonic() - began_s)
 
+    def prepare(self, remote: Remote, ids: Tensor, start: int, seconds: float) -> None:
+        """Say what the next step loads, and be busy with what engines prepare of a step for so long."""
+        from kvredis.adapters.chunk_moves import LoadJob
+
+        began_s = time.monotonic()
+        remote.mover.lease_ahead([LoadJob(NAME, remote.moves)])
+        while time.monotonic() - began_s < seconds:
+            self.model.slots(len(ids), start)
+
     def layered(self, remote: Remote, ids: Tensor, start: int) -> Timed:
         """Compute while layers come, each waited for just before it is needed."""
         from kvredis.adapters.chunk_moves import LoadJob

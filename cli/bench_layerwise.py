@@ -36,6 +36,7 @@ Example: kvredis bench layerwise --shape 8b --prefix-tokens 8192 --suffix-tokens
 @click.option("--prefix-tokens", type=click.IntRange(1, 1 << 20), help="Tokens stored and loaded; default 2048.")
 @click.option("--suffix-tokens", type=click.IntRange(1, 65536), help="Tokens computed in a step; default 256.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256.")
+@click.option("--prepare-ms", type=click.FloatRange(0, 1000), help="How long the engine prepares a step; default 3.")
 @click.option("--cap-gb-s", "cap_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound to measure; default 1.")
 @click.option("--link-gb-s", "link_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound on the link of decoding.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5.")

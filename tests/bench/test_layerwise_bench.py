@@ -81,7 +81,7 @@ def test_every_part_is_measured_and_every_byte_of_it_is_compared() -> None:
         PREFIX * rounds * times for times in (1, 1, 2)
     ]
     assert [(point["share"], point["layers"]) for point in result["share"]] == [(0, 0), (0.25, 2), (1, 8)]
-    pushed, loaded, shared = 2 * 2, 2 * 2 * 3, 2 * (3 * 2 + 2)
+    pushed, loaded, shared = 2 * 2, 2 * 2 * 4, 2 * (3 * 2 + 2)
     capped = 2 * 2 * (3 + 2 * rounds)
     assert result["verified_bytes"] == PREFIX * (pushed + 1 + loaded + capped + shared)
     assert json.loads(json.dumps(result)) == result
@@ -107,7 +107,7 @@ def test_the_prediction_is_the_plans_with_the_speeds_of_the_same_run(bound: floa
 def test_a_servers_blocks_come_and_go_as_those_of_the_engines_own_memory(tier: str) -> None:
     result = run(of_parts("push", "load", tier=tier), lambda step: None)
     assert result["options"]["tier"] == tier
-    assert result["verified_bytes"] == PREFIX * (2 + 1 + 2 * 3)
+    assert result["verified_bytes"] == PREFIX * (2 + 1 + 2 * 4)
 
 
 def test_a_layer_that_does_not_come_is_seen_by_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +130,12 @@ def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, part: str) -
     monkeypatch.setattr(HostTransfer, "load", wrong)
     with pytest.raises(VerificationError, match=r"other bytes|another one"):
         run(of_parts(part), lambda step: None)
+
+
+def test_a_step_that_was_not_prepared_for_is_not_measured_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChunkMover, "lease_ahead", lambda mover, jobs: None)
+    with pytest.raises(BenchError, match="prepared: 0 chunks were leased before"):
+        run(of_parts("load"), lambda step: None)
 
 
 def test_chunks_that_are_gone_end_the_run_with_what_was_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +215,12 @@ def push_sample(repeat: int, seconds: float, ahead: int) -> PushSample:
 
 
 def load_samples(exposed_s: float, load_s: float) -> list[LoadSample]:
-    """Beside 100 ms of computing."""
+    """Beside 100 ms of computing; so much is exposed of a step that was prepared, and twice that of another."""
     return [
         LoadSample(
-            repeat=repeat, alone_seconds=0.1, before_seconds=0.1 + load_s, layered_seconds=0.1 + exposed_s,
-            load_seconds=load_s, exposed_seconds=exposed_s,
+            repeat=repeat, alone_seconds=0.1, before_seconds=0.1 + load_s, load_seconds=load_s,
+            layered_seconds=0.1 + 2 * exposed_s, layered_exposed_seconds=2 * exposed_s,
+            prepared_seconds=0.1 + exposed_s, prepared_exposed_seconds=exposed_s,
         )
         for repeat in range(3)
     ]  # fmt: skip
@@ -244,8 +251,9 @@ def test_what_is_exposed_is_judged_by_a_layers_share_where_loading_is_faster_tha
         load_point(ratio, 1e9, 8, load_samples(exposed_s, load_s))
         for ratio, exposed_s, load_s in ((0.5, 0.008, 0.05), (0.4, 0.0082, 0.05), (2.0, 0.15, 0.2))
     )
-    assert good["quotient"] == pytest.approx(1.28)
-    assert good["gained"] == pytest.approx(0.15 / 0.108)
+    assert good["prepared"]["quotient"] == pytest.approx(1.28)
+    assert good["prepared"]["gained"] == pytest.approx(0.15 / 0.108)
+    assert good["layered"]["quotient"] == pytest.approx(2.56)
     assert judged(load=[good, bad, slow]) == {
         "load: exposed, load/compute 0.5": True,
         "load: exposed, load/compute 0.4": False,
