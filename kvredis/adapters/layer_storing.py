@@ -1,8 +1,9 @@
 """A step's stores, layer by layer: each layer leaves the engine's pages while the next is computed.
 
 Room for whole chunks is held from the first layer to the last, and a chunk is visible when its last layer is in it:
-never a part. So the copy out of the engine is over when the step is, but for one layer. Over a socket the bytes leave
-this process only then, as whole values.
+never a part. So the copy out of the engine is over when the step is, but for one layer, or as many small ones as leave
+together: asking for each by itself took the interpreter for longer than a step of 1,024 tokens computes. Over a socket
+the bytes leave this process only then, as whole values.
 """
 
 import contextlib
@@ -23,6 +24,11 @@ from .transfer import Layers, Moving, Part
 
 logger = logging.getLogger(__name__)
 
+ROW_BYTES = 32 * 1024 * 1024
+"""Layers behind the first leave together until they are so much, as far as they are computed ..."""
+ROW_MAX = 8
+"""... and at most so many."""
+
 
 class LayerStores(Later):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
@@ -40,9 +46,11 @@ class LayerStores(Later):
         self._places = means.places
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._wanted = 1
+        """How many layers leave next."""
         self._finished = False
         self._rooms: list[tuple[Errand, ReservedChunk]] = []
-        self._moving: deque[tuple[int, list[Moving]]] = deque()
+        self._moving: deque[tuple[list[int], list[Moving]]] = deque()
         self._planned: dict[int, tuple[int, Layers]] = {}
         """Of each group, its chunks that are wanted still: how many, and their plan."""
 
@@ -53,7 +61,8 @@ class LayerStores(Later):
                 return False
             self.computed_s[place] = time.monotonic()
             self._computed.append((place, after))
-            self._changed.notify_all()
+            if len(self._computed) >= self._wanted:  # who stores would take the interpreter for nothing
+                self._changed.notify_all()
         return True
 
     def finish(self) -> None:
@@ -81,9 +90,15 @@ class LayerStores(Later):
             for errand in self.errands:
                 for moves in by_group(errand.moves):
                     self._reserve(errand, moves)
-            while (layer := self._next()) is not None:
-                self._moving.append((layer[0], []))
-                self._send(*layer, self._moving[-1][1])
+            sent = 0
+            while row := self._next():
+                places, after = [place for place, _ in row], row[-1][1]
+                if places != self._places[sent : sent + len(places)]:  # the engine has left one out
+                    break
+                sent += len(places)
+                self._moving.append((places, []))
+                self._send(places, after, self._moving[-1][1])
+                self._wanted = self._together()
             if list(self.stored_s) == self._places and self._is_sound():
                 self._commit()
             elif self._rooms:
@@ -117,30 +132,45 @@ class LayerStores(Later):
             self._rooms.append((errand, chunk))
         self._means.counters.add(present_chunks=present, refused_stores=refused, dropped_stores=left - refused)
 
-    def _next(self) -> tuple[int, torch.cuda.Event | None] | None:
-        """The next layer that has been computed, None behind the last. Meanwhile those under way arrive."""
+    def _together(self) -> int:
+        """How many layers leave together."""
+        nbytes = sum(chunk.tensor.nbytes for _, chunk in self._rooms) // len(self._places)
+        return max(min(self._means.bandwidth.piece_bytes(ROW_BYTES) // max(nbytes, 1), ROW_MAX), 1)
+
+    def _next(self) -> list[tuple[int, torch.cuda.Event | None]]:
+        """The next layers that have been computed, none behind the last. Meanwhile those under way arrive."""
         while True:
             with self._changed:
                 if not self._moving:
-                    self._changed.wait_for(lambda: self._computed or self._finished)
+                    self._changed.wait_for(self._is_row)
                 is_ready = bool(self._moving) and has_moved(self._moving[0][1])
-                if self._computed and not self.cancelled and not is_ready and len(self._moving) <= AHEAD:
-                    return self._computed.popleft()
+                if (
+                    self._computed
+                    and self._is_row()
+                    and not (self.cancelled or is_ready)
+                    and len(self._moving) <= AHEAD
+                ):
+                    return [self._computed.popleft() for _ in range(min(self._wanted, len(self._computed)))]
                 if not self._moving:
-                    return None
+                    return []
             self._settle()
 
+    def _is_row(self) -> bool:
+        """Whether as many are computed as leave together, or no more will be."""
+        return len(self._computed) >= self._wanted or self._finished
+
     def _settle(self) -> None:
-        place, movings = self._moving[0]
+        places, movings = self._moving[0]
         for moving in movings:
             moving.wait()
         self._moving.popleft()
-        self.stored_s[place] = time.monotonic()
+        self.stored_s |= dict.fromkeys(places, time.monotonic())
 
-    def _send(self, place: int, after: torch.cuda.Event | None, movings: list[Moving]) -> None:
+    def _send(self, places: Sequence[int], after: torch.cuda.Event | None, movings: list[Moving]) -> None:
+        """Let layers leave that follow each other and are computed when `after` has passed."""
         for number, group in enumerate(self._means.groups):
-            layer = group.layer_of(place)
-            if layer is None:
+            own = [layer for place in places if (layer := group.layer_of(place)) is not None]
+            if not own:
                 continue
             wanted = [chunk for errand, chunk in self._rooms if not errand.cancelled and chunk.move.group == number]
             if number not in self._planned or self._planned[number][0] != len(wanted):  # fewer only: some are cancelled
@@ -148,8 +178,8 @@ class LayerStores(Later):
                 self._planned[number] = len(wanted), group.transfer.layers(parts)
             if wanted:
                 nbytes = sum(chunk.tensor.nbytes for chunk in wanted) // group.layout.layers
-                self._means.bandwidth.take(nbytes, is_load=False)
-                movings.append(self._planned[number][1].store(layer, after=after))
+                self._means.bandwidth.take(nbytes * len(own), is_load=False)
+                movings.append(self._planned[number][1].store(own[0], len(own), after=after))
 
     def _commit(self) -> None:
         """Make all visible, of each errand and group the tail first."""

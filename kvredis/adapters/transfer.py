@@ -94,12 +94,12 @@ class Layers(Protocol):
         stays borrowed until that has moved."""
         ...
 
-    def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.store, of one layer of each chunk."""
+    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.store, of so many layers of each chunk that follow each other."""
         ...
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.load, of so many layers that follow each other."""
+        """As Transfer.load, likewise."""
         ...
 
 
@@ -231,9 +231,9 @@ class LayersByPart:
         """There is nothing between a chunk's memory and its pages."""
         return Moved(len(self._parts))
 
-    def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
+    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.store."""
-        return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer), after=after)
+        return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.load."""

@@ -78,12 +78,12 @@ class RingTransfer:
         """As Transfer.layers."""
         return RingLayers(self, parts)
 
-    def store_layer(self, plans: LayerPlans, layer: int, after: Any) -> Moving:
-        """One layer of what was planned."""
-        return self._begin(self._store, plans.parts, iter([plans.at(layer)]), after)
+    def store_layers(self, plans: LayerPlans, layers: range, after: Any) -> Moving:
+        """Some layers of what was planned, one behind the other."""
+        return self._begin(self._store, plans.parts * len(layers), map(plans.at, layers), after)
 
     def load_layers(self, plans: LayerPlans, layers: range, after: Any) -> Moving:
-        """The same of several, one behind the other."""
+        """The same."""
         return self._begin(self._load, plans.parts * len(layers), map(plans.at, layers), after)
 
     def stage_layer(self, plans: LayerPlans, layer: int) -> Moving:
@@ -164,13 +164,15 @@ class RingLayers:
         """As Layers.stage."""
         return self._ring.stage_layer(self._plans, layer)
 
-    def store(self, layer: int, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.store."""
+    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.store. Several small ones are planned for themselves: what adjoins in a chunk is one copy then."""
+        if count > 1 and self._are_small:
+            return self._ring.store(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)
         check_writable(self._plans.parts)
-        return self._ring.store_layer(self._plans, layer, after)
+        return self._ring.store_layers(self._plans, range(layer, layer + count), after)
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load. Several small ones are planned for themselves: what adjoins in a chunk is one copy then."""
+        """As Layers.load, and small ones as with `store`."""
         if count == 1 or not self._are_small:
             return self._ring.load_layers(self._plans, range(layer, layer + count), after)
         return self._ring.load(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)

@@ -1,5 +1,8 @@
 """Layer by layer: one leaves while the next is computed and comes before it is needed; a chunk is all or nothing."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -98,6 +101,53 @@ def test_a_step_that_ends_without_its_last_layer_stores_nothing_and_gives_its_ro
         assert mover.stats()["dropped_stores"] == 5
     assert not any(backend.present([move.key for move in jobs[0].moves]))
     assert all(backend.present([move.key for move in jobs[1].moves]))
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "row_max", "rows"),
+    [(1 << 30, 8, [1, 5]), (1 << 30, 2, [1, 2, 2, 1]), (1, 8, [1] * 6), (70_000, 8, [1, 3, 2])],
+)
+def test_small_layers_leave_together_behind_the_first(
+    row_bytes: int, row_max: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvredis.adapters.layer_storing.ROW_BYTES", row_bytes)
+    monkeypatch.setattr("kvredis.adapters.layer_storing.ROW_MAX", row_max)
+    sent: list[list[int]] = []
+    send = LayerStores._send
+
+    def seen(stores: LayerStores, places: Sequence[int], *more: Any) -> None:
+        sent.append(list(places))
+        send(stores, places, *more)
+
+    monkeypatch.setattr(LayerStores, "_send", seen)
+    engine, backend = PagedEngine(), FakeBackend()
+    job = StoreJob("r", of_both("r").moves, 3 * CHUNK)  # 98 KiB + 34 KiB in six layers
+    with mover_on(backend, engine) as mover:
+        for place in PLACES:
+            mover.save_layer(place, [job])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert mover.stats()["stored_chunks"] == 5
+    assert [len(row) for row in sent] == rows
+    assert [place for row in sent for place in row] == list(PLACES)
+    assert all(backend.values[move.key] == block_for(engine, move) for move in job.moves)
+
+
+@pytest.mark.parametrize("left_out", [1, 3])
+def test_a_step_that_leaves_a_layer_out_stores_nothing(left_out: int) -> None:
+    engine, backend = PagedEngine(), LocalBackend(small_store())
+    job = StoreJob("r", of_both("r").moves, 3 * CHUNK)
+    with mover_on(backend, engine) as mover:
+        for place in PLACES:
+            if place != left_out:
+                mover.save_layer(place, [job])
+        mover.end_layers()
+        assert mover.settle(WAIT_S)
+        assert mover.finished().stored == {"r"}
+        assert mover.stats()["dropped_stores"] == 5
+        assert mover.stats()["errors"] == 0
+    assert not any(backend.present([move.key for move in job.moves]))
     backend.close()
 
 
