@@ -86,7 +86,7 @@ class RingWay:
 
     def stage(self, job: LayerPlan, moving: RingMoving) -> None:
         """Fill buffers with a layer, behind what is staged of the same chunks; nothing else stays staged. Raises
-        RuntimeError from the device."""
+        RuntimeError from the device, LayoutError for pages that there are not."""
         last = self._staged[-1].of if self._staged else job
         if last.plans is not job.plans or last.layer >= job.layer or len(self._staged) == self._slots:
             self._staged = []
@@ -97,6 +97,7 @@ class RingWay:
                 slot.free = self._device.record(self._copies)
                 self._staged.append(Staged(job, span, slot, slot.free))
                 moving.add(0, slot.free)
+            self._numbers(job)
 
     def _open(self) -> None:
         if not self._ring:
@@ -192,15 +193,19 @@ class RingWay:
         return slot
 
     def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
-        """Bring page numbers there, unless they are the last that were; kernels come behind `after` from now on."""
-        if self._uploaded is None or self._uploaded[0] is not job.numbers:
-            self._uploaded = None  # whatever happens
-            self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
-        pages = self._uploaded[1]
+        """Have a job's page numbers there; kernels come behind `after` from now on."""
+        pages = self._numbers(job)
         moving.hold.append(pages)
         if after is not None:
             self._device.wait(self._kernels, after)
         return pages
+
+    def _numbers(self, job: AnyPlan) -> torch.Tensor:
+        """Bring page numbers there, unless they are the last that were."""
+        if self._uploaded is None or self._uploaded[0] is not job.numbers:
+            self._uploaded = None  # whatever happens
+            self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
+        return self._uploaded[1]
 
     @property
     def _rests(self) -> bool:

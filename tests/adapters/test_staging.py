@@ -81,10 +81,12 @@ def test_staged_layers_touch_no_page_and_are_not_copied_again(seed: int, units: 
         assert all(moving.done for moving in staged)
         assert gpu.copies
         assert all(map(torch.equal, words(layers), before)), "pages may be anybody's still"
+    uploads = gpu.uploads
     movings = [planned.load(layer) for layer in range(LAYERS)]
     for moving in reversed(movings):
         moving.wait()
     assert have_come(layers, parts)
+    assert gpu.uploads == uploads, "page numbers are there as well"
     assert sum(gpu.copies) <= copies + 1  # where a buffer begins may cut one part more
 
 
@@ -169,6 +171,18 @@ def test_a_copy_that_fails_while_it_is_staged_is_an_error_of_wait_and_the_next_l
     transfer.close()
     with pytest.raises(RuntimeError, match="closed"):
         planned.stage(0).wait()
+
+
+def test_pages_that_there_are_not_are_an_error_of_what_is_staged_and_of_what_is_loaded() -> None:
+    transfer, gpu = ring(made_layers())
+    (part,) = parts_of([38])  # to 41, and there are 40
+    planned = transfer.layers([part])
+    staged = planned.stage(0)
+    with pytest.raises(RuntimeError, match="pages 38 to 40 are not all among 40"):
+        staged.wait()
+    with pytest.raises(LayoutError, match="pages 38 to 40 are not all among 40"):
+        planned.load(0)
+    assert not any(stream.queue for stream in gpu.streams)
 
 
 def test_where_there_is_no_device_there_is_no_room_and_nothing_to_do() -> None:
