@@ -15,7 +15,7 @@ from kvredis.adapters.layer_loading import LayerLoads
 from kvredis.adapters.leases_ahead import LeasesAhead
 from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import HostTransfer, Part
+from kvredis.adapters.transfer import HostTransfer, Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeLease
@@ -25,6 +25,7 @@ from tests.adapters.paged_engine import CHUNK, PagedEngine, mover_on, moves_of, 
 from tests.adapters.paged_layouts import block_of, planes_first
 from tests.backends.nodes import wait_until
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SIZE = (40, 2, 16, 2, 32)
 UNIT = 16 * 2 * 32 * 2
 """Bytes of a page in one plane of a layer."""
@@ -183,6 +184,28 @@ def test_pages_that_there_are_not_are_an_error_of_what_is_staged_and_of_what_is_
     with pytest.raises(LayoutError, match="pages 38 to 40 are not all among 40"):
         planned.load(0)
     assert not any(stream.queue for stream in gpu.streams)
+
+
+@needs_gpu
+@pytest.mark.parametrize("between", [False, True])
+def test_on_a_gpu_staged_layers_touch_no_page_until_they_are_loaded(between: bool) -> None:
+    layers = [layer.cuda() for layer in made_layers()]
+    before = words(layers)
+    transfer = open_transfer(PagedKV(layers), sums=True)
+    assert isinstance(transfer, RingTransfer)
+    parts, others = parts_of([0, 10, 20]), parts_of([5, 15, 25])
+    planned, other = transfer.layers(parts), transfer.layers(others)
+    for layer in range(planned.room):
+        planned.stage(layer).wait()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, words(layers), before))
+    if between:
+        other.load(0).wait()
+    for layer in range(LAYERS):
+        planned.load(layer).wait()
+        other.load(layer).wait()
+    assert have_come([layer.cpu() for layer in layers], [*parts, *others])
+    transfer.close()
 
 
 def test_where_there_is_no_device_there_is_no_room_and_nothing_to_do() -> None:
