@@ -48,6 +48,9 @@ FIRST_BYTES = 24 * 1024 * 1024
 """Layer 0 of the first chunks is asked for when it has so much, of the next when it has twice that, and so on: asking
 takes as long as a GPU copies 20 MB, in which less would have come."""
 
+ROW_BYTES = 16 * 1024 * 1024
+"""Into a GPU layers behind the first move together until they are so much, for the same reason."""
+
 YIELD_S = 20e-6
 """For so long, and what the system adds, the interpreter is left to an engine that has waited for what has come."""
 
@@ -102,6 +105,8 @@ class LayerLoads(Later):
         self._hashed = 0
         self._planned: dict[int, tuple[tuple[_Load, ...], PlannedLayers]] = {}
         """Of each group, with the loads that it is of."""
+        self._rows: deque[range] = deque()
+        """Those layers that are staged."""
 
     def end(self, tokens: int) -> None:
         """As Later.end; nobody waits for a layer any more."""
@@ -148,12 +153,16 @@ class LayerLoads(Later):
         self._intake.forget()
 
     def _run(self) -> None:
-        self._ask(self._places[:1], self._send_first)
+        if self._take_over():
+            row = self._next()
+            self._ask(row, partial(self._send, row))
+        else:
+            self._ask(self._places[:1], self._send_first)
         self._plan()
         while self._asked < len(self._places):
             while self._under_way and (len(self._under_way) > self._ahead or has_moved(self._under_way[0][1])):
                 self._settle()
-            row = self._places[self._asked : self._asked + self._together()]
+            row = self._next()
             while self._under_way and self._means.bandwidth.waits(self._layer_bytes * len(row)):
                 self._settle()  # or a layer that is there waited for the next one's turn
             self._ask(row, partial(self._send, row))
@@ -172,18 +181,24 @@ class LayerLoads(Later):
             self._asked += len(row)
             self._changed.notify_all()
 
+    def _next(self) -> list[int]:
+        """The layers that move next: those that are staged as they are, and then as many as move together."""
+        count = len(self._rows.popleft()) if self._rows else self._together()
+        return self._places[self._asked : self._asked + count]
+
     @property
     def _ahead(self) -> int:
         return min(AHEAD_OF_STREAM, self._come + 1) if self._by_stream else min(AHEAD, self._come)
 
     def _together(self) -> int:
         """How many layers move next: as many as have come and the engine has not got to yet. Where loading is the
-        slower there are none; with a bound no more than it lets through at once."""
+        slower there are none, and a few go that are small; with a bound no more than it lets through at once."""
         while self._marks and self._marks[0][1].query():
             self._reached = self._marks.popleft()[0]
         nbytes = max(self._layer_bytes, 1)
         most = self._means.bandwidth.piece_bytes(ROW_MAX * nbytes) // nbytes
-        return max(min(self._come - self._reached, most), 1)
+        least = ROW_BYTES // nbytes if self._by_stream and self._asked else 1
+        return max(min(max(self._come - self._reached, least), most), 1)
 
     @property
     def _layer_bytes(self) -> int:
@@ -191,11 +206,7 @@ class LayerLoads(Later):
         return sum(planned.nbytes for _, planned in self._planned.values())
 
     def _send_first(self, movings: list[Moving]) -> None:
-        """Lease all chunks, and ask for the first layer of those that have come while the next do; of all at once where
-        they are leased."""
-        if self._take_over():
-            self._send(self._places[:1], movings)
-            return
+        """Lease all chunks, and ask for the first layer of those that have come while the next do."""
         left = sum(len(load.errand.moves) for load in self._loads)
         wanted, nbytes, fresh = FIRST_BYTES, 0, list[LeasedChunk]()
         for chunk in chain.from_iterable(map(self._leased, self._loads)):
@@ -218,6 +229,7 @@ class LayerLoads(Later):
         self._means.counters.add(leased_ahead_chunks=sum(map(len, chunks)))
         loads = tuple(self._loads)
         self._planned = {number: (loads, planned) for number, planned in enumerate(ahead.planned)}
+        self._rows.extend(ahead.planned[0].staged)
         return True
 
     def _plan(self) -> None:
@@ -258,7 +270,7 @@ class LayerLoads(Later):
                 continue
             planned = self._layers_of(number)
             if planned.layers is not None:
-                fresh = sum(layer >= len(planned.staged) for layer in own)
+                fresh = sum(not any(layer in row for row in planned.staged) for layer in own)
                 self._means.bandwidth.take(planned.nbytes * fresh, is_load=True)
                 movings.append(planned.layers.load(own[0], len(own), after=self._after))
 

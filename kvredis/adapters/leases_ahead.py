@@ -21,8 +21,8 @@ class PlannedLayers:
 
     layers: Layers | None
     nbytes: int
-    staged: list[Moving] = field(default_factory=list)
-    """Of the first layers."""
+    staged: dict[range, Moving] = field(default_factory=dict)
+    """The first layers, as they are to be loaded."""
 
 
 class LeasesAhead(Later):
@@ -74,7 +74,7 @@ class LeasesAhead(Later):
 
     def settle(self) -> None:
         """Wait until nothing is staged any more; what failed on the way fails again when it is loaded."""
-        for moving in chain.from_iterable(planned.staged for planned in self.planned):
+        for moving in chain.from_iterable(planned.staged.values() for planned in self.planned):
             with suppress(RuntimeError):
                 moving.wait()
 
@@ -97,14 +97,16 @@ class LeasesAhead(Later):
                     break
 
     def _stage(self) -> None:
-        """Stage the first layers, as many as there is room for."""
-        for place in self._means.places:
-            for group, planned in zip(self._means.groups, self.planned, strict=True):
-                layer = group.layer_of(place)
-                if planned.layers is None or layer is None or layer >= planned.layers.room or self.cancelled:
-                    continue
-                self._means.bandwidth.take(planned.nbytes, is_load=True)
-                planned.staged.append(planned.layers.stage(layer))
+        """Stage the first layers, as many as there is room for; with a bound only what is needed first, which else had
+        to wait for the rest. Not of several groups, whose layers take turns: engines load those before the step."""
+        planned, bandwidth = self.planned[0], self._means.bandwidth
+        if planned.layers is None or len(self.planned) > 1:
+            return
+        for row in planned.layers.rows[: 1 if bandwidth.is_bound else None]:
+            if self.cancelled:
+                return
+            bandwidth.take(planned.nbytes * len(row), is_load=True)
+            planned.staged[row] = planned.layers.stage(row.start, len(row))
 
     def _release(self) -> None:
         self.settle()

@@ -9,7 +9,7 @@ is done, by what Python does in C, and for each buffer nothing by numpy, whose c
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import mul
@@ -90,6 +90,8 @@ class Plan:
     """Whether some parts are layers of chunks."""
     locked: dict[int, bool] = field(default_factory=dict)
     """Whether memory that lenders have lent is page-locked, as far as the device was asked, by their identity."""
+    known_numbers: Numbers | None = None
+    """`numbers`, where another plan has the same."""
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> Iterator[Span]:
         """Give what each staging buffer holds, one after another; see spans_of. A part is cut between two layers where
@@ -118,6 +120,8 @@ class Plan:
     def numbers(self) -> Numbers:
         """What kernels look up: the page numbers, and behind them the rows. Raises LayoutError for a page that there is
         not, every time."""
+        if self.known_numbers is not None:
+            return self.known_numbers
         pages = np.fromiter(chain.from_iterable([part.pages for part in self.parts]), np.int64, self.rows_at)
         if pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self.paged.pages:
             for part in self.parts:  # one by one, slowly: for the words of the error
@@ -226,6 +230,7 @@ class LayerPlans:
             raise LayoutError("only whole chunks move by layers")
         self.nbytes = sum(memory.nbytes for memory in self._first.memories)
         """Of one layer."""
+        self._chunks = chunks
         self._layers = range(len(paged.layers))
         self._locked: dict[int, bool] = {}
         self._spans: dict[tuple[int, int], list[Span]] = {}
@@ -239,6 +244,11 @@ class LayerPlans:
             raise LayoutError(f"there is no layer {layer} among {len(self._layers)}")
         self._locked = {lender: True for lender, is_so in self._locked.items() if is_so}  # else it may be by now
         return LayerPlan(self, self._first, layer, self._locked)
+
+    def together(self, layers: range) -> Plan:
+        """The plan of several as one job, in which what adjoins in a chunk is one copy. Raises LayoutError."""
+        made = plan(self._first.paged, layer_parts(self._first.paged, self._chunks, layers.start, len(layers)))
+        return replace(made, known_numbers=self._first.numbers)
 
     def slots(self, slot_bytes: int, first_share: int) -> list[Span]:
         """As Plan.slots."""
@@ -282,8 +292,8 @@ class LayerPlan:
         self.units = first.units
         self.rows = first.rows
         self.rows_at = first.rows_at
-        self.plans = plans
-        self.layer = layer
+        self._plans = plans
+        self._layer = layer
         self._first = first
 
     @property
@@ -293,7 +303,7 @@ class LayerPlan:
 
     def slots(self, slot_bytes: int, first_share: int = 1) -> list[Span]:
         """As Plan.slots."""
-        return self.plans.slots(slot_bytes, first_share)
+        return self._plans.slots(slot_bytes, first_share)
 
     def parts_before(self, unit: int) -> int:
         """As Plan.parts_before."""
@@ -305,16 +315,16 @@ class LayerPlan:
 
     def lenders(self, span: Span) -> Mapping[int, memoryview]:
         """As Plan.lenders."""
-        return self.plans.lenders(span)
+        return self._plans.lenders(span)
 
     def launches(self, span: Span) -> list[Launch]:
         """As Plan.launches."""
-        return [launch._replace(layer=self.layer) for launch in self.plans.launches(span)]
+        return [launch._replace(layer=self._layer) for launch in self._plans.launches(span)]
 
     def extents(self, span: Span) -> Extents:
         """As Plan.extents."""
-        first, apart = self.plans.extents(span)
-        return first._replace(host=first.host + apart * np.uint64(self.layer))
+        first, apart = self._plans.extents(span)
+        return first._replace(host=first.host + apart * np.uint64(self._layer))
 
 
 def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int) -> Iterator[Span]:

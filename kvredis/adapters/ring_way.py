@@ -46,9 +46,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A buffer that is filled, behind `copied`, with what is loaded next: a span of a layer."""
+    """A buffer that is filled, behind `copied`, with what is loaded next: a span of a job. `beside` is the same object
+    for jobs that are loaded one behind the other."""
 
-    of: LayerPlan
+    job: AnyPlan
+    beside: object
     span: Span
     slot: Slot
     copied: Event
@@ -69,7 +71,7 @@ class RingWay:
         self._ring: list[Slot] = []
         self._next = 0
         self._staged: list[Staged] = []
-        """In the order in which they were filled, and of the layers' spans."""
+        """In the order in which they were filled, and are loaded."""
         self._uploaded: tuple[Numbers, torch.Tensor] | None = None
         """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
         self._warned = False
@@ -84,18 +86,17 @@ class RingWay:
                 else:
                     self._in(job, after, moving, before)
 
-    def stage(self, job: LayerPlan, moving: RingMoving) -> None:
-        """Fill buffers with a layer, behind what is staged of the same chunks; nothing else stays staged. Raises
+    def stage(self, job: AnyPlan, moving: RingMoving, beside: object) -> None:
+        """Fill buffers with a job, behind what is staged `beside` the same; nothing else stays staged. Raises
         RuntimeError from the device, LayoutError for pages that there are not."""
-        last = self._staged[-1].of if self._staged else job
-        if last.plans is not job.plans or last.layer >= job.layer or len(self._staged) == self._slots:
+        if self._staged and (self._staged[-1].beside is not beside or len(self._staged) == self._slots):
             self._staged = []
         with self._device.on(self._kernels):
             self._open()
             for span in islice(job.slots(self._nbytes), self._slots - len(self._staged)):
                 slot = self._filled(job, span)
                 slot.free = self._device.record(self._copies)
-                self._staged.append(Staged(job, span, slot, slot.free))
+                self._staged.append(Staged(job, beside, span, slot, slot.free))
                 moving.add(0, slot.free)
             self._numbers(job)
 
@@ -144,15 +145,13 @@ class RingWay:
             yield span, slot
 
     def _taken(self, job: AnyPlan) -> list[Staged]:
-        """What is staged of that job, which is no more; nothing else stays staged but layers behind it."""
+        """What is staged of that job, which is no more; nothing else stays staged but what is loaded behind it."""
         staged, self._staged = self._staged, []
-        if not isinstance(job, LayerPlan):
+        if not staged or staged[0].job is not job:
             return []
-        mine = [each for each in staged if each.of.plans is job.plans and each.of.layer == job.layer]
-        if mine and staged[0] is mine[0]:
-            self._staged = staged[len(mine) :]
-            return mine
-        return []
+        mine = [each for each in staged if each.job is job]
+        self._staged = staged[len(mine) :]
+        return mine
 
     def _filled(self, job: AnyPlan, span: Span) -> Slot:
         """Copy what a buffer is to hold into the next one."""

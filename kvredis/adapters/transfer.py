@@ -84,14 +84,14 @@ class Layers(Protocol):
     """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
 
     @property
-    def room(self) -> int:
-        """How many layers `stage` has room for at a time."""
+    def rows(self) -> list[range]:
+        """The layers that `stage` has room for at a time, from the first on, as they are staged: each range at once."""
         ...
 
-    def stage(self, layer: int) -> Moving:
-        """Bring a layer, or the head of one that is too large, as near to its pages as it gets without touching any:
-        `load` of it finds it there, if nothing but layers staged before it is loaded in between. The chunks' memory
-        stays borrowed until that has moved."""
+    def stage(self, layer: int, count: int = 1) -> Moving:
+        """Bring so many layers, or the head of one that is too large, as near to their pages as they get without
+        touching any: `load` of the same finds them there, if nothing but what was staged before them is loaded in
+        between. The chunks' memory stays borrowed until that has moved."""
         ...
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
@@ -221,13 +221,12 @@ class Moved:
 class LayersByPart:
     """Layers of a transfer that has nothing to plan."""
 
-    room = 0
-
     def __init__(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+        self.rows: list[range] = []
         self._transfer = transfer
         self._parts = parts
 
-    def stage(self, layer: int) -> Moving:
+    def stage(self, layer: int, count: int = 1) -> Moving:
         """There is nothing between a chunk's memory and its pages."""
         return Moved(len(self._parts))
 

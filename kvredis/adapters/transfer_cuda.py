@@ -12,6 +12,7 @@ checksums are wanted (ring_sums.py) the device finds them out of the buffers, on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from .ring_moving import RingMoving
 from .ring_plan import LayerPlans, Plan, plan
 from .ring_sums import RingSum, RingSums
 from .ring_way import AnyPlan, RingWay
-from .transfer import Moving, Part, check_writable, layer_parts
+from .transfer import Moving, Part, check_writable
 
 SLOT_BYTES: Final = 64 * 1024 * 1024
 SLOTS: Final = 2
@@ -32,6 +33,8 @@ SLOTS: Final = 2
 as long, and that takes the interpreter from the engine: beside vLLM 1.7 ms for 60 MiB of a step's layer (profiled)."""
 HEAD_PARTS: Final = 48
 """Of more parts than that, so many go first: 512 take 0.2 ms to plan, in which nothing was copied."""
+FIRST_STAGED_BYTES: Final = 24 * 1024 * 1024
+"""Of small layers so much is staged in the first buffer: who needs layer 0 waits for all that is in there."""
 ROWS: Final = 4096
 """Chunks whose checksums are found at a time, both ways together; 64 bytes each."""
 
@@ -62,7 +65,8 @@ class RingTransfer:
         self._store = RingWay(device, slots, nbytes, self._sums, out=True)
         self._load = RingWay(device, slots, nbytes, self._sums, out=False)
         self._closed = False
-        self._slots = slots
+        self.slots = slots
+        """Staging buffers of each direction."""
         self.slot_bytes = nbytes
         """Of each staging buffer."""
 
@@ -78,22 +82,22 @@ class RingTransfer:
         """As Transfer.layers."""
         return RingLayers(self, parts)
 
-    def store_layers(self, plans: LayerPlans, layers: range, after: Any) -> Moving:
-        """Some layers of what was planned, one behind the other."""
-        return self._begin(self._store, plans.parts * len(layers), map(plans.at, layers), after)
+    def store_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
+        """What was planned already, all of it `parts`, one behind the other."""
+        return self._begin(self._store, parts, iter(jobs), after)
 
-    def load_layers(self, plans: LayerPlans, layers: range, after: Any) -> Moving:
+    def load_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
         """The same."""
-        return self._begin(self._load, plans.parts * len(layers), map(plans.at, layers), after)
+        return self._begin(self._load, parts, iter(jobs), after)
 
-    def stage_layer(self, plans: LayerPlans, layer: int) -> Moving:
-        """Bring a layer into staging buffers, as far as they have room."""
-        moving = RingMoving(plans.parts)
+    def stage(self, job: AnyPlan, parts: Sequence[Part], beside: object) -> Moving:
+        """Bring what was planned into staging buffers, as far as they have room `beside` what is there for the same."""
+        moving = RingMoving(parts)
         try:
             if self._closed:
                 raise RuntimeError("the transfer is closed")
-            self._load.stage(plans.at(layer), moving)
-            moving.add(len(plans.parts), None)
+            self._load.stage(job, moving, beside)
+            moving.add(len(parts), None)
         except Exception as error:  # as with a job: what is enqueued goes on, and the caller has to wait for it
             moving.failure = error
             self._load.settle(moving)
@@ -101,10 +105,6 @@ class RingTransfer:
             self._load.synchronize()
             raise
         return moving
-
-    def layers_staged(self, plans: LayerPlans) -> int:
-        """How many layers the staging buffers hold, and 1 where they hold the head of one."""
-        return max(self._slots // max(len(plans.slots(self.slot_bytes, 1)), 1), 1)
 
     def sum_of(self, nbytes: int) -> RingSum | None:
         """As Transfer.sum_of."""
@@ -148,35 +148,47 @@ class RingTransfer:
 
 
 class RingLayers:
-    """Layers (transfer.py) by rings."""
+    """Layers (transfer.py) by rings. Several that are small are one job: what adjoins in a chunk is one copy then."""
 
     def __init__(self, ring: RingTransfer, parts: Sequence[Part]) -> None:
         self._ring = ring
-        self._chunks = parts
         self._plans = LayerPlans(ring.paged, parts)
+        self._staged: dict[range, AnyPlan] = {}
+        self._are_small = 2 * self._plans.nbytes <= ring.slot_bytes
 
     @property
-    def room(self) -> int:
-        """As Layers.room. Of small layers the first alone: behind it several come as one."""
-        return 1 if self._are_small else self._ring.layers_staged(self._plans)
+    def rows(self) -> list[range]:
+        """As Layers.rows: small layers share a buffer, of which the first holds less, so that it is there sooner."""
+        layers, slots, nbytes = len(self._ring.paged.layers), self._ring.slots, max(self._plans.nbytes, 1)
+        if not self._are_small:
+            held = max(slots // len(self._plans.slots(self._ring.slot_bytes, 1)), 1)
+            return [range(layer, layer + 1) for layer in range(min(held, layers))]
+        most = self._ring.slot_bytes // nbytes
+        first = max(min(FIRST_STAGED_BYTES // nbytes, most), 1)
+        starts = [0, *(first + row * most for row in range(slots))]
+        return [range(start, min(stop, layers)) for start, stop in pairwise(starts) if start < layers]
 
-    def stage(self, layer: int) -> Moving:
+    def stage(self, layer: int, count: int = 1) -> Moving:
         """As Layers.stage."""
-        return self._ring.stage_layer(self._plans, layer)
+        row = range(layer, layer + count)
+        job = self._plans.together(row) if count > 1 else self._plans.at(layer)
+        self._staged[row] = job
+        return self._ring.stage(job, self._plans.parts, self)
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.store. Several small ones are planned for themselves: what adjoins in a chunk is one copy then."""
-        if count > 1 and self._are_small:
-            return self._ring.store(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)
+        """As Layers.store."""
         check_writable(self._plans.parts)
-        return self._ring.store_layers(self._plans, range(layer, layer + count), after)
+        jobs = self._jobs(range(layer, layer + count))
+        return self._ring.store_planned(jobs, self._plans.parts * len(jobs), after)
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load, and small ones as with `store`."""
-        if count == 1 or not self._are_small:
-            return self._ring.load_layers(self._plans, range(layer, layer + count), after)
-        return self._ring.load(layer_parts(self._ring.paged, self._chunks, layer, count), after=after)
+        """As Layers.load."""
+        row = range(layer, layer + count)
+        staged = self._staged.pop(row, None)
+        jobs = self._jobs(row) if staged is None else [staged]
+        return self._ring.load_planned(jobs, self._plans.parts * len(jobs), after)
 
-    @property
-    def _are_small(self) -> bool:
-        return 2 * self._plans.nbytes <= self._ring.slot_bytes
+    def _jobs(self, layers: range) -> Sequence[AnyPlan]:
+        if len(layers) > 1 and self._are_small:
+            return [self._plans.together(layers)]
+        return [self._plans.at(layer) for layer in layers]

@@ -142,6 +142,7 @@ def test_an_engine_launches_layers_that_are_on_their_way_and_waits_for_those_tha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvredis.adapters.layer_loading.AHEAD_OF_STREAM", 1)
+    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", 1)
     job = LoadJob("r", moves_of("r", 3))
     backend, source = with_blocks(job)
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
@@ -170,6 +171,7 @@ def test_layers_move_together_while_the_gpu_has_not_got_to_them_however_far_the_
     is_behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvredis.adapters.layer_loading.AHEAD_OF_STREAM", 1)
+    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", 1)
     job = LoadJob("r", moves_of("r", 3))
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
     (transfer,) = by_hand(engine)
@@ -179,6 +181,24 @@ def test_layers_move_together_while_the_gpu_has_not_got_to_them_however_far_the_
         let_go(transfer)
     rows = [layers for layers, _ in transfer.calls]
     assert rows == [range(1), range(1, 2), *([range(2, 4)] if is_behind else [range(2, 3), range(3, 4)])]
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "row_max", "rows"), [(1 << 20, 8, [1, 3]), (50_000, 8, [1, 2, 1]), (1 << 20, 1, [1] * 4)]
+)
+def test_small_layers_move_together_behind_the_first(
+    row_bytes: int, row_max: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", row_bytes)
+    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_MAX", row_max)
+    job = LoadJob("r", moves_of("r", 3))  # 24 KiB a layer
+    engine = PagedEngine(transfer=ManualTransfer, groups=1)
+    (transfer,) = by_hand(engine)
+    transfer.by_hand = False
+    with mover_on(with_blocks(job)[0], engine) as mover, loads_of(mover, job.moves) as (loads, _):
+        for place in range(LAYERS):
+            loads.hold_back(place, cast("Any", None), Mark(passed=True))
+    assert [len(layers) for layers, _ in transfer.calls if layers is not None] == rows
 
 
 def test_a_device_that_fails_keeps_no_engine_waiting() -> None:
