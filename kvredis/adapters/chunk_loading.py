@@ -19,7 +19,7 @@ from .block import Block, open_block
 from .checking import Verdict
 from .chunk_moves import ChunkMove
 from .layout import ChunkLayout
-from .moving_options import Errand, Means
+from .moving_options import Counters, Errand, Means
 from .tensors import view_tensor
 from .transfer import Moving, Part
 
@@ -51,14 +51,15 @@ class Intake:
     """Takes leases in and tells good chunks from others, which it counts. `forget` deletes blocks that were damaged:
     they would be found, and missed, again and again."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: Means, counters: Counters | None = None) -> None:
+        self.counters = means.counters if counters is None else counters
         self._means = means
         self._damaged: list[bytes] = []
 
     def open(self, move: ChunkMove, lease: Lease | None) -> LeasedChunk | None:
         """The chunk that was leased, or None: it is missing, or not what the layout says. Its lease has ended then."""
         if lease is None:
-            self._means.counters.add(missing_chunks=1)
+            self.counters.add(missing_chunks=1)
             return None
         group = self._means.groups[move.group]
         try:
@@ -81,7 +82,7 @@ class Intake:
             self._refuse(chunk.move, chunk.lease, "its bytes do not have its checksum")
             return False
         if not chunk.lease.held:
-            self._means.counters.add(expired_chunks=1)
+            self.counters.add(expired_chunks=1)
             return False
         return True
 
@@ -93,9 +94,9 @@ class Intake:
 
     def _refuse(self, move: ChunkMove, lease: Lease, why: str) -> None:
         if not lease.held:  # the memory is another value's by now
-            self._means.counters.add(expired_chunks=1)
+            self.counters.add(expired_chunks=1)
             return
-        self._means.counters.add(corrupt_chunks=1)
+        self.counters.add(corrupt_chunks=1)
         self._damaged.append(move.key)
         logger.warning(
             "A stored block was refused and counts as a miss: %s: %s", move.key.decode("ascii", "replace"), why

@@ -128,15 +128,23 @@ class Behind(Generic[Job]):
         self._closed = False
 
     def add(self, job: Job) -> bool:
-        """Queue it; False, and it is done with what the caller has, when there is no room for it."""
+        """Queue it; False, and it is done with what the caller has, when there is no room for it. What nobody wants any
+        more takes none."""
+        unwanted: list[Job] = []
         with self._changed:
-            if not self._closed and len(self._queue) < self._jobs_max and self._has_thread():
+            if len(self._queue) >= self._jobs_max:
+                unwanted = [waiting for waiting in self._queue if waiting.cancelled]
+                self._queue = deque(waiting for waiting in self._queue if not waiting.cancelled)
+            is_queued = not self._closed and len(self._queue) < self._jobs_max and self._has_thread()
+            if is_queued:
                 self._queue.append(job)
                 self._changed.notify_all()
-                return True
-        job.refused = True
-        job.end(job.tokens)
-        return False
+        for waiting in unwanted:
+            waiting.end(waiting.tokens)
+        if not is_queued:
+            job.refused = True
+            job.end(job.tokens)
+        return is_queued
 
     def settle(self) -> None:
         """Wait until all that was added before is done."""

@@ -88,7 +88,7 @@ class LayerLoads(Later):
         self._means = means
         self._after = after
         self._ahead_leases = ahead
-        self._intake = Intake(means) if ahead is None else ahead.intake
+        self._intake = Intake(means)
         self._places = means.places
         self._by_stream = by_stream
         self._changed = threading.Condition()  # of all below
@@ -226,7 +226,7 @@ class LayerLoads(Later):
             return False
         for load, mine in zip(self._loads, chunks, strict=True):
             load.chunks = mine
-        self._means.counters.add(leased_ahead_chunks=sum(map(len, chunks)))
+        self._intake = ahead.intake
         loads = tuple(self._loads)
         self._planned = {number: (loads, planned) for number, planned in enumerate(ahead.planned)}
         self._rows.extend(ahead.planned[0].staged)
@@ -271,7 +271,8 @@ class LayerLoads(Later):
             planned = self._layers_of(number)
             if planned.layers is not None:
                 fresh = sum(not any(layer in row for row in planned.staged) for layer in own)
-                self._means.bandwidth.take(planned.nbytes * fresh, is_load=True)
+                if fresh:
+                    self._means.bandwidth.take(planned.nbytes * fresh, is_load=True)
                 movings.append(planned.layers.load(own[0], len(own), after=self._after))
 
     def _layers_of(self, number: int) -> PlannedLayers:

@@ -11,7 +11,7 @@ from itertools import chain
 from .chunk_loading import Intake, LeasedChunk
 from .chunk_moves import LoadJob
 from .later import Later
-from .moving_options import Means, PagedGroup
+from .moving_options import Counters, Means, PagedGroup
 from .transfer import Layers, Moving, Part
 
 
@@ -31,9 +31,16 @@ class LeasesAhead(Later):
 
     def __init__(self, means: Means, jobs: Sequence[LoadJob]) -> None:
         super().__init__(0)
-        self.jobs = jobs
-        self.intake = Intake(means)
-        """Which of them were damaged."""
+        self.jobs: list[LoadJob] = []
+        """Those of them that may be under way at once."""
+        left = means.options.max_load_chunks
+        for job in jobs:
+            if len(job.moves) <= left:
+                self.jobs.append(job)
+                left -= len(job.moves)
+        self._counters = Counters()  # of what is not loaded nothing is counted
+        self.intake = Intake(means, self._counters)
+        """Which chunks were damaged."""
         self.planned: list[PlannedLayers] = []
         """Of each group, once they are leased."""
         self._means = means
@@ -63,13 +70,19 @@ class LeasesAhead(Later):
                     self._release()
 
     def take(self) -> list[list[LeasedChunk]] | None:
-        """Give the chunks of each job, head first as far as they are there, which are the caller's now; None where
-        there are none to be had any more."""
+        """Give the chunks of each job, head first as far as they are there, which are the caller's now, as is what was
+        counted of them; None where there are none to be had any more, or their leases have ended."""
         with self._changing:
             if not self._is_whole:
                 return None
             self._is_whole = False
+            if not all(chunks[0].lease.held for chunks in self._chunks if chunks):  # the oldest, or with all others
+                self._release()
+                return None
             chunks, self._chunks = self._chunks, []
+        self._means.counters.add(**self._counters.sums())
+        self._means.counters.add(leased_ahead_chunks=sum(map(len, chunks)))
+        self.intake.counters = self._means.counters
         return chunks
 
     def settle(self) -> None:
@@ -102,11 +115,13 @@ class LeasesAhead(Later):
         planned, bandwidth = self.planned[0], self._means.bandwidth
         if planned.layers is None or len(self.planned) > 1:
             return
-        for row in planned.layers.rows[: 1 if bandwidth.is_bound else None]:
-            if self.cancelled:
+        for row in planned.layers.rows:
+            if self.cancelled or (planned.staged and bandwidth.is_bound):
                 return
-            bandwidth.take(planned.nbytes * len(row), is_load=True)
-            planned.staged[row] = planned.layers.stage(row.start, len(row))
+            most = bandwidth.piece_bytes(planned.nbytes * len(row)) // max(planned.nbytes, 1)
+            some = row[: max(most, 1)]
+            bandwidth.take(planned.nbytes * len(some), is_load=True)
+            planned.staged[some] = planned.layers.stage(some.start, len(some))
 
     def _release(self) -> None:
         self.settle()
@@ -134,7 +149,7 @@ class NextLeases:
         """Give what there is, if it is for these jobs, and else drop it."""
         with self._changing:
             ahead, self._ahead = self._ahead, None
-        if ahead is not None and list(ahead.jobs) != list(jobs):
+        if ahead is not None and ahead.jobs != list(jobs):
             ahead.drop()
             return None
         return ahead

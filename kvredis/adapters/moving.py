@@ -56,7 +56,7 @@ class ChunkMover:
         self.counters = Counters()
         bandwidth, checking = Bandwidth(self.options.bytes_per_s), Checking(is_on=self.options.verify)
         self._means = Means(backend, tuple(groups), self.options, bandwidth, checking, self.counters)
-        self._loader: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._loader: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis loads", self.options.max_load_chunks + 1)
         self._storer: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._errands: dict[str, list[Errand]] = {}
@@ -129,9 +129,10 @@ class ChunkMover:
         come."""
         self._know(self._step_loads)
         self._step_loads = StepLoads([Errand(job.request, job.moves) for job in jobs], is_known=False)
-        errands = [errand for errand in self._step_loads.errands if self._admit(errand)]
+        admitted = [each for each in zip(jobs, self._step_loads.errands, strict=True) if self._admit(each[1])]
+        errands = [errand for _, errand in admitted]
         self._layer_loads = None
-        ahead = self._next_leases.take(jobs if len(errands) == len(jobs) else ())
+        ahead = self._next_leases.take([job for job, _ in admitted])
         if errands:
             is_gpu = self._stream is not None
             loads = self._layer_loads = LayerLoads(self._means, errands, after, by_stream=is_gpu, ahead=ahead)
@@ -215,6 +216,7 @@ class ChunkMover:
             self._cancel_all()
             self._know(self._step_loads)
             behind.close()
+        self._next_leases.replace(None)  # another thread may have asked meanwhile
         self._means.checking.close()
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
@@ -295,7 +297,7 @@ class ChunkMover:
     def _run(self, turn: Turn | LeasesAhead) -> int:
         """One turn of a background thread; raises nothing."""
         if isinstance(turn, LeasesAhead):
-            self.counters.add(errors=self._error_of(turn.run) is not None)  # whoever loads will tell
+            self._error_of(turn.run)  # whoever loads meets it as well, and tells
             return 0
         errands, is_load = turn.errands, turn.errands[0].is_load
         with self._changed:

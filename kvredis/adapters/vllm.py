@@ -379,10 +379,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """End what is under way; a second call does nothing."""
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
         if self._shared is not None:
-            self._shared = None
+            self._shared.lease_ahead = None
             leave(self._engine)
+        self._worker = self._shared = None
 
 
 def _least(counts: Sequence[int]) -> list[int]:

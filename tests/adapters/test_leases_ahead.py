@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 import pytest
 
 from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
+from kvredis.adapters.leases_ahead import LeasesAhead
 from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer_cuda import RingTransfer
@@ -40,6 +41,14 @@ class AskedBackend(FakeBackend):
 def jobs_of(*names: str) -> list[LoadJob]:
     moves = moves_of("x", 3 * len(names))
     return [LoadJob(name, moves[3 * at : 3 * at + 3]) for at, name in enumerate(names)]
+
+
+def leased(mover: ChunkMover) -> LeasesAhead:
+    """What was asked for ahead, once that is over."""
+    ahead = mover._next_leases._ahead
+    assert ahead is not None
+    assert ahead.wait(WAIT_S)
+    return ahead
 
 
 def step(mover: ChunkMover, jobs: list[LoadJob]) -> None:
@@ -178,12 +187,98 @@ def test_a_backend_that_fails_meanwhile_is_asked_again_by_the_step() -> None:
     with mover_on(backend, engine) as mover:
         backend.broken = True
         mover.lease_ahead(jobs)
-        wait_until(lambda: mover.stats()["errors"] == 1, "it was tried")
+        leased(mover)
         backend.broken = False
         step(mover, jobs)
         assert mover.finished().failed_pages == {}
         assert backend.leases == 0
+        backend.broken = True
+        mover.lease_ahead(jobs)
+        leased(mover)
+        step(mover, jobs)
+        assert mover.stats()["errors"] == 1, "of the step, and not of what was leased for it"
     assert all(engine.bytes_of(move) == source.bytes_of(move) for move in all_of(jobs))
+
+
+def test_leases_that_end_before_the_step_begins_are_asked_for_anew() -> None:
+    jobs = jobs_of("a", "b")
+    known, source = with_blocks(*jobs)
+    backend, engine = AskedBackend(known), PagedEngine(groups=1)
+    with mover_on(backend, engine) as mover:
+        mover.lease_ahead(jobs)
+        for chunk in leased(mover)._chunks[1]:  # the limit has passed, or the server has gone and come
+            chunk.lease.held = False  # type: ignore[misc]
+        step(mover, jobs)
+        assert mover.finished().failed_pages == {}
+        stats = mover.stats()
+        assert (stats["leased_ahead_chunks"], stats["loaded_chunks"], stats["expired_chunks"]) == (0, 6, 0)
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in all_of(jobs))
+
+
+def test_no_more_is_leased_than_may_be_under_way_and_what_fits_is_taken_over() -> None:
+    jobs = jobs_of("a", "b", "c")
+    known, _ = with_blocks(*jobs)
+    backend, engine = AskedBackend(known), PagedEngine(groups=1)
+    with mover_on(backend, engine, max_load_chunks=7) as mover:
+        mover.lease_ahead(jobs)
+        leased(mover)
+        assert backend.leases == 6
+        step(mover, jobs)
+        stats = mover.stats()
+        assert (stats["refused_loads"], stats["leased_ahead_chunks"], backend.loads) == (1, 6, 2)
+        assert set(mover.finished().failed_pages) == {"c"}
+
+
+def test_a_load_finds_room_in_the_queue_beside_what_was_leased_for_others() -> None:
+    jobs = [LoadJob("a", moves_of("x", 1))]
+    known, _ = with_blocks(*jobs)
+    backend, gate = AskedBackend(known), threading.Event()
+    touch = backend.touch
+
+    def late(keys: Sequence[bytes]) -> int:
+        assert gate.wait(WAIT_S)
+        return touch(keys)
+
+    backend.touch = late  # type: ignore[method-assign]
+    with mover_on(backend, PagedEngine(groups=1), max_load_chunks=1) as mover:
+        step(mover, jobs)  # over for the engine, and not for the thread
+        for _ in range(5):
+            mover.lease_ahead(jobs)
+        mover.begin_layers(jobs)
+        gate.set()
+        mover.end_layers()
+        assert mover.finished().failed_pages == {}
+        assert mover.stats()["refused_loads"] == 0
+
+
+def test_what_was_leased_for_nobody_is_not_counted() -> None:
+    jobs = jobs_of("a")
+    known, _ = with_blocks(*jobs)
+    backend, engine = AskedBackend(known), PagedEngine(groups=1)
+    del backend.values[jobs[0].moves[2].key]
+    with mover_on(backend, engine) as mover:
+        for ahead in (jobs, []):
+            mover.lease_ahead(jobs)
+            leased(mover)
+            mover.lease_ahead(ahead)
+            step(mover, jobs)
+        assert mover.stats()["missing_chunks"] == 2
+
+
+def test_what_another_thread_asks_for_while_the_engine_ends_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = jobs_of("a")
+    known, _ = with_blocks(*jobs)
+    with mover_on(AskedBackend(known), PagedEngine(groups=1)) as mover:
+        replace = mover._next_leases.replace
+
+        def late(ahead: LeasesAhead | None) -> None:
+            replace(ahead)
+            if ahead is None:
+                monkeypatch.setattr(mover._next_leases, "replace", replace)
+                mover.lease_ahead(jobs)
+                leased(mover)
+
+        monkeypatch.setattr(mover._next_leases, "replace", late)
 
 
 def test_who_never_loads_leases_nothing() -> None:

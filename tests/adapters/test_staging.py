@@ -12,7 +12,6 @@ import xxhash
 
 from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
 from kvredis.adapters.layer_loading import LayerLoads
-from kvredis.adapters.leases_ahead import LeasesAhead
 from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer import HostTransfer, Part, open_transfer
@@ -23,7 +22,7 @@ from tests.adapters.lazy_gpu import LazyGpu
 from tests.adapters.manual_transfer import with_blocks
 from tests.adapters.paged_engine import CHUNK, PagedEngine, mover_on, moves_of, words
 from tests.adapters.paged_layouts import block_of, planes_first
-from tests.backends.nodes import wait_until
+from tests.adapters.test_leases_ahead import leased
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SIZE = (40, 2, 16, 2, 32)
@@ -255,11 +254,7 @@ class Rig:
     def staged(self, mover: ChunkMover) -> None:
         """Have what the jobs load leased ahead, and wait until their first layers are staged."""
         mover.lease_ahead(self.jobs)
-        wait_until(lambda: self.is_ahead(mover), "the first layers are on their way")
-
-    def is_ahead(self, mover: ChunkMover) -> bool:
-        ahead: LeasesAhead | None = mover._next_leases._ahead
-        return ahead is not None and ahead.done
+        leased(mover)
 
     def moves(self) -> list[ChunkMove]:
         return [move for job in self.jobs for move in job.moves]
@@ -351,6 +346,18 @@ def test_a_bound_on_the_bandwidth_counts_what_was_staged_once(monkeypatch: pytes
         assert mover.finished().failed_pages == {}
     chunk = rig.engine.layouts[0].chunk_bytes(CHUNK)
     assert sum(taken) == 5 * chunk
+
+
+def test_with_a_bound_no_more_is_staged_than_what_is_needed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(0)
+    layer = 5 * rig.engine.layouts[0].chunk_bytes(CHUNK) // LAYERS
+    with mover_on(rig.backend, rig.engine, bytes_per_s=100.0 * layer) as mover:  # pieces of 10 ms
+        bandwidth, taken = mover._means.bandwidth, list[int]()
+        monkeypatch.setattr(bandwidth, "take", lambda nbytes, *, is_load: taken.append(nbytes))
+        rig.staged(mover)
+        assert taken == [layer]
+        rig.step(mover)
+        assert taken == [layer] * LAYERS
 
 
 def test_a_device_that_fails_while_it_stages_fails_the_load_and_not_the_engine() -> None:
