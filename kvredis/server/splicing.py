@@ -334,7 +334,7 @@ def set_mode(server: Server, mode: str) -> None:
     flags="fast loading stale noscript",
     acl="fast connection",
     group="kv",
-    since="0.2.0",
+    since="0.1.0",
     summary="Lends pages to this connection instead of copying; the client promises to receive them, not to splice.",
     complexity="O(1)",
     syntax="pid pid-namespace",
