@@ -54,7 +54,7 @@ def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it
     cold = engine.generate(prompt())[0]
     engine.stored()
     with redis.Redis(port=server.port, decode_responses=True) as client, client.pubsub() as stored:
-        assert [len(keys_of(client, rank)) for rank in range(2)] == [CHUNKS, CHUNKS]
+        assert [len(keys_of(client, rank)) for rank in range(2)] == [CHUNKS, CHUNKS], engine.ask("stats")
         warm = engine.generate(prompt())[0]
         assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
 
