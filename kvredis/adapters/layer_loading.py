@@ -1,13 +1,13 @@
 """A step's loads, layer by layer: attention of layer 0 begins when layer 0 is there, and the rest comes meanwhile.
 
-All chunks are leased first, then one layer of all of them moves after the other; while one is waited for, the next two
-are asked for already, so that a device is never idle. On a GPU the engine does not wait, but its stream does: it
-launches what reads a layer as soon as that is on its way. What an engine sees of it is the leasing and one layer, and
-of many chunks layer 0 of the first moves while the next are leased. Asking costs the interpreter, which the engine
-needs to launch its own kernels: so where layers come sooner than they are computed several move together, as many as
-the engine still has in hand. Where a lease is the bytes themselves (memory of this
-process, or of a server on this host) leasing takes microseconds; through a socket a whole block must have come before
-its layer 0 moves, so there it hides the copies and not the network.
+All chunks are leased first, or were while the engine prepared the step (leases_ahead.py), then one layer of all of them
+moves after the other; while one is waited for, the next two are asked for already, so that a device is never idle. On a
+GPU the engine does not wait, but its stream does: it launches what reads a layer as soon as that is on its way. What an
+engine sees of it is the leasing and one layer, and of many chunks layer 0 of the first moves while the next are leased.
+Asking costs the interpreter, which the engine needs to launch its own kernels: so where layers come sooner than they
+are computed several move together, as many as the engine still has in hand. Where a lease is the bytes themselves
+(memory of this process, or of a server on this host) leasing takes microseconds; through a socket a whole block must
+have come before its layer 0 moves, so there it hides the copies and not the network.
 
 Whether a chunk was good is known when its last layer has moved, and `finished` says so behind the forward pass: the
 engine may have computed with it by then, and computes again.

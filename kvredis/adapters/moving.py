@@ -297,7 +297,8 @@ class ChunkMover:
     def _run(self, turn: Turn | LeasesAhead) -> int:
         """One turn of a background thread; raises nothing."""
         if isinstance(turn, LeasesAhead):
-            self._error_of(turn.run)  # whoever loads meets it as well, and tells
+            if (error := self._error_of(turn.run)) is not None:  # whoever loads asks anew, and tells
+                logger.debug("Leasing ahead failed: %s", error, exc_info=error)
             return 0
         errands, is_load = turn.errands, turn.errands[0].is_load
         with self._changed:
