@@ -1,4 +1,5 @@
-"""Triton's kernels without a GPU: its own interpreter runs them on the CPU's memory, where Triton is installed."""
+"""Triton's kernels without a GPU, run by its own interpreter on the CPU's memory. It is SGLang's where the environment
+has none."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-import pytest
+from tests.compat.engine_process import ROOT
+from tests.compat.side_packages import packages
+from tests.compat.test_sglang import HERE
 
 PROGRAM = """
 import random, sys
@@ -30,7 +32,7 @@ for name, (make, size) in LAYOUTS.items():
         pages = lot.sample(range(kv.pages), 8)
         parts = [Part([pages.pop() for _ in range(n)], memoryview(bytearray(n * nbytes))) for n in (2, 2, 1, 3)]
         job = plan(kv, parts)
-        pages = torch.from_numpy(job.pages)
+        pages = torch.from_numpy(job.numbers)
         theirs, ours = TorchIndex(kv), TritonIndex(kv)
         for span in job.slots(17 * job.unit_bytes, 4):
             a, b = (torch.zeros(17 * job.unit_bytes, dtype=torch.uint8) for _ in range(2))
@@ -72,7 +74,7 @@ for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):
                 for host, place, size in zip(*(column.tolist() for column in job.extents(span)), strict=True):
                     ctypes.memmove(slot.data_ptr() + place, host, size)
                 scratch, numbers = sums.scratch(slot.nbytes), torch.from_numpy(job.numbers)
-                sums.fold(job.launches(span), slot, scratch, numbers, job.pages.size, None)
+                sums.fold(job.launches(span), slot, scratch, numbers, job.rows_at, None)
                 sums.chain(job.launches(span), scratch, None)
         found = [sums.digest(part.row, part.memory.nbytes) for part in parts]
         assert found == [xxh3_64_hexdigest(part.memory) for part in parts]
@@ -81,21 +83,18 @@ for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):
 
 
 def run(program: str) -> list[str]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, timeout=300
-    )
+    folders = [ROOT] if find_spec("triton") else [packages(HERE / "requirements.txt", "sglang"), ROOT]
+    path = os.pathsep.join(map(str, folders))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_find_xxhash_s_checksums_of_chunks_whole_cut_and_by_layers() -> None:
     assert run(SUMS) == [f"{jobs} jobs {units} units" for jobs in (1, 3) for units in (17, 100)]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_gather_and_scatter_what_torch_does_in_every_layout() -> None:
     told = run(PROGRAM)
     assert "planes first bf16 8" in told
