@@ -2,7 +2,9 @@
 for goes before what it does not.
 
 Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
-gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time.
+gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Only the first
+layer of a load by layers, for which an engine waits, goes when all that was booked before has passed: its own time is
+booked behind the load's others.
 """
 
 import threading
@@ -77,11 +79,26 @@ class Bandwidth:
                 while not is_load and self._loads:
                     self._wait(self._changed, None)
                 self._free_s = until_s = self._booked_s(nbytes)
-                while (left_s := until_s - self._clock()) > 0:
-                    self._wait(self._changed, left_s)
+                self._wait_until(until_s)
             finally:
                 self._loads -= is_load
                 self._changed.notify_all()
+
+    def go_first(self) -> None:
+        """Block until a load may move what it will `owe`. Within a row."""
+        with self._changed:
+            self._wait_until(self._free_s)
+
+    def owe(self, nbytes: int) -> None:
+        """Book what has been moved already."""
+        if self._bytes_per_s is not None and nbytes:
+            with self._changed:
+                self._free_s = self._booked_s(nbytes)
+
+    def _wait_until(self, moment_s: float) -> None:
+        """Holds the lock, and lets go of it."""
+        while self._bytes_per_s is not None and (left_s := moment_s - self._clock()) > 0:
+            self._wait(self._changed, left_s)
 
     def _booked_s(self, nbytes: int) -> float:
         """When what is booked now has passed; there is a bound."""

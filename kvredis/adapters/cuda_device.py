@@ -7,7 +7,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,15 +36,20 @@ _UPLOADS = 4
 """Memory for so many uploads: one on its way waits behind copies of KV."""
 
 
+_NOTHING = nullcontext()
+
+
 class _Numbers:
-    """Memory for page numbers on their way: page-locked here, and there of `stream`, which has to be the current one.
-    It is found by the stream's identity, and so holds it."""
+    """Memory for page numbers on their way: page-locked here, and there of `stream`. It is found by the stream's
+    identity, and so holds it."""
 
     def __init__(self, stream: torch.cuda.Stream, count: int) -> None:
         self.stream = stream
         self.host = torch.empty(count, dtype=torch.int64, pin_memory=True)
         self.array: npt.NDArray[np.int64] = self.host.numpy()
-        self.there = torch.empty(count, dtype=torch.int64, device=stream.device)
+        with torch.cuda.stream(stream):
+            self.there = torch.empty(count, dtype=torch.int64, device=stream.device)
+        self.addresses = self.there.data_ptr(), self.host.data_ptr()
         self.copied = event_on(stream)
 
 
@@ -71,9 +76,13 @@ class CudaDevice:
         not when a job is waited for."""
         made = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         if uploads:
-            with self.on(made):
+            with self.here():
                 self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
         return made
+
+    def here(self) -> AbstractContextManager[Any]:
+        """As Device.here."""
+        return torch.cuda.device(self._device)
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -89,16 +98,25 @@ class CudaDevice:
         return made
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: torch.cuda.Stream) -> torch.Tensor:
-        """As Device.upload; through page-locked memory that is kept, since taking it anew costs more than the copy."""
-        kept = self._numbers[id(stream)].popleft()
-        if not kept.copied.query() or len(numbers) > len(kept.there):  # type: ignore[no-untyped-call]
-            kept = _Numbers(stream, max(len(numbers), len(kept.there)))
-        self._numbers[id(stream)].append(kept)
+        """As Device.upload; through page-locked memory that is kept, since taking it anew costs more than the copy. A
+        tensor's copy_ would take the interpreter for longer than the runtime's call, while the first copy of KV runs
+        out or has not begun."""
+        every = self._numbers[id(stream)]
+        kept = every.popleft()
+        if not kept.copied.query():  # type: ignore[no-untyped-call]
+            every.appendleft(kept)  # not let go: its memory would be another's while the copy reads it
+            kept = _Numbers(stream, len(kept.there))
+        if len(numbers) > len(kept.there):
+            kept = _Numbers(stream, len(numbers))
+        every.append(kept)
         kept.array[: len(numbers)] = numbers
-        there = kept.there[: len(numbers)]
-        there.copy_(kept.host[: len(numbers)], non_blocking=True)
+        if self._runtime is None:
+            with torch.cuda.stream(stream):
+                kept.there.copy_(kept.host, non_blocking=True)
+        else:
+            self._runtime.copy_one(*kept.addresses, numbers.nbytes, stream.cuda_stream)
         kept.copied.record(stream)
-        return there
+        return kept.there
 
     def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
         """As Device.record."""
@@ -120,15 +138,21 @@ class CudaDevice:
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         """As Device.gather."""
-        for launch in launches:
-            self._index.gather(launch, slot, pages, stream.cuda_stream)
+        with self._launching(stream):
+            for launch in launches:
+                self._index.gather(launch, slot, pages, stream.cuda_stream)
 
     def scatter(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
         """As Device.scatter."""
-        for launch in launches:
-            self._index.scatter(launch, slot, pages, stream.cuda_stream)
+        with self._launching(stream):
+            for launch in launches:
+                self._index.scatter(launch, slot, pages, stream.cuda_stream)
+
+    def _launching(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """What gives kernels to that stream: those that are launched by its handle need nothing."""
+        return _NOTHING if self._index.takes_handle else torch.cuda.stream(stream)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
         """As Device.copy_out."""

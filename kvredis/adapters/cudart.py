@@ -96,8 +96,11 @@ class CudaRuntime:
             logger.info("the GPU's driver has no cudaMemcpyBatchAsync (error %d): one call a copy", code)
             self._batch = None
         for target, source, size in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
-            code = self._library.cudaMemcpyAsync(target, source, size, _KIND_BY_ADDRESS, stream)
-            self._check(code, "cudaMemcpyAsync")
+            self.copy_one(target, source, size, stream)
+
+    def copy_one(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue one copy. Raises CudaError."""
+        self._check(self._library.cudaMemcpyAsync(target, source, nbytes, _KIND_BY_ADDRESS, stream), "cudaMemcpyAsync")
 
     def page_locked(self, address: int) -> bool:
         """Whether the driver knows the host memory there, so that copies run by themselves and at full speed."""

@@ -52,7 +52,8 @@ ROW_BYTES = 16 * 1024 * 1024
 """Into a GPU layers behind the first move together until they are so much, for the same reason."""
 
 YIELD_S = 20e-6
-"""For so long, and what the system adds, the interpreter is left to an engine that has waited for what has come."""
+"""For so long, and what the system adds, the interpreter is left to an engine that has waited for what has come, or is
+on its way."""
 
 
 def has_moved(movings: Sequence[Moving]) -> bool:
@@ -101,12 +102,16 @@ class LayerLoads(Later):
         self._marks: deque[tuple[int, Event]] = deque()
         """The engine has got to so many when an event has been passed."""
         self._is_waited = False
+        self._awaited = 0
+        """Layers that the engine waits for to be asked for."""
         self._ended = False
         self._hashed = 0
         self._planned: dict[int, tuple[tuple[_Load, ...], PlannedLayers]] = {}
         """Of each group, with the loads that it is of."""
         self._rows: deque[range] = deque()
         """Those layers that are staged."""
+        self._owed = 0
+        """Bytes that went first, whose time is to be booked."""
 
     def end(self, tokens: int) -> None:
         """As Later.end; nobody waits for a layer any more."""
@@ -132,7 +137,9 @@ class LayerLoads(Later):
         wanted = bisect_right(self._places, place)
         with self._changed:
             self._marks.append((wanted, mark))
+            self._awaited = wanted
             self._changed.wait_for(lambda: self._ended or self._asked >= wanted)
+            self._awaited = 0
             rows = [] if self._ended else [movings for row, movings in self._under_way if row[0] <= place]
         for moving in chain.from_iterable(rows):
             moving.precede(stream)
@@ -143,13 +150,16 @@ class LayerLoads(Later):
             try:
                 self._run()
             finally:
+                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                    self._sum_up()  # while the chunks, and where their sums are kept, are theirs
                 for moving in (each for _, movings in self._under_way for each in movings):
-                    with contextlib.suppress(RuntimeError):  # the device failed, which was told already
+                    with contextlib.suppress(RuntimeError):
                         moving.wait()
                 if self._ahead_leases is not None:
                     self._ahead_leases.settle()
                 for chunk in (chunk for load in self._loads for chunk in load.chunks):
                     chunk.release()
+                self._means.bandwidth.owe(self._owed)
         self._intake.forget()
 
     def _run(self) -> None:
@@ -158,6 +168,7 @@ class LayerLoads(Later):
             self._ask(row, partial(self._send, row))
         else:
             self._ask(self._places[:1], self._send_first)
+        self._sum_up()
         self._plan()
         while self._asked < len(self._places):
             while self._under_way and (len(self._under_way) > self._ahead or has_moved(self._under_way[0][1])):
@@ -166,6 +177,7 @@ class LayerLoads(Later):
             while self._under_way and self._means.bandwidth.waits(self._layer_bytes * len(row)):
                 self._settle()  # or a layer that is there waited for the next one's turn
             self._ask(row, partial(self._send, row))
+            self._sum_up()
         while self._under_way:
             self._settle()
         for load in self._loads:
@@ -179,7 +191,10 @@ class LayerLoads(Later):
         send(movings)
         with self._changed:
             self._asked += len(row)
+            goes_on = 0 < self._awaited <= self._asked
             self._changed.notify_all()
+        if goes_on:
+            time.sleep(YIELD_S)
 
     def _next(self) -> list[int]:
         """The layers that move next: those that are staged as they are, and then as many as move together."""
@@ -226,7 +241,7 @@ class LayerLoads(Later):
             return False
         for load, mine in zip(self._loads, chunks, strict=True):
             load.chunks = mine
-        self._intake = ahead.intake
+        self._intake, self._owed = ahead.intake, ahead.owed
         loads = tuple(self._loads)
         self._planned = {number: (loads, planned) for number, planned in enumerate(ahead.planned)}
         self._rows.extend(ahead.planned[0].staged)
@@ -258,7 +273,7 @@ class LayerLoads(Later):
                 continue
             parts = layer_parts(group.transfer.paged, parts_of(group, number, chunks), layer)
             if parts:
-                self._means.bandwidth.take(sum(part.memory.nbytes for part in parts), is_load=True)
+                self._pass(sum(part.memory.nbytes for part in parts))
                 movings.append(group.transfer.load(parts, after=self._after))
 
     def _send(self, row: Sequence[int], movings: list[Moving]) -> None:
@@ -272,8 +287,22 @@ class LayerLoads(Later):
             if planned.layers is not None:
                 fresh = sum(not any(layer in row for row in planned.staged) for layer in own)
                 if fresh:
-                    self._means.bandwidth.take(planned.nbytes * fresh, is_load=True)
+                    self._pass(planned.nbytes * fresh)
                 movings.append(planned.layers.load(own[0], len(own), after=self._after))
+
+    def _pass(self, nbytes: int) -> None:
+        """Wait for the turn of so many bytes."""
+        if self._asked:
+            self._means.bandwidth.take(nbytes, is_load=True)
+        else:
+            self._means.bandwidth.go_first()
+            self._owed += nbytes
+
+    def _sum_up(self) -> None:
+        """What checksums need of the layers that were asked for, which nobody waits for."""
+        for _, planned in self._planned.values():
+            if planned.layers is not None:
+                planned.layers.sum_up()
 
     def _layers_of(self, number: int) -> PlannedLayers:
         """All chunks of a group that are wanted still; planned anew when fewer are."""

@@ -43,6 +43,8 @@ class LeasesAhead(Later):
         """Which chunks were damaged."""
         self.planned: list[PlannedLayers] = []
         """Of each group, once they are leased."""
+        self.owed = 0
+        """Bytes that are staged, whose time whoever takes them over books."""
         self._means = means
         self._changing = threading.Lock()  # of what follows
         self._chunks: list[list[LeasedChunk]] = []
@@ -120,7 +122,8 @@ class LeasesAhead(Later):
                 return
             most = bandwidth.piece_bytes(planned.nbytes * len(row)) // max(planned.nbytes, 1)
             some = row[: max(most, 1)]
-            bandwidth.take(planned.nbytes * len(some), is_load=True)
+            bandwidth.go_first()
+            self.owed += planned.nbytes * len(some)
             planned.staged[some] = planned.layers.stage(some.start, len(some))
 
     def _release(self) -> None:
@@ -129,6 +132,7 @@ class LeasesAhead(Later):
             each.release()
         self._chunks = []
         self.planned = []
+        self._means.bandwidth.owe(self.owed)
 
 
 class NextLeases:

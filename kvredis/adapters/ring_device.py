@@ -56,14 +56,18 @@ class Summing(Protocol):
 
 class Device(Protocol):
     """What the ring needs of a GPU. Everything but `page_locked` and `synchronize` only enqueues on `stream`, one that
-    `stream()` has made. A thread takes a buffer, uploads, gathers, scatters and copies within `on`."""
+    `stream()` has made. A thread takes buffers within `on`, and uploads, gathers, scatters and copies within `here`."""
 
     def stream(self, *, uploads: bool = False) -> Any:
         """Make one of our own; `upload` is for those that were made for it."""
         ...
 
+    def here(self) -> AbstractContextManager[Any]:
+        """Let this thread use the device: once a job, since it costs a launch."""
+        ...
+
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Let this thread use the device, and give kernels to that stream: once a job, since it costs a launch."""
+        """The same, and let its memory be that stream's: of the engine's one might wait for all that it computes."""
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -71,8 +75,8 @@ class Device(Protocol):
         ...
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: Any) -> torch.Tensor:
-        """Bring numbers there; the array may go at once. They stay until more are uploaded on that stream, and what was
-        given to it before then finds them."""
+        """Bring numbers there, at the head of what is returned; the array may go at once. They stay until more are
+        uploaded on that stream, and what was given to it before then finds them."""
         ...
 
     def record(self, stream: Any) -> Event:

@@ -12,8 +12,10 @@ from .ring_plan import Launch
 
 
 class Index(Protocol):
-    """Runs what a Launch says on the current stream, whose handle `stream` is on a GPU. `slot` is a buffer's bytes,
-    `pages` the job's page numbers, both where the KV is; nobody waits."""
+    """Runs what a Launch says, on a GPU on the stream whose handle `stream` is. `slot` is a buffer's bytes, `pages` the
+    job's page numbers, both where the KV is; nobody waits. Where not `takes_handle` that stream is the current one."""
+
+    takes_handle: bool
 
     def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
         """Copy from the engine's pages into the buffer."""
@@ -26,6 +28,8 @@ class Index(Protocol):
 
 class TorchIndex:
     """Index by indexing and index_copy_; as many calls as layers where parts are whole or cut between layers."""
+
+    takes_handle = False
 
     def __init__(self, paged: PagedKV) -> None:
         self._paged = paged

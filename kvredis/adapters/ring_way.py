@@ -45,6 +45,17 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A span of a job that has been scattered out of a buffer, where its checksums are not asked for yet."""
+
+    job: AnyPlan
+    span: Span
+    launches: Sequence[Launch]
+    slot: Slot
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Staged:
     """A buffer that is filled, behind `copied`, with what is loaded next: a span of a job. `beside` is the same object
     for jobs that are loaded one behind the other."""
@@ -72,15 +83,18 @@ class RingWay:
         self._next = 0
         self._staged: list[Staged] = []
         """In the order in which they were filled, and are loaded."""
+        self._loaded: Loaded | None = None
+        """What was loaded last, while nobody has asked for its checksums."""
         self._uploaded: tuple[Numbers, torch.Tensor] | None = None
         """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
         self._warned = False
 
     def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0) -> None:
-        """Enqueue the whole job, parts of `moving` behind so many before. Raises RuntimeError from the device."""
+        """Enqueue the whole job, parts of `moving` behind so many before; of a load all but its last checksums, which
+        `sum_up` does. Raises RuntimeError from the device."""
         if job.units:
-            with self._device.on(self._kernels):
-                self._open()
+            self._open()
+            with self._device.here():
                 if self._is_out:
                     self._out(job, after, moving, before)
                 else:
@@ -91,8 +105,9 @@ class RingWay:
         RuntimeError from the device, LayoutError for pages that there are not."""
         if self._staged and (self._staged[-1].beside is not beside or len(self._staged) == self._slots):
             self._staged = []
-        with self._device.on(self._kernels):
-            self._open()
+        self._open()
+        with self._device.here():
+            self._sum_up()
             for span in islice(job.slots(self._nbytes), self._slots - len(self._staged)):
                 slot = self._filled(job, span)
                 slot.free = self._device.record(self._copies)
@@ -100,9 +115,17 @@ class RingWay:
                 moving.add(0, slot.free)
             self._numbers(job)
 
+    def sum_up(self) -> None:
+        """Enqueue what is left of a load's checksums: nothing that it brings waits for them. Raises RuntimeError from
+        the device."""
+        if self._loaded is not None:
+            with self._device.here():
+                self._sum_up()
+
     def _open(self) -> None:
         if not self._ring:
-            self._ring = [self._made_slot() for _ in range(self._slots)]
+            with self._device.on(self._kernels):
+                self._ring = [self._made_slot() for _ in range(self._slots)]
 
     def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
         device = self._device
@@ -128,19 +151,21 @@ class RingWay:
                 pages = self._pages(job, after, moving)
             launches = job.launches(span)
             device.scatter(launches, slot.buffer, pages, self._kernels)
-            moved = slot.free = device.record(self._kernels)
-            slot.free = self._sum(job, span, launches, slot, pages) or moved
-            moving.add(before + job.parts_before(span.stop), moved)
+            slot.free = device.record(self._kernels)
+            moving.add(before + job.parts_before(span.stop), slot.free)
+            self._loaded = Loaded(job, span, launches, slot, pages)
 
     def _come(self, job: AnyPlan) -> Iterator[tuple[Span, Slot]]:
         """Have what is loaded copied into buffers, where it is not staged; kernels come behind that from now on."""
         staged = self._taken(job)
         for each in staged:
+            self._sum_up()
             self._device.wait(self._kernels, each.copied)
             yield each.span, each.slot
         spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1)
         for span in islice(spans, len(staged), None):
             slot = self._filled(job, span)
+            self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that
             self._device.behind(self._kernels, self._copies)
             yield span, slot
 
@@ -156,11 +181,19 @@ class RingWay:
     def _filled(self, job: AnyPlan, span: Span) -> Slot:
         """Copy what a buffer is to hold into the next one."""
         slot = self._slot()
+        if self._loaded is not None and self._loaded.slot is slot:
+            self._sum_up()
         if slot.free is not None:
             self._device.wait(self._copies, slot.free)
         locked = self._locked(job, span)
         self._device.copy_in(slot.buffer, job.extents(span), self._copies, locked=locked)
         return slot
+
+    def _sum_up(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            read = self._sum(loaded.job, loaded.span, loaded.launches, loaded.slot, loaded.pages)
+            loaded.slot.free = read or loaded.slot.free
 
     def _sum(
         self, job: AnyPlan, span: Span, launches: Sequence[Launch], slot: Slot, pages: torch.Tensor
@@ -231,6 +264,7 @@ class RingWay:
 
     def settle(self, moving: RingMoving) -> None:
         """Let a job that failed end with what of it was enqueued."""
+        self._loaded = None
         events = []
         for stream in (self._kernels, self._copies):
             try:
@@ -240,7 +274,8 @@ class RingWay:
         moving.end(events)
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
+        """Wait for all streams; nothing is left to be done."""
+        self._loaded = None
         for stream in (self._kernels, self._copies, *(slot.sums for slot in self._ring if slot.sums is not None)):
             try:
                 self._device.synchronize(stream)

@@ -99,7 +99,11 @@ class Layers(Protocol):
         ...
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.load, likewise."""
+        """As Transfer.load, likewise; but what checksums need of it is left to `sum_up`."""
+        ...
+
+    def sum_up(self) -> None:
+        """Ask for what `load` has left: who needs the layer goes on sooner. Raises RuntimeError from the device."""
         ...
 
 
@@ -237,6 +241,9 @@ class LayersByPart:
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.load."""
         return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
+
+    def sum_up(self) -> None:
+        """Nothing is left."""
 
 
 def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int, count: int = 1) -> list[Part]:

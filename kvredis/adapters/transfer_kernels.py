@@ -10,6 +10,7 @@ so elements are moved as the widest integers that addresses and strides are mult
 
 import logging
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -62,6 +63,8 @@ def _move(
 class TritonIndex:
     """Index (ring_index.py) by one launch for all layers. Making one compiles both kernels, in a second or two, or
     takes them from Triton's cache."""
+
+    takes_handle = True
 
     def __init__(self, paged: PagedKV) -> None:
         word, sizes, strides = words_of(paged)
@@ -118,7 +121,8 @@ class TritonIndex:
         addresses that are multiples of 16, as those that it was compiled with are."""
         compiled, slot_at, pages_at = self._compiled.get(scatter), slot.data_ptr(), pages.data_ptr()
         if compiled is None or (slot_at | pages_at) % _ALIGNED:
-            self._launch_slowly(launch, slot, pages, scatter=scatter)
+            with _given(stream, slot.device):
+                self._launch_slowly(launch, slot, pages, scatter=scatter)
             return
         slot_unit, total, start, units, page_count, first, layer, _ = launch
         compiled[total, self._tiles, 1](
@@ -134,6 +138,13 @@ class TritonIndex:
             self._addresses, pages, slot.view(self._word), slot_unit, units, start, page_count, first, layer,
             *self._strides, *self._constants, scatter, num_warps=_WARPS,
         )  # fmt: skip
+
+
+def _given(stream: int, device: torch.device) -> AbstractContextManager[Any]:
+    """Within it kernels go to that stream; Triton's interpreter has none."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))  # type: ignore[no-untyped-call]
 
 
 def words_of(paged: PagedKV) -> tuple[int, tuple[int, int, int], tuple[int, int, int, int, int]]:

@@ -10,7 +10,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class LazyGpu:
         self._lot = random.Random(seed)
         self.streams: list[LazyStream] = []
         self._stepping = threading.RLock()
-        self._threads = threading.local()  # each has a current stream of its own, as CUDA's have
+        self._threads = threading.local()  # each has a current device of its own, as CUDA's have
         self._numbers: dict[int, torch.Tensor] = {}
         self.locked = True
         self.asked_about = 0
@@ -91,25 +91,33 @@ class LazyGpu:
         self.streams.append(LazyStream(uploads=uploads))
         return self.streams[-1]
 
+    def here(self) -> AbstractContextManager[None]:
+        return self._within("here")
+
+    def on(self, stream: LazyStream) -> AbstractContextManager[None]:
+        return self._within("here", "on")
+
     @contextmanager
-    def on(self, stream: LazyStream) -> Iterator[None]:
-        before, self._threads.current = self._current, stream
+    def _within(self, *names: str) -> Iterator[None]:
+        before = self._held
+        self._threads.held = before | set(names)
         try:
             yield
         finally:
-            self._threads.current = before
+            self._threads.held = before
 
     @property
-    def _current(self) -> LazyStream | None:
-        current: LazyStream | None = getattr(self._threads, "current", None)
-        return current
+    def _held(self) -> set[str]:
+        held: set[str] = getattr(self._threads, "held", set())
+        return held
 
     def buffer(self, nbytes: int) -> torch.Tensor:
+        assert "on" in self._held
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
     def upload(self, numbers: npt.NDArray[np.int64], stream: LazyStream) -> torch.Tensor:
-        assert stream is self._current
         assert stream.uploads
+        assert "here" in self._held
         self.uploads += 1
         there = self._numbers.setdefault(id(stream), torch.zeros(4096, dtype=torch.int64))[: len(numbers)]  # as a GPU's
         kept = torch.from_numpy(numbers.copy())
@@ -128,11 +136,11 @@ class LazyGpu:
         self.wait(stream, self.record(other))
 
     def gather(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
-        assert stream is self._current
+        assert "here" in self._held
         stream.queue.extend(partial(self._index.gather, launch, slot, pages) for launch in launches)
 
     def scatter(self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: LazyStream) -> None:
-        assert stream is self._current
+        assert "here" in self._held
         stream.queue.extend(partial(self._index.scatter, launch, slot, pages) for launch in launches)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, locked: bool) -> None:
@@ -143,7 +151,7 @@ class LazyGpu:
 
     def _copy(self, slot: torch.Tensor, extents: Extents, stream: LazyStream, *, out: bool, locked: bool) -> None:
         assert locked == self.locked
-        assert self._current is not None
+        assert "here" in self._held
         if self.copies_until_failure == 0:
             raise RuntimeError("this GPU has fallen off the bus")
         self.copies_until_failure -= 1

@@ -94,11 +94,35 @@ def test_chunks_that_move_by_layers_add_up_to_their_sums_and_are_whole(seed: int
     ]
     planned = transfer.layers(turned)
     movings = [planned.load(layer) for layer in range(3)]
+    planned.sum_up()
     for moving in reversed(movings):
         moving.wait()
     now = [block_of(layers, range(at, at + 2)).numpy().tobytes() for at in (0, 2, 4)]
     assert now == before[::-1]
     assert [each.result() for each in again if each] == [true_sum(each) for each in before[::-1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("units", "slots"), [(3, 1), (3, 2), (20, 2), (50, 2)])
+def test_what_is_left_of_a_layer_s_sums_is_done_before_its_buffer_or_page_numbers_are_another_s(
+    seed: int, units: int, slots: int
+) -> None:
+    layers = made_layers()
+    gpu = LazyGpu(PagedKV(layers), seed)
+    transfer = RingTransfer(PagedKV(layers), gpu, slot_bytes=units * 2048, slots=slots, sums=True)
+    parts, sums = summed(transfer, [2, 2, 2])
+    others, more = summed(transfer, COUNTS)
+    planned, between = transfer.layers(parts), transfer.layers(others)
+    movings = [planned.load(layer) for layer in range(3)]
+    movings.append(between.stage(0) if seed % 2 else transfer.load(others))
+    assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
+    if seed % 2:
+        movings += [between.load(layer) for layer in range(3)]
+        between.sum_up()
+        between.sum_up()
+    assert [each.result() for each in more] == [true_sum(part.memory) for part in others]
+    for moving in movings:
+        moving.wait()
 
 
 def test_a_layer_that_is_not_there_is_an_error_and_nothing_moves() -> None:

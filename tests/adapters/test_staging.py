@@ -10,19 +10,13 @@ import pytest
 import torch
 import xxhash
 
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
-from kvredis.adapters.layer_loading import LayerLoads
-from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer import HostTransfer, Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
 from kvredis.storage.errors import LayoutError
-from tests.adapters.fake_backend import FakeLease
 from tests.adapters.lazy_gpu import LazyGpu
-from tests.adapters.manual_transfer import with_blocks
-from tests.adapters.paged_engine import CHUNK, PagedEngine, mover_on, moves_of, words
+from tests.adapters.paged_engine import words
 from tests.adapters.paged_layouts import block_of, planes_first
-from tests.adapters.test_leases_ahead import leased
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SIZE = (40, 2, 16, 2, 32)
@@ -162,6 +156,7 @@ def test_checksums_are_of_what_was_staged_and_of_what_came_behind_it(
         parts.append(part._replace(row=taken.row))
     planned = transfer.layers(parts)
     movings = [*map(planned.stage, staged), *map(planned.load, range(LAYERS))]
+    planned.sum_up()
     assert [each.result() for each in sums] == [xxhash.xxh3_64_hexdigest(part.memory) for part in parts]
     for moving in movings:
         moving.wait()
@@ -229,146 +224,3 @@ def test_where_there_is_no_device_there_is_no_room_and_nothing_to_do() -> None:
     planned = HostTransfer(PagedKV(layers)).layers(parts_of([0]))
     assert planned.rows == []
     assert planned.stage(0).done
-
-
-# ---- behind a ChunkMover ---------------------------------------------------------------------------------------------
-
-
-class Rig:
-    """An engine on a GPU that does nothing before it must, whose first layers are staged."""
-
-    def __init__(self, seed: int, *, groups: int = 1) -> None:
-        moves = moves_of("a", 5)
-        self.jobs = [LoadJob("a", moves[:3]), LoadJob("b", moves[3:])]
-        if groups == 2:
-            self.jobs.append(LoadJob("c", moves_of("c", 2, group=1)))
-        self.backend, self.source = with_blocks(*self.jobs)
-        self.gpus: list[LazyGpu] = []
-
-        def transfer(paged: PagedKV) -> RingTransfer:
-            self.gpus.append(LazyGpu(paged, seed))
-            return RingTransfer(paged, self.gpus[-1], slot_bytes=50_000, slots=2, sums=seed % 2 == 1)
-
-        self.engine = PagedEngine(3, transfer=transfer, groups=groups)
-
-    def staged(self, mover: ChunkMover) -> None:
-        """Have what the jobs load leased ahead, and wait until their first layers are staged."""
-        mover.lease_ahead(self.jobs)
-        leased(mover)
-
-    def moves(self) -> list[ChunkMove]:
-        return [move for job in self.jobs for move in job.moves]
-
-    def step(self, mover: ChunkMover) -> None:
-        mover.begin_layers(self.jobs)
-        for place in mover._means.places:
-            mover.wait_layer(place)
-        mover.end_layers()
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_step_finds_its_first_layers_staged_and_the_pages_as_they_were(seed: int, groups: int) -> None:
-    rig = Rig(seed, groups=groups)
-    with mover_on(rig.backend, rig.engine) as mover:
-        rig.step(mover)
-        copies = [sum(gpu.copies) for gpu in rig.gpus]
-        for gpu in rig.gpus:
-            gpu.copies.clear()
-        assert mover.finished().failed_pages == {}
-        for layers in rig.engine.memory:
-            for layer in layers:
-                layer.view(torch.uint8).zero_()
-        rig.engine.before = rig.engine.bits()
-        rig.staged(mover)
-        for gpu in rig.gpus:
-            assert bool(gpu.copies) == (groups == 1), "layers of several groups take turns, and are not staged"
-            run_dry(gpu)
-        assert rig.engine.changed_pages() == set()
-        rig.step(mover)
-        assert mover.finished().failed_pages == {}
-        assert [sum(gpu.copies) for gpu in rig.gpus] == copies
-    assert all(rig.engine.bytes_of(move) == rig.source.bytes_of(move) for move in rig.moves())
-
-
-@pytest.mark.parametrize("end", ["another step", "nothing", "the engine's end", "cancelled", "cancelled as it begins"])
-@pytest.mark.parametrize("seed", range(4))
-def test_no_lease_ends_while_its_bytes_are_being_staged(seed: int, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(seed)
-    (gpu,) = rig.gpus
-    release, under_way = FakeLease.release, list[bool]()
-
-    def watched(lease: FakeLease) -> None:
-        under_way.append(any(stream.queue for stream in gpu.streams))
-        release(lease)
-
-    monkeypatch.setattr(FakeLease, "release", watched)
-    take_over = LayerLoads._take_over
-
-    def taken_and_cancelled(loads: LayerLoads) -> bool:
-        assert take_over(loads)
-        mover.cancel("a")
-        mover.cancel("b")
-        return True
-
-    with mover_on(rig.backend, rig.engine) as mover:
-        rig.staged(mover)
-        assert any(stream.queue for stream in gpu.streams), "the GPU has done nothing yet"
-        assert under_way == []
-        if end == "another step":
-            mover.lease_ahead(rig.jobs[:1])
-        elif end == "nothing":
-            mover.begin_layers([])
-            mover.end_layers()
-        elif end == "cancelled":
-            mover.begin_layers(rig.jobs)
-            mover.cancel("a")
-            mover.cancel("b")
-            mover.end_layers()
-        elif end == "cancelled as it begins":
-            monkeypatch.setattr(LayerLoads, "_take_over", taken_and_cancelled)
-            mover.begin_layers(rig.jobs)
-            mover.end_layers()
-        if end != "another step":
-            mover.close()
-            assert len(under_way) == 5
-        assert not any(under_way)
-
-
-def test_a_bound_on_the_bandwidth_counts_what_was_staged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(0)
-    with mover_on(rig.backend, rig.engine, bytes_per_s=1e9) as mover:
-        bandwidth, taken = mover._means.bandwidth, list[int]()
-        monkeypatch.setattr(bandwidth, "take", lambda nbytes, *, is_load: taken.append(nbytes))
-        rig.staged(mover)
-        assert sum(taken) > 0
-        rig.step(mover)
-        assert mover.finished().failed_pages == {}
-    chunk = rig.engine.layouts[0].chunk_bytes(CHUNK)
-    assert sum(taken) == 5 * chunk
-
-
-def test_with_a_bound_no_more_is_staged_than_what_is_needed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(0)
-    layer = 5 * rig.engine.layouts[0].chunk_bytes(CHUNK) // LAYERS
-    with mover_on(rig.backend, rig.engine, bytes_per_s=100.0 * layer) as mover:  # pieces of 10 ms
-        bandwidth, taken = mover._means.bandwidth, list[int]()
-        monkeypatch.setattr(bandwidth, "take", lambda nbytes, *, is_load: taken.append(nbytes))
-        rig.staged(mover)
-        assert taken == [layer]
-        rig.step(mover)
-        assert taken == [layer] * LAYERS
-
-
-def test_a_device_that_fails_while_it_stages_fails_the_load_and_not_the_engine() -> None:
-    rig = Rig(0)
-    (gpu,) = rig.gpus
-    with mover_on(rig.backend, rig.engine) as mover:
-        gpu.copies_until_failure = 0
-        rig.staged(mover)
-        rig.step(mover)
-        assert set(mover.finished().failed_pages) == {"a", "b"}
-        gpu.copies_until_failure = -1
-        rig.step(mover)
-        assert mover.finished().failed_pages == {}
-    assert all(rig.engine.bytes_of(move) == rig.source.bytes_of(move) for move in rig.moves())

@@ -1,11 +1,8 @@
-"""The ring: whether its events are enough, what it says while it runs, failures; and on a GPU, where there is one."""
+"""The ring: whether its events are enough, what it says while it runs, and failures."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import mmap
-import os
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +11,14 @@ import pytest
 import torch
 
 from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import DeviceEvent, event_on
+from kvredis.adapters.tensors import DeviceEvent
 from kvredis.adapters.transfer import Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
-from kvredis.backends.shared_arena import SharedArena
 from kvredis.storage.errors import LayoutError
 
 from .lazy_gpu import LazyEvent, LazyGpu
 from .paged_layouts import block_of, planes_first
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 SIZE = (40, 2, 16, 2, 32)
 
 
@@ -286,55 +281,6 @@ def test_memory_that_is_not_page_locked_is_said_once_and_asked_about_once_a_job(
     gpu.locked = True  # by a thread of the arena's own: the next job sees it
     transfer.store(parts).wait()
     assert all(true(layers, part) for part in parts)
-
-
-@needs_gpu
-def test_on_a_gpu_a_store_waits_for_its_event_and_not_for_the_default_stream() -> None:
-    layers = [layer.cuda() for layer in made_layers()]
-    transfer = open_transfer(PagedKV(layers))
-    assert isinstance(transfer, RingTransfer)
-    made = [torch.randint_like(layer.view(torch.int16), 9000).view(torch.bfloat16) for layer in layers]
-    (part,) = parts_of(layers, [9])
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
-    for layer, new in zip(layers, made, strict=True):
-        layer.copy_(new)
-    event = event_on(torch.cuda.current_stream())
-    torch.cuda._sleep(4_000_000_000)  # type: ignore[no-untyped-call]  # the next forward, two seconds
-    behind = event_on(torch.cuda.current_stream())
-    transfer.store([part], after=event).wait()
-    assert not behind.query()  # type: ignore[no-untyped-call]
-    assert true(made, part)
-    torch.cuda.synchronize()
-    transfer.close()
-
-
-@needs_gpu
-def test_on_a_gpu_pages_are_loaded_from_a_server_s_sealed_read_only_memory() -> None:
-    layers = [layer.cuda() for layer in made_layers()]
-    transfer = open_transfer(PagedKV(layers))
-    page_bytes = len(layers) * layers[0][0].numel() * 2
-    nbytes = 64 * mmap.PAGESIZE + 30 * page_bytes
-    nbytes -= nbytes % mmap.PAGESIZE
-    descriptor = os.memfd_create("kvredis-test", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, nbytes)
-    content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).numpy().tobytes()
-    os.pwrite(descriptor, content, 0)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-    readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-    arena = SharedArena(readable, nbytes)
-    for locked in (False, True):
-        if locked:
-            arena.lock()
-            assert arena.page_locked == "cuda"
-        parts = [Part([3 + 4 * at, 9 + 4 * at], arena.part(512 + 2 * at * page_bytes, 2 * page_bytes)) for at in (0, 2)]
-        transfer.load(parts).wait()
-        assert all(true(layers, part) for part in parts)
-        for layer in layers:
-            layer.zero_()
-    os.close(descriptor)
-    os.close(readable)
-    transfer.close()
 
 
 def test_parts_without_pages_are_no_copies_of_a_layer_either() -> None:
