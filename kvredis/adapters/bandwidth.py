@@ -2,9 +2,9 @@
 for goes before what it does not.
 
 Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
-gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Only the first
-layer of a load by layers, for which an engine waits, goes when all that was booked before has passed: its own time is
-booked behind the load's others.
+gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Only what
+comes first of a load by layers, for which an engine waits, goes when all that was booked before has passed: its own
+time is booked behind the load's others.
 """
 
 import threading

@@ -102,12 +102,11 @@ class CudaDevice:
         tensor's copy_ would take the interpreter for longer than the runtime's call, while the first copy of KV runs
         out or has not begun."""
         every = self._numbers[id(stream)]
-        kept = every.popleft()
-        if not kept.copied.query():  # type: ignore[no-untyped-call]
-            every.appendleft(kept)  # not let go: its memory would be another's while the copy reads it
-            kept = _Numbers(stream, len(kept.there))
-        if len(numbers) > len(kept.there):
-            kept = _Numbers(stream, len(numbers))
+        kept, is_free = every[0], bool(every[0].copied.query())  # type: ignore[no-untyped-call]
+        if not is_free or len(numbers) > len(kept.there):
+            kept = _Numbers(stream, max(len(numbers), len(kept.there)))
+        if is_free:  # else it is not let go: its memory would be another's while the copy reads it
+            every.popleft()
         every.append(kept)
         kept.array[: len(numbers)] = numbers
         if self._runtime is None:

@@ -150,10 +150,11 @@ class LayerLoads(Later):
             try:
                 self._run()
             finally:
-                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
-                    self._sum_up()  # while the chunks, and where their sums are kept, are theirs
+                for _, planned in self._planned.values():  # while where the chunks' sums are kept is theirs
+                    with contextlib.suppress(Exception):  # there is something to be done only behind a failure
+                        planned.sum_up()
                 for moving in (each for _, movings in self._under_way for each in movings):
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(RuntimeError):  # the device failed, which was told already
                         moving.wait()
                 if self._ahead_leases is not None:
                     self._ahead_leases.settle()
@@ -301,8 +302,7 @@ class LayerLoads(Later):
     def _sum_up(self) -> None:
         """What checksums need of the layers that were asked for, which nobody waits for."""
         for _, planned in self._planned.values():
-            if planned.layers is not None:
-                planned.layers.sum_up()
+            planned.sum_up()
 
     def _layers_of(self, number: int) -> PlannedLayers:
         """All chunks of a group that are wanted still; planned anew when fewer are."""

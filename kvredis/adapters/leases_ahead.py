@@ -24,6 +24,11 @@ class PlannedLayers:
     staged: dict[range, Moving] = field(default_factory=dict)
     """The first layers, as they are to be loaded."""
 
+    def sum_up(self) -> None:
+        """As Layers.sum_up."""
+        if self.layers is not None:
+            self.layers.sum_up()
+
 
 class LeasesAhead(Later):
     """The chunks of some jobs: `run`, on the thread that loads, leases them; whoever loads them takes them over. What
@@ -44,7 +49,7 @@ class LeasesAhead(Later):
         self.planned: list[PlannedLayers] = []
         """Of each group, once they are leased."""
         self.owed = 0
-        """Bytes that are staged, whose time whoever takes them over books."""
+        """Bytes that are staged, whose time whoever takes them over books, or who lets them go."""
         self._means = means
         self._changing = threading.Lock()  # of what follows
         self._chunks: list[list[LeasedChunk]] = []

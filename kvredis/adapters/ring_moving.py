@@ -55,7 +55,8 @@ class RingMoving:
         return self._over
 
     def wait(self, parts: int | None = None) -> None:
-        """As Moving.wait. Waits for all that was enqueued before it raises."""
+        """As Moving.wait. Waits for all that was enqueued before it raises; for all parts it raises too when only a
+        checksum could not be asked for, which would be another one."""
         wanted = len(self.parts) if parts is None else parts
         while self._moved < wanted or self.failure is not None:
             mark = self._next()
@@ -67,7 +68,7 @@ class RingMoving:
                 self._fail(error)
             else:
                 self._pass(mark)
-        if self._moved < wanted and self.failure is not None:
+        if self.failure is not None and (parts is None or self._moved < wanted):
             raise RuntimeError(f"copying KV failed: {self.failure}") from self.failure
 
     def precede(self, stream: Any) -> None:

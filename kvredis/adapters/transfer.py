@@ -99,7 +99,8 @@ class Layers(Protocol):
         ...
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.load, likewise; but what checksums need of it is left to `sum_up`."""
+        """As Transfer.load, likewise; but what checksums need of its end is left to `sum_up`, which is called before
+        they are asked for or cancelled, and before anything else is loaded."""
         ...
 
     def sum_up(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingLayers, RingTransfer
 
 from .fake_backend import FakeBackend
-from .lazy_gpu import LazyEvent, LazyGpu
+from .lazy_gpu import LazyEvent, LazyGpu, LazySums
+from .manual_transfer import with_blocks
 from .paged_engine import CHUNK, PagedEngine, block_for, mover_on, moves_of
 from .paged_layouts import LAYOUTS, block_of, planes_first
 
@@ -347,3 +349,40 @@ def test_the_device_is_asked_once_where_many_sums_end_behind_the_same_event(monk
     monkeypatch.setattr(LazyEvent, "synchronize", noted)
     assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
     assert len(asked) == len({id(each.event) for each in sums}) < len(sums)
+
+
+@pytest.mark.parametrize(("by_layers", "nth"), [(False, 4), (True, 2)])  # the last buffer of what moves as whole parts
+@pytest.mark.parametrize("which", ["fold", "chain"])
+def test_a_sum_that_the_device_refuses_is_an_error_and_no_damaged_block(
+    which: str, by_layers: bool, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = LoadJob("a", moves_of("a", 1))
+    backend, _ = with_blocks(job)
+    real, calls = getattr(LazySums, which), list[int]()
+
+    def made(paged: PagedKV) -> RingTransfer:
+        return RingTransfer(paged, LazyGpu(paged, 5), slot_bytes=12_000, slots=2, sums=True)
+
+    def refusing(sums: LazySums, *arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == nth:
+            raise RuntimeError("too many resources requested for launch")
+        real(sums, *arguments)
+
+    def told(sums: LazySums, row: int, nbytes: int) -> str:  # of what there is, as a GPU does
+        found: str = sums._rows[row].hexdigest()
+        return found
+
+    monkeypatch.setattr(LazySums, which, refusing)
+    monkeypatch.setattr(LazySums, "digest", told)
+    with mover_on(backend, PagedEngine(3, transfer=made, groups=1)) as mover:
+        if by_layers:
+            mover.begin_layers([job])
+            mover.end_layers()
+        else:
+            mover.load(job)
+        assert mover.settle(20)
+        stats = mover.stats()
+    assert len(calls) >= nth
+    assert (stats["errors"], stats["corrupt_chunks"]) == (1, 0)
+    assert job.moves[0].key in backend.values
