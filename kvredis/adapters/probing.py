@@ -1,9 +1,11 @@
 """A tier that was given up must be found out when it is fast again, and the engine must not wait for that. Nor need it
 wait to learn of a tier that nobody has measured, while it computes to learn how long that takes.
 
-So one block at a time is loaded by a thread of its own and dropped. Blocks are those that lookups have found there. A
-probe begins when the engine asks for something anyway, so an idle engine asks nobody; it waits a few times as long as
-computing takes at most, and all of them together take a hundredth of the time, and so of the tier's bandwidth.
+So one block at a time is loaded by a thread of its own and dropped; of a tier that nobody has measured up to three, as
+long as they come quickly: the first may wait for a connection, and any for an interpreter that is busy, which says
+nothing of the tier. Blocks are those that lookups have found there. A probe begins when the engine asks for something
+anyway, so an idle engine asks nobody; it waits a few times as long as computing takes at most, and all of them together
+take a hundredth of the time, and so of the tier's bandwidth.
 """
 
 import math
@@ -24,6 +26,10 @@ PROBE_PART = 100
 """Behind a probe comes a rest of a hundred times what it took."""
 WAITED_SHARE = 0.9
 """Who has waited for nearly as long as was allowed has met a slow tier, not a gap; clocks differ a little."""
+FIRST_BLOCKS = 3
+"""Blocks of the first probe: the middle one counts (deciding.py)."""
+QUICK_S = 0.01
+"""A block that takes longer has not waited for the interpreter alone, whose threads take turns of 5 ms."""
 KEYS_KEPT = 32
 """Keys that were found lately, in each tier."""
 KEYS_A_LOOKUP = 4
@@ -63,7 +69,8 @@ class Probes:
                 return
             tier = known[self.count % len(known)]
             self.count += 1
-            self._thread = threading.Thread(target=self._probe, args=(tier,), name="kvredis probe", daemon=True)
+            blocks = FIRST_BLOCKS if of_unmeasured else 1
+            self._thread = threading.Thread(target=self._probe, args=(tier, blocks), name="kvredis probe", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter ends, or has no threads left
@@ -77,12 +84,11 @@ class Probes:
         if thread is not None:
             thread.join()
 
-    def _probe(self, tier: Tier) -> None:
+    def _probe(self, tier: Tier, blocks: int) -> None:
         began_s = self._clock()
         with suppress(Exception):  # the engine's next question meets the same trouble, and reports it
-            key = self._next(tier)
-            if key is not None:
-                self._load(tier, key, began_s)
+            while blocks and (key := self._next(tier)) is not None:
+                blocks = blocks - 1 if self._load(tier, key) < QUICK_S else 0
         now_s = self._clock()
         with self._lock:
             self._due_s = now_s + max(PROBE_EVERY_S, (now_s - began_s) * PROBE_PART)
@@ -97,8 +103,9 @@ class Probes:
                 keys.popleft()
             return keys.popleft() if keys else None
 
-    def _load(self, tier: Tier, key: bytes, began_s: float) -> None:
-        layout, within_s = self._break_even.layout, self._break_even.trial_s(tier)
+    def _load(self, tier: Tier, key: bytes) -> float:
+        """Give the seconds that it took; inf where nothing was learnt."""
+        layout, within_s, began_s = self._break_even.layout, self._break_even.trial_s(tier), self._clock()
         with closing(self._backend.load([key], within_s=within_s if math.isfinite(within_s) else None)) as leases:
             lease = next(leases, None)
             seconds = self._clock() - began_s
@@ -107,7 +114,8 @@ class Probes:
         if (
             lease is None and seconds < within_s * WAITED_SHARE
         ):  # evicted, or nobody is there to ask: neither tells of the speed
-            return
+            return math.inf
         self._break_even.load_took(tier, 0 if lease is None else block_bytes(layout, layout.chunk_tokens), seconds)
         with self._lock:
             self._found[tier].append(key)
+        return seconds

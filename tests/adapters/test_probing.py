@@ -1,7 +1,7 @@
 """Probes: a tier that was given up is tried behind the engine's back, seldom, and with one block at a time."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -9,6 +9,7 @@ from kvredis.adapters.block import block_bytes
 from kvredis.adapters.deciding import BreakEven
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.probing import KEYS_KEPT, Probes
+from tests.adapters.fake_backend import FakeLease
 from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 100, model="tiny/llama")
@@ -62,6 +63,46 @@ def test_a_tier_that_nobody_has_measured_is_probed_if_it_is_asked_for_and_once(
     assert even.given_up() == ["remote"]
     backend.now_s += 1000
     assert probe(probes, of_unmeasured=True) == 1
+
+
+class Hiccuping(SlowBackend):
+    """Its loads take these times, one behind the other, and then none."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.hiccups = list(seconds)
+
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
+        self.lags_s["remote"] = self.hiccups.pop(0) if self.hiccups else 0.0
+        return super().load(keys, within_s=within_s)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "loaded", "is_fast"),
+    [
+        ((0.009, 0.001, 0.001), 3, True),  # a connection was opened
+        ((0.001, 0.009, 0.001), 3, True),  # the interpreter was busy
+        ((0.009, 0.009, 0.001), 3, False),
+        ((0.03, 0.001, 0.001), 1, False),  # a slow link is not kept from those who store
+    ],
+)
+def test_of_a_tier_that_nobody_has_measured_the_middle_of_three_quick_blocks_counts(
+    even: BreakEven, seconds: tuple[float, ...], loaded: int, is_fast: bool
+) -> None:
+    even.prefill_took(100, 0.005)  # the shorter of two counts: computing a block takes 5 ms
+    backend = Hiccuping(*seconds)
+    for key in KEYS:
+        backend.put(key, bytes(block_bytes(LAYOUT, 100)))
+    probes = Probes(backend, even, backend.clock)
+    probes.found("remote", KEYS)
+    assert probe(probes, of_unmeasured=True) == 1
+    assert len(backend.loaded) == loaded
+    assert (even.given_up() == []) == is_fast
+    backend.now_s += 1000
+    assert probe(probes) == (1 if is_fast else 2)
+    assert len(backend.loaded) == loaded + (0 if is_fast else 1), "one that was given up is tried with one block"
+    probes.close()
+    assert backend.leases == 0
 
 
 def test_a_probe_before_any_prefill_is_known_waits_as_long_as_the_backend_does(backend: SlowBackend) -> None:
