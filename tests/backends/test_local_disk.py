@@ -28,6 +28,7 @@ from .verbs import content, keys_of, loaded, put
 def backend(tmp_path: Path) -> Iterator[LocalBackend]:
     with closing(open_local(tmp_path)) as backend:
         yield backend
+        drain(backend)  # what is being written to disk is leased as well
         backend.store.check_integrity()
         assert backend.store.leases == 0
         assert backend.store.reserved_bytes == 0
