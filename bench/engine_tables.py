@@ -61,7 +61,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class TablesPlan:
-    """What one call of a bench does; `rows` is how many prompts are served together."""
+    """What one call of a bench does; `rows` is how many prompts are served together. A repeat is not begun, but for the
+    first, that would not be over `limit_s` from the beginning on if it takes as long as the one before."""
 
     bench: str
     points: tuple[Point, ...]
@@ -73,6 +74,7 @@ class TablesPlan:
     chunk_tokens: int = 256
     repeats: int = 3
     auto: bool = False
+    limit_s: float = float("inf")
 
     @property
     def data_bytes(self) -> int:
@@ -160,16 +162,26 @@ class Tables:
         self.left_out: list[str] = []
         self.notes: list[str] = []
 
-    def measure(self, progress: Progress) -> None:
+    def measure(self, progress: Progress, began_s: float = 0.0) -> None:
         """Serve every arm at every point, repeat by repeat. Raises what recompute raises, and VerificationError; any
-        other arm that fails is left out from then on."""
+        other arm that fails is left out from then on. Before, both processes serve what recompute does: the first of
+        that takes up to 1.8 times as long, whoever serves it. Time is limited from `began_s` on."""
+        for point in self._plan.points:
+            self.arm(RECOMPUTE, point, 0)
+        self.lone_steps = 0
+        took_s = 0.0
         for repeat in range(self._plan.repeats):
+            repeat_s = time.monotonic()
+            if repeat and repeat_s + took_s > began_s + self._plan.limit_s:
+                self.notes.append(f"There was time for {repeat} of {self._plan.repeats} repeats.")
+                break
             for point in self._plan.points:
                 for arm in rotated(self._plan.served(), repeat):
                     progress(f"{arm}, {point.at:g}")
                     if arm not in self.left_out:
                         self._try(arm, point, repeat)
                     progress(f"{arm}, {point.at:g}")
+            took_s = time.monotonic() - repeat_s
 
     def _try(self, arm: str, point: Point, repeat: int) -> None:
         try:
@@ -309,10 +321,12 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
             worker.started()
         notes.append(f"A model with random weights computes in bfloat16 on {workers[0].device}.")
         tables, facts = Tables(plan, workers, server), machine_facts()
-        tables.measure(progress)
+        tables.measure(progress, start_s)
     rows = tables.rows
     if tables.lone_steps:
-        notes.append(f"{tables.lone_steps} steps of decoding were launched one by one, and not in a CUDA graph.")
+        notes.append(
+            f"{tables.lone_steps} steps of decoding and passes were launched one by one, and not in CUDA graphs."
+        )
     if tables.left_out and not any(arm != RECOMPUTE for arm, _, _ in rows):
         raise BenchError("no arm could be measured. " + " ".join(tables.notes))
     order = {arm: place for place, arm in enumerate(ARMS)}

@@ -2,7 +2,7 @@
 
 Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
 computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored, and
-generates greedily (engine_tables_steps.py). While it generates, what the cache has of the batch after it comes already,
+generates greedily (cuda_graphs.py). While it generates, what the cache has of the batch after it comes already,
 as with an engine that loads for prompts that wait: with vLLM's connectors, say. The model is a Llama of the shape with
 random weights, in bfloat16.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvredis.adapters.keys import chunk_keys
 
-from .engine_tables_steps import Steps, use_attention
+from .cuda_graphs import Graphed, Passes, Place, steps_of, use_attention
 from .errors import VerificationError
 from .shapes import ModelShape
 from .store_overhead_compute import DTYPES, llama
@@ -167,7 +167,7 @@ class _Coming:
     """A batch of prompts whose KV is on its way into a room; on a GPU what copies there was given to `stream`."""
 
     prompts: Sequence[list[int]]
-    place: tuple[int, int]
+    place: Place
     room: Any
     waits: list[Callable[[], int]]
     stream: Any
@@ -188,9 +188,10 @@ class Engine:
         self._columns = columns
         self._model = llama(shape, columns, self.device)
         use_attention(self._model)
-        self._rooms: dict[tuple[int, int], Any] = {}
-        self._steps: dict[tuple[tuple[int, int], int, int], Steps] = {}
-        self._saves: dict[tuple[int, int], list[Save]] = {}
+        self._rooms: dict[Place, Any] = {}
+        self._passes = Passes(self._forward, lambda place, tokens: self._cache(self._rooms[place], tokens), self.device)
+        self._steps: dict[tuple[Place, int, int], Graphed] = {}
+        self._saves: dict[Place, list[Save]] = {}
         self._turn = 0
         self._coming: _Coming | None = None
         self._weights = torch.zeros(0, dtype=torch.int32, device=self.device)
@@ -200,12 +201,16 @@ class Engine:
         tokens = min(max(2 * budget // rows, 2), self._columns - 2)
         self.batch(NoCache(), [[row + 1] * tokens for row in range(rows)], 2, budget)
 
-    def prepare(self, rows: Collection[int], tokens: int, output: int) -> None:
-        """Take memory for batches of so many rows, and make their steps: nothing may be on its way then."""
+    def prepare(
+        self, rows: Collection[int], tokens: int, output: int, budget: int = 1, starts: Collection[int] = ()
+    ) -> None:
+        """Take memory for batches of so many rows, and make their steps, and their passes of `budget` tokens that begin
+        behind hits of `starts` tokens: nothing may be on its way then."""
         self.settle()
         for count in rows:
             for _ in range(_ROOMS):
                 place, room = self._room(count)
+                self._passes.make(place, starts, tokens, max(budget // count, 1))
                 self._steps_of((place, tokens, output - 1), room)
 
     def batch(
@@ -239,11 +244,7 @@ class Engine:
             began_s = self._now_s()
             start = self._loaded(subject, prompts, room, coming)
             loaded_s = self._now_s()
-            cache = self._cache(room, start)
-            columns = max(budget // len(prompts), 1)
-            logits = torch.empty(0)  # a token is always left to compute, and so there is a pass
-            for first in range(start, total, columns):
-                logits = self._forward(ids[:, first : min(first + columns, total)], cache)
+            logits, lone_passes = self._passes.run(place, ids, start, max(budget // len(prompts), 1))
             token = logits[:, -1:].argmax(dim=-1)
             computed_s = self._now_s()
             computed = (total - start) * len(prompts)
@@ -266,7 +267,7 @@ class Engine:
         spent.decode_s += ended_s - decode_s
         spent.hits += [start] * len(prompts)
         spent.computed_tokens += computed
-        spent.lone_steps += 0 if steps.is_graph else output - 1
+        spent.lone_steps += lone_passes + (0 if steps.is_graph else output - 1)
         return checks
 
     def settle(self) -> float:
@@ -284,7 +285,7 @@ class Engine:
         """Tokens of a prompt that checksums cover, and that a full hit has at least."""
         return (total - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
 
-    def _generate(self, steps: Steps, token: Tensor, begin: Callable[[Any], None]) -> None:
+    def _generate(self, steps: Graphed, token: Tensor, begin: Callable[[Any], None]) -> None:
         """Take the steps, and meanwhile begin what comes next: behind what was launched before, not behind them."""
         if not steps.is_graph:
             begin(None)
@@ -328,10 +329,10 @@ class Engine:
             torch.cuda.current_stream(self.device).wait_stream(coming.stream)
         return start
 
-    def _next_place(self, rows: int) -> tuple[int, int]:
+    def _next_place(self, rows: int) -> Place:
         return rows, (self._turn + 1) % _ROOMS
 
-    def _room(self, rows: int) -> tuple[tuple[int, int], Any]:
+    def _room(self, rows: int) -> tuple[Place, Any]:
         """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
         from kvredis.adapters.transformers_cache import Room
 
@@ -342,14 +343,14 @@ class Engine:
             self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
         return place, self._rooms[place]
 
-    def _steps_of(self, kind: tuple[tuple[int, int], int, int], room: Any) -> Steps:
+    def _steps_of(self, kind: tuple[Place, int, int], room: Any) -> Graphed:
         """What takes so many steps behind prompts of so many tokens that are in the room of that place."""
         (rows, _), total, count = kind
         if kind not in self._steps:
-            self._steps[kind] = Steps(self._forward, lambda: self._cache(room, total), rows, count, self.device)
+            self._steps[kind] = steps_of(self._forward, lambda: self._cache(room, total), rows, count, self.device)
         return self._steps[kind]
 
-    def _wait(self, place: tuple[int, int]) -> None:
+    def _wait(self, place: Place) -> None:
         for save in self._saves.pop(place, []):
             save.wait()
 

@@ -2,8 +2,8 @@
 
 A sample is one pass over the prompts of one point. Times are of an engine that waits for its accelerator; the drain
 (what batches waited for memory that was still being stored from, and in the end until all that was stored is where its
-tier has it) is told beside them. On a GPU decoding runs in CUDA graphs. Ratios are to `recompute` of the same point,
-repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
+tier has it) is told beside them. On a GPU passes and decoding run in CUDA graphs. Ratios are to `recompute` of the same
+point, repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
 
 Arms
     recompute   no cache: every prompt is computed whole

@@ -58,7 +58,7 @@ class Pass(TypedDict):
     drain_seconds: float
     hit_tokens: int
     computed_tokens: int
-    lone_steps: int  # of decoding, that were not in a graph
+    lone_steps: int  # of decoding, and passes, that were not in a graph
     dropped_chunks: int  # by the cache, which counts what it could not keep
     verified_tokens: int
     checks: list[list[int]]
@@ -80,7 +80,8 @@ class Worker:
             spent, checks, verified = Spent(), list[list[int]](), 0
             before = 0 if cache is None else dropped_chunks(cache, task["tokens"])
             batches = groups(made, task["rows"], shared=task["hit_rate"] > 0)
-            self._engine.prepare({len(group) for group in batches}, task["tokens"], task["output"])
+            rows = {len(group) for group in batches}
+            self._engine.prepare(rows, task["tokens"], task["output"], task["budget"], self._starts(task))
             for group, following in zip(batches, [*batches[1:], []], strict=True):
                 is_head = (
                     task["hit_rate"] > 0 and not checks
@@ -121,6 +122,12 @@ class Worker:
             verified_tokens=verified,
             checks=checks,
         )
+
+    def _starts(self, task: Task) -> set[int]:
+        """Where passes begin: behind no hit, behind what all prompts share, and behind a hit of all that is stored."""
+        tokens, length = task["tokens"], self._engine.layout.chunk_tokens
+        shared = round(tokens * task["hit_rate"])
+        return {min(hit // length * length, tokens - 1) for hit in (0, shared, tokens)}
 
     def _opened(self, task: Task) -> tuple[Subject, CacheEngine | None]:
         from kvredis import CacheEngine, Config

@@ -44,11 +44,12 @@ def by_repeat(samples: Sequence[Mapping[str, object]], figure: str) -> dict[int,
 
 
 def rotated(items: Sequence[_T], turns: int) -> list[_T]:
-    """Give `items` beginning at place `turns`: over as many turns as there are items, each is first once."""
+    """Give `items` beginning at place `turns`: over as many turns as there are items, each is first once. Every other
+    turn goes backwards from there, since one may be the worse for what came right before it."""
     if not items:
         return []
-    start = turns % len(items)
-    return [*items[start:], *items[:start]]
+    start, step = turns % len(items), -1 if turns % 2 else 1
+    return [items[(start + step * place) % len(items)] for place in range(len(items))]
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvredis.backends.connection import Connection
+from kvredis.backends.shared_arena import wait_locked
 
 from .errors import BenchError, VerificationError
 from .figures import percentile, rotated
@@ -194,6 +195,7 @@ class Bench:
     def warm_up(self) -> None:
         """Compute one prompt by steps of each budget, and store nothing: kernels are chosen and loaded."""
         for budget in self._plan.budgets:
+            self.notes += [note for note in (self._compute.prepare(budget),) if note]
             self._compute.begin(0)
             for start in range(0, self._plan.prompt_tokens, budget):
                 self._compute.step(start, min(start + budget, self._plan.prompt_tokens))
@@ -207,6 +209,7 @@ class Bench:
             engine = shelf.engine()
             stack.callback(engine.close)
             engine.lookup(self._prompts[0])  # connected, as that of a process that has run
+            wait_locked()  # a driver that page-locks memory keeps launches waiting
             seconds, steps_s = self._prefill(engine, way, budget)
             drain_s, fresh = shelf.drained(engine)
             stack.callback(fresh.close)
@@ -294,13 +297,14 @@ def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
             schema=SCHEMA,
             machine=machine_facts(),
             options=plan.options(),
-            notes=[*notes, *bench.notes],
+            notes=notes,
             rows=[row_of(tier, way, budget) for budget in plan.budgets for tier, way in arms],
             verified_bytes=0,
             gate=[],
             seconds=0.0,
         )
         bench.warm_up()
+        result["notes"] += bench.notes
         rows = {(row["tier"], row["way"], row["budget"]): row for row in result["rows"]}
         for repeat in range(plan.repeats):
             for budget in plan.budgets:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from .cuda_graphs import Passes, spans, use_attention
 from .errors import BenchError
 from .shapes import ModelShape
 
@@ -31,8 +32,16 @@ WIDTHS: Final = {
 """Hidden size, attention heads and intermediate size: what the KV's shape does not tell and computing depends on."""
 
 
+GRAPHS_MAX: Final = 128
+"""Steps of all prompts of which graphs are made: a tenth of a second each, and memory of the host's."""
+
+
 class Compute(Protocol):
     """Prefills prompts by steps; `kv(n)` holds the n-th prompt's KV by token, as far as it has been computed."""
+
+    def prepare(self, budget: int) -> str:
+        """Get ready for steps of so many tokens, with every prompt; gives what is to be said of how they run."""
+        ...
 
     def begin(self, number: int) -> None:
         """Go on with the prompt of this number, from its first token on."""
@@ -64,6 +73,10 @@ class Asleep:
         self._tokens = tokens
         self._tokens_per_s = tokens_per_s
 
+    def prepare(self, budget: int) -> str:
+        """As Compute.prepare."""
+        return ""
+
     def begin(self, number: int) -> None:
         """As Compute.begin."""
 
@@ -87,10 +100,11 @@ class Modelled:
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = llama(shape, len(prompts[0]), self._device)
+        use_attention(self._model)
         self._ids = [torch.tensor([list(prompt)], device=self._device) for prompt in prompts]
         size = (shape.layers, 2, shape.kv_heads, len(prompts[0]), shape.head_dim)
         self._kv = [torch.zeros(size, dtype=torch.bfloat16, device=self._device).transpose(2, 3) for _ in prompts]
-        self._cache: Any = None
+        self._passes = Passes(self._forward, lambda place, tokens: self._cache(place[1], tokens), self._device)
         self._number = 0
 
     @property
@@ -100,37 +114,53 @@ class Modelled:
 
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
 
+    def prepare(self, budget: int) -> str:
+        """As Compute.prepare."""
+        steps = len(self._ids) * len(spans(0, self._ids[0].shape[1], budget))
+        if self._device.type == "cuda" and steps > GRAPHS_MAX:
+            return f"Steps of {budget} tokens are launched one by one, and not in CUDA graphs."
+        for number, ids in enumerate(self._ids):
+            self._passes.make((1, number), (0,), ids.shape[1], budget)
+        return ""
+
     def begin(self, number: int) -> None:
         """As Compute.begin."""
-        from transformers import DynamicCache
-
-        from kvredis.adapters.transformers import RoomyLayer
-
         self._number = number
-        self._cache = DynamicCache(config=self._model.config)
-        self._cache.layers = [
-            RoomyLayer(pair[0].transpose(0, 1)[None], pair[1].transpose(0, 1)[None], 0) for pair in self._kv[number]
-        ]
 
     def step(self, start: int, stop: int) -> None:
-        """As Compute.step; waits for the device, as an engine does that samples a token."""
+        """As Compute.step; waits for what it computes, as an engine does that samples a token, and for nothing else."""
         import torch
 
         self.enqueue(start, stop)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            torch.cuda.current_stream(self._device).synchronize()
 
     def enqueue(self, start: int, stop: int) -> None:
         """As `step`, without waiting: on a GPU the current stream is not done yet."""
         import torch
 
         with torch.inference_mode():
-            ids = self._ids[self._number][:, start:stop]
-            self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self._passes.run((1, self._number), self._ids[self._number][:, :stop], start, stop - start)
 
     def kv(self, number: int) -> Tensor:
         """As Compute.kv."""
         return self._kv[number]
+
+    def _forward(self, ids: Tensor, cache: Any) -> Tensor:
+        logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    def _cache(self, number: int, tokens: int) -> Any:
+        from transformers import DynamicCache
+
+        from kvredis.adapters.transformers import RoomyLayer
+
+        cache: Any = DynamicCache(config=self._model.config)
+        cache.layers = [
+            RoomyLayer(pair[0].transpose(0, 1)[None], pair[1].transpose(0, 1)[None], tokens)
+            for pair in self._kv[number]
+        ]
+        return cache
 
 
 def llama(shape: ModelShape, tokens: int, device: Any) -> Any:

@@ -56,6 +56,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--rows", type=click.IntRange(1, 256), help="Prompts that are served together."),
         click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256."),
         click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 3."),
+        click.option("--limit-s", type=click.FloatRange(1), help="Begin no repeat that would not be over by then."),
         click.option("--auto", is_flag=True, default=None, help="min_retrieve_tokens: auto, load only what pays."),
         click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output."),
         picture_option,

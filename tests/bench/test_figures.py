@@ -33,13 +33,22 @@ def test_a_repeat_that_one_side_lacks_does_not_count() -> None:
 
 
 def test_each_server_begins_once_in_as_many_turns_as_there_are_servers() -> None:
-    assert [rotated("abc", turn) for turn in range(4)] == [
-        ["a", "b", "c"],
-        ["b", "c", "a"],
-        ["c", "a", "b"],
-        ["a", "b", "c"],
+    assert [rotated("abcd", turn) for turn in range(5)] == [
+        ["a", "b", "c", "d"],
+        ["b", "a", "d", "c"],
+        ["c", "d", "a", "b"],
+        ["d", "c", "b", "a"],
+        ["a", "b", "c", "d"],
     ]
     assert rotated([], 3) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 9])
+def test_nobody_is_always_behind_the_same_one(count: int) -> None:
+    turns = [rotated(range(count), turn) for turn in range(2 * count)]
+    assert [turn[0] for turn in turns] == 2 * list(range(count))
+    before = {each: {turn[turn.index(each) - 1] for turn in turns if turn[0] != each} for each in range(count)}
+    assert all(len(found) == min(count - 1, 2) for found in before.values())
 
 
 @pytest.mark.parametrize(

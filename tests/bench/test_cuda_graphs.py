@@ -1,4 +1,4 @@
-"""The steps of decoding are what a model gives by itself, one by one on a CPU and all at once on a GPU."""
+"""Passes and steps of decoding give what a model gives by itself, one by one on a CPU and as graphs on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.bench.engine_tables_compute import Engine, NoCache
-from kvredis.bench.engine_tables_steps import ATTENTION, Steps, decode
+from kvredis.bench.cuda_graphs import ATTENTION, Graphed, decode, spans, steps_of
+from kvredis.bench.engine_tables_compute import Engine, NoCache, Spent
 from kvredis.bench.store_overhead_compute import TINY, llama
 
 COUNT = 6
@@ -53,12 +53,12 @@ def test_the_model_attends_as_transformers_own_does(engine: Engine) -> None:
     assert torch.equal(own_step, step)
 
 
-def check_steps(engine: Engine, *, is_graph: bool) -> None:
+def test_steps_begin_at_the_same_place_each_time_and_on_a_gpu_are_one_graph(engine: Engine) -> None:
     rows = 2
     _, room = engine._room(rows)
     made = prompts(2)
-    steps = Steps(engine._forward, lambda: engine._cache(room, TOKENS), rows, COUNT, engine.device)
-    assert steps.is_graph == is_graph
+    steps = steps_of(engine._forward, lambda: engine._cache(room, TOKENS), rows, COUNT, engine.device)
+    assert steps.is_graph == (engine.device.type == "cuda")
     for made in (prompts(2), prompts(3), prompts(2)):
         with torch.inference_mode():
             cache = engine._cache(room, 0)
@@ -69,14 +69,32 @@ def check_steps(engine: Engine, *, is_graph: bool) -> None:
         assert [row[0] for row in found] == by_itself(engine._model, made, engine.device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_on_a_cpu_steps_are_taken_one_by_one_from_the_same_place_each_time(engine: Engine) -> None:
-    check_steps(engine, is_graph=False)
+def test_passes_begin_wherever_a_hit_ends_and_on_a_gpu_are_graphs_where_that_was_foreseen(engine: Engine) -> None:
+    """Of prompts that are new, that are there in part, and that are there but for the last token."""
+    device, rows, columns = engine.device, 2, 16
+    is_graph = device.type == "cuda"
+    engine.prepare({rows}, TOKENS, COUNT + 1, rows * columns, {0, 32, TOKENS - 1})
+    place, _ = engine._room(rows)
+    for seed, start in ((2, 0), (3, 0), (3, 32), (3, 20), (3, TOKENS - 1)):
+        ids = torch.tensor(prompts(seed), device=device)
+        with torch.inference_mode():
+            logits, lone = engine._passes.run(place, ids, start, columns)
+            wanted = engine._forward(ids, None)
+        assert torch.equal(logits[:, -1:].argmax(dim=-1), wanted[:, -1:].argmax(dim=-1)), (seed, start)
+        assert lone == (0 if is_graph and start != 20 else len(spans(start, TOKENS, columns))), (seed, start)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-def test_on_a_gpu_all_steps_are_one_graph_that_reads_what_is_there_now(engine: Engine) -> None:
-    check_steps(engine, is_graph=True)
+def test_a_prompt_is_cut_into_passes_from_where_its_hit_ends() -> None:
+    assert spans(0, 40, 16) == [(0, 16), (16, 32), (32, 40)]
+    assert spans(39, 40, 16) == [(39, 40)]
+    assert spans(8, 40, 64) == [(8, 40)]
+
+
+def test_what_was_launched_one_by_one_is_counted_by_a_pass(engine: Engine) -> None:
+    spent = Spent()
+    engine.batch(NoCache(), prompts(5), COUNT + 1, 36, spent)
+    launched = len(spans(0, TOKENS, 18)) + COUNT  # a graph of steps is made for a batch, of passes by prepare alone
+    assert spent.lone_steps == (launched if engine.device.type == "cpu" else launched - COUNT)
 
 
 def test_a_batch_makes_its_steps_once_for_each_place_and_length(engine: Engine) -> None:
@@ -103,11 +121,11 @@ class Storing(NoCache):
 def test_steps_are_made_when_nobody_stores(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     subject, seen = Storing(), list[int]()
 
-    def noting(*arguments: Any) -> Steps:
+    def noting(*arguments: Any) -> Graphed:
         seen.append(subject.under_way)
-        return Steps(*arguments)
+        return steps_of(*arguments)
 
-    monkeypatch.setattr("kvredis.bench.engine_tables_compute.Steps", noting)
+    monkeypatch.setattr("kvredis.bench.engine_tables_compute.steps_of", noting)
     for number in range(4):
         engine.batch(subject, prompts(number), COUNT + 2, 64)
     assert seen == [0, 0], "two rooms take turns, and the first is being stored from when the second is new"
