@@ -14,13 +14,15 @@ from typing import NamedTuple
 from tests.compat.wire import CommandLine, encode
 
 GONE = -1
+BLOCKED = -2
 
 
 class Step(NamedTuple):
     """What one of several clients sends, and how many replies (or messages) it then reads.
 
-    `{2}` in a line stands for the number that the server has given to client 2. An empty line sends nothing. GONE in
-    place of a number of replies: the server has hung up.
+    `{2}` in a line stands for the number that the server has given to client 2. An empty line sends nothing. In place
+    of a number of replies: GONE, the server has hung up; BLOCKED, the server keeps the client waiting, which it does
+    before the next step is taken (two connections' bytes are read in either order).
     """
 
     client: int
@@ -190,10 +192,10 @@ CONVERSATIONS: dict[str, list[Step]] = {
         Step(1, "CLIENT KILL ID {1} SKIPME yes"), Step(1, "CLIENT KILL ID {1} SKIPME no"), Step(1, "", GONE),
     ],
     "a blocked client is unblocked": [
-        Step(1, "WAIT 1 0", 0), Step(2, "CLIENT UNBLOCK {1}"), Step(1, "", 1), Step(1, "PING"),
-        Step(1, "WAIT 1 0", 0), Step(2, "CLIENT UNBLOCK {1} ERROR"), Step(1, "", 1), Step(1, "WAIT 2 0", 0),
+        Step(1, "WAIT 1 0", BLOCKED), Step(2, "CLIENT UNBLOCK {1}"), Step(1, "", 1), Step(1, "PING"),
+        Step(1, "WAIT 1 0", BLOCKED), Step(2, "CLIENT UNBLOCK {1} ERROR"), Step(1, "", 1), Step(1, "WAIT 2 0", BLOCKED),
         Step(2, "CLIENT UNBLOCK {1} TIMEOUT"), Step(1, "", 1), Step(2, "CLIENT UNBLOCK {1}"), Step(1, "MULTI"),
-        Step(1, "WAIT 1 0"), Step(1, "EXEC"), Step(1, "WAIT 1 0", 0), Step(2, "CLIENT KILL ID {1}"),
+        Step(1, "WAIT 1 0"), Step(1, "EXEC"), Step(1, "WAIT 1 0", BLOCKED), Step(2, "CLIENT KILL ID {1}"),
         Step(2, "CLIENT UNBLOCK {1}"),
     ],
     "a paused server answers what it may": [

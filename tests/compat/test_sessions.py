@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.compat.conftest import RunningServer
 from tests.compat.session_scripts import (
     ALLOWED,
     ALLOWED_STREAMS,
+    BLOCKED,
     CONVERSATIONS,
     GONE,
     MASKS,
@@ -74,12 +76,22 @@ class Company:
         wire = self._wires.get(step.client) or self._join(step.client)
         if step.replies == GONE:
             return [b"gone" if wire.at_end() else b"still there"]
+        if step.replies == BLOCKED:
+            wire.exchange(self._encoded(step.line), 0)
+            self._wait_until_blocked(step.client)
+            return []
         return [masked(reply) for reply in wire.exchange(self._encoded(step.line), step.replies)]
 
     def _join(self, client: int) -> Wire:
         wire = self._wires[client] = connect(self._server, self._resp)
         self._numbers[client] = wire.ask("CLIENT ID").decode().strip(":\r\n")  # or an error, before a login
         return wire
+
+    def _wait_until_blocked(self, client: int) -> None:
+        ends_s = time.monotonic() + TIMEOUT_S
+        with self._server.connect() as observer:
+            while not re.search(rb" flags=\w*b", line := observer.ask(f"CLIENT LIST ID {self._numbers[client]}")):
+                assert time.monotonic() < ends_s, f"client {client} is not kept waiting: {line!r}"
 
     def _encoded(self, line: CommandLine) -> bytes:
         if isinstance(line, str):
