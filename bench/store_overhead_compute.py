@@ -114,12 +114,12 @@ class Modelled:
 
         return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
 
-    def prepare(self, budget: int) -> str:
-        """As Compute.prepare."""
+    def prepare(self, budget: int, prompts: int | None = None) -> str:
+        """As Compute.prepare; only the first so many `prompts`, if told: those behind them are launched one by one."""
         steps = len(self._ids) * len(spans(0, self._ids[0].shape[1], budget))
         if self._device.type == "cuda" and steps > GRAPHS_MAX:
             return f"Steps of {budget} tokens are launched one by one, and not in CUDA graphs."
-        for number, ids in enumerate(self._ids):
+        for number, ids in enumerate(self._ids[:prompts]):
             self._passes.make((1, number), (0,), ids.shape[1], budget)
         return ""
 

@@ -22,9 +22,12 @@ from .store_overhead_compute import DTYPES, Modelled
 from .swap_arms import ARMS, ONE_BYTES, Arm, HostMemory, Link, Swap, arm_of, settle
 from .swap_result import (
     DIRECTIONS,
+    GRAPH,
+    LAUNCHES,
     OURS,
     SCHEMA,
     Direction,
+    Launch,
     LinkSample,
     PrefillRow,
     PrefillSample,
@@ -115,7 +118,7 @@ def _measure(swap: Swap, plan: SwapPlan, result: SwapResult, progress: Progress)
             for direction in DIRECTIONS:
                 progress(f"{swap.shape.name}: prefill beside {direction}")
                 parts = swap.parts(host.view, plan.chunk_tokens[-1])
-                result["prefill"].append(_beside(swap, arms[OURS][0], parts, direction, plan.repeats))
+                result["prefill"] += _beside(swap, arms[OURS][0], parts, direction, plan.repeats)
         elif plan.beside_prefill and not any("prefill" in note for note in result["notes"]):
             result["notes"].append("There is no GPU: no prefill to slow down")
     finally:
@@ -173,39 +176,30 @@ def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[Link
     )  # fmt: skip
 
 
-def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> PrefillRow:
-    """Prefill with a model of the shape, alone and while another thread moves the parts again and again."""
-    import torch
-
+def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> list[PrefillRow]:
+    """Prefill with a model of the shape, alone and while another thread moves the parts again and again: as a CUDA
+    graph, and launched kernel by kernel, in turns."""
     prompt = list(prompts(PromptPlan(swap.tokens, 0.0, 1, seed=_SEED)))
-    model = Modelled(swap.shape, prompt)
-    model.prepare(swap.tokens)  # an engine's launches do not wait for the mover's Python
-    samples = []
+    model = Modelled(swap.shape, prompt * len(LAUNCHES))
+    model.prepare(swap.tokens, prompts=1 + LAUNCHES.index(GRAPH))
+    samples: dict[Launch, list[PrefillSample]] = {launch: [] for launch in LAUNCHES}
 
-    def prefill_ms() -> float:
-        model.begin(0)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
-        model.enqueue(0, swap.tokens)
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended))
-
-    def moving(move: Callable[[], None]) -> tuple[float, float]:
+    def moving(launch: Launch, move: Callable[[], None]) -> tuple[float, float]:
         """Milliseconds of a prefill beside it, and GB/s."""
         with _Moving(move, swap.nbytes) as mover:
-            took_ms = prefill_ms()
+            took_ms = _prefill_ms(model, LAUNCHES.index(launch), swap.tokens)
         return took_ms, mover.gb_per_s
 
     def move() -> None:
         arm(parts, direction)
 
-    for _ in range(2):
-        prefill_ms()
+    for number in [*range(len(LAUNCHES))] * 2:
+        _prefill_ms(model, number, swap.tokens)
     began_s = time.perf_counter()
     move()
     moved_s = time.perf_counter() - began_s
-    moving(move)  # the first beside anything is 9 % slower, whichever way bytes go
+    for launch in LAUNCHES:
+        moving(launch, move)  # the first beside anything is 9 % slower, whichever way bytes go
 
     def rest() -> None:
         """A prefill begins behind the first move, in which nothing computes. Behind such a rest one alone was 2 %
@@ -213,23 +207,41 @@ def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int
         time.sleep(moved_s)
 
     for repeat in range(repeats):
-        before_ms, _ = moving(rest)
-        beside_ms, gb_per_s = moving(move)
-        alone_ms = middle([before_ms, moving(rest)[0]])
-        samples.append(
-            PrefillSample(
-                repeat=repeat,
-                alone_ms=alone_ms,
-                beside_ms=beside_ms,
-                slowed_percent=100 * (beside_ms / alone_ms - 1),
-                gb_per_s=gb_per_s,
+        for launch in rotated(LAUNCHES, repeat):
+            before_ms, _ = moving(launch, rest)
+            beside_ms, gb_per_s = moving(launch, move)
+            alone_ms = middle([before_ms, moving(launch, rest)[0]])
+            samples[launch].append(
+                PrefillSample(
+                    repeat=repeat,
+                    alone_ms=alone_ms,
+                    beside_ms=beside_ms,
+                    slowed_percent=100 * (beside_ms / alone_ms - 1),
+                    gb_per_s=gb_per_s,
+                )
             )
-        )
     if direction == "out":
         swap.check_out(parts)
     else:
         swap.check_in()
-    return prefill_row(swap.shape.name, direction, swap.tokens, samples)
+    return [prefill_row((swap.shape.name, direction, launch), swap.tokens, each) for launch, each in samples.items()]
+
+
+def _prefill_ms(model: Modelled, number: int, tokens: int) -> float:
+    """Milliseconds of a prefill of the prompt of that number, on the GPU's clock where there is one."""
+    import torch
+
+    model.begin(number)
+    if not torch.cuda.is_available():
+        began_s = time.perf_counter()
+        model.enqueue(0, tokens)
+        return 1e3 * (time.perf_counter() - began_s)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    began.record()
+    model.enqueue(0, tokens)
+    ended.record()
+    ended.synchronize()
+    return float(began.elapsed_time(ended))
 
 
 class _Moving:

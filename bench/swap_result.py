@@ -26,6 +26,11 @@ PREFILL_BAR_PERCENT: Final = 3.0
 Direction = Literal["out", "in"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("out", "in")
 
+Launch = Literal["graph", "kernels"]
+GRAPH: Final[Launch] = "graph"
+LAUNCHES: Final[tuple[Launch, ...]] = (GRAPH, "kernels")
+"""How a prefill is launched: at once, or kernel by kernel from Python, which waits for the mover's."""
+
 
 class LinkSample(TypedDict):
     repeat: int
@@ -68,6 +73,7 @@ class PrefillSample(TypedDict):
 class PrefillRow(TypedDict):
     shape: str
     direction: Direction
+    launch: Launch
     tokens: int
     samples: list[PrefillSample]
     alone_ms: float
@@ -113,11 +119,11 @@ def swap_row(
     )  # fmt: skip
 
 
-def prefill_row(shape: str, direction: Direction, tokens: int, samples: list[PrefillSample]) -> PrefillRow:
-    """Make a row of its samples."""
+def prefill_row(of: tuple[str, Direction, Launch], tokens: int, samples: list[PrefillSample]) -> PrefillRow:
+    """Make a row of its samples; `of` is (shape, direction, launch)."""
     slowed = [each["slowed_percent"] for each in samples]
     return PrefillRow(
-        shape=shape, direction=direction, tokens=tokens, samples=samples,
+        shape=of[0], direction=of[1], launch=of[2], tokens=tokens, samples=samples,
         alone_ms=middle([each["alone_ms"] for each in samples]),
         beside_ms=middle([each["beside_ms"] for each in samples]),
         slowed_percent=middle(slowed), slowed_percent_min=min(slowed), slowed_percent_max=max(slowed),
@@ -137,7 +143,7 @@ def gate_lines(rows: Sequence[SwapRow], prefill: Sequence[PrefillRow]) -> list[G
             )
     for each in prefill:
         slowed = each["slowed_percent"]
-        name = f"{each['shape']} prefill beside {each['direction']}"
+        name = f"{each['shape']} prefill by {each['launch']} beside {each['direction']}"
         bound = f"< {PREFILL_BAR_PERCENT:g} %"
         found.append(GateLine(name=name, bound=bound, measured=slowed, passed=slowed < PREFILL_BAR_PERCENT))
     return found
@@ -172,9 +178,9 @@ def table_lines(result: SwapResult) -> Iterator[str]:
     for beside in result["prefill"]:
         yield ""
         yield (
-            f"{beside['shape']} prefill of {beside['tokens']} tokens: {beside['alone_ms']:.1f} ms alone,"
-            f" {beside['beside_ms']:.1f} ms beside {beside['direction']} at {beside['gb_per_s']:.1f} GB/s:"
-            f" slowed {beside['slowed_percent']:+.1f} %"
+            f"{beside['shape']} prefill of {beside['tokens']} tokens by {beside['launch']}:"
+            f" {beside['alone_ms']:.1f} ms alone, {beside['beside_ms']:.1f} ms beside {beside['direction']}"
+            f" at {beside['gb_per_s']:.1f} GB/s: slowed {beside['slowed_percent']:+.1f} %"
             f" ({_range(beside['slowed_percent_min'], beside['slowed_percent_max'])})"
         )
     yield ""

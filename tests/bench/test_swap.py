@@ -18,9 +18,20 @@ from kvredis.bench.profile import ProfilePlan, joined, phase_row, shared
 from kvredis.bench.profile import gate_lines as profile_gate
 from kvredis.bench.profile import run as profile_run
 from kvredis.bench.shapes import ModelShape
-from kvredis.bench.swap import SwapPlan, run
+from kvredis.bench.store_overhead_compute import TINY
+from kvredis.bench.swap import SwapPlan, _beside, run
 from kvredis.bench.swap_arms import ARMS, PER_PAGE, HostMemory, Swap, arm_of
-from kvredis.bench.swap_result import OURS, SCHEMA, PrefillSample, SwapSample, gate_lines, prefill_row, swap_row
+from kvredis.bench.swap_result import (
+    DIRECTIONS,
+    OURS,
+    SCHEMA,
+    Direction,
+    PrefillSample,
+    SwapSample,
+    gate_lines,
+    prefill_row,
+    swap_row,
+)
 from kvredis.cli.main import main
 
 SHAPE = ModelShape("small", layers=3, kv_heads=2, head_dim=8)
@@ -116,12 +127,39 @@ def test_the_gate_holds_ours_to_its_shape_s_bar_and_nobody_else() -> None:
         swap_row("glm", 16, 1, (OURS, "in"), [sample(10.0)]),
     ]
     slowed = [PrefillSample(repeat=0, alone_ms=100, beside_ms=102, slowed_percent=2.0, gb_per_s=50)]
-    found = gate_lines(rows, [prefill_row("8b", "out", 8192, slowed)])
+    found = gate_lines(rows, [prefill_row(("8b", "out", "graph"), 8192, slowed)])
     assert [(line["name"], line["passed"]) for line in found] == [
         ("8b out, chunks of 16", True),
         ("8b in, chunks of 16", False),
-        ("8b prefill beside out", True),
+        ("8b prefill by graph beside out", True),
     ]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
+    monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    swap = Swap(TINY, 64, torch.device("cpu"))
+    host = HostMemory(swap.host_bytes(16), lock=False)
+    parts = swap.parts(host.view, 16)
+    move, close = arm_of(OURS, swap.paged)
+    moved: list[Direction] = []
+
+    def counted(parts: Any, way: Direction) -> None:
+        moved.append(way)
+        move(parts, way)
+
+    move(parts, "out")
+    rows = _beside(swap, counted, parts, direction, 3)
+    assert [(row["launch"], row["direction"], len(row["samples"])) for row in rows] == [
+        ("graph", direction, 3),
+        ("kernels", direction, 3),
+    ]
+    assert all(sample["gb_per_s"] > 0 and sample["beside_ms"] > 0 for row in rows for sample in row["samples"])
+    assert set(moved) == {direction}
+    close()
+    host.close()
 
 
 def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
