@@ -10,7 +10,18 @@ import torch
 
 from kvredis.adapters.block import HEADER_ALIGN_BYTES, block_bytes, encode_header, open_block
 from kvredis.adapters.layout import DTYPES, ChunkLayout
-from kvredis.adapters.tensors import KV, TORCH_DTYPES, check_kv, dtype_name, empty_kv, gather, scatter, view_tensor
+from kvredis.adapters.tensors import (
+    KV,
+    TORCH_DTYPES,
+    WORD,
+    check_kv,
+    dtype_name,
+    empty_kv,
+    gather,
+    in_words,
+    scatter,
+    view_tensor,
+)
 from kvredis.storage.errors import LayoutError
 
 SHAPES = {"32b": (64, 8, 128), "7b": (28, 4, 128), "3b": (36, 2, 128), "glm": (40, 4, 128), "8b": (32, 8, 128)}
@@ -192,6 +203,47 @@ def test_memory_for_a_prefix_is_heads_first_and_takes_blocks_as_a_whole() -> Non
     assert not room[:, :, :5].any()
     assert not room[:, :, 21:].any()
     assert write(SMALL, room, 5, 21) == write(SMALL, list(kv), 5, 21)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_is_copied_in_words_of_16_bytes_whatever_its_dtype(dtype: str) -> None:
+    layout = replace(SMALL, dtype=dtype, head_dim=32)
+    block = random_bits(layout, 16)
+    room = empty_kv(layout, 40, torch.device("cpu")).zero_()
+    to, given = in_words(room[:, :, 5:21], block)
+    assert (to.dtype, given.dtype) == (WORD, WORD)
+    to.copy_(given)
+    assert torch.equal(bits(room[:, :, 5:21]), bits(block))
+    assert not bits(room[:, :, :5]).any()
+    assert not bits(room[:, :, 21:]).any()
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        torch.zeros(2, 3, 12)[..., :8],  # rows 48 bytes apart, of which each is two words: may be
+        torch.zeros(2, 3, 9)[..., :8],
+        torch.zeros(2, 3, 9)[..., :8].transpose(0, 1),
+        torch.zeros(2 * 3 * 8 + 1)[1:].view(2, 3, 8),
+        torch.frombuffer(bytearray(2 * 3 * 8 * 4 + 4), dtype=torch.uint8)[4:].view(torch.float32).view(2, 3, 8),
+        torch.zeros(2, 8, 3).transpose(1, 2),
+    ],
+    ids=["wide rows", "odd rows", "odd columns", "an odd start", "an odd address", "columns first"],
+)
+def test_memory_that_is_not_of_whole_words_is_copied_as_it_is(
+    narrow: torch.Tensor, request: pytest.FixtureRequest
+) -> None:
+    other = torch.rand(narrow.shape)
+    is_wide = "wide rows" in request.node.name
+    for to, given in (in_words(narrow, other), in_words(other, narrow)[::-1]):
+        assert (to.dtype == WORD, given.dtype == WORD) == (is_wide, is_wide)
+        to.copy_(given)
+        assert torch.equal(narrow, other)
+        narrow.zero_()
+
+
+def test_rows_that_end_within_a_word_are_copied_as_they_are() -> None:
+    assert in_words(torch.zeros(4, 6), torch.zeros(4, 6))[0].dtype == torch.float32
 
 
 def test_views_borrow_and_do_not_copy() -> None:
