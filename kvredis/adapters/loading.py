@@ -167,5 +167,5 @@ class Loading:
             raise LayoutError(f"block covers {block.tokens} tokens, its key {chunk.stop - chunk.start}")
         stop = min(chunk.stop, self._span.stop)
         tensor = view_tensor(block.tensor, self._layout, block.tokens)
-        scatter(tensor[:, :, self._given - chunk.start : stop - chunk.start], self._span.out, self._given)
+        scatter(tensor, self._span.out, self._given, slice(self._given - chunk.start, stop - chunk.start))
         return stop

@@ -129,19 +129,22 @@ def gather(kv: KV, start: int, stop: int, block: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def scatter(block: torch.Tensor, out: KV, start: int) -> None:
-    """Copies a block, or a slice of its tokens, into `out` from absolute position `start` on, and touches no other.
+def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None)) -> None:
+    """Copies those `tokens` of a block into `out` from absolute position `start` on, and touches no other.
 
     Into a GPU's memory it is copied behind what the current stream has been given, and not waited for.
     """
-    stop = start + block.shape[2]
-    if isinstance(
-        out, torch.Tensor
-    ):  # one copy for all layers: a copy per layer costs two dozen thread barriers a block
-        to, given = in_words(out[:, :, start:stop], block)
+    part = block[:, :, tokens]
+    stop = start + part.shape[2]
+    if isinstance(out, torch.Tensor):
+        if out.is_cuda and not part.is_contiguous():
+            # Cut on the GPU: here it would be copied twice, and the second time out of memory that is not page-locked.
+            part = block.to(out.device, non_blocking=True)[:, :, tokens]
+        # One copy for all layers: a copy per layer costs two dozen thread barriers a block.
+        to, given = in_words(out[:, :, start:stop], part)
         to.copy_(given, non_blocking=True)
         return
-    for layer, pair in zip(block, out, strict=True):
+    for layer, pair in zip(part, out, strict=True):
         pair[0][start:stop].copy_(layer[0], non_blocking=True)
         pair[1][start:stop].copy_(layer[1], non_blocking=True)
 

@@ -186,6 +186,26 @@ def test_a_load_comes_behind_what_its_tensors_were_given_before_and_beside_what_
     assert torch.equal(out.cpu(), wanted)
 
 
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))],
+)
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_of_chunks_at_the_ends_only_what_is_wanted_is_written(
+    engine: CacheEngine, backend: GatedBackend, device: str, as_pairs: bool
+) -> None:
+    backend.let(100)
+    wanted, out = kv_of(), torch.full_like(kv_of(), 7).to(device)
+    start, stop = 3, len(TOKENS) - 2
+    load = engine.retrieve_later(TOKENS, list(out) if as_pairs else out, start=start, stop=stop)
+    assert load.wait(WAIT_S)
+    assert load.tokens == stop
+    found = out.cpu()
+    assert torch.equal(found[:, :, start:stop], wanted[:, :, start:stop])
+    assert (found[:, :, :start] == 7).all()
+    assert (found[:, :, stop:] == 7).all()
+
+
 def test_counters_are_right_when_loads_and_calls_meet(backend: GatedBackend) -> None:
     with CacheEngine(Config(chunk_size=CHUNK), LAYOUT, backend) as engine:
         engine.store(TOKENS, kv_of())
