@@ -150,7 +150,7 @@ def test_a_server_that_is_still_loading_is_a_miss_until_it_has_loaded(
         server.ask("DEBUG", "POPULATE", 10_000, "key", 100)
         server.ask("SAVE")
         server.kill()
-        server.command[server.command.index("--key-load-delay") + 1] = "10000"
+        server.command[server.command.index("--key-load-delay") + 1] = "3000"  # us: it answers every 30 ms
         server.start()
         with Subject(server.url, mode) as subject:
             for number in range(3):
