@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from kvredis.backends.shared_arena import wait_locked
 from kvredis.storage.errors import KVRedisError
 
-from .engine_tables_compute import Engine, NoCache, OnDevice, Spent, Subject, Tiered, compare
+from .engine_tables_compute import Engine, Spent, compare
 from .engine_tables_result import DEVICE, RECOMPUTE
+from .engine_tables_subjects import NoCache, OnDevice, Subject, Tiered
 from .errors import MissingHits
 from .prompts import PromptPlan, prompts
 from .shapes import ModelShape

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvredis.bench.cuda_graphs import ATTENTION, Graphed, decode, spans, steps_of
-from kvredis.bench.engine_tables_compute import Engine, NoCache, Spent
+from kvredis.bench.engine_tables_compute import Engine, Spent
+from kvredis.bench.engine_tables_subjects import NoCache
 from kvredis.bench.store_overhead_compute import TINY, llama
 
 COUNT = 6

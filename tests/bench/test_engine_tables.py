@@ -24,7 +24,7 @@ from kvredis.bench.engine_tables import (
     prefill_plan,
     run,
 )
-from kvredis.bench.engine_tables_compute import Engine, NoCache, OnDevice, Spent, Tiered, compare
+from kvredis.bench.engine_tables_compute import Engine, Spent, compare
 from kvredis.bench.engine_tables_process import WorkerProcess
 from kvredis.bench.engine_tables_result import (
     ARMS,
@@ -43,6 +43,7 @@ from kvredis.bench.engine_tables_result import (
     row_of,
     table_lines,
 )
+from kvredis.bench.engine_tables_subjects import NoCache, OnDevice, Tiered
 from kvredis.bench.engine_tables_worker import Task, Worker, groups
 from kvredis.bench.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.prompts import PromptPlan, prompts

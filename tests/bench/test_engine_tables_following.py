@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.bench.engine_tables_compute import Engine, OnDevice, Spent
+from kvredis.bench.engine_tables_compute import Engine, Spent
+from kvredis.bench.engine_tables_subjects import OnDevice
 from kvredis.bench.prompts import PromptPlan, prompts
 from kvredis.bench.store_overhead_compute import TINY
 
