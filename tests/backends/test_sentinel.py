@@ -262,11 +262,12 @@ def test_a_master_lost_in_the_middle_of_stores_and_loads_is_misses_until_its_rep
         finally:
             stop.set()
             thread.join()
-        lost, back = caplog.messages
+        # On a starved machine Sentinels may give up the new master as well, and find it again: one more pair of lines.
+        lost, back = caplog.messages[::2], caplog.messages[1::2]
         url = sentinels.url
-        assert lost.startswith(f"{url} is lost (")
-        assert back == f"{url} is back"
-        assert backend.stats()["reconnects"] == 1
+        assert all(text.startswith(f"{url} is lost (") for text in lost)
+        assert back == [f"{url} is back"] * len(lost)
+        assert backend.stats()["reconnects"] == len(lost) > 0
         assert new.ask("EXISTS", f"{engine.rounds}:0") == 1
 
 
