@@ -1,6 +1,6 @@
 """Make README's figures of a GPU again: each row's command, one after another, its result in FOLDER/NAME.json.
 
-Usage: python scripts/gpu_figures.py FOLDER [NAME ...]     (all of them: half an hour on an H200; without FOLDER: lists)
+Usage: python scripts/gpu_figures.py FOLDER [NAME ...]     (all of them, within an hour; without FOLDER: lists)
 
 It runs `kvredis bench` of the interpreter that runs it, which needs torch, transformers and, for vllm*, vLLM. The arena
 takes 2 MiB hugepages where some are reserved: `sysctl -w vm.nr_hugepages=20000` is enough for all.
