@@ -35,7 +35,7 @@ FIGURES = {
         150, "layerwise --part load --shape 8b --prefix-tokens 16384 --suffix-tokens 1024 --repeats 7"
     ),
     "layerwise-64k": Figure(
-        200, "layerwise --part load --shape 8b --prefix-tokens 65536 --suffix-tokens 4096 --repeats 3"
+        200, "layerwise --part load --shape 8b --prefix-tokens 65536 --suffix-tokens 4096 --repeats 5"
     ),
     "store-overhead": Figure(300, f"{STORING} --budgets 1024,768,512,256"),
     "store-overhead-narrow": Figure(200, f"{STORING} --budgets 64,32 --prompts 2 --tokens 2048"),
