@@ -9,11 +9,14 @@ import pytest
 import redis
 
 from tests.compat.conftest import RunningServer, start_kvredis, stop
-from tests.compat.test_vllm_real import far, prompt
+from tests.compat.test_vllm_real import MODELS, far, prompt
 from tests.compat.vllm_process import VLLMProcess, site
 
 CHUNKS = 15
 """Of a whole prompt, whose first 320 tokens are five."""
+PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}
+"""Ranks that wait for each other yield their processors in a loop, beside which, on Linux 6.18, everybody else on two
+busy cores may not run for 5 s and more: a server is not gone then."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def keys_of(client: redis.Redis, rank: int) -> list[str]:
 def test_ranks_with_the_same_bytes_store_them_once_and_both_load_them(
     engine: VLLMProcess, server: RunningServer
 ) -> None:
-    engine.open("deepseek", far(server.port), tensor_parallel_size=2)
+    engine.open("deepseek", far(server.port, **PATIENT), tensor_parallel_size=2, **MODELS["deepseek"])
     cold = engine.generate(prompt())[0]
     engine.stored()
     with redis.Redis(port=server.port, decode_responses=True) as client:
@@ -50,7 +53,7 @@ def test_ranks_with_the_same_bytes_store_them_once_and_both_load_them(
 def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it_is_stored_when_it_is_right(
     engine: VLLMProcess, server: RunningServer
 ) -> None:
-    engine.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), tensor_parallel_size=2)
+    engine.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true", **PATIENT), tensor_parallel_size=2)
     cold = engine.generate(prompt())[0]
     engine.stored()
     with redis.Redis(port=server.port, decode_responses=True) as client, client.pubsub() as stored:
@@ -86,5 +89,5 @@ def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it
         warm = engine.generate(prompt())[0]
         assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
 
-    engine.open("llama", far(server.port))
+    engine.open("llama", far(server.port, **PATIENT))
     assert engine.generate(prompt())[0]["cached"] == 0, "one rank has all heads of a layer, and nothing of theirs fits"

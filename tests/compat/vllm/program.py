@@ -21,6 +21,10 @@ from tests.compat.vllm import inputs
 Answer = dict[str, Any]
 COMMON = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 1024, "rms_norm_eps": 1e-5}
 COMMON |= {"initializer_range": 0.2}  # large: what comes out depends on what went in
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 2048, "beta_fast": 32, "beta_slow": 1}
+YARN |= {"mscale": 0.707, "mscale_all_dim": 0.707}
+"""As DeepSeek-V2 has it. Without it vLLM 0.32 on a CPU turns MLA's keys by a kernel that takes them for contiguous, and
+they are not: which rows it turns depends on how many tokens a forward pass has."""
 MODELS: dict[str, Answer] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
@@ -40,7 +44,7 @@ MODELS: dict[str, Answer] = {
         "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 4, "n_shared_experts": 1,
         "num_experts_per_tok": 2, "first_k_dense_replace": 3, "max_position_embeddings": 4096, "hidden_act": "silu",
-        "rope_theta": 10000.0,
+        "rope_theta": 10000.0, "rope_scaling": YARN,
     },
 }  # fmt: skip
 MODELS["idefics"] = inputs.idefics(COMMON | MODELS["llama"])
@@ -71,6 +75,8 @@ class Program:
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         self._llm = LLM(model=str(saved(model)), enforce_eager=True, seed=7, disable_log_stats=False, **options)
+        rest_in_between()
+        self._llm.collective_rpc(rest_in_between)
         return {"groups": self._of_ranks("groups")[0] if connector is not None else []}
 
     def generate(
@@ -201,6 +207,16 @@ class Program:
     def _of_ranks(self, question: str) -> list[Any]:
         """What the worker's half of each rank answers, in its own process where there are several."""
         return list(self._llm.collective_rpc(rank_answer, args=(question,)))
+
+
+def rest_in_between(worker: Any = None) -> None:
+    """Asked within each process of an engine. Those that wait for each other yield their processors for a second in a
+    loop, and beside that Linux 6.18 lets others on two cores wait as long, or for half a minute: a server, too."""
+    import time
+
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(0.001)
 
 
 def rank_answer(worker: Any, question: str) -> Any:

@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
 from kvredis.adapters.vllm_tier import KVRedisTier  # noqa: E402
+from tests.compat.vllm.program import YARN  # noqa: E402
 
 MODELS = Path(sys.argv[1])
 CPU_BYTES = 64 << 20
@@ -40,7 +41,7 @@ GEMMA |= {"query_pre_attn_scalar": 4}  # attention that picks, or every token is
 MLA: dict[str, Any] = {"num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None}
 MLA |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 4}
 MLA |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1}
-MLA |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+MLA |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": YARN}
 
 
 def model_folder(kind: str) -> str:
@@ -97,7 +98,7 @@ class Engine:
         self.llm = LLM(
             model=model_folder(kind),
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype="float32" if kind == "mla" else "bfloat16",
             enforce_eager=True,
             max_model_len=2048,
             block_size=16 if kind == "mla" else 32,
