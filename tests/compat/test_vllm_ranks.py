@@ -37,17 +37,27 @@ def keys_of(client: redis.Redis, rank: int) -> list[str]:
     return sorted(key for key in map(str, client.keys("*")) if f"{{{rank}@" in key)
 
 
-def test_ranks_with_the_same_bytes_store_them_once_and_both_load_them(
+def test_ranks_with_the_same_bytes_store_them_once_and_both_load_them_or_compute_them(
     engine: VLLMProcess, server: RunningServer
 ) -> None:
     engine.open("deepseek", far(server.port, **PATIENT), tensor_parallel_size=2, **MODELS["deepseek"])
     cold = engine.generate(prompt())[0]
     engine.stored()
     with redis.Redis(port=server.port, decode_responses=True) as client:
-        assert (len(keys_of(client, 0)), client.dbsize()) == (CHUNKS, CHUNKS)
-    warm = engine.generate(prompt())[0]
-    assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
-    assert [rank["loaded_chunks"] for rank in engine.ask("stats")["ranks"]] == [CHUNKS, CHUNKS]
+        keys = keys_of(client, 0)
+        assert (len(keys), client.dbsize()) == (CHUNKS, CHUNKS)
+        warm = engine.generate(prompt())[0]
+        assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
+        assert [rank["loaded_chunks"] for rank in engine.ask("stats")["ranks"]] == [CHUNKS, CHUNKS]
+
+        for key in keys[::5]:  # wherever in the prompt they are: what is behind the first of them is computed by both
+            client.setrange(key, client.strlen(key) - 100, "?" * 100)
+        assert engine.generate(prompt())[0]["tokens"] == cold["tokens"]
+        assert all(rank["failed_chunks"] for rank in engine.ask("stats")["ranks"])
+        engine.stored()
+        assert keys_of(client, 0) == keys, "what was damaged is deleted, and stored again"
+        warm = engine.generate(prompt())[0]
+        assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
 
 
 def test_what_one_rank_cannot_load_no_rank_takes_and_what_they_compute_beside_it_is_stored_when_it_is_right(
