@@ -16,7 +16,7 @@ CORE = (
     "(found_gives and not deepseek) or without_the_connector or in_parts or one_by_one or own_prefix or kv_events"
     " or roles_are_kept or damaged_is_computed or guessed_ahead or middle_of_a_load or aborted"
 )
-WITHIN_S = 480
+WITHIN_S = 900
 
 
 @pytest.mark.parametrize("requirements", VERSIONS, ids=lambda path: path.stem)
