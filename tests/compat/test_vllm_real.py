@@ -4,6 +4,7 @@ Few processes, since each takes its time to start: engines of several models are
 Models are tiny and of random weights, and what they generate depends on every token before.
 """
 
+import os
 import re
 import signal
 import time
@@ -26,6 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek": {"block_size": 16, "dtype": "float32"},
 }
 """And how each is opened. MLA computes a prompt that is partly there in another order, which rounding would show."""
+MAKES_GROUPS = os.environ.get("VLLM_UNDER_TEST", "0.32") >= "0.30"
+"""Whether a model with windows has several groups beside our connector, which needs to report their failed loads."""
 LOCAL = {"LMCACHE_CHUNK_SIZE": str(CHUNK), "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"}
 WAIT_S = 60
 
@@ -143,7 +146,9 @@ def test_layers_are_loaded_and_stored_one_by_one(first: VLLMProcess) -> None:
         assert (warm["tokens"], warm["cached"]) == (cold["tokens"], 960)
         stats = first.ask("stats")["worker"]
         assert stats["stored_chunks"] >= 15
-        ahead = stats["loaded_chunks"] if len(groups) == 1 else 0  # several are loaded before the step
+        has_several = model == "gemma" and MAKES_GROUPS
+        assert (len(groups) > 1) == has_several
+        ahead = 0 if has_several else stats["loaded_chunks"]  # several groups are loaded before the step
         assert stats["leased_ahead_chunks"] == ahead, "by layers they are leased when the step is scheduled"
 
 
