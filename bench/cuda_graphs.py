@@ -108,7 +108,7 @@ def steps_of(forward: Forward, cache: Callable[[], Any], rows: int, count: int, 
     import torch
 
     device = device if count else torch.device("cpu")  # nothing makes no graph
-    return Graphed(lambda token: decode(forward, token, cache(), count), (rows, 1), device)
+    return Graphed(lambda token: decode(forward, token, cache(), count) if count else token, (rows, 1), device)
 
 
 class Passes:

@@ -1,10 +1,10 @@
 """What computes in `kvredis bench prefill`, `hit-sweep` and `long-prefill`: an engine small enough to read.
 
 Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
-computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored, and
-generates greedily (cuda_graphs.py). While it generates, what the cache has of the batch after it comes already,
-as with an engine that loads for prompts that wait: with vLLM's connectors, say. The model is a Llama of the shape with
-random weights, in bfloat16.
+computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored as soon
+as these are launched, and generates greedily (cuda_graphs.py). While it generates, what the cache has of the batch
+after it comes already, as with an engine that loads for prompts that wait: with vLLM's connectors, say. The model is a
+Llama of the shape with random weights, in bfloat16.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ class Engine:
         self, rows: Collection[int], tokens: int, output: int, budget: int = 1, starts: Collection[int] = ()
     ) -> None:
         """Take memory for batches of so many rows, and make their steps, and their passes of `budget` tokens that begin
-        behind hits of `starts` tokens: nothing may be on its way then."""
+        behind hits of `starts` tokens: nothing may be on its way then. The next batch is in the first of these memories
+        whatever was served before: one may be slower than the other."""
         self.settle()
+        self._turn = _ROOMS - 1
         for count in rows:
             for _ in range(_ROOMS):
                 place, room = self._room(count)
@@ -141,12 +143,12 @@ class Engine:
             loaded_s = self._now_s()
             logits, lone_passes = self._passes.run(place, ids, start, max(budget // len(prompts), 1))
             token = logits[:, -1:].argmax(dim=-1)
-            computed_s = self._now_s()
-            computed = (total - start) * len(prompts)
-            subject.computed(computed, computed_s - loaded_s)
+            # While the GPU computes, as engines do: what is copied comes behind that by itself.
             saves = [subject.store(prompt, room.row(row, 0)) for row, prompt in enumerate(prompts)]
             self._saves[place] = [save for save in saves if save is not None]
-            handed_s = self._now_s()
+            computed_s = self._now_s()
+        computed = (total - start) * len(prompts)
+        subject.computed(computed, computed_s - loaded_s)
         checks = [self._checksums(room.row(row, 0), total) for row in range(len(prompts))]
         with torch.inference_mode():
             decode_s = self._now_s()
@@ -158,7 +160,7 @@ class Engine:
         if coming is None:
             spent.alone_load_s += loaded_s - began_s
             spent.alone_hit_tokens += start * len(prompts)
-        spent.prefill_s += handed_s - loaded_s
+        spent.prefill_s += computed_s - loaded_s
         spent.decode_s += ended_s - decode_s
         spent.hits += [start] * len(prompts)
         spent.computed_tokens += computed

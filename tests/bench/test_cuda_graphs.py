@@ -70,6 +70,16 @@ def test_steps_begin_at_the_same_place_each_time_and_on_a_gpu_are_one_graph(engi
         assert [row[0] for row in found] == by_itself(engine._model, made, engine.device)
 
 
+def test_no_step_needs_no_cache(engine: Engine) -> None:
+    def cache() -> Any:
+        raise AssertionError("which takes a millisecond to make")
+
+    token = torch.tensor([[7]])
+    steps = steps_of(engine._forward, cache, 1, 0, engine.device)
+    assert not steps.is_graph
+    assert steps.run(token) is token
+
+
 def test_passes_begin_wherever_a_hit_ends_and_on_a_gpu_are_graphs_where_that_was_foreseen(engine: Engine) -> None:
     """Of prompts that are new, that are there in part, and that are there but for the last token."""
     device, rows, columns = engine.device, 2, 16

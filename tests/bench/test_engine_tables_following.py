@@ -85,3 +85,41 @@ def test_what_was_not_said_to_follow_is_refused_and_settling_forgets_it(engine: 
     engine.batch(cache, made[:2], 3, 64, following=made[2:])
     engine.settle()
     assert engine.batch(cache, made[:2], 3, 64) == known
+
+
+def test_kv_is_handed_over_while_it_is_computed_and_not_when_that_has_ended(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[str] = []
+
+    class Telling(OnDevice):
+        def store(self, tokens: list[int], kv: torch.Tensor) -> None:
+            did.append("store")
+
+        def computed(self, tokens: int, seconds: float) -> None:
+            did.append("computed")
+
+    def now_s() -> float:
+        did.append("waited")
+        return 0.0
+
+    monkeypatch.setattr(engine, "_now_s", now_s)
+    engine.batch(Telling(engine.layout), some(2), 1, 64)
+    first = did.index("store")
+    assert did[first : first + 4] == ["store", "store", "waited", "computed"], "behind the launch, and then the clock"
+
+
+def test_what_was_served_before_does_not_choose_the_memory(engine: Engine) -> None:
+    cache, made, places = Noting(engine), some(1), list[int]()
+
+    def store(tokens: list[int], kv: torch.Tensor) -> None:
+        places.append(kv.data_ptr())
+
+    cache.store = store  # type: ignore[method-assign]
+    for count in (1, 2, 3):
+        engine.prepare({1}, 50, 1)
+        for _ in range(count):
+            engine.batch(cache, made, 1, 64)
+    one, two, three = places[:1], places[1:3], places[3:]
+    assert one[0] == two[0] == three[0] == three[2] != two[1]
+    assert two[1] == three[1]
