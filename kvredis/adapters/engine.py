@@ -78,7 +78,7 @@ class CacheEngine:
         """What is known of the speeds of tiers and model."""
         self._probes = Probes(self.backend, self.break_even, clock)
         self._loader = Behind(self._load, "kvredis loads")
-        self._saver = Behind(self._save_later, "kvredis stores")
+        self._saver = Behind(self._save_later, "kvredis stores", steps_aside=True)
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
         self._recent = RecentKeys(

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from kvredis.storage.turns import take_long_turns
+
 from .keys import ChunkKey
 from .loading import Span
 from .tensors import KV, device_of, event_on
@@ -115,12 +117,16 @@ Job = TypeVar("Job", bound=Later)
 
 
 class Behind(Generic[Job]):
-    """The thread; it begins with the first job. `run` does it and answers its tokens; it must not raise."""
+    """The thread; it begins with the first job. `run` does it and answers its tokens; it must not raise. With
+    `steps_aside` the engine goes first where it wakes on the thread's processor: nobody waits for its copies."""
 
-    def __init__(self, run: Callable[[Job], int], name: str, jobs_max: int = LOADS_MAX) -> None:
+    def __init__(
+        self, run: Callable[[Job], int], name: str, jobs_max: int = LOADS_MAX, *, steps_aside: bool = False
+    ) -> None:
         self._run = run
         self._name = name
         self._jobs_max = jobs_max
+        self._steps_aside = steps_aside
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._under_way: Job | None = None
@@ -176,6 +182,8 @@ class Behind(Generic[Job]):
         return True
 
     def _work(self) -> None:
+        if self._steps_aside:
+            take_long_turns()
         while True:
             with self._changed:
                 self._under_way = None

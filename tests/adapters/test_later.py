@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.later import LOADS_MAX
+from kvredis.adapters.later import LOADS_MAX, Behind, Later
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.tensors import event_on
 from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.turns import TURN_NS
 from tests.adapters.fake_backend import FakeBackend, FakeLease
+from tests.storage.time_slices import has_slices, slice_ns
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", model="tiny/llama")
 CHUNK = 16
@@ -218,3 +220,24 @@ def test_counters_are_right_when_loads_and_calls_meet(backend: GatedBackend) -> 
         assert {load.tokens for load in loads} == {len(TOKENS)}
         assert engine.stats.loaded_tokens == 100 * len(TOKENS)
         assert engine.stats.loaded_bytes == 100 * len(TOKENS) * LAYOUT.bytes_per_token
+
+
+@pytest.mark.parametrize("steps_aside", [False, True])
+def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool) -> None:
+    found: list[int] = []
+
+    def run(job: Later) -> int:
+        found.append(slice_ns())
+        return 1
+
+    behind: Behind[Later] = Behind(run, "copies", steps_aside=steps_aside)
+    job = Later(0)
+    assert behind.add(job)
+    assert job.wait(WAIT_S)
+    behind.close()
+    assert found == [TURN_NS if steps_aside and has_slices() else slice_ns()]
+
+
+def test_an_engine_goes_before_its_stores_and_not_before_its_loads(backend: GatedBackend) -> None:
+    with CacheEngine(Config(chunk_size=CHUNK), LAYOUT, backend) as engine:
+        assert (engine._saver._steps_aside, engine._loader._steps_aside) == (True, False)

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +14,13 @@ import hiredis
 import pytest
 
 from kvredis.server.lane_memory import LentMemory
+from kvredis.storage.turns import TURN_NS
 from tests.server.feed import request
 from tests.server.lane_client import SHRINK, LaneClient, attached, connected, memory, open_descriptors
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 from tests.server.tiered_server import TieredServer, block
 from tests.storage.conftest import real_hugepages as real_hugepages
+from tests.storage.time_slices import has_slices, slice_ns
 
 CONTENT = pattern(12 * MIB, 5)
 FUTURE_WRITE = 0x10  # with it lent memory is mapped
@@ -44,6 +47,19 @@ def test_a_value_is_stored_out_of_lent_memory(loop: str, length: int, lent: int,
             assert live.store.reserved_bytes == 0
 
     run_on(loop, story())
+
+
+def test_whoever_wakes_goes_before_the_thread_that_copies(lent: int, tmp_path: Path) -> None:
+    async def story() -> list[int]:
+        async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
+            await client.lend(lent)
+            before = set(threading.enumerate())
+            assert await client.ask("KV.PUT", "k", 0, 5 * MIB) == b"OK"
+            copying = set(threading.enumerate()) - before
+            return [slice_ns(thread.native_id or 0) for thread in copying]
+
+    assert run_on("asyncio", story()) == [TURN_NS if has_slices() else 0]
+    assert slice_ns() < TURN_NS, "but the loop, which answers, takes turns like everybody"
 
 
 @pytest.mark.parametrize("length", [100, 100_000, 5 * MIB])
