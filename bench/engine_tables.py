@@ -212,7 +212,7 @@ class Tables:
             stays = arm in (DEVICE, CPU)
             has_all = not first["dropped_chunks"]
             again = replace_task(task, keep=False, full=arm != RECOMPUTE and not plan.auto and has_all)
-            again["checks"] = [] if arm == RECOMPUTE or plan.auto else first["checks"]
+            again["checks"] = [] if arm == RECOMPUTE else first["checks"]
             second = (self._first if stays else self._second).ask(self._with_engine(again, Path(folder), number=2))
         self.verified_bytes += second["verified_tokens"] * plan.shape.bytes_per_token()
         self.lone_steps += first["lone_steps"] + second["lone_steps"]

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvredis.storage.turns import take_long_turns
+from kvredis.storage.time_slices import take_long_slices
 
 from .keys import ChunkKey
 from .loading import Span
@@ -183,7 +183,7 @@ class Behind(Generic[Job]):
 
     def _work(self) -> None:
         if self._steps_aside:
-            take_long_turns()
+            take_long_slices()
         while True:
             with self._changed:
                 self._under_way = None

@@ -24,7 +24,7 @@ from typing import Final
 
 from kvredis.storage.addresses import address_of
 from kvredis.storage.copying import KIND, copy
-from kvredis.storage.turns import take_long_turns
+from kvredis.storage.time_slices import take_long_slices
 
 READ_BYTES_MAX: Final = 1 << 30
 """What one preadv is asked for; the kernel gives at most 2 GiB less a page."""
@@ -97,8 +97,8 @@ class LentMemory:
 
     def copy_and_close(self, target: memoryview, offset: int) -> bool:
         """`copy`, and let go of it at once: for a thread, which may be the last to have it. Others go before it."""
-        take_long_turns()
         try:
+            take_long_slices()
             return self.copy(target, offset)
         finally:
             fd, self._fd = self._fd, -1

@@ -12,9 +12,9 @@ from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.tensors import event_on
 from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
-from kvredis.storage.turns import TURN_NS
+from kvredis.storage.time_slices import SLICE_NS
 from tests.adapters.fake_backend import FakeBackend, FakeLease
-from tests.storage.time_slices import has_slices, slice_ns
+from tests.storage.asked_slices import has_slices, slice_ns
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", model="tiny/llama")
 CHUNK = 16
@@ -235,7 +235,7 @@ def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool)
     assert behind.add(job)
     assert job.wait(WAIT_S)
     behind.close()
-    assert found == [TURN_NS if steps_aside and has_slices() else slice_ns()]
+    assert found == [SLICE_NS if steps_aside and has_slices() else slice_ns()]
 
 
 def test_an_engine_goes_before_its_stores_and_not_before_its_loads(backend: GatedBackend) -> None:

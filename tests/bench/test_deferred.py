@@ -14,7 +14,6 @@ from kvredis.bench.servers import RECIPES
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.transport_blocks import Blocks, Turn
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="T0 needs torch")
 TINY = ModelShape("tiny", layers=8, kv_heads=2, head_dim=64)
 PLAN = DeferredPlan(repeats=1, shapes=(TINY,), blocks=16)
 

@@ -111,6 +111,17 @@ def test_an_arm_that_fails_is_left_out_and_said_and_the_others_go_on() -> None:
     assert [(line.name, line.passed) for line in gate_of(result)] == [("disk, left out", False)]
 
 
+def test_with_auto_too_what_is_loaded_is_compared_with_what_was_stored() -> None:
+    plan = replace(plan_of(CPU), auto=True)
+    workers = Told(), Told()
+    tables = Tables(plan, workers, None)
+    tables.measure(lambda what: None)
+    second = [task for task in workers[0].tasks if task["arm"] == CPU][1::2]
+    assert [task["checks"] for task in second] == [[[1, 2, 3]] * 4] * plan.repeats * len(plan.points)
+    assert not any(task["full"] for task in second), "it may compute"
+    assert tables.verified_bytes > 0
+
+
 def test_what_computes_is_served_once_before_anything_is_measured() -> None:
     plan, workers = plan_of(CPU), (Told(), Told())
     tables = Tables(plan, workers, None)

@@ -110,12 +110,13 @@ def test_kv_is_handed_over_while_it_is_computed_and_not_when_that_has_ended(
 
 
 def test_what_was_served_before_does_not_choose_the_memory(engine: Engine) -> None:
-    cache, made, places = Noting(engine), some(1), list[int]()
+    places: list[int] = []
 
-    def store(tokens: list[int], kv: torch.Tensor) -> None:
-        places.append(kv.data_ptr())
+    class Placing(OnDevice):
+        def store(self, tokens: list[int], kv: torch.Tensor) -> None:
+            places.append(kv.data_ptr())
 
-    cache.store = store  # type: ignore[method-assign]
+    cache, made = Placing(engine.layout), some(1)
     for count in (1, 2, 3):
         engine.prepare({1}, 50, 1)
         for _ in range(count):

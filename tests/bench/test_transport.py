@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
 import threading
@@ -29,7 +28,6 @@ from kvredis.bench.wire import WireError
 from kvredis.cli.bench import bench
 from tests.bench.fake_server import FakePeer
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 SIZE, COUNT = 64 * 1024, 16
 TINY = ModelShape("tiny", layers=8, kv_heads=2, head_dim=64)
 SHORT = TransportPlan(
@@ -59,7 +57,6 @@ def test_a_turn_writes_every_place_once_and_is_drawn_alike_every_time() -> None:
     assert turn != blocks.turn(4)
 
 
-@needs_torch
 def test_the_baseline_copies_every_block_and_leaves_torch_as_it_was() -> None:
     import torch
 
@@ -217,7 +214,6 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
 
 
-@needs_torch
 def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
     steps: list[str] = []
     before = children()
@@ -259,7 +255,6 @@ def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
     assert children() == before
 
 
-@needs_torch
 def test_without_pyzmq_its_arms_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvredis.bench.transport.zmq_missing", lambda: "pyzmq is not installed: pip install it")
     plan = TransportPlan(shapes=[TINY], blocks=COUNT, repeats=1, parts=("arms",), transports=("unix", "pyzmq"))
@@ -271,7 +266,6 @@ def test_without_pyzmq_its_arms_are_left_out_with_a_note(monkeypatch: pytest.Mon
     assert [row["name"] for row in result["gate"]] == ["tiny unix stream_get / T0", "tiny unix SET pipelined / T0"]
 
 
-@needs_torch
 def test_the_command_prints_a_table_and_writes_result_and_picture(tmp_path: Path) -> None:
     config = tmp_path / "tiny" / "config.json"
     config.parent.mkdir()

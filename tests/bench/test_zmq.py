@@ -12,7 +12,6 @@ import pytest
 from kvredis.bench.errors import BenchError
 from kvredis.bench.zmq_client import ZmqClient, ZmqProcess, ZmqThread, missing
 
-pytest.importorskip("zmq")
 COUNT, SIZE = 6, 100_000
 
 

@@ -120,7 +120,7 @@ def test_the_mapping_goes_with_the_last_who_copies(monkeypatch: pytest.MonkeyPat
         another = memory.another()
         memory.close()
         target = bytearray(7)
-        with ThreadPoolExecutor(1) as pool:  # a thread keeps the long turns that it takes for it
+        with ThreadPoolExecutor(1) as pool:  # a thread keeps the long slices that it takes for it
             assert pool.submit(another.copy_and_close, memoryview(target), 0).result()
         assert target == b"content"
         assert not is_mapped()

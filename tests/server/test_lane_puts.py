@@ -14,13 +14,13 @@ import hiredis
 import pytest
 
 from kvredis.server.lane_memory import LentMemory
-from kvredis.storage.turns import TURN_NS
+from kvredis.storage.time_slices import SLICE_NS
 from tests.server.feed import request
 from tests.server.lane_client import SHRINK, LaneClient, attached, connected, memory, open_descriptors
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 from tests.server.tiered_server import TieredServer, block
+from tests.storage.asked_slices import has_slices, slice_ns
 from tests.storage.conftest import real_hugepages as real_hugepages
-from tests.storage.time_slices import has_slices, slice_ns
 
 CONTENT = pattern(12 * MIB, 5)
 FUTURE_WRITE = 0x10  # with it lent memory is mapped
@@ -58,8 +58,8 @@ def test_whoever_wakes_goes_before_the_thread_that_copies(lent: int, tmp_path: P
             copying = set(threading.enumerate()) - before
             return [slice_ns(thread.native_id or 0) for thread in copying]
 
-    assert run_on("asyncio", story()) == [TURN_NS if has_slices() else 0]
-    assert slice_ns() < TURN_NS, "but the loop, which answers, takes turns like everybody"
+    assert run_on("asyncio", story()) == [SLICE_NS if has_slices() else 0]
+    assert slice_ns() < SLICE_NS, "but the loop, which answers, has what everybody has"
 
 
 @pytest.mark.parametrize("length", [100, 100_000, 5 * MIB])

@@ -4,14 +4,14 @@ import ctypes
 import os
 import platform
 
-from kvredis.storage.turns import _Attributes
+from kvredis.storage.time_slices import SchedAttributes
 
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 
 
-def attributes(thread_id: int) -> _Attributes:
+def attributes(thread_id: int) -> SchedAttributes:
     """What sched_getattr(2) says of a thread, 0 for the calling one, of any process."""
-    found = _Attributes()
+    found = SchedAttributes()
     libc = ctypes.CDLL(None, use_errno=True)
     number = _SCHED_GETATTR[platform.machine()]
     if libc.syscall(number, thread_id, ctypes.byref(found), ctypes.sizeof(found), 0):

@@ -1,4 +1,4 @@
-"""Threads that copy in the background ask the kernel for long turns, so that whoever wakes beside them goes first.
+"""Threads that copy in the background ask the kernel for long time slices, so that whoever wakes goes before them.
 
 A copy of a block keeps a processor for a millisecond or two. A thread that wakes there meanwhile, an engine whose step
 is over, say, waits by Linux' EEVDF scheduler until the copy's time slice is used up, although it has run far less: it
@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-TURN_NS: Final = 20_000_000
+SLICE_NS: Final = 20_000_000
 """Several times the 2.8 ms that a slice has on many processors by default."""
 
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
@@ -26,7 +26,7 @@ _FLAG_RESET_ON_FORK: Final = 1
 _asked = threading.local()
 
 
-class _Attributes(ctypes.Structure):
+class SchedAttributes(ctypes.Structure):
     """struct sched_attr of <linux/sched/types.h>, as far as its first version goes."""
 
     _fields_ = (
@@ -36,7 +36,7 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-def take_long_turns() -> None:
+def take_long_slices() -> None:
     """Ask for the calling thread, once; those that it begins have them too. Its policy and niceness stay; a thread of
     another than the default policy stays as it is, and a kernel that will not is not asked again."""
     if hasattr(_asked, "once"):
@@ -49,11 +49,11 @@ def take_long_turns() -> None:
         policy = os.sched_getscheduler(0)
         if policy & ~_RESET_ON_FORK != os.SCHED_OTHER:
             return
-        wanted = _Attributes(
-            size=ctypes.sizeof(_Attributes),
+        wanted = SchedAttributes(
+            size=ctypes.sizeof(SchedAttributes),
             policy=os.SCHED_OTHER,
             flags=_FLAG_RESET_ON_FORK if policy & _RESET_ON_FORK else 0,
             nice=os.getpriority(os.PRIO_PROCESS, 0),
-            runtime=TURN_NS,
+            runtime=SLICE_NS,
         )
         ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0)
