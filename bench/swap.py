@@ -105,22 +105,22 @@ def _measure(swap: Swap, plan: SwapPlan, result: SwapResult, progress: Progress)
     on_gpu = swap.paged.device.type == "cuda"
     link_bytes = ONE_BYTES if on_gpu else _CPU_LINK_BYTES
     host = HostMemory(max(link_bytes, *(swap.host_bytes(chunk) for chunk in plan.chunk_tokens)), lock=on_gpu)
-    arms = {name: arm_of(name, swap.paged) for name in ARMS}
+    arms = {OURS: arm_of(OURS, swap.paged)}
     try:
         if on_gpu and not host.locked:
             result["notes"].append(f"{swap.shape.name}: the host's memory could not be registered with the GPU")
-        link = Link(host, swap.paged.device, link_bytes)
-        turns = _Turns(plan, link, {name: arm for name, (arm, _) in arms.items()})
-        for chunk in plan.chunk_tokens:
-            result["rows"] += _rows(swap, host.view, chunk, turns, result, progress)
-        del link
-        if plan.beside_prefill and on_gpu:
+        if plan.beside_prefill and on_gpu:  # before others make streams, which an engine has not either
             for direction in DIRECTIONS:
                 progress(f"{swap.shape.name}: prefill beside {direction}")
                 parts = swap.parts(host.view, plan.chunk_tokens[-1])
                 result["prefill"] += _beside(swap, arms[OURS][0], parts, direction, plan.repeats)
         elif plan.beside_prefill and not any("prefill" in note for note in result["notes"]):
             result["notes"].append("There is no GPU: no prefill to slow down")
+        arms |= {name: arm_of(name, swap.paged) for name in ARMS if name != OURS}
+        link = Link(host, swap.paged.device, link_bytes)
+        turns = _Turns(plan, link, {name: arm for name, (arm, _) in arms.items()})
+        for chunk in plan.chunk_tokens:
+            result["rows"] += _rows(swap, host.view, chunk, turns, result, progress)
     finally:
         for _, close in arms.values():
             close()

@@ -19,6 +19,7 @@ from kvredis.storage.errors import LayoutError
 
 from .cudart import Addresses, cuda_runtime
 from .paged import PagedKV
+from .quiet_streams import EngineKernels, QuietStreams
 from .ring_device import Summing
 from .ring_index import Index, TorchIndex
 from .ring_plan import Extents, Launch
@@ -63,6 +64,7 @@ class CudaDevice:
         with torch.cuda.device(self._device):
             self._index = _index(paged, kernels)
             torch.cuda.synchronize(self._device)
+            self._streams = QuietStreams(self._made_stream, EngineKernels(self._device).slowed)
         self._numbers: dict[int, deque[_Numbers]] = {}
         self._orders: dict[int, torch.cuda.Event] = {}
 
@@ -72,13 +74,17 @@ class CudaDevice:
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
     def stream(self, *, uploads: bool = False) -> torch.cuda.Stream:
-        """As Device.stream; ahead of an engine's kernels, not of its copies. Memory for page numbers is made now, and
-        not when a job is waited for."""
-        made = torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        if uploads:
-            with self.here():
-                self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
+        """As Device.stream; ahead of an engine's kernels, not of its copies. Those that upload give kernels too, behind
+        copies: they are quiet ones. Memory for page numbers is made now, and not when a job is waited for."""
+        if not uploads:
+            return self._streams.any()
+        with self.here():
+            made = self._streams.quiet()
+            self._numbers[id(made)] = deque(_Numbers(made, _NUMBERS) for _ in range(_UPLOADS))
         return made
+
+    def _made_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
 
     def here(self) -> AbstractContextManager[Any]:
         """As Device.here."""

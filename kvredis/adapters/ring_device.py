@@ -59,7 +59,7 @@ class Device(Protocol):
     `stream()` has made. A thread takes buffers within `on`, and uploads, gathers, scatters and copies within `here`."""
 
     def stream(self, *, uploads: bool = False) -> Any:
-        """Make one of our own; `upload` is for those that were made for it."""
+        """Make one of our own. `upload` is for those that were made for it, while the engine computes nothing."""
         ...
 
     def here(self) -> AbstractContextManager[Any]:
