@@ -3,7 +3,7 @@
 A GPU fetches what its streams were given through a few units (PBDMA in NVIDIA's open-gpu-doc), each of which serves
 several streams in turn. One whose head waits for an event makes the others of its unit wait for their next turn, kernel
 by kernel: on an H200 one of an engine's that is launched by itself takes 6.9 us beside a stream that waits for copies,
-instead of 1.9, and an eager prefill beside loads is slowed by 5 % instead of 3. It was every second stream, in the
+instead of 1.9, and an eager prefill beside loads is slowed by 4 to 5 % instead of 3. It was every second stream, in the
 order in which they were given their first kernels, whatever their priorities. No call tells who shares a unit: it is
 tried out.
 
