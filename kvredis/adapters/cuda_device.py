@@ -74,8 +74,8 @@ class CudaDevice:
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
     def stream(self, *, uploads: bool = False) -> torch.cuda.Stream:
-        """As Device.stream; ahead of an engine's kernels, not of its copies. Those that upload give kernels too, behind
-        copies: they are quiet ones. Memory for page numbers is made now, and not when a job is waited for."""
+        """As Device.stream; ahead of an engine's kernels, not of its copies. Those that upload are given kernels too,
+        which wait for copies: quiet ones. Memory for page numbers is made now, and not when a job is waited for."""
         if not uploads:
             return self._streams.any()
         with self.here():
