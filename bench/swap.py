@@ -113,7 +113,9 @@ def _measure(swap: Swap, plan: SwapPlan, result: SwapResult, progress: Progress)
             for direction in DIRECTIONS:
                 progress(f"{swap.shape.name}: prefill beside {direction}")
                 parts = swap.parts(host.view, plan.chunk_tokens[-1])
-                result["prefill"] += _beside(swap, arms[OURS][0], parts, direction, plan.repeats)
+                rows, verified = _beside(swap, arms[OURS][0], parts, direction, plan.repeats)
+                result["prefill"] += rows
+                result["verified_bytes"] += verified
         elif plan.beside_prefill and not any("prefill" in note for note in result["notes"]):
             result["notes"].append("There is no GPU: no prefill to slow down")
         arms |= {name: arm_of(name, swap.paged) for name in ARMS if name != OURS}
@@ -158,16 +160,12 @@ def _rows(
 
 def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[LinkSample]) -> SwapSample:
     arm, direction = way
-    if direction == "out":
-        swap.blank(parts)
-    else:  # the blocks hold what was stored and compared just before
-        swap.wipe()
-    settle(swap.paged.device)
+    _spoil(swap, parts, direction)
     began_s = time.perf_counter()
     arm(parts, direction)
     seconds = time.perf_counter() - began_s
     settle(swap.paged.device)
-    verified = swap.check_out(parts) if direction == "out" else swap.check_in()
+    verified = _check(swap, parts, direction)
     rate = swap.nbytes / GB / seconds
     link = next(each for each in links if each["direction"] == direction)
     return SwapSample(
@@ -176,9 +174,10 @@ def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[Link
     )  # fmt: skip
 
 
-def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> list[PrefillRow]:
+def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> tuple[list[PrefillRow], int]:
     """Prefill with a model of the shape, alone and while another thread moves the parts again and again: as a CUDA
-    graph, and launched kernel by kernel, in turns."""
+    graph, and launched kernel by kernel, in turns. Gives the bytes compared, too: what moves in was moved out before.
+    """
     prompt = list(prompts(PromptPlan(swap.tokens, 0.0, 1, seed=_SEED)))
     model = Modelled(swap.shape, prompt * len(LAUNCHES))
     model.prepare(swap.tokens, prompts=1 + LAUNCHES.index(GRAPH))
@@ -195,6 +194,7 @@ def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int
 
     for number in [*range(len(LAUNCHES))] * 2:
         _prefill_ms(model, number, swap.tokens)
+    _spoil(swap, parts, direction)
     began_s = time.perf_counter()
     move()
     moved_s = time.perf_counter() - began_s
@@ -220,11 +220,23 @@ def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int
                     gb_per_s=gb_per_s,
                 )
             )
+    verified = _check(swap, parts, direction)
+    rows = [prefill_row((swap.shape.name, direction, launch), swap.tokens, each) for launch, each in samples.items()]
+    return rows, verified
+
+
+def _spoil(swap: Swap, parts: Any, direction: Direction) -> None:
+    """Overwrite what is to be moved to; what moves in has been stored and compared just before."""
     if direction == "out":
-        swap.check_out(parts)
+        swap.blank(parts)
     else:
-        swap.check_in()
-    return [prefill_row((swap.shape.name, direction, launch), swap.tokens, each) for launch, each in samples.items()]
+        swap.wipe()
+    settle(swap.paged.device)
+
+
+def _check(swap: Swap, parts: Any, direction: Direction) -> int:
+    """Compare what was moved to; gives the bytes."""
+    return swap.check_out(parts) if direction == "out" else swap.check_in()
 
 
 def _prefill_ms(model: Modelled, number: int, tokens: int) -> float:

@@ -8,7 +8,7 @@ order in which they were given their first kernels, whatever their priorities. N
 tried out.
 
 A process has eight queues for kernels (CUDA_DEVICE_MAX_CONNECTIONS), and streams beyond that share these as it comes:
-then it is not known what was measured. So no stream is tried that is not needed: loud ones are for copies.
+then it is not known what was measured. So none is tried that will not be used: loud ones are for what is else, copies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class QuietStreams(Generic[Stream]):
         return least
 
     def any(self) -> Stream:
-        """One for what is not fetched beside kernels, copies: of those that were tried, where one is left."""
+        """One for copies, which wait elsewhere, or whatever need not be quiet: of those that were tried, as long as any
+        is left."""
         return self._loud.popleft() if self._loud else self._make()
 
     def _measured(self, stream: Stream) -> float:

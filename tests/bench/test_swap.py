@@ -151,13 +151,30 @@ def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
         move(parts, way)
 
     move(parts, "out")
-    rows = _beside(swap, counted, parts, direction, 3)
+    rows, verified = _beside(swap, counted, parts, direction, 3)
+    assert verified >= swap.nbytes
     assert [(row["launch"], row["direction"], len(row["samples"])) for row in rows] == [
         ("graph", direction, 3),
         ("kernels", direction, 3),
     ]
     assert all(sample["gb_per_s"] > 0 and sample["beside_ms"] > 0 for row in rows for sample in row["samples"])
     assert set(moved) == {direction}
+    close()
+    host.close()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_moves_nothing_beside_a_prefill_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    swap = Swap(TINY, 64, torch.device("cpu"))
+    host = HostMemory(swap.host_bytes(16), lock=False)
+    parts = swap.parts(host.view, 16)
+    move, close = arm_of(OURS, swap.paged)
+    move(parts, "out")  # what lies where it should is no proof
+    with pytest.raises(VerificationError):
+        _beside(swap, lambda parts, way: None, parts, direction, 1)
     close()
     host.close()
 
