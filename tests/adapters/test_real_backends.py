@@ -176,7 +176,9 @@ def test_loads_in_the_background_come_from_a_server_while_others_are_stored(
 ) -> None:
     url, _ = server
     kv = kv_of(len(TOKENS))
-    open_engine(url).store(TOKENS, kv)
+    first = open_engine(url)
+    first.store(TOKENS, kv)
+    assert first.flush() == 0  # else it is on its way still when another asks the server for it
     engine = open_engine(url, least=least)
     engine.lookup(TOKENS)
     outs = [torch.zeros_like(kv) for _ in range(4)]
