@@ -138,6 +138,10 @@ class ChunkLoading:
         self._under_way_bytes = 0
         self._gap = False
         """Whether a chunk has not come: what is behind it is of no use."""
+        self._is_sent = False
+        """Whether all that is to come is under way."""
+        self._judged: list[LeasedChunk] = []
+        """The last ones; who waits for the load need not wait until the backend has them back."""
 
     def run(self) -> None:
         """Load until the first chunk that does not come, or until nobody wants it any more."""
@@ -154,6 +158,7 @@ class ChunkLoading:
                         break
             if not self._gap and not self._errand.cancelled:
                 self._send()
+            self._is_sent = True
             while self._under_way and not self._gap:
                 self._settle()
         finally:
@@ -161,7 +166,10 @@ class ChunkLoading:
         self._intake.forget()
 
     def behind(self) -> None:
-        """What nobody waits for."""
+        """What nobody waits for: the last leases end."""
+        for chunk in self._judged:
+            chunk.release()
+        self._judged = []
         if self._errand.come:  # the head was used first, which would make it the first to be evicted
             self._means.backend.touch([move.key for move in self._errand.moves[: self._errand.come]])
 
@@ -216,12 +224,15 @@ class ChunkLoading:
                 come += 1
         finally:
             note_come(self._means, self._errand, chunks[:come])
-            for chunk in chunks:
-                chunk.release()
+            if self._is_sent and not self._under_way:
+                self._judged = chunks
+            else:
+                for chunk in chunks:
+                    chunk.release()
         self._gap = come < len(chunks)
 
     def _drop(self) -> None:
-        """End what is left: no page is written behind this, and no lease held."""
+        """End what is left: no page is written behind this."""
         for chunks, moving in self._under_way:
             with contextlib.suppress(RuntimeError):  # the device failed, which was told already
                 moving.wait()

@@ -159,6 +159,12 @@ class Behind(Generic[Job]):
         if last is not None:
             last.wait()
 
+    def stand_back(self, most_s: float) -> None:
+        """For a job that nobody waits for any more: leave the interpreter to the others until the next job is there, so
+        long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed, most_s)
+
     def close(self) -> None:
         """Give up what waits, end what is under way behind its block, and wait for that."""
         with self._changed:

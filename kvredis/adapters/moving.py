@@ -33,6 +33,10 @@ from .tensors import DeviceEvent, event_on
 
 logger = logging.getLogger(__name__)
 
+STAND_BACK_S = 0.03
+"""An engine that has waited for a load computes next, at first in Python: what is left of the load, a line in the log
+and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
+
 
 class _Turn(Later):
     """One whole errand in the queue of a background thread."""
@@ -311,6 +315,8 @@ class ChunkMover:
         with self._changed:
             for errand in errands:
                 self._end(errand)
+        if is_load and has_begun:
+            self._loader.stand_back(STAND_BACK_S)
         for errand in errands:
             self._log(errand, seconds)
         error_behind = self._error_of(turn.behind) if has_begun else None

@@ -238,6 +238,29 @@ def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool)
     assert found == [SLICE_NS if steps_aside and has_slices() else slice_ns()]
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
+    ended: list[Later] = []
+
+    def run(job: Later) -> int:
+        job.end(1)
+        behind.stand_back(10 * WAIT_S)
+        ended.append(job)
+        return 1
+
+    behind: Behind[Later] = Behind(run, "copies")
+    first, second = Later(0), Later(0)
+    assert behind.add(first)
+    assert first.wait(WAIT_S)
+    assert not ended
+    if not is_closed:
+        assert behind.add(second)
+        assert second.wait(WAIT_S)
+        assert ended == [first]
+    behind.close()
+    assert ended == [first] + [second] * (not is_closed)
+
+
 def test_an_engine_goes_before_its_stores_and_not_before_its_loads(backend: GatedBackend) -> None:
     with CacheEngine(Config(chunk_size=CHUNK), LAYOUT, backend) as engine:
         assert (engine._saver._steps_aside, engine._loader._steps_aside) == (True, False)

@@ -191,6 +191,7 @@ def test_a_backend_that_fails_meanwhile_is_asked_again_by_the_step() -> None:
         backend.broken = False
         step(mover, jobs)
         assert mover.finished().failed_pages == {}
+        wait_until(lambda: list(backend.values) == [move.key for move in reversed(all_of(jobs))], "they are touched")
         assert backend.leases == 0
         backend.broken = True
         mover.lease_ahead(jobs)

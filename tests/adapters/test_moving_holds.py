@@ -152,6 +152,29 @@ def test_nobody_waits_until_a_load_s_chunks_have_been_touched(by_layers: bool) -
     assert list(backend.values) == [move.key for move in reversed(moves)]
 
 
+def test_what_is_left_of_a_load_lets_the_engine_go_on_first_and_the_next_load_does_not_wait_for_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, source, backend = PagedEngine(groups=1), PagedEngine(50, groups=1), FakeBackend()
+    first, second = moves_of("a", 3), moves_of("b", 2)
+    for move in (*first, *second):
+        backend.put(move.key, block_for(source, move))
+    monkeypatch.setattr("kvredis.adapters.moving.STAND_BACK_S", 10 * WAIT_S)
+    with caplog.at_level(logging.INFO), mover_on(backend, engine) as mover:
+        assert mover.load_now(LoadJob("first", first)) == 3
+        assert mover.finished().loaded == {"first"}
+        assert backend.leases == 3, "all of one batch"
+        assert list(backend.values) == [move.key for move in (*first, *second)], "they are not touched yet"
+        assert "Retrieved" not in caplog.text
+        assert mover.load_now(LoadJob("second", second)) == 2
+        assert backend.leases == 2
+        assert list(backend.values) == [move.key for move in (*second, *reversed(first))]
+        assert "request first" in caplog.text
+        assert "request second" not in caplog.text
+    assert list(backend.values) == [move.key for move in (*reversed(first), *reversed(second))]
+    assert "request second" in caplog.text
+
+
 def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_told_of(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
