@@ -124,7 +124,7 @@ def note_come(means: Means, errand: Errand, chunks: list[LeasedChunk]) -> None:
 class ChunkLoading:
     """Loads an errand's moves, on a GPU into pages that are free behind `after`; `run` may raise what backend and
     transfer raise. The errand's `come` is right whatever happens, and when `run` has ended nothing is written any
-    more."""
+    more. `behind` is called in any case: until then the last leases are held."""
 
     def __init__(self, means: Means, errand: Errand, after: torch.cuda.Event | None = None) -> None:
         self._means = means
@@ -166,7 +166,7 @@ class ChunkLoading:
         self._intake.forget()
 
     def behind(self) -> None:
-        """What nobody waits for: the last leases end."""
+        """What nobody waits for: the last leases end, and keys are touched."""
         for chunk in self._judged:
             chunk.release()
         self._judged = []

@@ -240,12 +240,12 @@ def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool)
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
-    ended: list[Later] = []
+    ended: list[tuple[Later, bool]] = []
 
     def run(job: Later) -> int:
         job.end(1)
         behind.stand_back(10 * WAIT_S)
-        ended.append(job)
+        ended.append((job, bool(behind._queue) or behind._closed))
         return 1
 
     behind: Behind[Later] = Behind(run, "copies")
@@ -256,9 +256,9 @@ def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed:
     if not is_closed:
         assert behind.add(second)
         assert second.wait(WAIT_S)
-        assert ended == [first]
+        assert ended == [(first, True)]
     behind.close()
-    assert ended == [first] + [second] * (not is_closed)
+    assert ended == [(first, True)] + [(second, True)] * (not is_closed)
 
 
 def test_an_engine_goes_before_its_stores_and_not_before_its_loads(backend: GatedBackend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvredis.bench.profile import run as profile_run
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.store_overhead_compute import TINY
 from kvredis.bench.swap import SwapPlan, _beside, run
-from kvredis.bench.swap_arms import ARMS, PER_PAGE, HostMemory, Swap, arm_of
+from kvredis.bench.swap_arms import ARMS, PER_PAGE, Arm, HostMemory, Swap, arm_of
 from kvredis.bench.swap_result import (
     DIRECTIONS,
     OURS,
@@ -135,22 +136,31 @@ def test_the_gate_holds_ours_to_its_shape_s_bar_and_nobody_else() -> None:
     ]
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
-    monkeypatch: pytest.MonkeyPatch, direction: Direction
-) -> None:
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Swap, Any, Arm]]:
+    """A swap without a GPU, the parts that its blocks have been stored in, and our arm."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     swap = Swap(TINY, 64, torch.device("cpu"))
     host = HostMemory(swap.host_bytes(16), lock=False)
     parts = swap.parts(host.view, 16)
     move, close = arm_of(OURS, swap.paged)
+    move(parts, "out")
+    yield swap, parts, move
+    close()
+    host.close()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
+    stored: tuple[Swap, Any, Arm], direction: Direction
+) -> None:
+    swap, parts, move = stored
     moved: list[Direction] = []
 
     def counted(parts: Any, way: Direction) -> None:
         moved.append(way)
         move(parts, way)
 
-    move(parts, "out")
     rows, verified = _beside(swap, counted, parts, direction, 3)
     assert verified >= swap.nbytes
     assert [(row["launch"], row["direction"], len(row["samples"])) for row in rows] == [
@@ -159,24 +169,13 @@ def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
     ]
     assert all(sample["gb_per_s"] > 0 and sample["beside_ms"] > 0 for row in rows for sample in row["samples"])
     assert set(moved) == {direction}
-    close()
-    host.close()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_what_moves_nothing_beside_a_prefill_is_found_out(
-    monkeypatch: pytest.MonkeyPatch, direction: Direction
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    swap = Swap(TINY, 64, torch.device("cpu"))
-    host = HostMemory(swap.host_bytes(16), lock=False)
-    parts = swap.parts(host.view, 16)
-    move, close = arm_of(OURS, swap.paged)
-    move(parts, "out")  # what lies where it should is no proof
+def test_what_moves_nothing_beside_a_prefill_is_found_out(stored: tuple[Swap, Any, Arm], direction: Direction) -> None:
+    swap, parts, _ = stored  # what lies where it should is no proof
     with pytest.raises(VerificationError):
         _beside(swap, lambda parts, way: None, parts, direction, 1)
-    close()
-    host.close()
 
 
 def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
