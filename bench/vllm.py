@@ -31,6 +31,7 @@ from .vllm_engine import (
     connector_of,
     engine_bytes,
     facts_of,
+    launching,
     model_config,
     room_bytes,
 )
@@ -63,7 +64,7 @@ _CPU_BLOCK: Final = 32
 @dataclass(frozen=True, slots=True)
 class VLLMPlan:
     """What one call of the bench does. `shape` and `chunk_tokens` None: by what there is to compute on; `together` 0:
-    as many engines at a time as fit. After `limit_s` no more is begun."""
+    as many engines at a time as fit. After `limit_s` no more is begun. `eager`: kernels are launched one by one."""
 
     arms: tuple[str, ...] = ARMS
     shape: ModelShape | None = None
@@ -72,6 +73,7 @@ class VLLMPlan:
     repeats: int = 5
     together: int = 0
     limit_s: float = float("inf")
+    eager: bool = False
 
     def steps(self) -> int:
         """Give about how often `run` calls its progress; what is compared with may be served more often."""
@@ -95,6 +97,11 @@ class Setting:
         """Whether there is one."""
         return bool(self.facts["memory_bytes"])
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether short passes are CUDA graphs."""
+        return self.is_gpu and not self.plan.eager
+
     def can_hit(self, arm: str, tokens: int) -> int:
         """Tokens of a prompt that an arm can load: whole chunks, layer by layer of all tokens but the last."""
         if arm == NONE:
@@ -111,6 +118,7 @@ class Setting:
             "arms": list(self.arms),
             "repeats": self.plan.repeats,
             "together": self.together,
+            "graphs": self.has_graphs,
             **{name: self.facts[name] for name in ("device", "vllm", "torch")},
         }
 
@@ -218,8 +226,9 @@ class Measuring:
             share = engine_bytes(setting.shape, longest) / int(setting.facts["memory_bytes"])
             options |= {"gpu_memory_utilization": round(share, 3), "max_num_seqs": 16}
             options["attention_backend"] = self._where.backend
+            options |= launching(arm) if setting.has_graphs else {"enforce_eager": True}
         else:
-            options |= {"block_size": _CPU_BLOCK, "max_num_seqs": 8}
+            options |= {"block_size": _CPU_BLOCK, "max_num_seqs": 8, "enforce_eager": True}
         return Opening(
             model=str(folder),
             config=model_config(setting.shape, longest + 48),

@@ -21,6 +21,8 @@ ANSWER_S: Final = 240.0
 _GIB: Final = 1 << 30
 _BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
 PREFAULT_THREADS: Final = 8
+_GRAPH_TOKENS: Final = (1, 8, 16, 48)
+"""Of a pass that is a graph at most: what is left of a prompt that is a hit."""
 
 TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)
 """Of the model that stands in where there is no GPU; its numbers are exact enough for tokens to be equal."""
@@ -39,6 +41,8 @@ _ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "PYTHONUNBUFFERED": "1",
 }
+_BREAKS: Final = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+"""From 0.26 on; older ones launch kernels one by one then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,14 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     }  # fmt: skip
 
 
+def launching(arm: str) -> dict[str, Any]:
+    """vLLM's options for short passes as CUDA graphs, as it has them by default, but without torch.compile, which every
+    engine would wait for. A whole graph leaves the hooks of single layers out; another kind, which breaks off for
+    attention, calls them (_BREAKS)."""
+    mode = "PIECEWISE" if LAYERS in arm else "FULL"
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [*_GRAPH_TOKENS]}}
+
+
 def facts_of(where: Where, folder: Path) -> dict[str, Any]:
     """What computes: `device`, `memory_bytes` of a GPU (0 without one), versions of `vllm` and `torch`. BenchError
     where there is no vLLM."""
@@ -135,7 +147,8 @@ class EngineProcess(LineProcess):
         command = [where.python, "-m", "kvredis.bench.vllm_worker"]
         log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
         # In that folder: `python -m` looks where it stands first.
-        super().__init__(f"the engine of {arm}", command, _environment(where), folder=folder, log=log)
+        environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
 
     def open(self, told: Opening) -> None:
         """Make the engine."""

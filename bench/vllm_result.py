@@ -160,8 +160,10 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
     """Give the report, line by line, with the gate."""
     machine, options = result["machine"], result["options"]
     yield f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, load {machine['load_1min']} before"
+    launch = ", short passes as CUDA graphs" if options.get("graphs") else ""  # older results do not say
     yield (
-        f"vLLM {options['vllm']}, {options['device']}; {options['shape']}: {options['bytes_per_token']} bytes a token,"
+        f"vLLM {options['vllm']}{launch}, {options['device']}; {options['shape']}:"
+        f" {options['bytes_per_token']} bytes a token,"
         f" chunks of {options['chunk_tokens']}; {options['repeats']} repeats, {options['together']} engines at a time"
     )
     yield from result["notes"]

@@ -61,8 +61,7 @@ class Engine:
             options["kv_transfer_config"] = KVTransferConfig(**told["connector"])
         self._vocabulary = int(told["config"]["vocab_size"]) - 8
         self._llm: Any = LLM(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
-            enable_prefix_caching=True, **options,
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True, **options,
         )  # fmt: skip
         if told["is_lively"]:
             self._llm.apply_model(enliven)

@@ -39,6 +39,7 @@ Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --
 @click.option(
     "--limit-s", type=click.FloatRange(1), help="Begin nothing more after so many seconds, and tell the result."
 )
+@click.option("--eager", is_flag=True, help="Launch kernels one by one, as enforce_eager does; default CUDA graphs.")
 @click.option("--python", type=click.Path(exists=True, dir_okay=False), help="The interpreter that has vLLM.")
 @click.option("--site", type=click.Path(exists=True, file_okay=False), help="A folder of packages that has vLLM.")
 @click.option("--attention-backend", "backend", default="FLASH_ATTN", show_default=True, help="vLLM's, on a GPU.")

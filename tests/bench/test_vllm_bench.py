@@ -37,7 +37,8 @@ if arguments[2:] == ["--facts"]:
 opening = json.loads(sys.stdin.readline())
 arm = os.path.basename(opening["model"]).rsplit("-", 1)[0]
 with open({told!r}, "a") as told:
-    print(json.dumps([arm, opening, os.environ["PYTHONPATH"]]), file=told)
+    breaks = {{"breaks": os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH")}}
+    print(json.dumps([arm, opening | breaks, os.environ["PYTHONPATH"]]), file=told)
 if arm == "tcp":
     print("it printed this", file=sys.stderr)
     print(json.dumps({{"error": "no engine today"}}), flush=True)
@@ -161,6 +162,27 @@ def test_a_run_tells_what_each_engine_answered_and_leaves_out_what_fails(tmp_pat
     assert all(path.startswith(str(tmp_path)) for _, _, path in openings)
     assert openings[0][1]["options"]["attention_backend"] == "FLASH_ATTN"
     assert (tmp_path / "logs" / "vllm-lane.log").exists()
+
+
+@pytest.mark.parametrize(("facts", "eager"), [(H200, False), (H200, True), (NO_GPU, False)])
+def test_short_passes_are_graphs_on_a_gpu_which_break_off_where_layers_move(
+    tmp_path: Path, facts: dict[str, Any], eager: bool
+) -> None:
+    where, told = fake(tmp_path, facts)
+    result = run(small("none", "lane", "lane+layers", eager=eager), where, lambda _: None)
+    opened = {arm: opening for arm, opening, _ in map(json.loads, told.read_text().splitlines())}
+    has_graphs = facts is H200 and not eager
+    assert result["options"]["graphs"] is has_graphs
+    assert any(", short passes as CUDA graphs" in line for line in table_lines(result)) is has_graphs
+    for arm, opening in opened.items():
+        options = opening["options"]
+        if not has_graphs:
+            assert options["enforce_eager"] is True
+            assert "compilation_config" not in options
+            continue
+        mode = options["compilation_config"]["cudagraph_mode"]
+        assert "enforce_eager" not in options
+        assert (mode, opening["breaks"]) == (("PIECEWISE", "1") if arm == "lane+layers" else ("FULL", None))
 
 
 def test_nothing_is_begun_when_time_is_over(tmp_path: Path) -> None:
