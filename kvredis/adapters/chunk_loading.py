@@ -154,10 +154,10 @@ class ChunkLoading:
             with closing(self._means.backend.load([move.key for move in moves])) as leases:
                 for move, lease in zip(moves, leases, strict=True):
                     chunk = self._intake.open(move, lease)
-                    if chunk is None or not self._add(chunk):
+                    if chunk is None or not self._add(chunk, is_last=move is moves[-1]):
                         break
             if not self._gap and not self._errand.cancelled:
-                self._send()
+                self._send(is_last=True)
             self._is_sent = True
             while self._under_way and not self._gap:
                 self._settle()
@@ -173,15 +173,15 @@ class ChunkLoading:
         if self._errand.come:  # the head was used first, which would make it the first to be evicted
             self._means.backend.touch([move.key for move in self._errand.moves[: self._errand.come]])
 
-    def _add(self, chunk: LeasedChunk) -> bool:
-        """Take a chunk along, and say whether to go on."""
+    def _add(self, chunk: LeasedChunk, *, is_last: bool) -> bool:
+        """Take a chunk along, and say whether to go on. The last one waits for the end of all, and is sent as such."""
         if self._next and self._next[0].move.group != chunk.move.group:
             self._send()
         self._next.append(chunk)
         self._next_bytes += chunk.nbytes
         if self._errand.cancelled:
             return False
-        if self._next_bytes >= self._piece_bytes:
+        if self._next_bytes >= self._piece_bytes and not is_last:
             self._send()
             self._piece_bytes = min(2 * self._piece_bytes, self._means.piece_bytes_max)
             while self._under_way and not self._gap and (self._is_full or self._is_known):
@@ -198,13 +198,13 @@ class ChunkLoading:
         chunks, moving = self._under_way[0]
         return moving.done and all(chunk.verdict.is_known for chunk in chunks)
 
-    def _send(self) -> None:
+    def _send(self, *, is_last: bool = False) -> None:
         if self._next:
             self._means.bandwidth.take(self._next_bytes, is_load=True)
             transfer = self._means.groups[self._next[0].move.group].transfer
             parts = [Part(chunk.move.pages, tensor := chunk.block.tensor, row=chunk.verdict.row_in(transfer, tensor))
                      for chunk in self._next]  # fmt: skip
-            moving = transfer.load(parts, after=self._after)
+            moving = transfer.load(parts, after=self._after, is_last=is_last)
             self._under_way.append((self._next, moving))
             for chunk in self._next:
                 chunk.verdict.begin()  # beside the copies, and behind them where there is one core for both

@@ -30,9 +30,10 @@ CANCEL_WAIT_S = 30.0
 """How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
 
 
-IDLE_WAIT_S = 0.004
+IDLE_WAIT_S = 0.006
 """An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
-wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well."""
+wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
+H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does there."""
 
 
 @dataclass(slots=True)

@@ -93,10 +93,10 @@ class Plan:
     known_numbers: Numbers | None = None
     """`numbers`, where another plan has the same."""
 
-    def slots(self, slot_bytes: int, first_share: int = 1) -> Iterator[Span]:
+    def slots(self, slot_bytes: int, first_share: int = 1, last_share: int = 1) -> Iterator[Span]:
         """Give what each staging buffer holds, one after another; see spans_of. A part is cut between two layers where
         a layer of it is small enough, so that a layer's bytes are one copy. The first buffer of several is filled to
-        one `first_share`-th."""
+        one `first_share`-th, the last ones to less and less, down to one `last_share`-th."""
         most = max(slot_bytes // self.unit_bytes, 1)
 
         def grain(part: int) -> int:
@@ -104,7 +104,7 @@ class Plan:
             return units if units * _WHOLE <= most else layer if layer * _WHOLE <= most else 1
 
         room = most if self.begins[-1] <= most // 2 else max(most // first_share, 1)
-        return spans_of(self.begins, grain, most, room)
+        return spans_of(self.begins, grain, most, room, max(most // last_share, 1))
 
     @property
     def units(self) -> int:
@@ -233,7 +233,7 @@ class LayerPlans:
         self._chunks = chunks
         self._layers = range(len(paged.layers))
         self._locked: dict[int, bool] = {}
-        self._spans: dict[tuple[int, int], list[Span]] = {}
+        self._spans: dict[tuple[int, int, int], list[Span]] = {}
         self._launches: dict[Span, list[Launch]] = {}
         self._extents: dict[Span, tuple[Extents, Addresses]] = {}
         self._lenders: dict[Span, Mapping[int, memoryview]] = {}
@@ -250,9 +250,9 @@ class LayerPlans:
         made = plan(self._first.paged, layer_parts(self._first.paged, self._chunks, layers.start, len(layers)))
         return replace(made, known_numbers=self._first.numbers)
 
-    def slots(self, slot_bytes: int, first_share: int) -> list[Span]:
+    def slots(self, slot_bytes: int, first_share: int, last_share: int = 1) -> list[Span]:
         """As Plan.slots."""
-        kind = (slot_bytes, first_share)
+        kind = (slot_bytes, first_share, last_share)
         if kind not in self._spans:
             self._spans[kind] = list(self._first.slots(*kind))
         return self._spans[kind]
@@ -301,9 +301,9 @@ class LayerPlan:
         """As Plan.numbers."""
         return self._first.numbers
 
-    def slots(self, slot_bytes: int, first_share: int = 1) -> list[Span]:
+    def slots(self, slot_bytes: int, first_share: int = 1, last_share: int = 1) -> list[Span]:
         """As Plan.slots."""
-        return self._plans.slots(slot_bytes, first_share)
+        return self._plans.slots(slot_bytes, first_share, last_share)
 
     def parts_before(self, unit: int) -> int:
         """As Plan.parts_before."""
@@ -327,15 +327,18 @@ class LayerPlan:
         return first._replace(host=first.host + apart * np.uint64(self._layer))
 
 
-def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int) -> Iterator[Span]:
+def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int, least: int) -> Iterator[Span]:
     """Share parts out to buffers of at most `most` units, the first of `room`: in order and without gaps. `begins` says
-    where each part begins, and at last how many units there are.
+    where each part begins, and at last how many units there are. With `least` below `most` no buffer holds more than
+    half of what is left then, or `least`.
 
     A part is cut only behind a multiple of its grain, unless not even one grain fits into an empty buffer. A buffer
     that is half full is left at that where the next part, or its rest, would have to be cut but fits into a new one.
     """
     at = 0
     while at < begins[-1]:
+        if least < most:
+            room = min(room, max(-(-(begins[-1] - at) // 2), least))
         stop = min(at + room, begins[-1])
         part = bisect_right(begins, stop) - 1  # begins there, or would be cut
         if begins[part] < stop:

@@ -28,6 +28,10 @@ FIRST_OUT: Final = 8
 gathered. Copying as much takes as long as planning and gathering the next."""
 FIRST_IN: Final = 4
 """A load's to a quarter: it waits for no kernel, only until its copies are listed."""
+LAST_IN: Final = 8
+"""Where checksums are waited for, a load's last buffers are filled by halves of what is left, down to an eighth. Of a
+chunk one part is summed up behind the other, 32 MiB in 0.5 ms: beside the copies, if it comes in pieces. To enqueue a
+piece takes twice as long as to copy 8 MiB, so only few are that small."""
 
 AnyPlan = Plan | LayerPlan
 
@@ -89,16 +93,16 @@ class RingWay:
         """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
         self._warned = False
 
-    def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0) -> None:
+    def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0, *, is_last: bool = False) -> None:
         """Enqueue the whole job, parts of `moving` behind so many before; of a load all but its last checksums, which
-        `sum_up` does. Raises RuntimeError from the device."""
+        `sum_up` does. `is_last` as in Transfer.load. Raises RuntimeError from the device."""
         if job.units:
             self._open()
             with self._device.here():
                 if self._is_out:
                     self._out(job, after, moving, before)
                 else:
-                    self._in(job, after, moving, before)
+                    self._in(job, after, moving, before, LAST_IN if is_last and job.rows is not None else 1)
 
     def stage(self, job: AnyPlan, moving: RingMoving, beside: object) -> None:
         """Fill buffers with a job, behind what is staged `beside` the same; nothing else stays staged. Raises
@@ -143,10 +147,10 @@ class RingWay:
             self._sum(job, span, launches, slot, pages)
             moving.add(before + job.parts_before(span.stop), slot.free)
 
-    def _in(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
+    def _in(self, job: AnyPlan, after: Any, moving: RingMoving, before: int, last_share: int) -> None:
         device = self._device
         pages = None
-        for span, slot in self._come(job):
+        for span, slot in self._come(job, last_share):
             if pages is None:  # not before the first copy is on its way
                 pages = self._pages(job, after, moving)
             launches = job.launches(span)
@@ -155,14 +159,14 @@ class RingWay:
             moving.add(before + job.parts_before(span.stop), slot.free)
             self._loaded = Loaded(job, span, launches, slot, pages)
 
-    def _come(self, job: AnyPlan) -> Iterator[tuple[Span, Slot]]:
+    def _come(self, job: AnyPlan, last_share: int) -> Iterator[tuple[Span, Slot]]:
         """Have what is loaded copied into buffers, where it is not staged; kernels come behind that from now on."""
         staged = self._taken(job)
         for each in staged:
             self._sum_up()
             self._device.wait(self._kernels, each.copied)
             yield each.span, each.slot
-        spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1)
+        spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1, last_share)
         for span in islice(spans, len(staged), None):
             slot = self._filled(job, span)
             self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that

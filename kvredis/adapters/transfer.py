@@ -122,9 +122,9 @@ class Transfer(Protocol):
         waited for: record it behind the forward pass. Raises LayoutError for memory of another length, or read-only."""
         ...
 
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`, or where `Moving.precede`
-        has put its reading."""
+        has put its reading. `is_last`: somebody waits for this, checksums included, and for nothing behind it."""
         ...
 
     def layers(self, parts: Sequence[Part]) -> Layers:
@@ -188,7 +188,7 @@ class HostTransfer:
                 self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
         return Moved(len(parts))
 
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         """As Transfer.load."""
         shapes = [check_part(self.paged, part) for part in parts]
         for part, shape in zip(parts, shapes, strict=True):

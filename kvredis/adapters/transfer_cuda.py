@@ -75,9 +75,9 @@ class RingTransfer:
         """As Transfer.store."""
         return self._begin(self._store, parts, self._plans(parts, check_writable), after)
 
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         """As Transfer.load."""
-        return self._begin(self._load, parts, self._plans(parts), after, sums=True)
+        return self._begin(self._load, parts, self._plans(parts), after, sums=True, is_last=is_last)
 
     def layers(self, parts: Sequence[Part]) -> RingLayers:
         """As Transfer.layers."""
@@ -129,18 +129,19 @@ class RingTransfer:
             yield plan(self.paged, some)
 
     def _begin(
-        self, way: RingWay, parts: Sequence[Part], jobs: Iterator[AnyPlan], after: Any, *, sums: bool = False
-    ) -> Moving:
+        self, way: RingWay, parts: Sequence[Part], jobs: Iterator[AnyPlan], after: Any, *, sums: bool = False,
+        is_last: bool = False,
+    ) -> Moving:  # fmt: skip
         moving = RingMoving(parts)
         job = next(jobs)
         try:
             if self._closed:
                 raise RuntimeError("the transfer is closed")
-            way.run(job, after, moving)
+            way.run(job, after, moving, is_last=is_last and len(job.memories) == len(parts))
             before = 0
-            for following in jobs:
+            for following in jobs:  # there are two at most
                 before, job = before + len(job.memories), following
-                way.run(job, after, moving, before)
+                way.run(job, after, moving, before, is_last=is_last)
             if sums:
                 way.sum_up()
             moving.add(len(parts), None)

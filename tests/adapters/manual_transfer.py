@@ -52,7 +52,7 @@ class ManualTransfer(HostTransfer):
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
         return self._later(parts, lambda: HostTransfer.store(self, parts, after=after))
 
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         return self._later(parts, lambda: HostTransfer.load(self, parts, after=after))
 
     def _later(self, parts: Sequence[Part], move: Callable[[], object]) -> Moving:

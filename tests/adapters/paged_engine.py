@@ -144,9 +144,9 @@ class GatedTransfer(HostTransfer):
         self._pass("store", parts, after)
         return super().store(parts, after=after)
 
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         self._pass("load", parts, after)
-        return super().load(parts, after=after)
+        return super().load(parts, after=after, is_last=is_last)
 
     def _pass(self, way: str, parts: Sequence[Part], after: object) -> None:
         self.calls.append((way, len(parts), after))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_plan import Launch, Span, merged, plan, spans_of
+from kvredis.adapters.ring_plan import Launch, LayerPlans, Span, merged, plan, spans_of
 from kvredis.adapters.transfer import Part
 
 
-def shared(units: list[int], grains: list[int], most: int, room: int) -> list[Span]:
-    return list(spans_of(list(accumulate(units, initial=0)), grains.__getitem__, most, room))
+def shared(units: list[int], grains: list[int], most: int, room: int, least: int) -> list[Span]:
+    return list(spans_of(list(accumulate(units, initial=0)), grains.__getitem__, most, room, least))
 
 
 def cuts(units: list[int], spans: list[Span]) -> list[tuple[int, int]]:
@@ -35,11 +35,16 @@ def test_any_parts_fill_buffers_in_order_and_within_their_size(seed: int) -> Non
     grains = [lot.choice([1, 2, 7, 16, max(total, 1)]) for total in units]
     most = lot.choice([1, 5, 16, 64, 1000])
     room = max(most // 4, 1)
-    spans = shared(units, grains, most, room)
+    least = lot.choice([most, max(most // 8, 1)])
+    spans = shared(units, grains, most, room, least)
     assert [unit for span in spans for unit in range(*span)] == list(range(sum(units)))
+    left = [sum(units) - span.start for span in spans]
+    assert least == most or all(
+        2 * (stop - start) <= max(rest + 1, 2 * least) for (start, stop), rest in zip(spans, left, strict=True)
+    )
     assert all(0 < span.stop - span.start <= (most if at else room) for at, span in enumerate(spans))
     for part, unit in cuts(units, spans):  # behind a grain, unless a grain is larger than the buffer
-        assert unit % grains[part] == 0 or grains[part] > room
+        assert unit % grains[part] == 0 or grains[part] > min(room, least)
 
 
 def test_the_first_buffer_is_smaller_so_that_copying_begins_soon_but_not_when_there_is_no_other() -> None:
@@ -51,14 +56,25 @@ def test_the_first_buffer_is_smaller_so_that_copying_begins_soon_but_not_when_th
     assert list(plan(paged, parts[:1]).slots(512 * 512, 4)) == [Span(0, 256)]
 
 
+def test_the_last_buffers_hold_less_and_less_where_their_checksums_are_waited_for() -> None:
+    paged = PagedKV([torch.zeros(40, 2, 16, 2, 8, dtype=torch.bfloat16) for _ in range(4)])
+    parts = [Part(range(32), memoryview(bytearray(32 * 8 * 512))) for _ in range(8)]
+    job = plan(paged, parts)
+    assert [stop - start for start, stop in job.slots(512 * 512, 1, 8)] == [512, 512, 512, 256, 128, 64, 64]
+    alone = plan(paged, parts[:1])
+    assert [stop - start for start, stop in alone.slots(512 * 512, 4, 8)] == [128, 64, 64]
+    planned = LayerPlans(paged, parts).at(1)
+    assert planned.slots(512 * 512, 1) != planned.slots(512 * 512, 1, 8), "one is not taken for the other"
+
+
 def test_a_chunk_as_large_as_a_buffer_is_cut_once_at_the_beginning_and_never_again() -> None:
     units = [1024] * 32
-    assert cuts(units, shared(units, [32] * 32, 1024, 256)) == [(0, 256)]
+    assert cuts(units, shared(units, [32] * 32, 1024, 256, 1024)) == [(0, 256)]
 
 
 def test_a_small_part_is_never_cut() -> None:
     units = [36] * 100
-    spans = shared(units, units, 1024, 256)
+    spans = shared(units, units, 1024, 256, 1024)
     assert spans[-1].stop == 3600
     assert cuts(units, spans) == []
 

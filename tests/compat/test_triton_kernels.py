@@ -63,7 +63,7 @@ from tests.adapters.paged_layouts import planes_first
 kv = PagedKV([planes_first((40, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)])
 lot, sums = random.Random(4), TritonSums(kv, 64)
 nbytes = torch.Size(kv.shape(1)).numel() * 2
-counts = (2, 2, 1, 3)
+counts = (2, 2, 1, 13)  # the last one's blocks are more than are summed up in one turn of the loop, or in two
 parts = [Part(range(n), memoryview(bytearray(lot.randbytes(n * nbytes))), row=9 - at) for at, n in enumerate(counts)]
 plans = LayerPlans(kv, parts)
 for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):

@@ -102,7 +102,7 @@ def after_copy(engine: PagedEngine, then: Between) -> None:
     transfer, count = engine.groups[0].transfer, iter(range(1, 10_000))
     load = transfer.load
 
-    def copied(parts: Any, *, after: Any = None) -> Moving:
+    def copied(parts: Any, *, after: Any = None, is_last: bool = False) -> Moving:
         moving = load(parts)
         then(next(count))
         return moving
