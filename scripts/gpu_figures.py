@@ -47,7 +47,7 @@ FIGURES = {
         "hit-sweep --shape 3b --rates 0,0.5 --chunk-tokens 248 --arms recompute,gpu,cpu,lane --repeats 5 --limit-s 330",
     ),
     "long-prefill": Figure(300, "long-prefill --shape 7b --prompts 4 --outputs 2,16 --repeats 2"),
-    "vllm": Figure(400, "vllm --arms none,offloading,lane,lane+layers --repeats 7"),
+    "vllm": Figure(400, "vllm --arms none,offloading,lane,lane+layers --repeats 9"),
     "vllm-tiers": Figure(200, "vllm --arms none,offloading,memory,tcp --prompt-tokens 15400"),
 }
 GRACE_S = 20
