@@ -120,8 +120,10 @@ def test_a_layer_that_does_not_come_is_seen_by_the_output(monkeypatch: pytest.Mo
 def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     real, calls = HostTransfer.load, []
 
-    def wrong(transfer: HostTransfer, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
-        moving = real(transfer, parts, after=after)
+    def wrong(
+        transfer: HostTransfer, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False
+    ) -> Moving:
+        moving = real(transfer, parts, after=after, is_last=is_last)
         calls.append(parts)
         if len(calls) > (part != "push"):  # the first is that of the prefix
             transfer.paged.layers[0].view(torch.uint8)[parts[0].pages[0], 1, 3, 1, 2] ^= 1
