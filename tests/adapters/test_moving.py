@@ -2,16 +2,14 @@
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, Moves, StoreJob
 from kvredis.adapters.moving_options import PagedGroup
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import Moving, Part
+from kvredis.adapters.transfer import Part
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeLease
@@ -139,30 +137,6 @@ def test_what_eviction_leaves_of_a_prompt_is_a_prefix() -> None:
         mover.store(StoreJob("r", moves, 9 * CHUNK))
         assert mover.settle(WAIT_S)
     assert backend.match([move.key for move in moves]) == len(backend.values) == 6
-
-
-class NotingTransfer(GatedTransfer):
-    """Notes of each load its parts, and whether it was said to be the last."""
-
-    def __init__(self, paged: PagedKV) -> None:
-        super().__init__(paged)
-        self.open.set()
-        self.loads: list[tuple[int, bool]] = []
-
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        self.loads.append((len(parts), is_last))
-        return super().load(parts, after=after, is_last=is_last)
-
-
-@pytest.mark.parametrize("batch_bytes", [1, 70_000, 1 << 30])
-def test_a_transfer_is_told_of_the_last_call_of_a_load_and_of_no_other(batch_bytes: int) -> None:
-    engine, moves = PagedEngine(100, transfer=NotingTransfer), moves_of("a", 5) + moves_of("a", 4, group=1)
-    backend = stored(FakeBackend(), PagedEngine(50), moves)
-    with mover_on(backend, engine, batch_bytes=batch_bytes) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 9
-    first, second = (group.transfer.loads for group in engine.groups)  # type: ignore[attr-defined]
-    assert [is_last for _, is_last in (*first, *second)] == [False] * (len(first) + len(second) - 1) + [True]
-    assert [sum(count for count, _ in calls) for calls in (first, second)] == [5, 4]
 
 
 def test_a_chunk_that_is_missing_fails_and_all_behind_it_do() -> None:

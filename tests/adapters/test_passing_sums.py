@@ -78,9 +78,7 @@ def test_in_whatever_order_streams_run_sums_are_of_the_bytes_that_passed(seed: i
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("counts", [[7], COUNTS, [3] * 50])
-def test_a_load_whose_end_comes_in_smaller_pieces_has_all_its_bytes_and_their_sums(
-    seed: int, counts: list[int]
-) -> None:
+def test_a_load_whose_end_comes_in_pieces_has_all_its_bytes_and_sums(seed: int, counts: list[int]) -> None:
     layers = [planes_first((160, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)]
     transfer, _ = ring(layers, seed, units=64)
     parts, sums = summed(transfer, counts)
