@@ -129,9 +129,15 @@ class RingTransfer:
             yield plan(self.paged, some)
 
     def _begin(
-        self, way: RingWay, parts: Sequence[Part], jobs: Iterator[AnyPlan], after: Any, *, sums: bool = False,
+        self,
+        way: RingWay,
+        parts: Sequence[Part],
+        jobs: Iterator[AnyPlan],
+        after: Any,
+        *,
+        sums: bool = False,
         is_last: bool = False,
-    ) -> Moving:  # fmt: skip
+    ) -> Moving:
         moving = RingMoving(parts)
         job = next(jobs)
         try:

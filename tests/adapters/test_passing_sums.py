@@ -76,18 +76,6 @@ def test_in_whatever_order_streams_run_sums_are_of_the_bytes_that_passed(seed: i
     assert all(each.done() for each in (*sums, *others))
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("counts", [[7], COUNTS, [3] * 50])
-def test_a_load_whose_end_comes_in_pieces_has_all_its_bytes_and_sums(seed: int, counts: list[int]) -> None:
-    layers = [planes_first((160, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)]
-    transfer, _ = ring(layers, seed, units=64)
-    parts, sums = summed(transfer, counts)
-    moving = transfer.load(parts, is_last=True)
-    assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
-    moving.wait()
-    assert all(block_of(layers, part.pages).numpy().tobytes() == bytes(part.memory) for part in parts)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_chunks_that_move_by_layers_add_up_to_their_sums_and_are_whole(seed: int) -> None:
     layers = made_layers()

@@ -1,4 +1,4 @@
-"""Which calls of a transfer a load is made of: the last one is said to be that, since somebody waits for its end."""
+"""The end of a load, which somebody waits for: a transfer is told of it, and a ring brings it in smaller pieces."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,8 @@ from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.transfer import Moving, Part
 from tests.adapters.manual_transfer import with_blocks
 from tests.adapters.paged_engine import GatedTransfer, PagedEngine, mover_on, moves_of
+from tests.adapters.paged_layouts import block_of, planes_first
+from tests.adapters.test_passing_sums import COUNTS, ring, summed, true_sum
 
 
 class NotingTransfer(GatedTransfer):
@@ -31,6 +33,23 @@ def test_a_transfer_is_told_of_the_last_call_of_a_load_and_of_no_other(batch_byt
     backend, _ = with_blocks(job)
     with mover_on(backend, engine, batch_bytes=batch_bytes) as mover:
         assert mover.load_now(job) == 9
-    first, second = (group.transfer.loads for group in engine.groups)  # type: ignore[attr-defined]
+    transfers = [group.transfer for group in engine.groups]
+    first, second = (each.loads for each in transfers if isinstance(each, NotingTransfer))
     assert [is_last for _, is_last in (*first, *second)] == [False] * (len(first) + len(second) - 1) + [True]
     assert [sum(count for count, _ in calls) for calls in (first, second)] == [5, 4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("counts", [[7], COUNTS, [3] * 50])
+def test_a_ring_s_last_load_comes_in_more_pieces_with_all_its_bytes_and_sums(seed: int, counts: list[int]) -> None:
+    pieces = list[int]()
+    for is_last in (False, True):
+        layers = [planes_first((160, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)]
+        transfer, gpu = ring(layers, seed, units=64)
+        parts, sums = summed(transfer, counts)
+        moving = transfer.load(parts, is_last=is_last)
+        assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
+        moving.wait()
+        assert all(block_of(layers, part.pages).numpy().tobytes() == bytes(part.memory) for part in parts)
+        pieces.append(len(gpu.copies))
+    assert pieces[1] >= pieces[0] + 2
