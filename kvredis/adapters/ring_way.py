@@ -7,6 +7,7 @@ wait in buffers for an engine that has not given its pages away yet.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -33,15 +34,22 @@ LAST_IN: Final = 8
 chunk one part is summed up behind the other, 32 MiB in 0.5 ms: beside the copies, if it comes in pieces. To enqueue a
 piece takes twice as long as to copy 8 MiB, so only few are that small."""
 
+PACE: Final = 100e9
+"""Bytes per second. While all buffers are under way chunks are enqueued no faster, twice as fast as PCIe 5 moves them:
+who launches an engine's kernels from Python gets no turn of the interpreter beside a thread that calls the runtime
+again and again. The first layer of an eager 8k prefill ended 1.5 to 2.3 ms later beside a load of 17 buffers at once,
+0.5 so (H200). Layers, and the end of a load, are not kept waiting."""
+
 AnyPlan = Plan | LayerPlan
 
 
 @dataclass(slots=True)
 class Slot:
-    """A staging buffer, and the event behind which it may be filled anew. Where checksums are found, a stream of its
-    own does the slow part of that, out of a scratch, which is free behind `summed`."""
+    """A staging buffer, how much it holds, and the event behind which it may be filled anew. Where checksums are found,
+    a stream of its own does the slow part of that, out of a scratch, which is free behind `summed`."""
 
     buffer: torch.Tensor
+    units: int = 0
     free: Event | None = None
     sums: Any = None
     scratch: torch.Tensor | None = None
@@ -135,7 +143,8 @@ class RingWay:
         device = self._device
         pages = self._pages(job, after, moving)
         for span in job.slots(self._nbytes, FIRST_OUT if self._rests else 1):
-            slot = self._slot()
+            self._breathe(job)
+            slot = self._slot(span)
             if slot.free is not None:
                 device.wait(self._kernels, slot.free)
             launches = job.launches(span)
@@ -168,10 +177,19 @@ class RingWay:
             yield each.span, each.slot
         spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1, last_share)
         for span in islice(spans, len(staged), None):
+            if last_share == 1:  # else the rest is in small pieces, and waited for
+                self._breathe(job)
             slot = self._filled(job, span)
             self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that
             self._device.behind(self._kernels, self._copies)
             yield span, slot
+
+    def _breathe(self, job: AnyPlan) -> None:
+        """Leave the interpreter to others for a while, if the next buffer is under way still, and the last one too."""
+        if isinstance(job, Plan) and not job.is_layered:
+            free = self._ring[self._next].free
+            if free is not None and not free.query():
+                time.sleep(self._ring[self._next - 1].units * job.unit_bytes / PACE)
 
     def _taken(self, job: AnyPlan) -> list[Staged]:
         """What is staged of that job, which is no more; nothing else stays staged but what is loaded behind it."""
@@ -184,7 +202,7 @@ class RingWay:
 
     def _filled(self, job: AnyPlan, span: Span) -> Slot:
         """Copy what a buffer is to hold into the next one."""
-        slot = self._slot()
+        slot = self._slot(span)
         if self._loaded is not None and self._loaded.slot is slot:
             self._sum_up()
         if slot.free is not None:
@@ -249,8 +267,9 @@ class RingWay:
         last = self._ring[self._next - 1].free
         return last is None or last.query()
 
-    def _slot(self) -> Slot:
+    def _slot(self, span: Span) -> Slot:
         slot = self._ring[self._next]
+        slot.units = span.stop - span.start
         self._next = (self._next + 1) % len(self._ring)
         return slot
 

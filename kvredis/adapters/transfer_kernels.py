@@ -24,7 +24,8 @@ from .ring_plan import Launch
 
 logger = logging.getLogger(__name__)
 
-_TILE_BYTES: Final = 16 * 1024
+_TILE_BYTES: Final = 32 * 1024
+"""64 MiB are gathered in 37.6 us and scattered in 38.1, back to back; by 16 KiB in 38.5 and 38.6 (H200)."""
 _WARPS: Final = 8
 _ALIGNED: Final = 16
 _TL_INTEGERS: Final = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
