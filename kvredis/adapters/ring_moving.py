@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class RingMoving:
     parts: Sequence[Part]
     hold: list[object] = field(default_factory=list)
     failure: Exception | None = None
+    began_s: float = field(default_factory=time.perf_counter)
     _marks: deque[tuple[int, Event]] = field(default_factory=deque)
     _moved: int = 0
     _over: bool = False

@@ -1,15 +1,17 @@
-"""Pauses between a long job's buffers: as long as others are under way, of chunks alone, and never at the end."""
+"""Pauses between a long job's buffers: while others are under way, of few chunks alone, and not at a load's end."""
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from kvredis.adapters import ring_way
-from kvredis.adapters.ring_way import PACE
+from kvredis.adapters import ring_way, transfer_cuda
+from kvredis.adapters.ring_moving import RingMoving
+from kvredis.adapters.ring_way import PACE, PACED_PARTS
 from kvredis.adapters.transfer import Part
 from kvredis.adapters.transfer_cuda import RingTransfer
 from tests.adapters.lazy_gpu import LazyEvent, LazyGpu
@@ -22,16 +24,27 @@ SLOTS = 2
 
 
 class Pauses:
-    """Takes the place of time.sleep; `gpu` works off all that it was given meanwhile, or nothing."""
+    """A clock that only pauses move, and `took_s` each copy. `works`: the GPU does all it was given in a pause."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: LazyGpu, *, works: bool) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, gpu: LazyGpu, *, works: bool = False, took_s: float = 0
+    ) -> None:
         self.seconds: list[float] = []
+        self._now_s = 0.0
         self._gpu = gpu
         self._works = works
-        monkeypatch.setattr(ring_way, "time", SimpleNamespace(sleep=self._sleep))
+        monkeypatch.setattr(ring_way, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
+        monkeypatch.setattr(transfer_cuda, "RingMoving", partial(RingMoving, began_s=0.0))
+        for name in ("copy_out", "copy_in"):
+            monkeypatch.setattr(gpu, name, partial(self._copy, getattr(gpu, name), took_s))
+
+    def _copy(self, copy: Any, took_s: float, *args: Any, **kwargs: Any) -> None:
+        self._now_s += took_s
+        copy(*args, **kwargs)
 
     def _sleep(self, seconds: float) -> None:
         self.seconds.append(seconds)
+        self._now_s += seconds
         while self._works and self._gpu.step():
             pass
 
@@ -55,19 +68,41 @@ def closed_gate(gpu: LazyGpu) -> tuple[LazyEvent, Any]:
 
 
 @pytest.mark.parametrize("way", ["store", "load"])
-def test_behind_buffers_under_way_a_pause_is_as_long_as_the_last_of_them_at_that_pace(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     gate, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, works=False)
+    pauses = Pauses(monkeypatch, gpu)
     moving = getattr(transfer, way)([part], after=after)
-    # All is enqueued, though nothing can move; the first buffer is a small one.
+    # All is enqueued, though nothing can move.
+    buffer_s = UNITS * unit_bytes(layers) / PACE
     assert len(pauses.seconds) == len(gpu.copies) - SLOTS > 8
-    assert pauses.seconds == pytest.approx([UNITS * unit_bytes(layers) / PACE] * len(pauses.seconds))
+    assert buffer_s < pauses.seconds[0] < 1.5 * buffer_s, "behind a small one, which a job begins with, and another"
+    assert pauses.seconds[1:] == pytest.approx([buffer_s] * len(pauses.seconds[1:]))
     gate.passed = True
     moving.wait()
     assert bytes(part.memory) == block_of(layers, range(PAGES)).numpy().tobytes()
+
+
+def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, transfer, gpu, part = made()
+    _, after = closed_gate(gpu)
+    buffer_s = UNITS * unit_bytes(layers) / PACE
+    pauses = Pauses(monkeypatch, gpu, took_s=0.7 * buffer_s)
+    transfer.load([part], after=after)
+    first, *others = pauses.seconds
+    assert first == pytest.approx((2.25 - 3 * 0.7) * buffer_s), (
+        "the first buffer is a quarter, and none before the third"
+    )
+    assert others == pytest.approx([0.3 * buffer_s] * (len(gpu.copies) - 4))
+
+
+def test_slow_enqueuing_has_no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, transfer, gpu, part = made()
+    _, after = closed_gate(gpu)
+    pauses = Pauses(monkeypatch, gpu, took_s=1.1 * UNITS * unit_bytes(layers) / PACE)
+    transfer.load([part], after=after)
+    assert len(gpu.copies) > 8
+    assert not pauses.seconds
 
 
 @pytest.mark.parametrize("way", ["store", "load"])
@@ -79,16 +114,18 @@ def test_a_buffer_that_is_free_again_is_filled_at_once(way: str, monkeypatch: py
     assert bytes(part.memory) == block_of(layers, range(PAGES)).numpy().tobytes()
 
 
-def test_a_small_buffer_under_way_makes_a_short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, transfer, gpu, _ = made()
+@pytest.mark.parametrize(("count", "is_paced"), [(PACED_PARTS, True), (PACED_PARTS + 1, False)])
+def test_jobs_of_many_parts_have_no_pauses(count: int, is_paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [planes_first((60, 2, 16, 2, 32), torch.bfloat16) for _ in range(2)]
+    transfer, gpu = ring(layers, units=4 * UNITS)
     gate, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, works=False)
-    parts = [Part([at], memoryview(bytearray(4 * unit_bytes(layers)))) for at in range(5)]
-    movings = [transfer.load([part], after=after) for part in parts]
-    assert pauses.seconds == pytest.approx([4 * unit_bytes(layers) / PACE] * 3)
+    pauses = Pauses(monkeypatch, gpu)
+    parts = [Part([at], memoryview(bytearray(4 * unit_bytes(layers)))) for at in range(count)]
+    moving = transfer.load(parts, after=after)
+    assert len(gpu.copies) > SLOTS + 2
+    assert bool(pauses.seconds) == is_paced
     gate.passed = True
-    for moving in movings:
-        moving.wait()
+    moving.wait()
     assert all(bytes(part.memory) == block_of(layers, part.pages).numpy().tobytes() for part in parts)
 
 
@@ -97,7 +134,7 @@ def test_whoever_moves_layers_is_not_kept(way: str, monkeypatch: pytest.MonkeyPa
     layers, transfer, gpu, part = made()
     half = part.memory.nbytes // 2
     gate, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, works=False)
+    pauses = Pauses(monkeypatch, gpu)
     planned = getattr(transfer.layers([part]), way)(1, after=after)
     alone = getattr(transfer, way)([Part(range(PAGES), part.memory[:half], layers=range(1))], after=after)
     assert len(gpu.copies) > 10
@@ -113,7 +150,7 @@ def test_the_end_of_a_load_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) 
     transfer, gpu = ring(layers, 0, units=64)
     parts, sums = summed(transfer, [7] * 15)
     gate, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, works=False)
+    pauses = Pauses(monkeypatch, gpu)
     moving = transfer.load(parts, after=after, is_last=True)
     assert len(gpu.copies) > 4
     assert not pauses.seconds
@@ -131,6 +168,7 @@ def test_a_device_that_is_lost_before_a_pause_is_an_error_of_the_job(monkeypatch
         monkeypatch.setattr(LazyEvent, "query", query)
         raise RuntimeError("this GPU has fallen off the bus")
 
+    Pauses(monkeypatch, gpu)
     monkeypatch.setattr(LazyEvent, "query", lost)
     moving = transfer.store([part])
     assert len(gpu.copies) == SLOTS
