@@ -24,6 +24,7 @@ class RingMoving:
     hold: list[object] = field(default_factory=list)
     failure: Exception | None = None
     began_s: float = field(default_factory=time.perf_counter)
+    """When it was asked for."""
     _marks: deque[tuple[int, Event]] = field(default_factory=deque)
     _moved: int = 0
     _over: bool = False

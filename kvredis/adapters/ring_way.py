@@ -34,13 +34,14 @@ LAST_IN: Final = 8
 chunk one part is summed up behind the other, 32 MiB in 0.5 ms: beside the copies, if it comes in pieces. To enqueue a
 piece takes twice as long as to copy 8 MiB, so only few are that small."""
 
-PACE: Final = 100e9
-"""Bytes per second. While all buffers are under way chunks are enqueued no faster, twice as fast as PCIe 5 moves them:
-who launches an engine's kernels from Python gets no turn of the interpreter beside a thread that calls the runtime
-again and again. The first layer of an eager 8k prefill ended 1.5 to 2.3 ms later beside a load of 17 buffers at once,
-0.5 so (H200). Layers, and the end of a load, are not kept waiting."""
+PACE_BYTES_PER_S: Final = 100e9
+"""While all buffers are under way chunks are enqueued no faster, twice as fast as PCIe 5 moves them: who launches an
+engine's kernels from Python gets no turn of the interpreter beside a thread that calls the runtime again and again. The
+first layer of an eager 8k prefill ended 1.5 to 2.3 ms later beside a load of 17 buffers at once, 0.5 so (H200). Layers,
+and a load's last buffers that are filled to less and less, are not kept waiting."""
 PACED_PARTS: Final = 48
-"""At most: to list more is slow by itself, slower behind a pause. Chunks of 16 tokens moved 7 % slower with them."""
+"""Of a job that has pauses, at most. To list more is slow by itself, and slower behind a pause: 3b in chunks of 16
+tokens moved 7 % slower (H200). More go in two, each of which would count for itself (transfer_cuda.HEAD_PARTS)."""
 
 AnyPlan = Plan | LayerPlan
 
@@ -144,7 +145,7 @@ class RingWay:
         device = self._device
         pages = self._pages(job, after, moving)
         for span in job.slots(self._nbytes, FIRST_OUT if self._rests else 1):
-            self._breathe(job, span, moving)
+            self._pace(job, span, moving)
             slot = self._slot()
             if slot.free is not None:
                 device.wait(self._kernels, slot.free)
@@ -179,16 +180,16 @@ class RingWay:
         spans = job.slots(self._nbytes, FIRST_IN if self._rests and not staged else 1, last_share)
         for span in islice(spans, len(staged), None):
             if last_share == 1:  # else the rest is in small pieces, and waited for
-                self._breathe(job, span, moving)
+                self._pace(job, span, moving)
             slot = self._filled(job, span)
             self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that
             self._device.behind(self._kernels, self._copies)
             yield span, slot
 
-    def _breathe(self, job: AnyPlan, span: Span, moving: RingMoving) -> None:
+    def _pace(self, job: AnyPlan, span: Span, moving: RingMoving) -> None:
         """Leave the interpreter to others, if what was enqueued of a job keeps the device busy for a while."""
         if isinstance(job, Plan) and not job.is_layered and len(moving.parts) <= PACED_PARTS:
-            early_s = moving.began_s + span.start * job.unit_bytes / PACE - time.perf_counter()
+            early_s = moving.began_s + span.start * job.unit_bytes / PACE_BYTES_PER_S - time.perf_counter()
             free = self._ring[self._next].free
             if early_s > 0 and free is not None and not free.query():
                 time.sleep(early_s)

@@ -5,9 +5,9 @@ that writes over PCIe (those stall an engine that computes). For each direction 
 for kernels and one for copies, so that a buffer is filled while the one before it is copied. Nothing waits for the
 engine's own streams, and nothing on them for us: a store begins behind the event that the caller recorded.
 
-A job is enqueued as a whole, a long one with pauses (ring_way.PACE), and the device works it off. For that the caller's
-thread waits only in `Moving.wait`. Where checksums are wanted (ring_sums.py) the device finds them out of the buffers,
-on streams of their own.
+A job is enqueued as a whole, a long one with pauses (ring_way.PACE_BYTES_PER_S), and the device works it off. For that
+the caller's thread waits only in `Moving.wait`. Where checksums are wanted (ring_sums.py) the device finds them out of
+the buffers, on streams of their own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from kvredis.adapters import ring_way, transfer_cuda
 from kvredis.adapters.ring_moving import RingMoving
-from kvredis.adapters.ring_way import PACE, PACED_PARTS
+from kvredis.adapters.ring_way import PACE_BYTES_PER_S, PACED_PARTS
 from kvredis.adapters.transfer import Part
 from kvredis.adapters.transfer_cuda import RingTransfer
 from tests.adapters.lazy_gpu import LazyEvent, LazyGpu
@@ -74,7 +74,7 @@ def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkey
     pauses = Pauses(monkeypatch, gpu)
     moving = getattr(transfer, way)([part], after=after)
     # All is enqueued, though nothing can move.
-    buffer_s = UNITS * unit_bytes(layers) / PACE
+    buffer_s = UNITS * unit_bytes(layers) / PACE_BYTES_PER_S
     assert len(pauses.seconds) == len(gpu.copies) - SLOTS > 8
     assert buffer_s < pauses.seconds[0] < 1.5 * buffer_s, "behind a small one, which a job begins with, and another"
     assert pauses.seconds[1:] == pytest.approx([buffer_s] * len(pauses.seconds[1:]))
@@ -86,7 +86,7 @@ def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkey
 def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     _, after = closed_gate(gpu)
-    buffer_s = UNITS * unit_bytes(layers) / PACE
+    buffer_s = UNITS * unit_bytes(layers) / PACE_BYTES_PER_S
     pauses = Pauses(monkeypatch, gpu, took_s=0.7 * buffer_s)
     transfer.load([part], after=after)
     first, *others = pauses.seconds
@@ -99,7 +99,7 @@ def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatc
 def test_slow_enqueuing_has_no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     _, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, took_s=1.1 * UNITS * unit_bytes(layers) / PACE)
+    pauses = Pauses(monkeypatch, gpu, took_s=1.1 * UNITS * unit_bytes(layers) / PACE_BYTES_PER_S)
     transfer.load([part], after=after)
     assert len(gpu.copies) > 8
     assert not pauses.seconds
