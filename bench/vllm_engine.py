@@ -21,7 +21,7 @@ ANSWER_S: Final = 240.0
 _GIB: Final = 1 << 30
 _BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
 PREFAULT_THREADS: Final = 8
-_GRAPH_TOKENS: Final = (1, 8, 16, 48)
+_GRAPH_TOKENS: Final = (1, 8, 16, 48, 256)
 """Of a pass that is a graph at most: what is left of a prompt that is a hit."""
 
 TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)

@@ -48,8 +48,8 @@ AnyPlan = Plan | LayerPlan
 
 @dataclass(slots=True)
 class Slot:
-    """A staging buffer, and the event behind which it may be filled anew. Where checksums are found, a stream of its
-    own does the slow part of that, out of a scratch, which is free behind `summed`."""
+    """A staging buffer, and the event behind which it may be filled anew. Where checksums are found, another stream
+    does the slow part of that, out of a scratch, which is free behind `summed`."""
 
     buffer: torch.Tensor
     free: Event | None = None
@@ -139,7 +139,7 @@ class RingWay:
     def _open(self) -> None:
         if not self._ring:
             with self._device.on(self._kernels):
-                self._ring = [self._made_slot() for _ in range(self._slots)]
+                self._ring = list(self._made_slots())
 
     def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
         device = self._device
@@ -243,11 +243,16 @@ class RingWay:
             self._sums.found(job.rows[held.start : held.stop], slot.summed)
         return read
 
-    def _made_slot(self) -> Slot:
-        slot = Slot(self._device.buffer(self._nbytes))
-        if self._sums is not None:
-            slot.sums, slot.scratch = self._device.stream(), self._sums.summing.scratch(self._nbytes)
-        return slot
+    def _made_slots(self) -> Iterator[Slot]:
+        """A load's buffers have a stream each for their checksums, of which the last is waited for. A store's share
+        one: with more a process would have more streams with kernels than queues for them (quiet_streams.py)."""
+        stream = None
+        for _ in range(self._slots):
+            slot = Slot(self._device.buffer(self._nbytes))
+            if self._sums is not None:
+                stream = stream if stream is not None and self._is_out else self._device.stream()
+                slot.sums, slot.scratch = stream, self._sums.summing.scratch(self._nbytes)
+            yield slot
 
     def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
         """Have a job's page numbers there; kernels come behind `after` from now on."""

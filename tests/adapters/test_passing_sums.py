@@ -127,6 +127,17 @@ def test_what_is_left_of_a_layer_s_sums_is_done_before_its_buffer_or_page_number
         moving.wait()
 
 
+def test_a_store_s_buffers_share_a_stream_for_sums_and_a_load_s_have_one_each() -> None:
+    transfer, gpu = ring(made_layers())
+    counted = [len(gpu.streams)]
+    for move in (transfer.store, transfer.load):
+        parts, sums = summed(transfer, COUNTS)
+        move(parts).wait()
+        assert all(each.result() for each in sums)
+        counted.append(len(gpu.streams))
+    assert counted == [4, 5, 7]
+
+
 def test_a_layer_that_is_not_there_is_an_error_and_nothing_moves() -> None:
     transfer, gpu = ring(made_layers())
     parts, _ = summed(transfer, [2])
