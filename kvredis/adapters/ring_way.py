@@ -39,6 +39,9 @@ PACE_BYTES_PER_S: Final = 100e9
 engine's kernels from Python gets no turn of the interpreter beside a thread that calls the runtime again and again. The
 first layer of an eager 8k prefill ended 1.5 to 2.3 ms later beside a load of 17 buffers at once, 0.5 so (H200). Layers,
 and a load's last buffers that are filled to less and less, are not kept waiting."""
+PACED_BYTES: Final = 512 * 1024 * 1024
+"""Of a job that has pauses, at least. A smaller one takes the interpreter for less than a millisecond, and ends later
+where a thread wakes late: 3b's 302 MB took 0.2 ms longer with pauses in two of three pairs (H200)."""
 PACED_PARTS: Final = 48
 """Of a job that has pauses, at most. To list more is slow by itself, and slower behind a pause: 3b in chunks of 16
 tokens moved 7 % slower (H200). More go in two, each of which would count for itself (transfer_cuda.HEAD_PARTS)."""
@@ -187,8 +190,10 @@ class RingWay:
             yield span, slot
 
     def _pace(self, job: AnyPlan, span: Span, moving: RingMoving) -> None:
-        """Leave the interpreter to others, if what was enqueued of a job keeps the device busy for a while."""
-        if isinstance(job, Plan) and not job.is_layered and len(moving.parts) <= PACED_PARTS:
+        """Leave the interpreter to others, if what was enqueued of a long job keeps the device busy for a while."""
+        if not isinstance(job, Plan) or job.is_layered or len(moving.parts) > PACED_PARTS:
+            return
+        if job.units * job.unit_bytes >= PACED_BYTES:
             early_s = moving.began_s + span.start * job.unit_bytes / PACE_BYTES_PER_S - time.perf_counter()
             free = self._ring[self._next].free
             if early_s > 0 and free is not None and not free.query():

@@ -1,4 +1,4 @@
-"""Pauses between a long job's buffers: while others are under way, of few chunks alone, and not at a load's end."""
+"""Pauses between a long job's buffers: while others are under way, of few chunks, and not at a load's end."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Pauses:
         self._gpu = gpu
         self._works = works
         monkeypatch.setattr(ring_way, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
+        monkeypatch.setattr(ring_way, "PACED_BYTES", 1)
         monkeypatch.setattr(transfer_cuda, "RingMoving", partial(RingMoving, began_s=0.0))
         for name in ("copy_out", "copy_in"):
             monkeypatch.setattr(gpu, name, partial(self._copy, getattr(gpu, name), took_s))
@@ -112,6 +113,16 @@ def test_a_buffer_that_is_free_again_is_filled_at_once(way: str, monkeypatch: py
     getattr(transfer, way)([part]).wait()
     assert 0 < len(pauses.seconds) <= len(gpu.copies) // SLOTS
     assert bytes(part.memory) == block_of(layers, range(PAGES)).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("more", "is_paced"), [(0, True), (1, False)])
+def test_jobs_of_few_bytes_have_no_pauses(more: int, is_paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, transfer, gpu, part = made()
+    _, after = closed_gate(gpu)
+    pauses = Pauses(monkeypatch, gpu)
+    monkeypatch.setattr(ring_way, "PACED_BYTES", part.memory.nbytes + more)
+    transfer.load([part], after=after)
+    assert bool(pauses.seconds) == is_paced
 
 
 @pytest.mark.parametrize(("count", "is_paced"), [(PACED_PARTS, True), (PACED_PARTS + 1, False)])
