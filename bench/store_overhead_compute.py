@@ -147,7 +147,9 @@ class Modelled:
         return self._kv[number]
 
     def _forward(self, ids: Tensor, cache: Any) -> Tensor:
-        logits: Tensor = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        from kvredis.adapters.transformers_cache import CACHE
+
+        logits: Tensor = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
         return logits
 
     def _cache(self, number: int, tokens: int) -> Any:

@@ -23,6 +23,7 @@ from .layout import ChunkLayout
 from .stats import LoadPlan
 from .tensors import KV, dtype_name
 from .transformers_cache import (
+    CACHE,
     Room,
     attention_layers,
     fresh_cache,
@@ -130,7 +131,13 @@ class CachedModel:
         return self.last_plans[0]
 
     def generate(
-        self, input_ids: torch.Tensor, *, past_key_values: Cache | None = None, request: str = "-", **options: Any
+        self,
+        input_ids: torch.Tensor,
+        *,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        request: str = "-",
+        **options: Any,
     ) -> Any:
         """model.generate() of [prompts, tokens]; every other argument passes through, and so does the result.
 
@@ -139,19 +146,22 @@ class CachedModel:
         linear attention one prompt at a time is served; it is computed up to its last whole chunk first, and a hit
         ends where that was done before.
 
-        `past_key_values` (a DynamicCache) may hold the KV of the first columns: they are kept, and only what is behind
-        them is loaded. Where it has forgotten some of it (a window that is transformers' own, a state), it is used as
-        it is, and nothing is loaded or stored. Prompts are stored when generate() is done, so a streamer gets its
-        tokens first; with save_decode_cache that of the generated tokens too, for a conversation's next turn.
+        `past_key_values` (a DynamicCache), or `cache`, as transformers calls it since 5.24, may hold the KV of the
+        first columns: they are kept, and only what is behind them is loaded. Where it has forgotten some of it (a
+        window that is transformers' own, a state), it is used as it is, and nothing is loaded or stored. Prompts are
+        stored when generate() is done, so a streamer gets its tokens first; with save_decode_cache that of the
+        generated tokens too, for a conversation's next turn.
         Raises ValueError for beams, padding elsewhere, input that is not tokens, or a cache of another kind.
         """
-        rows = self._rows(input_ids, past_key_values, options)
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        past = past_key_values
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are two words for one argument: give one")
+        past = past_key_values if cache is None else cache
+        rows = self._rows(input_ids, past, options)
+        cached = 0 if past is None else past.get_seq_length()
         if past is not None and cached and (self._snapshots or kept_tokens(past) < cached):
             self.last_plans = [LoadPlan(len(row.tokens), min(cached, len(row.tokens)), cached) for row in rows]
             self.last_loaded = 0
-            return cast(Any, self.model).generate(input_ids, past_key_values=past, **options)
+            return cast(Any, self.model).generate(input_ids, **{CACHE: past}, **options)
         self._wait_for_heads(rows)
         self.last_plans = [
             self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request, together=len(rows))
@@ -161,7 +171,7 @@ class CachedModel:
         options["attention_mask"] = options.get("attention_mask", torch.ones_like(input_ids))
         with self._timed(cache, len(rows)):
             snapshots = self._advance(input_ids, cache, rows[0])
-            result = cast(Any, self.model).generate(input_ids, past_key_values=cache, **options)
+            result = cast(Any, self.model).generate(input_ids, **{CACHE: cache}, **options)
         is_ours = past is None and isinstance(result, torch.Tensor)
         self._store(rows, cache, room, result, is_ours=is_ours, request=request)
         for stop, taken in snapshots.items():
@@ -230,9 +240,9 @@ class CachedModel:
                 self.model(
                     input_ids=input_ids[:, start:stop],
                     attention_mask=torch.ones_like(input_ids[:, :stop]),
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{CACHE: cache},
                 )
             taken[stop] = self._snapshots.take(cache)
             start = stop
@@ -334,7 +344,7 @@ class CachedModel:
                 raise ValueError(f"{name}: transformers gives other tokens behind loaded KV with it; not supported")
         _refuse_other_input(options)
         if past is not None:
-            attention_layers(past, "past_key_values")
+            attention_layers(past, CACHE)
         mask = options.get("attention_mask")
         pads = [0] * len(input_ids)
         if mask is not None:

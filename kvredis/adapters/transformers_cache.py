@@ -8,14 +8,20 @@ Written for transformers 4.57 and later: cache.layers[i].keys of [batch, kv_head
 """
 
 from dataclasses import replace
-from typing import Any
+from inspect import signature
+from typing import Any, Final
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig, cache_utils
+from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .layout import ChunkLayout
 from .tensors import empty_kv
+
+_WORDS = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+CACHE: Final = "cache" if "cache" in _WORDS else "past_key_values"
+"""What models and generate() call the argument, and their outputs the field: another word since transformers 5.24."""
 
 
 class _NeverMade:

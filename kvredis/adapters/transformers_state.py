@@ -22,7 +22,7 @@ from .engine import CacheEngine
 from .keys import ChunkKey, keys_of_bytes, token_bytes
 from .layout import ChunkLayout
 from .tensors import borrow, view_tensor
-from .transformers_cache import fresh_cache, linear_layers
+from .transformers_cache import CACHE, fresh_cache, linear_layers
 
 logger = logging.getLogger(__name__)
 
@@ -167,10 +167,10 @@ def probed(model: Any, name: str) -> tuple[State, ...]:
     """
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
     whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
-    model(input_ids=ids, past_key_values=whole, use_cache=True)
-    model(input_ids=ids[:, :PROBE_CUT], past_key_values=parts, use_cache=True)
-    model(input_ids=ids[:, PROBE_CUT:], past_key_values=parts, use_cache=True)
-    model(input_ids=ids[:, PROBE_CUT:], past_key_values=alone, use_cache=True)
+    model(input_ids=ids, **{CACHE: whole}, use_cache=True)
+    model(input_ids=ids[:, :PROBE_CUT], **{CACHE: parts}, use_cache=True)
+    model(input_ids=ids[:, PROBE_CUT:], **{CACHE: parts}, use_cache=True)
+    model(input_ids=ids[:, PROBE_CUT:], **{CACHE: alone}, use_cache=True)
     found = []
     for (state, right), (_, got), (_, other) in zip(states_of(whole), states_of(parts), states_of(alone), strict=True):
         right, got, other = right.double(), got.double(), other.double()

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvredis.adapters.engine import CacheEngine, Role
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import RoomyLayer, attention_layers, keys_and_values, token_major
+from kvredis.adapters.transformers_cache import CACHE, RoomyLayer, attention_layers, keys_and_values, token_major
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
@@ -114,10 +114,10 @@ def test_what_the_engine_has_is_kept_and_only_the_rest_is_loaded(llama: PreTrain
     expected = greedy(cached_over(llama, backend), ids)
     past = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(ids[:, :own], past_key_values=past)
+        llama(ids[:, :own], **{CACHE: past})
     before = [keys.clone() for keys, _ in token_major(past)]
     warm = cached_over(llama, backend)
-    assert greedy(warm, ids, past_key_values=past) == expected
+    assert greedy(warm, ids, **{CACHE: past}) == expected
     assert warm.last_loaded == warm.last_plan.need_to_load == max(96 - own, 0)
     for (after, _), keys in zip(token_major(past), before, strict=True):
         assert torch.equal(after[:own], keys)
@@ -176,7 +176,7 @@ def test_a_conversation_goes_on_with_the_cache_that_generate_returned(llama: Pre
     first = cached.generate(ids, return_dict_in_generate=True, **options)
     longer = torch.cat([first.sequences, prompt(60, seed=2)], dim=1)
     expected = greedy(llama, longer)
-    assert greedy(cached, longer, past_key_values=first.past_key_values) == expected
+    assert greedy(cached, longer, **{CACHE: first[CACHE]}) == expected
     assert cached.last_plan.cached == 107
     assert cached.last_loaded == 0
     again = cached_over(llama, backend)
@@ -211,7 +211,7 @@ def test_without_being_asked_only_the_prompt_is_stored_and_else_all_that_was_com
         ids, max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True
     )
     assert len(backend.values) == (96 + 40 - 1) // CHUNK
-    past = result.past_key_values
+    past = result[CACHE]
     stored = CacheEngine(Config(chunk_size=CHUNK), layout_of(llama, "tiny"), backend)
     out = torch.zeros(3, 2, 135, 2, 16)
     assert stored.retrieve(result.sequences[0], out) == 128
@@ -293,10 +293,25 @@ def test_what_keys_do_not_name_is_refused(
         greedy(cached_over(llama, FakeBackend()), ids, **options)
 
 
+def test_a_cache_is_given_by_transformers_new_word_or_the_old_one_and_not_by_both(llama: PreTrainedModel) -> None:
+    backend, ids = FakeBackend(), prompt(100)
+    expected = greedy(cached_over(llama, backend), ids)
+    for word in ("past_key_values", "cache"):
+        past = DynamicCache(config=llama.config)
+        with torch.no_grad():
+            llama(ids[:, :40], **{CACHE: past})
+        warm = cached_over(llama, backend)
+        assert greedy(warm, ids, **{word: past}) == expected
+        assert warm.last_loaded == 56
+        assert past.get_seq_length() == 107, "it is the one that was given"
+    with pytest.raises(ValueError, match="give one"):
+        greedy(cached_over(llama, backend), ids, past_key_values=past, cache=past)
+
+
 def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
     static = StaticCache(config=llama.config, max_cache_len=32)
     with pytest.raises(ValueError, match="StaticLayer"):
-        greedy(cached_over(llama, FakeBackend()), prompt(8), past_key_values=static)
+        greedy(cached_over(llama, FakeBackend()), prompt(8), **{CACHE: static})
 
 
 def test_models_that_would_be_wrong_silently_are_refused_by_name() -> None:
@@ -323,7 +338,7 @@ def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
     assert (layout.chunk_tokens, layout.model) == (32, "tiny")
     cache = DynamicCache(config=llama.config)
     with torch.no_grad():
-        llama(prompt(8), past_key_values=cache)
+        llama(prompt(8), **{CACHE: cache})
     views = token_major(cache)
     assert views[2][1].shape == (8, 2, 16)
     assert views[2][1].data_ptr() == keys_and_values(attention_layers(cache)[2])[1].data_ptr()

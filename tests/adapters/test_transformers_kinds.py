@@ -12,7 +12,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import RoomyWindow, attention_layers, kept_tokens, keys_and_values, token_major
+from kvredis.adapters.transformers_cache import (
+    CACHE,
+    RoomyWindow,
+    attention_layers,
+    kept_tokens,
+    keys_and_values,
+    token_major,
+)
 from kvredis.backends.config import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import LINEAR, WINDOWS, tiny
@@ -101,10 +108,10 @@ def test_a_cache_with_windows_is_what_transformers_own_would_be(windowed: PreTra
     backend, ids = FakeBackend(), prompt(100)
     greedy(cached_over(windowed, backend), ids)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    ours = cached_over(windowed, backend).generate(ids, return_dict_in_generate=True, **options).past_key_values
+    ours = cached_over(windowed, backend).generate(ids, return_dict_in_generate=True, **options)[CACHE]
     own = DynamicCache(config=windowed.config)
     plain: Any = windowed
-    plain.generate(ids, past_key_values=own, **options)
+    plain.generate(ids, **{CACHE: own}, **options)
     assert ours.get_seq_length() == own.get_seq_length() == 107
     pairs = list(zip(attention_layers(ours), attention_layers(own), strict=True))
     assert any(isinstance(layer, RoomyWindow) for layer, _ in pairs)
@@ -124,7 +131,7 @@ def test_a_conversation_goes_on_with_the_cache_and_its_windows(windowed: PreTrai
     first = cached.generate(ids, return_dict_in_generate=True, **options)
     longer = torch.cat([first.sequences, prompt(60, seed=2)], dim=1)
     expected = greedy(windowed, longer)
-    assert greedy(cached, longer, past_key_values=first.past_key_values) == expected
+    assert greedy(cached, longer, **{CACHE: first[CACHE]}) == expected
     assert (cached.last_plan.cached, cached.last_loaded) == (107, 0)
     again = cached_over(windowed, backend)
     assert greedy(again, longer) == expected
@@ -133,11 +140,11 @@ def test_a_conversation_goes_on_with_the_cache_and_its_windows(windowed: PreTrai
 
 def test_a_cache_whose_windows_have_forgotten_serves_as_it_is_and_stores_nothing(windowed: PreTrainedModel) -> None:
     backend, ids = FakeBackend(), prompt(100)
-    own = DynamicCache(config=windowed.config)
+    own: Any = DynamicCache(config=windowed.config)
     with torch.no_grad():
-        windowed(ids[:, :60], past_key_values=own)
+        windowed(ids[:, :60], **{CACHE: own})
     cached = cached_over(windowed, backend)
-    assert greedy(cached, ids, past_key_values=own) == greedy(windowed, ids)
+    assert greedy(cached, ids, **{CACHE: own}) == greedy(windowed, ids)
     assert (cached.last_loaded, backend.written) == (0, [])
 
 
@@ -251,8 +258,8 @@ def test_a_batch_goes_on_with_its_cache_and_stores_the_generated_tokens() -> Non
     longer = torch.cat([first.sequences, prompt(30, seed=5).expand(2, -1)], dim=1)
     wider = torch.cat([mask, torch.ones(2, 50, dtype=mask.dtype)], dim=1)
     expected = greedy(model, longer, attention_mask=wider)
-    past = first.past_key_values
-    assert greedy(cached, longer, attention_mask=wider, past_key_values=past) == expected
+    past = first[CACHE]
+    assert greedy(cached, longer, attention_mask=wider, **{CACHE: past}) == expected
     again = cached_over(model, backend)
     assert greedy(again, longer, attention_mask=wider) == expected
     assert [plan.hit for plan in again.last_plans] == [96, 80]
@@ -316,10 +323,10 @@ def test_a_model_with_states_is_refused_a_batch_and_goes_on_with_its_own_cache(l
     cached = cached_over(linear, backend)
     with pytest.raises(ValueError, match="one prompt at a time"):
         greedy(cached, ids.expand(2, -1))
-    own = DynamicCache(config=linear.config)
+    own: Any = DynamicCache(config=linear.config)
     with torch.no_grad():
-        linear(ids[:, :20], past_key_values=own)
-    assert greedy(cached, ids, past_key_values=own) == greedy(linear, ids)
+        linear(ids[:, :20], **{CACHE: own})
+    assert greedy(cached, ids, **{CACHE: own}) == greedy(linear, ids)
     assert backend.written == []
 
 
@@ -364,7 +371,7 @@ def test_a_cache_that_the_caller_keeps_is_stored_before_he_has_it() -> None:
     cached = CachedModel(model, CacheEngine(Config(chunk_size=CHUNK), layout_of(model, "tiny"), backend), behind=True)
     result = cached.generate(prompt(100), max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True)
     assert len(backend.written) == 6
-    assert token_major(result.past_key_values)[0][0].shape[0] == 103
+    assert token_major(result[CACHE])[0][0].shape[0] == 103
     cached.close()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvredis.adapters.transformers_cache import CACHE
 from kvredis.bench.cuda_graphs import ATTENTION, Graphed, decode, spans, steps_of
 from kvredis.bench.engine_tables_compute import Engine, Spent
 from kvredis.bench.engine_tables_subjects import NoCache
@@ -45,9 +46,9 @@ def test_the_model_attends_as_transformers_own_does(engine: Engine) -> None:
     found = []
     for model in (other, engine._model):
         with torch.inference_mode():
-            cache = model(input_ids=ids[:, :25], use_cache=True).past_key_values
-            rest = model(input_ids=ids[:, 25:], past_key_values=cache, use_cache=True).logits
-            step = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits
+            cache = model(input_ids=ids[:, :25], use_cache=True)[CACHE]
+            rest = model(input_ids=ids[:, 25:], use_cache=True, **{CACHE: cache}).logits
+            step = model(input_ids=ids[:, :1], use_cache=True, **{CACHE: cache}).logits
         found.append((rest, step))
     (rest, step), (own_rest, own_step) = found
     assert torch.equal(own_rest, rest), "behind a cache a mask is needed"
