@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .layout import ChunkLayout
 from .tensors import empty_kv
 
-_WORDS = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_WORDS = signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters
 
 CACHE: Final = "cache" if "cache" in _WORDS else "past_key_values"
 """What models and generate() call the argument, and their outputs the field: another word since transformers 5.24."""
