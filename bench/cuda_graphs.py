@@ -53,6 +53,17 @@ def use_attention(model: Any) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
+def forward_of(model: Any) -> Forward:
+    """A forward pass of a transformers model, which asks for the last token's logits alone."""
+    from kvredis.adapters.transformers_cache import CACHE
+
+    def forward(ids: Tensor, cache: Any) -> Tensor:
+        logits: Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
+        return logits
+
+    return forward
+
+
 class Graphed:
     """`compute`, for token ids of one shape (rows, tokens), over and over from the same place in memory on. On a GPU it
     is one graph, which is made now and reads what is there when it runs; its memory is `pool`'s, if there is one, and

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .cuda_graphs import Graphed, Passes, Place, steps_of, use_attention
+from .cuda_graphs import Graphed, Passes, Place, forward_of, steps_of, use_attention
 from .engine_tables_subjects import NoCache, Subject
 from .errors import VerificationError
 from .shapes import ModelShape
@@ -83,6 +83,7 @@ class Engine:
         self._columns = columns
         self._model = llama(shape, columns, self.device)
         use_attention(self._model)
+        self._forward = forward_of(self._model)
         self._rooms: dict[Place, Any] = {}
         self._passes = Passes(self._forward, lambda place, tokens: self._cache(self._rooms[place], tokens), self.device)
         self._steps: dict[tuple[Place, int, int], Graphed] = {}
@@ -257,12 +258,6 @@ class Engine:
         cache = fresh_cache(self._model.config)
         room.furnish(cache, fresh_cache(self._model.config), tokens)
         return cache
-
-    def _forward(self, ids: Tensor, cache: Any) -> Tensor:
-        from kvredis.adapters.transformers_cache import CACHE
-
-        logits: Tensor = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
-        return logits
 
     def _checksums(self, kv: Tensor, total: int) -> list[int]:
         """A sum of each chunk's words, each times a number of its place: equal bytes in equal order give equal sums."""

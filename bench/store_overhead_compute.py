@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from .cuda_graphs import Passes, spans, use_attention
+from .cuda_graphs import Passes, forward_of, spans, use_attention
 from .errors import BenchError
 from .shapes import ModelShape
 
@@ -104,7 +104,9 @@ class Modelled:
         self._ids = [torch.tensor([list(prompt)], device=self._device) for prompt in prompts]
         size = (shape.layers, 2, shape.kv_heads, len(prompts[0]), shape.head_dim)
         self._kv = [torch.zeros(size, dtype=torch.bfloat16, device=self._device).transpose(2, 3) for _ in prompts]
-        self._passes = Passes(self._forward, lambda place, tokens: self._cache(place[1], tokens), self._device)
+        self._passes = Passes(
+            forward_of(self._model), lambda place, tokens: self._cache(place[1], tokens), self._device
+        )
         self._number = 0
 
     @property
@@ -145,12 +147,6 @@ class Modelled:
     def kv(self, number: int) -> Tensor:
         """As Compute.kv."""
         return self._kv[number]
-
-    def _forward(self, ids: Tensor, cache: Any) -> Tensor:
-        from kvredis.adapters.transformers_cache import CACHE
-
-        logits: Tensor = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits
-        return logits
 
     def _cache(self, number: int, tokens: int) -> Any:
         from transformers import DynamicCache

@@ -151,7 +151,7 @@ class CachedModel:
         window that is transformers' own, a state), it is used as it is, and nothing is loaded or stored. Prompts are
         stored when generate() is done, so a streamer gets its tokens first; with save_decode_cache that of the
         generated tokens too, for a conversation's next turn.
-        Raises ValueError for beams, padding elsewhere, input that is not tokens, or a cache of another kind.
+        Raises ValueError for beams, padding elsewhere, input that is not tokens, a cache of another kind, or two.
         """
         if cache is not None and past_key_values is not None:
             raise ValueError("cache and past_key_values are two words for one argument: give one")

@@ -14,7 +14,7 @@ VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"
 TESTS = ("tests/adapters/test_transformers.py", "tests/adapters/test_transformers_kinds.py")
 CORE = (
     "second_process or restored or shorter_prefix or batch_of_several or what_the_engine_has or roomy or in_its_room"
-    " or refused_by_name or conversation or generated_tokens or forgets_its_state or without_a_state"
+    " or refused_by_name or new_word or conversation or generated_tokens or forgets_its_state or without_a_state"
 )
 WITHIN_S = 300
 
