@@ -54,8 +54,8 @@ class Walk:
 
     def step(self) -> None:
         """One thing that an engine may do, or that may happen to it."""
-        kinds = [self.load, self.store, self.cancel, self.layers, self.damage, self.look, self.evict]
-        self.lot.choices(kinds, [6, 6, 3, 3, 1, 4, 1])[0]()
+        kinds = [self.load, self.store, self.cancel, self.layers, self.damage, self.look, self.evict, self.rest]
+        self.lot.choices(kinds, [6, 6, 3, 3, 1, 4, 1, 2])[0]()
 
     def load(self) -> None:
         name, moves = self._take(UNWRITTEN)
@@ -108,6 +108,12 @@ class Walk:
                         value = bytearray(lease.view)
                     value[-self.lot.randrange(1, len(value) - 1024)] ^= 1
                     self.backend.store.put(key, bytes(value))
+
+    def rest(self) -> None:
+        """Ask for nothing until all is done. Without it the mover, on a busy machine, may stand still while all steps
+        go by: most stores are dropped then, and no load finds anything."""
+        assert self.mover.settle(WAIT_S)
+        self.look()
 
     def evict(self) -> None:
         self.backend.delete(self.lot.sample(sorted(self.truth), min(3, len(self.truth))))
