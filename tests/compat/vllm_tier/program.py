@@ -99,6 +99,7 @@ class Engine:
             model=model_folder(kind),
             skip_tokenizer_init=True,
             dtype="float32" if kind == "mla" else "bfloat16",
+            attention_backend="CPU_MLA" if kind == "mla" else None,  # a processor's AMX would take one for bfloat16
             enforce_eager=True,
             max_model_len=2048,
             block_size=16 if kind == "mla" else 32,
