@@ -4,7 +4,7 @@ for goes before what it does not.
 Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
 gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Only what
 comes first of a load by layers, for which an engine waits, goes when all that was booked before has passed: its own
-time is booked behind the load's others.
+time is booked behind the load's others. Stores wait, but not for ever: the engine's pages are theirs until they end.
 """
 
 import threading
@@ -16,8 +16,13 @@ LATE_S = 0.025
 """Time that may be made up for when a piece is booked late, since its predecessor took so long to move; its own time if
 that is more."""
 
+PATIENCE_S = 0.25
+PATIENCE_TIMES = 25
+"""How long a piece of a store stands back for loads: so many times as long as it takes itself, or PATIENCE_S if that is
+more. Beside loads that never end stores have a 26th of the bandwidth at most."""
 
-def _wait(changed: threading.Condition, seconds: float | None) -> None:
+
+def _wait(changed: threading.Condition, seconds: float) -> None:
     changed.wait(seconds)
 
 
@@ -28,7 +33,7 @@ class Bandwidth:
         self,
         bytes_per_s: float | None,
         clock: Callable[[], float] = time.monotonic,
-        wait: Callable[[threading.Condition, float | None], None] = _wait,
+        wait: Callable[[threading.Condition, float], None] = _wait,
     ) -> None:
         if bytes_per_s is not None and bytes_per_s < 1:
             raise ValueError(f"a bandwidth of {bytes_per_s} bytes/s moves nothing")
@@ -50,8 +55,8 @@ class Bandwidth:
 
     @contextmanager
     def row(self, *, is_load: bool) -> Iterator[None]:
-        """A row of pieces: the pause before it is not made up for. Stores wait for a row of loads from end to end: one
-        that went between two of its pieces would take its time from them."""
+        """A row of pieces: the pause before it is not made up for. Stores stand back for a row of loads from end to
+        end: one that went between two of its pieces would take its time from them."""
         with self._changed:
             self._free_s = max(self._free_s, self._clock())
             self._loads += is_load
@@ -70,14 +75,16 @@ class Bandwidth:
             return self._booked_s(nbytes) > self._clock()
 
     def take(self, nbytes: int, *, is_load: bool) -> None:
-        """Block until so many bytes may be moved. Stores wait for as long as a load, or a row of them, does."""
+        """Block until so many bytes may be moved. Stores stand back for as long as a load, or a row of them, waits, if
+        their patience lasts."""
         if self._bytes_per_s is None:
             return
         with self._changed:
             self._loads += is_load
             try:
-                while not is_load and self._loads:
-                    self._wait(self._changed, None)
+                patient_s = self._clock() + max(PATIENCE_S, PATIENCE_TIMES * nbytes / self._bytes_per_s)
+                while not is_load and self._loads and (left_s := patient_s - self._clock()) > 0:
+                    self._wait(self._changed, left_s)
                 self._free_s = until_s = self._booked_s(nbytes)
                 self._wait_until(until_s)
             finally:

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvredis.adapters.bandwidth import LATE_S, Bandwidth
+from kvredis.adapters.bandwidth import LATE_S, PATIENCE_S, PATIENCE_TIMES, Bandwidth
 
 GB = 1_000_000_000
 
@@ -18,8 +18,7 @@ class Clock:
     def read(self) -> float:
         return self.now_s
 
-    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
-        assert seconds is not None
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
         self.now_s += seconds
 
 
@@ -114,8 +113,8 @@ def test_a_store_waits_for_as_long_as_loads_do() -> None:
     clock, order = Clock(), []
     in_line, go = threading.Event(), threading.Event()
 
-    def wait(changed: threading.Condition, seconds: float | None) -> None:
-        if seconds is None:  # a store behind loads
+    def wait(changed: threading.Condition, seconds: float) -> None:
+        if seconds > 0.1:  # a store behind loads
             order.append("store waits")
             in_line.set()
             go.set()
@@ -146,8 +145,8 @@ def test_a_store_waits_for_a_row_of_loads_also_between_its_pieces() -> None:
     clock, order = Clock(), []
     in_line = threading.Event()
 
-    def wait(changed: threading.Condition, seconds: float | None) -> None:
-        if seconds is not None:
+    def wait(changed: threading.Condition, seconds: float) -> None:
+        if seconds < 0.1:  # not of a store behind loads
             clock.now_s += seconds
             return
         in_line.set()
@@ -168,6 +167,31 @@ def test_a_store_waits_for_a_row_of_loads_also_between_its_pieces() -> None:
         order.append("loads go")
     storing.join(40)
     assert order == ["loads go", "store goes"]
+
+
+@pytest.mark.parametrize("piece", [1000, GB // 100, GB // 10])
+def test_beside_loads_that_never_end_a_store_goes_when_its_patience_is_over(piece: int) -> None:
+    clock, patience_s = Clock(), max(PATIENCE_S, PATIENCE_TIMES * piece / GB)
+    began_s, is_nested = clock.now_s, False
+
+    def wait(changed: threading.Condition, seconds: float) -> None:
+        """While a store stands back one piece of loads goes after the other."""
+        nonlocal is_nested
+        if is_nested or clock.now_s >= began_s + patience_s:
+            clock.now_s += seconds
+            return
+        is_nested = True
+        bandwidth.take(GB // 100, is_load=True)
+        is_nested = False
+
+    bandwidth = Bandwidth(GB, clock.read, wait)
+    with bandwidth.row(is_load=True):
+        for _ in range(10):
+            began_s = clock.now_s
+            bandwidth.take(piece, is_load=False)
+            took_s = clock.now_s - began_s
+            assert patience_s <= took_s <= patience_s + piece / GB + 0.02
+    assert 10 * piece / GB / (clock.now_s - 100.0) <= 1 / (1 + PATIENCE_TIMES)
 
 
 def test_a_bandwidth_that_moves_nothing_is_refused() -> None:
