@@ -27,7 +27,7 @@ WHOLE = 992
 STORED = {"gemma3": 31 + 2 * 4, "mla": 62, "llama": 31}
 """Chunks of a prompt: of Gemma's two groups of sliding layers only those that the window can still see."""
 TROUBLES = ["cut", "hang", "corrupt", "gone"]
-LLAMA_CHUNK_BYTES = 4 * 2 * 32 * 2 * 64 * 2
+LLAMA_CHUNK_BYTES = 4 * 2 * 32 * 2 * 64 * 4
 
 Told = dict[str, Any]
 

@@ -98,7 +98,7 @@ class Engine:
         self.llm = LLM(
             model=model_folder(kind),
             skip_tokenizer_init=True,
-            dtype="float32" if kind == "mla" else "bfloat16",
+            dtype="bfloat16" if kind == "gemma3" else "float32",  # which computes the same with others beside it
             attention_backend="CPU_MLA" if kind == "mla" else None,  # a processor's AMX would take one for bfloat16
             enforce_eager=True,
             max_model_len=2048,
