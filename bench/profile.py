@@ -10,6 +10,9 @@ GPU no rows), gate. `copies` are those that the trace shows, page numbers on the
 cudaMemcpyBatchAsync is one there, however many pieces of host memory it names. `beside_forward_percent` is the copies'
 time between the first and the last kernel of a forward (gaps between kernels of up to FORWARD_GAP_US belong to it: a
 model launched from Python leaves many); in `beside_kernels_percent` they do not.
+`gap_alone_us` and `gap_beside_us` are the medians of what the GPU takes from one piece of the model's work to the next
+while nothing of ours runs, and within our copies; None where there is no such gap. A kernel that is launched by itself
+is fetched from the host: over the link that loads fill, so each begins later beside them.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import median
 from typing import Any, Final, TypedDict
 
 from .errors import BenchError
@@ -38,6 +43,7 @@ COPIES_MAX: Final = 8.0
 BESIDE_MIN_PERCENT: Final = 90.0
 _SEED: Final = 3
 _PHASES: Final = {"store": "DtoH", "load": "HtoD"}
+_WORKS: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Span = tuple[float, float]
 
@@ -61,6 +67,8 @@ class PhaseRow(TypedDict):
     copy_ms: float
     beside_forward_percent: float
     beside_kernels_percent: float
+    gap_alone_us: float | None
+    gap_beside_us: float | None
 
 
 class ProfileResult(TypedDict):
@@ -219,10 +227,16 @@ def phase_row(name: str, events: Sequence[Mapping[str, Any]], tokens: int) -> Ph
     moved = [(e["ts"], e["ts"] + e["dur"]) for e in copies if _PHASES[name] in e["name"] and e["args"]["bytes"] > 4096]
     total = sum(end - begin for begin, end in moved)
     forward, strict = (100 * shared(moved, joined(computed, gap)) / (total or 1.0) for gap in (FORWARD_GAP_US, 0.0))
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for event in events:
+        if event.get("cat") in _WORKS:
+            spans[event["args"]["stream"] == model].append((event["ts"], event["ts"] + event["dur"]))
+    alone, beside = gaps(spans[True], joined(moved, 0.0), joined(spans[False], 0.0))
     return PhaseRow(
         phase=name, tokens=tokens, copies=len(copies), copies_per_1024=len(copies) * 1024 / tokens,
         nbytes=sum(e["args"]["bytes"] for e in copies), copy_ms=total / 1000,
         beside_forward_percent=forward, beside_kernels_percent=strict,
+        gap_alone_us=median(alone) if alone else None, gap_beside_us=median(beside) if beside else None,
     )  # fmt: skip
 
 
@@ -240,6 +254,19 @@ def joined(spans: Sequence[Span], gap: float) -> list[Span]:
 def shared(spans: Sequence[Span], others: Sequence[Span]) -> float:
     """Give how long `spans` run within `others`, which are joined."""
     return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in spans for since, until in others)
+
+
+def gaps(works: Sequence[Span], moved: Sequence[Span], ours: Sequence[Span]) -> tuple[list[float], list[float]]:
+    """Give how long it is from each work of one stream to its next: where nothing of `ours` runs, and within one of
+    those that are `moved`."""
+    alone, beside = list[float](), list[float]()
+    for (_, end), (begin, _) in pairwise(sorted(works)):
+        gap = max(begin - end, 0.0)
+        if all(until <= end or begin <= since for since, until in ours):
+            alone.append(gap)
+        elif any(since <= end and begin <= until for since, until in moved):
+            beside.append(gap)
+    return alone, beside
 
 
 def gate_lines(rows: Sequence[PhaseRow]) -> list[GateLine]:
@@ -267,6 +294,11 @@ def table_lines(result: ProfileResult) -> Iterator[str]:
             f" {row['beside_forward_percent']:.1f} % beside the forward, {row['beside_kernels_percent']:.1f} % beside"
             " its kernels alone"
         )
+        if row["gap_alone_us"] is not None and row["gap_beside_us"] is not None:
+            yield (
+                f"         from one of the model's kernels to the next {row['gap_alone_us']:.1f} us, within copies"
+                f" {row['gap_beside_us']:.1f}"
+            )
     for line in result["gate"]:
         verdict = "held" if line["passed"] else "MISSED"
         yield f"  {verdict:<6}  {line['name']:<32} {line['bound']:>8} {line['measured']:7.1f}"

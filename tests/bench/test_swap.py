@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from kvredis.adapters.transfer import HostTransfer
 from kvredis.bench import swap_arms
 from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.profile import ProfilePlan, joined, phase_row, shared
+from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, shared, table_lines
 from kvredis.bench.profile import gate_lines as profile_gate
 from kvredis.bench.profile import run as profile_run
 from kvredis.bench.shapes import ModelShape
@@ -211,8 +211,26 @@ def test_a_trace_is_read_by_streams_ours_are_those_that_the_model_does_not_use()
     assert row["beside_forward_percent"] == pytest.approx(75.0)  # 50 us of the second come behind the last kernel
     assert row["beside_kernels_percent"] == pytest.approx(50.0)
     assert [line["passed"] for line in profile_gate([row])] == [True, False]
+    assert row["gap_beside_us"] is None  # no copy of ours has a whole one
     nothing = phase_row("load", [], 1024)
     assert [line["passed"] for line in profile_gate([nothing])] == [False, False]
+
+
+def test_gaps_between_a_model_s_kernels_are_told_alone_and_within_copies() -> None:
+    events = [kernel(7, at, 98 - 3 * (4 <= at // 100 < 8)) for at in range(0, 1200, 100)]
+    events += [memcpy(21, 390, 400, "Memcpy HtoD"), kernel(20, 796, 5)]
+    row = phase_row("load", events, 1024)
+    assert (row["gap_alone_us"], row["gap_beside_us"]) == (2, 5)
+    assert row["copies"] == 1
+    options: dict[str, object] = {"shape": "tiny", "step_tokens": 32}
+    result = ProfileResult(
+        schema="", machine={}, torch="2", device="a GPU", options=options, notes=[], trace="t", rows=[row], gate=[]
+    )
+    assert any(line.endswith("to the next 2.0 us, within copies 5.0") for line in table_lines(result))
+    told = [(0.0, 4.0), (3.0, 6.0), (8.0, 9.0), (11.0, 12.0)]  # the first two overlap; then a gap of 2, and another
+    assert gaps(told, [], []) == ([0.0, 2.0, 2.0], [])
+    assert gaps(told, [(5.0, 8.0)], [(5.0, 8.0), (10.0, 20.0)]) == ([0.0], [2.0])
+    assert gaps(told, [(7.0, 20.0)], [(7.0, 20.0)]) == ([0.0], [2.0])
 
 
 def test_spans_are_joined_over_gaps_and_shared_by_their_overlap() -> None:
