@@ -82,6 +82,9 @@ class LayeredBackend:
     def __init__(self, near: LocalBackend, far: Far, passage: Passage) -> None:
         self.near = near
         self.far = far
+        self.asks_far = False
+        """Whether others look for what is stored here on the far side alone, as a scheduler does whose workers are
+        processes of their own: then what it has lost is sent again, when somebody would store it."""
         self._passage = passage
         self._prefetcher = Prefetcher(self._fetch)
         self._round = _Round()
@@ -95,6 +98,8 @@ class LayeredBackend:
         """As Backend.match: the server is asked once, for what is not near. What of the run it lacks is sent again."""
         find = self.near.store.find
         away = [key for key in keys if find(key) is None]
+        if self.asks_far and len(away) < len(keys):
+            self._note_lost([key for key in keys if find(key) is not None])
         run = len(keys)
         if away:
             found = self.far.match(away)
@@ -170,6 +175,11 @@ class LayeredBackend:
             far = self.far.reserve(leaving.key, len(leaving.view))
         leaving.is_offered = far is not None
         return far
+
+    def _note_lost(self, keys: Sequence[bytes]) -> None:
+        for key, is_there in zip(keys, self.far.present(keys), strict=True):
+            if not is_there:
+                self._passage.note_unsent(key, failed=False)
 
     def _catch_up(self, keys: Sequence[bytes]) -> bool:
         """Send again, head first, what the far side lacks of a run; False when some of that could not be sent."""

@@ -225,3 +225,11 @@ def _resumed(key: bytes, algorithm: Algorithm) -> tuple[bytes, bytes]:
     """What all keys of a chain begin with, and the digest that one of them ends with."""
     digits = 2 * algorithm.digest_bytes
     return key[:-digits], bytes.fromhex(key[-digits:].decode("ascii"))
+
+
+def key_of_rank(key: bytes, rank: int) -> bytes:
+    """The key of the same chunk of another rank: it stands behind the key's only opening brace."""
+    if not rank:
+        return key
+    head, tail = key.split(b"{", 1)
+    return b"%b{%d@%b" % (head, rank, tail.split(b"@", 1)[1])

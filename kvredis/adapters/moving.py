@@ -159,7 +159,10 @@ class ChunkMover:
         """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
         the same for all layers of a step, which are said in their order; the first begins it. Where a load of the step
         has failed nothing of it is stored: requests that share pages have been computed from them alike."""
-        if self._layer_stores is None or not self._layer_stores.computed(place, self._launched()):
+        stores = self._layer_stores
+        if stores is not None and place != self._means.places[0] and place in stores.computed_s:
+            return  # a draft's layer runs once for each draft
+        if stores is None or not stores.computed(place, self._launched()):
             if self._layer_stores is not None:
                 self._layer_stores.finish()
             errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]

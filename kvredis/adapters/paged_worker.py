@@ -15,10 +15,10 @@ import torch
 from kvredis.backends.base import Backend
 
 from .chunk_moves import ChunkMove, LoadJob, StoreJob
+from .keys import key_of_rank
 from .moving import ChunkMover
 from .moving_options import MovingOptions, PagedGroup
 from .paged import PagedKV
-from .scheduling import key_of_rank
 from .scheduling_options import Step
 from .tensors import event_on
 from .transfer import open_transfer
@@ -65,6 +65,7 @@ class PagedWorker:
         names = sorted((name for group in groups for name in group.names), key=in_order)
         self.places = {name: place for place, name in enumerate(names)}
         """Each layer's number in the order of the forward pass."""
+        self._backend = backend
         self._device = caches[names[0]].device
         self._ratios: list[int] = []
         paged_groups = []
@@ -81,6 +82,7 @@ class PagedWorker:
         self._in_step: dict[str, LoadJob] = {}
         self._leased_ahead: tuple[Step | None, list[LoadJob]] = (None, [])
         self._storing: dict[str, set[tuple[int, int]]] = {}
+        self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
         self._unheard: set[int] = set()  # pages that layers have not come into, of which no scheduler knows yet
@@ -91,16 +93,32 @@ class PagedWorker:
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        if step.forget:
+            self.forget(step.forget)
         for name in step.moves.cancelled:
             self.mover.cancel(name)  # its pages are its own until it is told of
             self._cancelled |= {name} & self._waited_for.keys()
         for name, pages in list(self._storing.items()):
             if not pages.isdisjoint(step.taken):
-                if name in self._waited_for:
-                    self._spoilt.add(name)  # its load ends with it, and is no load any more
-                if not self.mover.cancel(name, CANCEL_WAIT_S):
-                    logger.error("A copy of request %s is stuck: its pages are used all the same", name)
-                del self._storing[name]
+                self._end_stores(name)
+
+    def forget(self, prefixes: Collection[bytes]) -> None:
+        """The weights change: end all stores, and delete what begins so, here and on the server."""
+        for name in list(self._storing):
+            self._end_stores(name)
+        try:
+            self._backend.flush()
+            for prefix in prefixes:
+                self._backend.delete_prefix(prefix)
+        except Exception as error:
+            logger.error("KV of weights that are no more may still be stored: %s", error, exc_info=error)
+
+    def _end_stores(self, name: str) -> None:
+        if name in self._waited_for:
+            self._spoilt.add(name)  # its load ends with it, and is no load any more
+        if not self.mover.cancel(name, CANCEL_WAIT_S):
+            logger.error("A copy of request %s is stuck: its pages are used all the same", name)
+        del self._storing[name]
 
     def lease_ahead(self, step: Step) -> None:
         """The step's loads come by layers, and begin when the engine has prepared it: meanwhile their chunks are
@@ -135,6 +153,7 @@ class PagedWorker:
         """The step's stores as this rank has them, none of a step that was described before its scheduler has heard of
         a failed load beside an earlier one. Its pages are watched from here on."""
         jobs: list[StoreJob] = []
+        self._to_store = set()
         self._unheard -= step.lost
         if self._unheard:
             self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
@@ -143,6 +162,7 @@ class PagedWorker:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
                 continue
+            self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
             watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
             jobs.append(replace(job, moves=[self._move(move) for move in ours]))
@@ -155,13 +175,16 @@ class PagedWorker:
         after = self.launched()
         for job in jobs:
             self.mover.store(job, after)
+        self._to_store = set()
 
     def results(self) -> Results:
         """What has come to an end."""
         over = self.mover.finished()
         self._results.stored |= over.stored
         for name in over.stored:
-            if not self.mover.is_storing(name):  # else one that came later reads its pages, and is told of when over
+            # Else one that came later reads its pages, and is told of when over: with speculative decoding vLLM asks
+            # for results before it hands the step's stores over.
+            if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
         for name in over.loaded:
             job, in_step = self._waited_for.pop(name, None), self._in_step.pop(name, None)

@@ -11,14 +11,13 @@ pages that are written from now on (`Step.taken`), and a worker ends whatever st
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from kvredis.backends.base import Backend
 from kvredis.backends.remote_blocks import RemoteBlocks
 
 from .chunk_moves import ChunkMove, LoadJob, StoreJob
-from .keys import ChunkKey, keys_of_bytes, token_bytes
-from .scheduling_options import REST_TOKENS, Prompt, SchedulingOptions, Step
+from .keys import ChunkKey, key_of_rank, keys_of_bytes, token_bytes
+from .scheduling_options import REST_TOKENS, Prompt, Request, SchedulingOptions, Step
 from .stored_events import Offered, StoredEvents, digest_of
 from .vllm_views import LayerGroup
 
@@ -45,25 +44,6 @@ Narrow = Callable[[Sequence[bytes], int, int], int]
 them), how many are worth loading."""
 
 
-@dataclass(slots=True)
-class _Request:
-    prompt: Prompt
-    keys: list[list[ChunkKey]]
-    found: int = 0
-    """Chunks of the prefix that were stored when it was asked for."""
-    computed: int = 0
-    """Tokens the engine had itself then."""
-    answer: int = 0
-    """Tokens to load behind these."""
-    loading: int = 0
-    """Tokens of its load, until it is known what became of that."""
-    asked_attempt: int = -1
-    loaded_attempt: int = -1
-    tables: list[list[int]] = field(default_factory=list)
-    next: list[int] = field(default_factory=list)
-    """Of each group, the first chunk that has not been handed over for storing."""
-
-
 class Scheduling:
     """One engine's requests. One thread calls it: the scheduler's."""
 
@@ -81,7 +61,7 @@ class Scheduling:
         self._narrow = narrow
         self._failing = False
         self._page_tokens = max(group.page_tokens for group in groups)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._step = Step()
         self._loading: dict[str, int] = {}  # chunks under way
 
@@ -91,7 +71,7 @@ class Scheduling:
         """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
         that is under way is over. Asks the backend once for each attempt of a request, and changes nothing."""
         request = self.follow(prompt)
-        if not self.options.loads:
+        if not self.options.loads or self._step.forget:
             return 0
         if request.loaded_attempt == prompt.attempt:
             return 0  # that load has failed: what is missing is computed
@@ -127,18 +107,16 @@ class Scheduling:
         added, or all of them where they were given `anew`."""
         self._step.is_idle = False
         request = self._requests.get(name)
-        if request is None:
-            return
-        if tables is not None:
-            if anew or not request.tables:
-                request.tables = [[] for _ in tables]
-            for number, table in enumerate(tables):
+        if request is not None and tables is not None and (anew or not request.tables):
+            request.tables = [[] for _ in tables]
+        for number, table in enumerate(tables or ()):
+            before = computed // self._tokens_of_page(number)
+            begin = 0 if anew else before  # of a request that is not known here, which takes pages as others do
+            if request is not None:
                 begin = len(request.tables[number])
                 request.tables[number].extend(table)
-                page_tokens = self._tokens_of_page(number)
-                written = max(computed // page_tokens, begin) - begin
-                self._step.taken |= {(number, page) for page in table[written:] if page != NO_PAGE}
-        if self.options.stores:
+            self._step.taken |= {(number, page) for page in table[max(before - begin, 0) :] if page != NO_PAGE}
+        if request is not None and self.options.stores:
             done = min(computed + count, len(request.prompt.tokens))
             parts = [self._stores(request, place, computed, done) for place in range(len(self.groups))]
             if self.events is not None:
@@ -179,6 +157,10 @@ class Scheduling:
         elif request is not None:
             self._count_loaded(request)  # layers that came one by one are told of only where they failed
 
+    def forget(self, prefixes: set[bytes]) -> None:
+        """All keys that begin so are to be forgotten before the next step, by its workers too: other weights follow."""
+        self._step.forget |= prefixes
+
     def tell_events(self) -> None:
         """From now on note which blocks are stored and which are gone."""
         passes = isinstance(self._backend, RemoteBlocks)
@@ -191,14 +173,16 @@ class Scheduling:
 
     # -- keys and what is there --------------------------------------------------------------------------------------
 
-    def follow(self, prompt: Prompt) -> _Request:
+    def follow(self, prompt: Prompt) -> Request:
         """Note what a request is, or that its tokens have become more."""
         request = self._requests.get(prompt.request)
         if request is None or len(request.prompt.tokens) != len(prompt.tokens):
             earlier = request
-            request = _Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
+            request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
             if earlier is not None:
-                request.tables, request.next, request.found = earlier.tables, earlier.next, earlier.found
+                whole = len(earlier.prompt.tokens) // self.groups[0].layout.chunk_tokens  # one that was not is another
+                request.tables, request.found = earlier.tables, min(earlier.found, whole)
+                request.next = [min(at, whole) for at in earlier.next]
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
             self._requests[prompt.request] = request
         request.prompt = prompt
@@ -222,22 +206,19 @@ class Scheduling:
             keys.append(keys_of_bytes(data, group.layout, unfull=unfull, algorithm=algorithm, extras=extras))
         return keys
 
-    def _find(self, request: _Request) -> int:
+    def _find(self, request: Request) -> int:
         """How many chunks of the prefix can be loaded, as far as the backend knows."""
         total = len(request.prompt.tokens)
         self.counters["lookups"] += 1
         self.counters["lookup_tokens"] += total
         count = len(request.keys[0])
-        if not self.options.loads_ahead and count and request.keys[0][-1].stop == total:
-            count -= 1  # the last token's logits come of computing it
-        found = self._find_whole(request, count)
-        for _ in range(WINDOW_QUESTIONS_MAX):
-            left = self._find_windows(request, found)
-            if left == found:
-                break
-            found = left
-        else:
-            found = 0
+        if (
+            count
+            and request.keys[0][-1].stop == total
+            and (not self.options.loads_ahead or any(group.first_kept(total) == total for group in self.groups))
+        ):
+            count -= 1  # the last token's logits come of computing it, which sees a part that begins where it ends
+        found = self._with_windows(request, self._find_whole(request, count))
         self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
         if self.events is not None and found < count and self.groups[0].window is None:
             self.events.missed([request.keys[0][found].key])
@@ -246,7 +227,7 @@ class Scheduling:
             self.hit_rates.append(request.keys[0][found - 1].stop / total)
         return found
 
-    def _find_whole(self, request: _Request, count: int) -> int:
+    def _find_whole(self, request: Request, count: int) -> int:
         """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
         places = [place for place, group in enumerate(self.groups) if group.window is None]
         names = [name for at in range(count) for place in places for name in self._of_ranks(request, place, at)]
@@ -254,7 +235,16 @@ class Scheduling:
             return count
         return self._count(names) * count // len(names)
 
-    def _find_windows(self, request: _Request, found: int) -> int:
+    def _with_windows(self, request: Request, found: int) -> int:
+        """`found`, or the next shorter prefix whose end all sliding windows have."""
+        for _ in range(WINDOW_QUESTIONS_MAX):
+            left = self._find_windows(request, found)
+            if left == found:
+                return found
+            found = left
+        return 0
+
+    def _find_windows(self, request: Request, found: int) -> int:
         """`found`, or less where a sliding window lacks a chunk that it would need there."""
         for place, group in enumerate(self.groups):
             if group.window is None or not found:
@@ -278,19 +268,23 @@ class Scheduling:
         self._failing = False
         return present
 
-    def _of_ranks(self, request: _Request, place: int, at: int) -> list[bytes]:
+    def _of_ranks(self, request: Request, place: int, at: int) -> list[bytes]:
         group, key = self.groups[place], request.keys[place][at].key
         return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
 
-    def _worth(self, request: _Request, is_new: bool) -> int:
+    def _worth(self, request: Request, is_new: bool) -> int:
         """Tokens to load of what was found."""
         keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
         hit = keys[request.found - 1].stop if request.found else 0
         chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
-        chosen = chosen[: max(self.options.max_load_chunks // len(self.groups), 1)]
+        chosen = chosen[: self.options.max_load_chunks // len(self.groups)]
         if self._narrow is not None and chosen:
             each = chosen[0].stop - chosen[0].start
             chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
+        reached = keys.index(chosen[-1]) + 1 if chosen else 0
+        if reached < request.found:  # windows were looked at where the whole ends
+            left = self._with_windows(request, reached)
+            chosen = chosen[: max(len(chosen) - (reached - left), 0)]
         need = chosen[-1].stop - computed if chosen else 0
         text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
         found, why = max(hit - computed, 0), ""
@@ -314,11 +308,11 @@ class Scheduling:
             return least
         return max(least, min(REST_TOKENS, self.groups[0].layout.chunk_tokens) if rest is None else rest)
 
-    def _count_loaded(self, request: _Request) -> None:
+    def _count_loaded(self, request: Request) -> None:
         self.counters["loaded_tokens"] += request.loading
         request.loading = 0
 
-    def _count_places(self, request: _Request, total: int) -> None:
+    def _count_places(self, request: Request, total: int) -> None:
         chunks = request.keys[0][: request.found]
         for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
             self.counters[f"{tier}_tokens"] += max(chunk.stop - max(chunk.start, request.computed), 0)
@@ -326,7 +320,7 @@ class Scheduling:
         self.counters["engine_tokens"] += request.computed
         self.counters["miss_tokens"] += total - known
 
-    def _within_bounds(self, request: _Request) -> int | None:
+    def _within_bounds(self, request: Request) -> int | None:
         under_way = self.chunks_loading
         chunks = -(-request.answer // self.groups[0].layout.chunk_tokens) * len(self.groups)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
@@ -335,7 +329,7 @@ class Scheduling:
 
     # -- chunks and pages --------------------------------------------------------------------------------------------
 
-    def _loads(self, request: _Request, place: int, stop: int) -> list[ChunkMove]:
+    def _loads(self, request: Request, place: int, stop: int) -> list[ChunkMove]:
         """Chunks for the tokens from `computed` on. What the engine has of the first one is not written: the pages that
         a move names are the last ones of its chunk."""
         group, moves = self.groups[place], []
@@ -351,7 +345,7 @@ class Scheduling:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
 
-    def _stores(self, request: _Request, place: int, computed: int, done: int) -> list[ChunkMove]:
+    def _stores(self, request: Request, place: int, computed: int, done: int) -> list[ChunkMove]:
         """Chunks that are complete with this step and have all of their pages still."""
         group, keys, moves = self.groups[place], request.keys[place], []
         request.next[place] = max(request.next[place], request.found)
@@ -365,7 +359,7 @@ class Scheduling:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
 
-    def _offer(self, events: StoredEvents, request: _Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
+    def _offer(self, events: StoredEvents, request: Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
         tokens = request.prompt.tokens
         for place, part in enumerate(parts):
             wanted, parent, blocks = {move.key for move in part}, None, []
@@ -378,7 +372,7 @@ class Scheduling:
             if blocks:
                 events.offered(request.prompt.request, blocks)
 
-    def _pages(self, request: _Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
+    def _pages(self, request: Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
         table = request.tables[group.group] if group.group < len(request.tables) else []
         return tuple(table[start // group.page_tokens : stop // group.page_tokens])
 
@@ -387,11 +381,3 @@ class Scheduling:
 
     def _tokens_of_page(self, number: int) -> int:
         return next((group.page_tokens for group in self.groups if group.group == number), self._page_tokens)
-
-
-def key_of_rank(key: bytes, rank: int) -> bytes:
-    """The key of the same chunk of another rank: it stands behind the key's only opening brace (keys.py)."""
-    if not rank:
-        return key
-    head, tail = key.split(b"{", 1)
-    return b"%b{%d@%b" % (head, rank, tail.split(b"@", 1)[1])

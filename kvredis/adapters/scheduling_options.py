@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .chunk_moves import Moves
-from .keys import DEFAULT_ALGORITHM
+from .keys import DEFAULT_ALGORITHM, ChunkKey
 
 REST_TOKENS = 256
 """Behind a prefix that the engine has in its own pages the rest of a hit is computed where it is less than a chunk, and
@@ -40,12 +40,35 @@ class SchedulingOptions:
 
 
 @dataclass(slots=True)
+class Request:
+    """What is remembered of a request."""
+
+    prompt: Prompt
+    keys: list[list[ChunkKey]]
+    found: int = 0
+    """Chunks of the prefix that were stored when it was asked for."""
+    computed: int = 0
+    """Tokens the engine had itself then."""
+    answer: int = 0
+    """Tokens to load behind these."""
+    loading: int = 0
+    """Tokens of its load, until it is known what became of that."""
+    asked_attempt: int = -1
+    loaded_attempt: int = -1
+    tables: list[list[int]] = field(default_factory=list)
+    next: list[int] = field(default_factory=list)
+    """Of each group, the first chunk that has not been handed over for storing."""
+
+
+@dataclass(slots=True)
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
     forward or loads write; `lost` are those of the only group of which the scheduler has heard meanwhile that nothing
-    has come into them; `is_idle`: it computes nothing."""
+    has come into them; keys that begin as one of `forget` are of weights that are no more; `is_idle`: it computes
+    nothing."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[tuple[int, int]] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    forget: set[bytes] = field(default_factory=set)
     is_idle: bool = True

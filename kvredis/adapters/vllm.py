@@ -8,8 +8,8 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This, vllm_events.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are imported that have been
-there since 0.18; the rest is looked up.
+This, vllm_events.py, vllm_metadata.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are
+imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 
@@ -24,6 +24,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvredis.backends.config import Config
+from kvredis.backends.layered import LayeredBackend
 from kvredis.storage.errors import ConfigError
 
 from .engine import AUTO
@@ -35,12 +36,12 @@ from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
+from .vllm_metadata import StepMetadata, StoredMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
 from .worth import Worth
 
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
-_WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
 
@@ -48,24 +49,6 @@ UNDER_WAY = ("loading_chunks", "storing_chunks")
 """What a worker counts that does not only grow."""
 SEEN_MAX = 1024
 """Of what is seen one by one, until vLLM asks for it; older ones are forgotten."""
-
-
-class StoredMetadata(_WorkerMetadata):  # type: ignore[misc]
-    """What the workers' half sends back: requests whose stores so far are over."""
-
-    def __init__(self, requests: set[str]) -> None:
-        self.requests = requests
-
-    def aggregate(self, other: Any) -> "StoredMetadata":
-        """Those of several workers."""
-        return StoredMetadata(self.requests | other.requests)
-
-
-class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler's half sends to the workers'."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
 
 
 class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
@@ -89,12 +72,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise
+        self._ranks = int(parallel.tensor_parallel_size)  # of a layout only those that do not hold the same
         self._loads_ahead = not (config.use_layerwise and self._is_single)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
         self._tells_events = bool(events is not None and events.enable_kv_cache_events)
         self._engine = f"{transfer.engine_id} {role.name if is_apart else ''}"
         self._shared: Shared | None = join(self._engine, config, self._groups[0].layout)
+        if is_apart and isinstance(self._shared.backend, LayeredBackend):
+            self._shared.backend.asks_far = True
         self._told: dict[str, float] = {}
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=SEEN_MAX) for name in (LOAD_SECONDS, LOAD_SPEEDS)}
         self._loads: dict[str, tuple[float, int]] = {}  # when the pages of a load were given, and its tokens
@@ -229,11 +215,17 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """Forget all that is stored of this model, whoever has stored it: its weights may have changed. Slow."""
+        """Forget all that is stored of this model, whoever has stored it: its weights may have changed. Slow. Workers
+        in other processes do so before the next step, and until then nothing is found."""
         if self._shared is None:
             return False
         algorithm = self._config.pre_caching_hash_algorithm
-        for prefix in {key_prefix(group.layout, algorithm).partition(b"{")[0] for group in self._groups}:
+        prefixes = {key_prefix(group.layout, algorithm).partition(b"{")[0] for group in self._groups}
+        if self._shared.forget is not None:
+            self._shared.forget(prefixes)
+        elif self._scheduling is not None:
+            self._scheduling.forget(prefixes)
+        for prefix in prefixes:
             self._shared.backend.delete_prefix(prefix)
         return True
 
@@ -245,6 +237,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         options = options_of(self._config, self._role_name)  # type: ignore[arg-type]
         pages = self._kv_cache_config.num_blocks
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
+        self._shared.forget = self._worker.forget
         if not self._loads_ahead:
             self._shared.lease_ahead = self._worker.lease_ahead
 
@@ -289,7 +282,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def _end_loads(self) -> None:
         assert self._worker is not None
-        self._worker.mover.end_loads(_least if self._groups[0].layout.world_size > 1 else None)
+        self._worker.mover.end_loads(_least if self._ranks > 1 else None)
 
     def wait_for_save(self) -> None:
         """The forward pass is launched: hand its stores over. Waits for none of them."""
@@ -380,7 +373,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:
-            self._shared.lease_ahead = None
+            self._shared.lease_ahead = self._shared.forget = None
             leave(self._engine)
         self._worker = self._shared = None
 

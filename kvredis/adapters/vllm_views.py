@@ -27,6 +27,10 @@ DENSE_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_
 UNSUPPORTED = ("MambaSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiSparseResidentSpec")
 
 
+_DRAFT = "draft_model."
+"""What vLLM's names of layers begin with where a model of its own drafts (v1/spec_decode/draft_model.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers of one shape whose pages go together: what a chunk of them is made of.
@@ -76,7 +80,8 @@ def layer_groups(groups: Sequence[Any], base: ChunkLayout, kv_dtype: str) -> lis
         found += [(number, tuple(names), spec) for names, spec in by_spec.values()]
     if not found:
         raise LayoutError("the engine has no layers whose KV can be stored")
-    whole_model = len(found) == 1 and kv_dtype in ("auto", "")
+    has_drafts = any(name.startswith(_DRAFT) for _, names, _ in found for name in names)
+    whole_model = len(found) == 1 and kv_dtype in ("auto", "") and not has_drafts
     return [
         _group(number, names, spec, base, "" if whole_model else f"{kv_dtype}:{place}:{names[0]}")
         for place, (number, names, spec) in enumerate(found)
@@ -191,5 +196,6 @@ def _shape_key(spec: Any) -> str:
 
 
 def in_order(name: str) -> list[tuple[int, str]]:
-    """Layer names by the numbers in them: layers.10 behind layers.9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """Layer names as they are computed, by the numbers in them: layers.10 behind layers.9. A draft model's are last."""
+    parts = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(name.startswith(_DRAFT)), ""), *parts]

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from kvredis.adapters.chunk_moves import ChunkMove
-from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.keys import chunk_keys, key_of_rank
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.scheduling import NO_PAGE, PLACES, Scheduling, key_of_rank
+from kvredis.adapters.scheduling import NO_PAGE, PLACES, Scheduling
 from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions, Step
 from kvredis.adapters.vllm_views import LayerGroup, layer_groups
 from tests.adapters.fake_backend import FakeBackend

@@ -222,3 +222,21 @@ def test_bodies_that_stop_or_break_off_and_garbage_are_misses_of_which_nothing_s
         assert near_keys(backend, keys) == came
         proxy.heal()
         wait_until(lambda: loaded(backend, keys) == values_of(keys), "it is asked again")
+
+
+def test_what_the_server_has_lost_is_sent_again_where_others_look_for_it_there(
+    server: ServerProcess, backend: LayeredBackend
+) -> None:
+    keys = keys_of(12)
+    store_through(backend, keys)
+    server.kill()
+    server.start()
+    wait_until(lambda: backend.far.match([b"-"]) == 0 and not on_server(server, keys), "an empty server")
+    assert backend.match(keys) == 12
+    assert backend.flush() == 0
+    assert on_server(server, keys) == 0, "near has it, and nobody asked for more"
+    backend.asks_far = True
+    wait_until_far(backend, server, keys)
+    sent = backend.stats()["sent_again"]
+    assert backend.match(keys) == 12
+    assert backend.stats()["sent_again"] == sent

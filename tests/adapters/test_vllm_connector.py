@@ -1,0 +1,118 @@
+"""The connector's own methods where the rest of vLLM is stubs: what needs several ranks, or processes, to be seen."""
+
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvredis.adapters.keys import key_prefix
+from kvredis.adapters.scheduling_options import Prompt
+from kvredis.backends.layered import LayeredBackend
+from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, MLAAttentionSpec, names
+from tests.adapters.test_vllm_reading import engine
+from tests.backends.nodes import free_ports
+
+DOORS = ("vllm", "vllm_events", "vllm_metadata", "vllm_metrics")
+
+
+class Half:
+    """KVConnectorBase_V1, as far as its parts here go."""
+
+    def __init__(self, *_: object) -> None:
+        self.metadata: Any = None
+
+
+class Role(Enum):
+    """KVConnectorRole."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Named:
+    """Whatever vLLM has under a name that is only inherited from."""
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """kvredis.adapters.vllm, over stubs of what it imports."""
+
+    def put(name: str, **members: Any) -> ModuleType:
+        module = ModuleType(name)
+        module.__dict__.update(members, __path__=[])
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    above = "vllm.distributed.kv_transfer.kv_connector.v1"
+    rooms = above.split(".")
+    for count in range(1, len(rooms)):
+        put(".".join(rooms[:count]))
+    base = put(
+        f"{above}.base",
+        KVConnectorBase_V1=Half, KVConnectorRole=Role, KVConnectorMetadata=Named, SupportsHMA=Named,
+        KVConnectorTransferResults=SimpleNamespace, KVConnectorWorkerMetadata=Named,
+    )  # fmt: skip
+    put(above, base=base)
+    put(f"{above}.metrics", KVConnectorPromMetrics=Named, KVConnectorStats=Named)
+    put("vllm.distributed.kv_events", BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace)
+    put("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: 0)
+    for name in DOORS:
+        monkeypatch.delitem(sys.modules, f"kvredis.adapters.{name}", raising=False)
+    import kvredis.adapters.vllm as found
+
+    yield found
+    for name in DOORS:
+        sys.modules.pop(f"kvredis.adapters.{name}", None)
+
+
+def opened(door: Any, role: str, spec: object, ranks: int = 2, **extra: object) -> Any:
+    """One half of an engine of so many ranks, before a server that is not there."""
+    told = engine(parallel={"tensor_parallel_size": ranks, "world_size": ranks, "distributed_executor_backend": None})
+    told.device_config = SimpleNamespace(device_type="cpu")
+    extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
+    told.kv_transfer_config = SimpleNamespace(kv_role="kv_both", engine_id=role, kv_connector_extra_config=extra)
+    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec)], num_blocks=40)
+    return door.KVRedisConnector(told, Role[role], caches)
+
+
+@pytest.mark.parametrize("spec", [FullAttentionSpec(), MLAAttentionSpec()])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_tell_each_other_what_has_come_by_layers_though_they_hold_the_same(
+    spec: object, ranks: int, door: Any
+) -> None:
+    connector, asked = opened(door, "WORKER", spec, ranks, use_layerwise=True), list[Any]()
+    connector._worker = SimpleNamespace(
+        mover=SimpleNamespace(end_loads=asked.append), results=lambda: door.Results(), close=lambda: None
+    )
+    connector.get_finished(set())
+    assert asked == [door._least if ranks > 1 else None]
+    connector.shutdown()
+
+
+def test_workers_elsewhere_look_on_the_server_too_and_hear_of_new_weights_with_the_next_step(door: Any) -> None:
+    worker = opened(door, "WORKER", FullAttentionSpec())
+    assert isinstance(worker._shared.backend, LayeredBackend)
+    assert worker._shared.backend.asks_far
+    alone = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    assert not alone._shared.backend.asks_far
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec())
+    assert scheduler.reset_cache() is True
+    assert scheduler._scheduling.match(Prompt("a", list(range(300))), 0) == 0
+    step = scheduler._scheduling.step()
+    assert step.forget == {key_prefix(scheduler._groups[0].layout).partition(b"{")[0]}
+    for half in (worker, alone, scheduler):
+        half.shutdown()
+
+
+def test_a_worker_in_the_scheduler_s_process_forgets_at_once(door: Any) -> None:
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1)
+    told = list[set[bytes]]()
+    scheduler._shared.forget = told.append
+    assert scheduler.reset_cache() is True
+    assert told == [{key_prefix(scheduler._groups[0].layout).partition(b"{")[0]}]
+    assert not scheduler._scheduling.step().forget
+    scheduler.shutdown()
+    assert scheduler.reset_cache() is False
