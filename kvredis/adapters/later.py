@@ -7,7 +7,7 @@ a bounded queue: an engine that asks for more than comes gets a refusal at once,
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from kvredis.storage.time_slices import take_long_slices
 
 from .keys import ChunkKey
 from .loading import Span
-from .tensors import KV, device_of, event_on
+from .tensors import KV, event_on, gpus_of
 
 LOADS_MAX = 64
 """Loads that wait for their turn; as many stores."""
@@ -72,26 +72,22 @@ class _Copied(Later):
     def __init__(self, tokens: int, kv: KV) -> None:
         super().__init__(tokens)
         self.kv = kv
-        self._made: torch.cuda.Event | None = None
+        self._made: dict[torch.device, torch.cuda.Event] = {}
 
     def follow(self) -> None:
-        """What is on a GPU is to be copied on another stream, behind what the caller's has been given until now."""
-        device = device_of(self.kv)
-        if device.type == "cuda":
-            self._made = event_on(torch.cuda.current_stream(device))
+        """What is on GPUs is to be copied on other streams, behind what the caller's have been given until now."""
+        self._made = {gpu: event_on(torch.cuda.current_stream(gpu)) for gpu in gpus_of(self.kv)}
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Within it copies run on that stream, which is the running thread's own; it ends with the thread."""
-        if self._made is None:
-            yield
-            return
-        device = device_of(self.kv)
+        """Within it copies run on those streams, which are the running thread's own; they end with the thread."""
         streams: dict[torch.device, torch.cuda.Stream] = _OWN.__dict__.setdefault("streams", {})
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(streams[device]):
-            streams[device].wait_event(self._made)
+        with ExitStack() as current:
+            for gpu, made in reversed(self._made.items()):  # the first layer's is the current GPU, as it was
+                if gpu not in streams:
+                    streams[gpu] = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+                current.enter_context(torch.cuda.stream(streams[gpu]))
+                streams[gpu].wait_event(made)
             yield
 
 

@@ -6,7 +6,7 @@ next is opened.
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,9 @@ class Loading:
             copied = [event_on(torch.cuda.current_stream(gpu)) for gpu in self._gpus]
         except BaseException as error:
             with lease:
+                for gpu in self._gpus:  # layers that were copied before it failed are in no event
+                    with suppress(RuntimeError):  # the device is lost, and copies nothing any more
+                        torch.cuda.current_stream(gpu).synchronize()
                 if isinstance(error, LayoutError) and not lease.held:
                     return False
             raise

@@ -31,7 +31,9 @@ class RingMoving:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, parts: int, event: Event | None) -> None:
-        """The first `parts` have moved behind this event; None: behind the last one that was added."""
+        """The first `parts` have moved behind this event, none if that is below 0; None: behind the last one that was
+        added."""
+        parts = max(parts, 0)
         if event is not None:
             self._marks.append((parts, event))
         elif not self._marks:
@@ -75,11 +77,11 @@ class RingMoving:
             raise RuntimeError(f"copying KV failed: {self.failure}") from self.failure
 
     def precede(self, stream: Any) -> None:
-        """As Moving.precede: behind the last event, which is behind the others."""
+        """As Moving.precede: behind the last event, which is behind the others, but for those that `end` was given."""
         with self._lock:
-            mark = self._marks[-1] if self._marks else None
-        if mark is not None:
-            mark[1].wait(stream)
+            marks = list(self._marks) if self.failure is not None else list(self._marks)[-1:]
+        for _, event in marks:
+            event.wait(stream)
 
     def _look(self) -> None:
         while (mark := self._next()) is not None:

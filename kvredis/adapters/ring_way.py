@@ -238,8 +238,8 @@ class RingWay:
         self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.rows_at, self._kernels)
         read = device.record(self._kernels)
         device.wait(slot.sums, read)
-        if self._summed is not None and (launches[0].start or job.is_layered):
-            device.wait(slot.sums, self._summed)
+        for summed in self._summed_before(job, launches[0]):
+            device.wait(slot.sums, summed)
         try:
             self._sums.summing.chain(launches, slot.scratch, slot.sums)
         finally:  # a row is another chunk's only behind what was enqueued for it
@@ -247,6 +247,13 @@ class RingWay:
             held = job.held(span)
             self._sums.found(job.rows[held.start : held.stop], slot.summed)
         return read
+
+    def _summed_before(self, job: AnyPlan, launch: Launch) -> list[Event]:
+        """Behind what a buffer's checksums come: of a part that was cut the last buffer's, of layers whatever was
+        enqueued for their chunks, with other jobs in between."""
+        if job.is_layered:
+            return [slot.summed for slot in self._ring if slot.summed is not None]
+        return [self._summed] if launch.start and self._summed is not None else []
 
     def _made_slots(self) -> Iterator[Slot]:
         """A load's buffers have a stream each for their checksums, of which the last is waited for. A store's share
@@ -298,8 +305,9 @@ class RingWay:
         return every
 
     def settle(self, moving: RingMoving) -> None:
-        """Let a job that failed end with what of it was enqueued."""
-        self._loaded = None
+        """Let a job that failed end with what of it was enqueued. Nothing stays staged: the next buffer to be filled
+        may be one that is."""
+        self._loaded, self._staged = None, []
         events = []
         for stream in (self._kernels, self._copies):
             try:
@@ -309,8 +317,8 @@ class RingWay:
         moving.end(events)
 
     def synchronize(self) -> None:
-        """Wait for all streams; nothing is left to be done."""
-        self._loaded = None
+        """Wait for all streams; nothing is left to be done, or staged."""
+        self._loaded, self._staged = None, []
         for stream in (self._kernels, self._copies, *(slot.sums for slot in self._ring if slot.sums is not None)):
             try:
                 self._device.synchronize(stream)
@@ -320,4 +328,4 @@ class RingWay:
     def close(self) -> None:
         """Wait for all streams and let the buffers go."""
         self.synchronize()
-        self._ring, self._staged = [], []
+        self._ring = []

@@ -174,12 +174,6 @@ def gpus_of(kv: KV) -> list[torch.device]:
     return [device for device in dict.fromkeys(devices) if device.type == "cuda"]
 
 
-def device_of(kv: KV) -> torch.device:
-    """Where KV is, or its first layer."""
-    # Not kv[0][0] of a tensor, which takes 80 us in an engine that has just slept: two views for one answer.
-    return kv.device if isinstance(kv, torch.Tensor) else kv[0][0].device
-
-
 def event_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event behind all that the stream has been given until now: record_event, of a type that says which."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -85,12 +85,12 @@ class RingTransfer:
         return RingLayers(self, parts)
 
     def store_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
-        """What was planned already, all of it `parts`, one behind the other."""
-        return self._begin(self._store, parts, iter(jobs), after)
+        """What was planned already, each job the next layers of the same `parts`: these have moved with the last."""
+        return self._begin(self._store, parts, iter(jobs), after, before=-len(parts) * (len(jobs) - 1))
 
     def load_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
         """The same, without the last of its checksums."""
-        return self._begin(self._load, parts, iter(jobs), after)
+        return self._begin(self._load, parts, iter(jobs), after, before=-len(parts) * (len(jobs) - 1))
 
     def sum_up(self) -> None:
         """As Layers.sum_up."""
@@ -136,6 +136,7 @@ class RingTransfer:
         jobs: Iterator[AnyPlan],
         after: Any,
         *,
+        before: int = 0,
         sums: bool = False,
         is_last: bool = False,
     ) -> Moving:
@@ -144,9 +145,8 @@ class RingTransfer:
         try:
             if self._closed:
                 raise RuntimeError("the transfer is closed")
-            way.run(job, after, moving, is_last=is_last and len(job.memories) == len(parts))
-            before = 0
-            for following in jobs:  # there are two at most
+            way.run(job, after, moving, before, is_last=is_last and len(job.memories) == len(parts))
+            for following in jobs:
                 before, job = before + len(job.memories), following
                 way.run(job, after, moving, before, is_last=is_last)
             if sums:
@@ -196,14 +196,14 @@ class RingLayers:
         """As Layers.store."""
         check_writable(self._plans.parts)
         jobs = self._jobs(range(layer, layer + count))
-        return self._ring.store_planned(jobs, self._plans.parts * len(jobs), after)
+        return self._ring.store_planned(jobs, self._plans.parts, after)
 
     def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.load."""
         row = range(layer, layer + count)
         staged = self._staged.pop(row, None)
         jobs = self._jobs(row) if staged is None else [staged]
-        return self._ring.load_planned(jobs, self._plans.parts * len(jobs), after)
+        return self._ring.load_planned(jobs, self._plans.parts, after)
 
     def sum_up(self) -> None:
         """As Layers.sum_up."""
