@@ -36,6 +36,11 @@ OWN_ARGUMENTS: Final = frozenset({"backend_name", "module_path", "class_name", "
 """What SGLang itself reads of the extra config."""
 REPLICATED_CLASSES: Final = ("MLA", "DeepSeekV4")
 """In the name of a draft pool's class: all ranks hold the same, as they do of the model's own pool."""
+SERVED_AS: Final = {
+    "kv_cache_dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None,
+}  # fmt: skip
+"""What else of an engine's arguments its KV depends on, and what stands for nothing. A pool of fp8 says uint8,
+whichever of the fp8 types its bytes are."""
 GIGA: Final = 1e9
 
 
@@ -54,6 +59,7 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._config = storage_config
         self._model = str(storage_config.model_name or "")
         self._namespace = namespace
+        self._served = _served()
         self._pools: dict[str, PoolPages] = {}
         self._anchor: PoolPages | None = None
         self._is_anchor_logical = False
@@ -65,6 +71,10 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take the pool of the model's own KV."""
         super().register_mem_pool_host(mem_pool_host)
+        if self._served is None and not self._namespace and getattr(mem_pool_host, "dtype", None) == torch.uint8:
+            logger.warning(
+                "This SGLang does not say which fp8 its KV is: give engines of each a namespace of their own"
+            )
         facts = self._facts(str(PoolName.KV))
         self._is_anchor_logical = is_logical(mem_pool_host)
         self._flat = FlatPages(self._model, {**facts, **pool_facts(mem_pool_host)})
@@ -88,6 +98,8 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         for name in pairs:
             facts[name] = [getattr(config, f"{name}_rank", 0), getattr(config, f"{name}_size", 1)]
         facts["dcp_page"] = getattr(config, "logical_page_size", None)
+        if self._served:
+            facts["served"] = self._served
         return facts
 
     @staticmethod
@@ -282,3 +294,19 @@ def _groups_boundary(transfer: Any, there: Sequence[bool]) -> int:
     """The pages that the leading whole groups of a BLOCK_GROUPS pool cover."""
     whole = [*there, False].index(False) // max(transfer.group_pages, 1)
     return int(whole * transfer.block_pages)
+
+
+def _served() -> dict[str, str] | None:
+    """Of SERVED_AS what is another; None where this SGLang has another door to its arguments."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments = get_server_args()
+        return {
+            name: str(value)
+            for name, usual in SERVED_AS.items()
+            if (value := getattr(arguments, name)) not in (usual, "")
+        }
+    except Exception as error:  # whatever another release says, or one that serves nothing yet
+        logger.debug("SGLang's arguments are not known: %s", error)
+        return None

@@ -209,6 +209,29 @@ def test_what_is_stored_under_another_configuration_is_not_found(
     assert client(kvredis).dbsize() == 8
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float8_e5m2", "served": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"served": {"json_model_override_args": '{"rope_theta": 1}'}},
+        {"served": {"revision": "v2"}},
+        {"served": {"quantization": "fp8"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["v1", "generic"])
+def test_what_an_engine_with_other_arguments_has_stored_is_not_found(
+    other: dict[str, Any], way: str, opened: Open, kvredis: RunningServer
+) -> None:
+    extra = tcp(kvredis) | {"interface_v1": int(way == "v1")}
+    always: dict[str, Any] = {"dtype": "float8_e4m3fn", "extra": extra}
+    one = opened(**always, served={"kv_cache_dtype": "fp8_e4m3"})
+    one("set", prompt=1, pages=4, way=way)
+    assert opened(**always, served={"kv_cache_dtype": "fp8_e4m3"})("exists", prompt=1, pages=4) == {"found": 4}
+    served = {"kv_cache_dtype": "fp8_e4m3"} | other["served"]
+    assert opened(**always | other | {"served": served})("exists", prompt=1, pages=4) == {"found": 0}
+
+
 def test_ranks_that_hold_the_same_latents_share_them(opened: Open, kvredis: RunningServer) -> None:
     """As SGLang has it: with MLA one rank writes for all."""
     first = opened(kind="mla", extra=tcp(kvredis), config={"tp_size": 2, "tp_rank": 0})

@@ -48,6 +48,7 @@ import transformers.utils  # noqa: E402, F401  # before the stub: it asks whethe
 
 sys.meta_path.append(Torchvision())
 import torch  # noqa: E402
+from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheStorageConfig,
     PoolHitPolicy,
@@ -60,6 +61,8 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
 
+SERVED = {"kv_cache_dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None}
+"""ServerArgs, as far as kvredis asks for them."""
 PAGE_TOKENS = 16
 POOL_TOKENS = 2048
 LAYERS = 4
@@ -102,7 +105,9 @@ class Worker:
         config: dict[str, Any],
         dtype: str = "bfloat16",
         sidecars: Sequence[tuple[str, str]] = (),
+        served: dict[str, Any] | None = None,
     ) -> None:
+        runtime_context.get_server_args = lambda: None if served is None else types.SimpleNamespace(**SERVED | served)
         names = {"backend_name": "kvredis", "module_path": "kvredis.adapters.sglang", "class_name": "KVRedisHiCache"}
         whole = CONFIG | {"is_page_first_layout": layout == "page_first", "is_mla_model": kind == "mla"} | config
         storage_config = HiCacheStorageConfig(**whole, extra_config=names | extra)
