@@ -82,6 +82,7 @@ def ask(model: LlamaForCausalLM, engine: CacheEngine, spec: Spec) -> Run:
     started_s = time.perf_counter()
     out = cached.generate(
         ids,
+        attention_mask=torch.ones_like(ids),  # a prompt may hold the token of pad_token_id
         streamer=clock,
         max_new_tokens=spec.max_new_tokens,
         do_sample=False,

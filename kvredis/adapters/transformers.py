@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
-from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.backends.config import Config
@@ -19,9 +19,8 @@ from kvredis.backends.config import Config
 from .engine import AUTO, CacheEngine, Role
 from .engine_config import for_device
 from .later import Save
-from .layout import ChunkLayout
 from .stats import LoadPlan
-from .tensors import KV, dtype_name
+from .tensors import KV
 from .transformers_cache import (
     CACHE,
     Room,
@@ -32,16 +31,15 @@ from .transformers_cache import (
     token_major,
 )
 from .transformers_cache import RoomyLayer as RoomyLayer
+from .transformers_model import active_adapters, counts_columns, forget_deltas, inferred_mask, setting, with_deltas
+from .transformers_model import layout_of as layout_of
 from .transformers_state import Snapshots
 
-ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the whole sequence's length: a prefix has other keys in another prompt."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
-LINEAR_TYPES = ("linear_attention", "conv")
-NO_ATTENTION_TYPES = ("mlp", "moe")
 WRONG_BEHIND_KV = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "prefill_chunk_size")
 """With these transformers gives other tokens behind KV that it has not computed, without us too: assisted generation of
 5.17 and 5.23, prefill in chunks of 4.57 to 5.17."""
+
+ONE_AT_A_TIME = "one prompt at a time, without padding, for a model with linear attention"
 
 NEW_TOKENS = 256
 """Room for generated tokens when nothing says how many there will be."""
@@ -49,42 +47,6 @@ NEW_TOKENS_MAX = 4096
 """More room than this is not taken in advance."""
 SAVES_MAX = 2
 """Prompts whose memory waits for its store while the next one is computed."""
-
-
-def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -> ChunkLayout:
-    """The layout of a model's KV. `name` (default: where the weights were loaded from) stands for these very weights.
-
-    It has the layers that keep K and V by token, sliding windows too. Raises ValueError for a model without a name, and
-    for one whose KV is not the prefix's alone or not alike in all layers: chunked or latent attention, linear attention
-    in a cache of the model's own, KV shared between layers, an encoder, rotary angles that depend on the whole length.
-    """
-    name = name or model.config._name_or_path
-    if not name:
-        raise ValueError("a model made from scratch needs a name: models that share one would read each other's KV")
-    config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name}: encoder-decoder models are not supported")
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"{name}: latent attention (kv_lora_rank) is not supported")
-    cache = fresh_cache(model.config)
-    layers, linear = attention_layers(cache, name), linear_layers(cache)
-    _refuse_layer_types(model, config, name, bool(linear))
-    without = sum(kind in NO_ATTENTION_TYPES for kind in getattr(config, "layer_types", None) or ())
-    if len(layers) + len(linear) + without != config.num_hidden_layers:
-        raise ValueError(f"{name}: {config.num_hidden_layers} layers share the KV of {len(layers)}; not supported")
-    if not layers:
-        raise ValueError(f"{name}: no layer keeps K and V by token; not supported")
-    for rope in _ropes(config):
-        if rope in ROPES_BY_LENGTH:
-            raise ValueError(f"{name}: rope_type {rope} depends on the whole length; not supported")
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for other in ("v_head_dim", "global_head_dim"):
-        if (getattr(config, other, None) or head_dim) != head_dim:
-            raise ValueError(f"{name}: {other} is another than the {head_dim} of other KV; not supported")
-    if (getattr(config, "num_global_key_value_heads", None) or kv_heads) != kv_heads:
-        raise ValueError(f"{name}: layers have different numbers of KV heads; not supported")
-    return ChunkLayout(len(layers), kv_heads, head_dim, dtype_name(model.dtype), chunk_tokens, model=name)
 
 
 class Row(NamedTuple):
@@ -109,9 +71,15 @@ class CachedModel:
         self.last_loaded = 0
         self._behind = model.device.type != "cpu" if behind is None else behind
         self._saves: list[tuple[list[int], Save]] = []
+        self._adapters = active_adapters(model)
+        self._counts_columns = counts_columns(model)
+        self._with_deltas = with_deltas(model)
         kinds = fresh_cache(model.config)
         self._has_windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in kinds.layers)
-        self._snapshots = Snapshots(model, engine) if linear_layers(kinds) else None
+        self._snapshots = None
+        if linear_layers(kinds):
+            forget_deltas(self._with_deltas, [0])  # it tries the model, behind KV too
+            self._snapshots = Snapshots(model, engine)
 
     @classmethod
     def open(
@@ -150,25 +118,39 @@ class CachedModel:
         first columns: they are kept, and only what is behind them is loaded. Where it has forgotten some of it (a
         window that is transformers' own, a state), it is used as it is, and nothing is loaded or stored. Prompts are
         stored when generate() is done, so a streamer gets its tokens first; with save_decode_cache that of the
-        generated tokens too, for a conversation's next turn.
-        Raises ValueError for beams, padding elsewhere, input that is not tokens, a cache of another kind, or two.
+        generated tokens too, for a conversation's next turn. With use_cache=False nothing is loaded or stored either.
+        Without attention_mask it is what transformers infers: pad_token_id is padding, unless it is an eos_token_id.
+        Raises ValueError for beams, padding elsewhere or of a model whose positions are columns, input that is not
+        tokens, a cache of another kind, or two, and where adapters are active that were not when it was opened.
         """
         if cache is not None and past_key_values is not None:
             raise ValueError("cache and past_key_values are two words for one argument: give one")
         past = past_key_values if cache is None else cache
-        rows = self._rows(input_ids, past, options)
+        if active_adapters(self.model) != self._adapters:
+            now = ", ".join(active_adapters(self.model)) or "none"
+            raise ValueError(f"other adapters than when it was opened: now {now}; open the model anew, with its layout")
+        is_mask_inferred = options.get("attention_mask") is None
+        mask = inferred_mask(self.model, input_ids, options) if is_mask_inferred else options["attention_mask"]
+        rows = self._rows(input_ids, past, mask, options, is_mask_inferred=is_mask_inferred)
         cached = 0 if past is None else past.get_seq_length()
+        if setting(self.model, options, "use_cache") is False:  # a cache of ours would be used all the same
+            self.last_plans = [LoadPlan(len(row.tokens), 0, 0) for row in rows]
+            self.last_loaded = 0
+            own = {} if past is None else {CACHE: past}
+            return cast(Any, self.model).generate(input_ids, **own, **options)
         if past is not None and cached and (self._snapshots or kept_tokens(past) < cached):
             self.last_plans = [LoadPlan(len(row.tokens), min(cached, len(row.tokens)), cached) for row in rows]
             self.last_loaded = 0
             return cast(Any, self.model).generate(input_ids, **{CACHE: past}, **options)
+        if not cached:
+            forget_deltas(self._with_deltas, [row.pad for row in rows])
         self._wait_for_heads(rows)
         self.last_plans = [
             self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request, together=len(rows))
             for row in rows
         ]
         cache, room = self._filled(rows, past, self._room_tokens(input_ids.shape[1], options), request)
-        options["attention_mask"] = options.get("attention_mask", torch.ones_like(input_ids))
+        options["attention_mask"] = mask
         with self._timed(cache, len(rows)):
             snapshots = self._advance(input_ids, cache, rows[0])
             result = cast(Any, self.model).generate(input_ids, **{CACHE: cache}, **options)
@@ -326,35 +308,47 @@ class CachedModel:
 
     def _room_tokens(self, prompt_tokens: int, options: dict[str, Any]) -> int:
         """Columns that the cache has memory for: the prompt and, within a bound, what is to be generated."""
-        settings = options.get("generation_config") or self.model.generation_config
-        new_tokens = options.get("max_new_tokens") or getattr(settings, "max_new_tokens", None) or NEW_TOKENS
+        new_tokens = setting(self.model, options, "max_new_tokens") or NEW_TOKENS
         return prompt_tokens + min(int(new_tokens), NEW_TOKENS_MAX)
 
-    def _rows(self, input_ids: torch.Tensor, past: Cache | None, options: dict[str, Any]) -> list[Row]:
+    def _rows(
+        self,
+        input_ids: torch.Tensor,
+        past: Cache | None,
+        mask: torch.Tensor,
+        options: dict[str, Any],
+        *,
+        is_mask_inferred: bool,
+    ) -> list[Row]:
         """The prompts. Raises ValueError for what cannot be served."""
         if input_ids.ndim != 2 or not input_ids.shape[0]:
             raise ValueError(f"input_ids must be [prompts, tokens], not {list(input_ids.shape)}")
-        settings = options.get("generation_config") or self.model.generation_config
         for name in ("num_beams", "num_return_sequences"):
-            count = options.get(name) or getattr(settings, name, None) or 1
+            count = setting(self.model, options, name) or 1
             if count != 1:
                 raise ValueError(f"one sequence a prompt: {name} is {count}")
         for name in WRONG_BEHIND_KV:
-            if options.get(name) or getattr(settings, name, None):
+            if setting(self.model, options, name):
                 raise ValueError(f"{name}: transformers gives other tokens behind loaded KV with it; not supported")
         _refuse_other_input(options)
         if past is not None:
             attention_layers(past, CACHE)
-        mask = options.get("attention_mask")
-        pads = [0] * len(input_ids)
-        if mask is not None:
-            if mask.shape != input_ids.shape:
-                raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(input_ids.shape)}")
-            pads = [int(pad) for pad in (mask == 0).sum(dim=1)]
-            if any(not bool(row[pad:].all()) or pad == len(row) for pad, row in zip(pads, mask, strict=True)):
-                raise ValueError("padding must be on the left of each prompt, by whole tokens of attention_mask")
-        if self._snapshots is not None and (len(input_ids) > 1 or any(pads)):
-            raise ValueError("one prompt at a time, without padding, for a model with linear attention")
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(input_ids.shape)}")
+        if self._snapshots is not None and len(input_ids) > 1:
+            raise ValueError(ONE_AT_A_TIME)
+        pads = [int(pad) for pad in (mask == 0).sum(dim=1)]
+        if not any(pads):
+            return [Row(0, ids) for ids in input_ids.tolist()]
+        hint = (
+            "; it was inferred from pad_token_id: if these are tokens, give attention_mask" if is_mask_inferred else ""
+        )
+        if any(not bool(row[pad:].all()) or pad == len(row) for pad, row in zip(pads, mask, strict=True)):
+            raise ValueError(f"padding must be on the left of each prompt, by whole tokens of attention_mask{hint}")
+        if self._counts_columns:
+            raise ValueError(f"no padding for a model without position_ids: its prompts would have other KV{hint}")
+        if self._snapshots is not None:
+            raise ValueError(f"{ONE_AT_A_TIME}{hint}")
         return [Row(pad, ids[pad:].tolist()) for pad, ids in zip(pads, input_ids, strict=True)]
 
 
@@ -364,26 +358,8 @@ def _refuse_other_input(options: Mapping[str, Any]) -> None:
         is_input = isinstance(value, torch.Tensor) or name == "inputs_embeds"
         if value is None or not is_input or name == "attention_mask" or name.startswith("negative_prompt"):
             continue
+        if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            continue
         if name == "token_type_ids" and not bool(value.any()):
             continue
         raise ValueError(f"{name}: the KV of a prompt with more input than its tokens cannot be cached")
-
-
-def _refuse_layer_types(model: PreTrainedModel, config: PretrainedConfig, name: str, has_linear: bool) -> None:
-    """What a cache made from the configuration does not show, where transformers makes plain layers of all others."""
-    known = LAYER_TYPES + (LINEAR_TYPES + NO_ATTENTION_TYPES if has_linear else ())
-    for kind in getattr(config, "layer_types", None) or ():
-        if kind not in known:
-            raise ValueError(f"{name}: layers of {kind} are not supported with this transformers")
-    if getattr(config, "attention_chunk_size", None) and not getattr(config, "layer_types", None):
-        raise ValueError(f"{name}: chunked attention is not supported")
-    if getattr(model, "_is_stateful", False) and not has_linear:
-        raise ValueError(f"{name}: its state is in a cache of its own; not supported with this transformers")
-
-
-def _ropes(config: PretrainedConfig) -> Iterator[str]:
-    """Every rope_type that a configuration names: one, or one for each type of layer."""
-    for found in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
-        if isinstance(found, dict):
-            for part in (found, *(value for value in found.values() if isinstance(value, dict))):
-                yield str(part.get("rope_type") or part.get("type") or "default")

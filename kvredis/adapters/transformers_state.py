@@ -65,7 +65,7 @@ class Snapshots:
     def __init__(self, model: Any, engine: CacheEngine) -> None:
         self._engine = engine
         self._device = model.device
-        self._states = probed(model, engine.layout.model)
+        self._states = probed(model, engine.layout.model.rpartition("+")[0] or engine.layout.model)
         self._nbytes = sum(state.room_bytes for state in self._states)
         chunk = engine.layout.chunk_tokens
         shapes = hashlib.sha256(repr(self._states).encode()).hexdigest()[:8]

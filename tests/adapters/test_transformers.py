@@ -1,6 +1,7 @@
 """generate() with and without the store: equal tokens whatever the hit is, and a clear no to what would be wrong."""
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -311,6 +313,41 @@ def test_a_cache_is_given_by_transformers_new_word_or_the_old_one_and_not_by_bot
         greedy(cached_over(llama, backend), ids, past_key_values=past, cache=past)
 
 
+@pytest.mark.parametrize("where", ["option", "given", "model"])
+def test_without_a_cache_nothing_is_loaded_or_stored_and_none_of_ours_is_passed_on(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, ids, llama = FakeBackend(), prompt(60), tiny("llama")
+    cached = cached_over(llama, backend)
+    greedy(cached, ids)
+    backend.written.clear()
+    options: dict[str, Any] = {}
+    made: Any = GenerationConfig
+    if where == "option":
+        options = {"use_cache": False}
+    elif where == "given":
+        options = {"generation_config": made(use_cache=False)}
+    else:
+        llama.generation_config.use_cache = False
+    expected = greedy(llama, ids, **options)
+    caches: list[Any] = []
+    forward = llama.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        caches.append(kwargs.get(CACHE))
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "forward", watched)
+        assert greedy(cached, ids, **options) == expected
+    assert caches == [None] * 8
+    assert (cached.last_loaded, cached.last_plan.hit, cached.last_plan.total) == (0, 0, 60)
+    assert backend.written == []
+    if where != "model":
+        greedy(cached, ids)
+        assert cached.last_loaded == 48, "the next call is as usual"
+
+
 def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
     static = StaticCache(config=llama.config, max_cache_len=32)
     with pytest.raises(ValueError, match="StaticLayer"):
@@ -338,7 +375,8 @@ def test_models_that_would_be_wrong_silently_are_refused_by_name() -> None:
 def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
     layout = layout_of(llama, "tiny", 32)
     assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (3, 2, 16, "fp32")
-    assert (layout.chunk_tokens, layout.model) == (32, "tiny")
+    assert layout.chunk_tokens == 32
+    assert re.fullmatch(r"tiny\+[0-9a-f]{8}", layout.model)
     cache = DynamicCache(config=llama.config)
     with torch.no_grad():
         llama(prompt(8), **{CACHE: cache})
