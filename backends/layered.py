@@ -99,7 +99,8 @@ class LayeredBackend:
         find = self.near.store.find
         away = [key for key in keys if find(key) is None]
         if self.asks_far and len(away) < len(keys):
-            self._note_lost([key for key in keys if find(key) is not None])
+            for key in self.far.absent([key for key in keys if find(key) is not None]):
+                self._passage.note_unsent(key, failed=False)
         run = len(keys)
         if away:
             found = self.far.match(away)
@@ -175,11 +176,6 @@ class LayeredBackend:
             far = self.far.reserve(leaving.key, len(leaving.view))
         leaving.is_offered = far is not None
         return far
-
-    def _note_lost(self, keys: Sequence[bytes]) -> None:
-        for key, is_there in zip(keys, self.far.present(keys), strict=True):
-            if not is_there:
-                self._passage.note_unsent(key, failed=False)
 
     def _catch_up(self, keys: Sequence[bytes]) -> bool:
         """Send again, head first, what the far side lacks of a run; False when some of that could not be sent."""

@@ -25,6 +25,10 @@ class Far(base.Backend, Protocol):
         """As Backend.touch, but it never waits and answers nothing; advice only."""
         ...
 
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Give those of the keys that are not there by a server's own word; what is on its way counts as present."""
+        ...
+
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None) -> _Leases:
         """As Backend.load, of values that come to be in `rooms`, and stay there."""
         ...

@@ -79,6 +79,13 @@ class RemoteBlocks:
         found = dict(zip(asked, self._exist(asked), strict=True))
         return [found.get(key, True) for key in keys]
 
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As Far.absent: where nobody answers, nobody knows."""
+        asked = self._outbox.without(keys)
+        self._routes.await_first()
+        answers = self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in asked])
+        return [key for key, (_, reply) in zip(asked, answers, strict=True) if reply == 0]
+
     def touch(self, keys: Sequence[bytes]) -> int:
         """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
         queued = self._outbox.touch(keys, self._touches(keys))

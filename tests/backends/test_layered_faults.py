@@ -238,5 +238,9 @@ def test_what_the_server_has_lost_is_sent_again_where_others_look_for_it_there(
     backend.asks_far = True
     wait_until_far(backend, server, keys)
     sent = backend.stats()["sent_again"]
+    server.signal(signal.SIGSTOP)
+    assert backend.match(keys) == 12, "a server that does not answer has lost nothing"
+    server.signal(signal.SIGCONT)
+    wait_until(lambda: on_server(server, keys) == 12 and backend.far.match([*keys, b"-"]) == 12, "it answers again")
     assert backend.match(keys) == 12
     assert backend.stats()["sent_again"] == sent
