@@ -31,7 +31,7 @@ class LocalBackend:
         self.keep = keep
         self.load_wait_s = load_wait_s
         self._closed = False
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # reentrant: a collected generator may end its load anywhere
         self._counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._held = False  # by readers, all that could leave: then no disk makes room
         self._waited_s = 0.0  # for room, less what has been made up for until `_waited_at_s`

@@ -281,7 +281,8 @@ def buffer_limits(raw: Any, key: str, source: str) -> str:
     shown: list[str] = []
     for at in range(0, len(parts), 4):
         name, *limits = parts[at : at + 4]
-        numbers = [_memory(limit) for limit in limits[:2]] + [int(each) for each in limits[2:] if each.isdecimal()]
+        numbers = [_memory(limit) for limit in limits[:2]]
+        numbers += [int(each) for each in limits[2:] if re.fullmatch(r"[0-9]{1,18}", each)]
         if name not in ("normal", "slave", "replica", "pubsub") or len(numbers) != 3 or None in numbers:
             reason = "want CLASS HARD SOFT SECONDS, as in: pubsub 32mb 8mb 60 (classes: normal, replica, pubsub)"
             raise ConfigError(key, raw, source, reason)

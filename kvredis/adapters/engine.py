@@ -345,6 +345,9 @@ class CacheEngine:
                 loading.run_while_worth(self.break_even)
             else:
                 loading.run()
+        if loading.damaged:  # else it would be found for ever, loaded never, and not stored again
+            with self._forgiving("delete"):
+                self.backend.delete(loading.damaged)
         seconds, tokens = time.perf_counter() - started_s, loading.position - span.start
         with self._lock:
             self.stats.loaded_tokens += tokens

@@ -64,6 +64,8 @@ class Loading:
         self.position = span.start
         self.skipped = 0
         """Tokens that were to come, but not fast enough."""
+        self.damaged: list[bytes] = []
+        """The key of what is no block of this layout, though it is stored as one."""
         self._backend = backend
         self._layout = layout
         self._span = span
@@ -138,6 +140,8 @@ class Loading:
                         torch.cuda.current_stream(gpu).synchronize()
                 if isinstance(error, LayoutError) and not lease.held:
                     return False
+            if isinstance(error, LayoutError):
+                self.damaged = [chunk.key]
             raise
         self._copied.append((lease, stop, copied))
         self._given = stop

@@ -178,6 +178,11 @@ def test_a_refused_block_is_a_miss_from_there_on_and_counted(
     assert torch.equal(out[:, :, :32], kv[:, :, :32])
     assert engine.stats.refused_blocks == 1
     assert engine.retrieve(tokens[:32], out) == 32, "the engine and its backend stay usable"
+    assert third not in backend.values
+    assert engine.lookup(tokens) == 32
+    assert engine.store(tokens, kv) == 32, "or it would be computed for ever"
+    assert engine.retrieve(tokens, out) == 64
+    assert torch.equal(out, kv)
 
 
 def test_a_partial_block_under_a_full_chunks_key_is_refused(backend: FakeBackend) -> None:

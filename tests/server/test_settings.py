@@ -133,7 +133,11 @@ def test_output_limits_that_are_not_named_stay(session: FakeSession) -> None:
     assert shown in session.ask("CONFIG GET client-output-buffer-limit")
 
 
-@pytest.mark.parametrize("text", ["normal 1 1", "other 1 1 1", "master 1 1 1", "normal x 1 1", "normal 1 1 -1"])
+@pytest.mark.parametrize(
+    "text",
+    ["normal 1 1", "other 1 1 1", "master 1 1 1", "normal x 1 1", "normal 1 1 -1", "normal 1 1 " + "9" * 5000],
+    ids=lambda text: text[:20],
+)
 def test_bad_output_limits_are_refused(text: str, session: FakeSession) -> None:
     before = dict(session.server.output_limits)
     assert session.ask([b"CONFIG", b"SET", b"client-output-buffer-limit", text.encode()])[:1] == b"-"
