@@ -4,7 +4,6 @@ Every method here expects the store's lock to be held and leaves everything in a
 or calls out. Store adds the lock and the verbs.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from itertools import islice
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .allocator import Allocator, Extent
 from .arena import Arena
+from .clock import Clock
 from .deadlines import Deadlines
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .halves import Departed, other_half
@@ -52,11 +52,6 @@ Lookup = tuple[list[Entry], float, int]
 """What was found, when (monotonic seconds), and in which turn."""
 
 
-def unix_ms() -> int:
-    """Wall-clock time as Redis counts expiry: milliseconds since 1970."""
-    return time.time_ns() // 1_000_000
-
-
 class Ledger:
     """What is where, who holds it and what it costs. `now_ms` is wall-clock time, `now_s` monotonic."""
 
@@ -89,7 +84,7 @@ class Ledger:
         """With a disk: entries whose bytes are not there, each with the number of its write, in the order of those."""
         self.writes = 0
         """How often something was made visible; the number of a write."""
-        self.now_ms = clock_ms
+        self.now_ms = Clock(clock_ms)
         self.now_s = clock_s
         self.affirmed_turn = 0
         """The last turn in which a key was affirmed."""

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from . import survey
 from .arena import Arena
+from .clock import unix_ms
 from .disk import DiskTier
 from .entry import (
     INLINE_BYTES_MAX,
@@ -27,7 +28,7 @@ from .entry import (
 from .flushing import Flushes
 from .io_threads import IoThreads
 from .leasing import Leasing
-from .ledger import Change, unix_ms
+from .ledger import Change
 from .moves import Moves
 from .options import StoreOptions
 from .policy import Policy, make_policy
@@ -276,8 +277,9 @@ class Store(Moves, Flushes, Leasing):
         with self._lock:
             run = list(filter(None, map(self._spaces[space].get, keys)))
             if len(run) < len(keys) or len(self._expiries):
-                found = (self._visible(key, space) for key in keys)
-                run = [entry for entry in takewhile(lambda entry: entry is not None, found) if entry is not None]
+                with self.now_ms.one_moment():  # a key named twice is there twice
+                    found = (self._visible(key, space) for key in keys)
+                    run = [entry for entry in takewhile(lambda entry: entry is not None, found) if entry is not None]
             self._put_off(self._looked_up, run)
             return len(run)
 
@@ -290,7 +292,8 @@ class Store(Moves, Flushes, Leasing):
         with self._lock:
             found = list(filter(None, map(self._spaces[space].get, keys)))
             if len(self._expiries):
-                found = [entry for entry in found if self._visible(entry.key, space) is not None]
+                with self.now_ms.one_moment():
+                    found = [entry for entry in found if self._visible(entry.key, space) is not None]
             self._put_off(self._affirmed, found)
             self.affirmed_turn = self.turn
             return len(found)
@@ -299,7 +302,8 @@ class Store(Moves, Flushes, Leasing):
         """Note that `keys` were used at one instant, the first being the head; returns how many exist."""
         with self._lock:
             self._catch_up()
-            present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
+            with self.now_ms.one_moment():
+                present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
             self._touch_run(present)
             return len(present)
 

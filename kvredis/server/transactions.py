@@ -106,12 +106,13 @@ def exec_(session: Session, args: list[bytes]) -> Reply:
         end_transaction(session)
         return EXEC_ABORT
     session.server.drain_journal(None)  # what others have changed since, noted or not
-    changed = session.watch_broken or _has_expired(session)
-    unwatch_all(session)
-    if changed:
-        end_transaction(session)
-        return NULL if session.resp == 3 else NULL_ARRAY
-    replies = [_run(session, queued, words) for queued, words in transaction.commands]
+    with session.store.now_ms.one_moment():
+        changed = session.watch_broken or _has_expired(session)
+        unwatch_all(session)
+        if changed:
+            end_transaction(session)
+            return NULL if session.resp == 3 else NULL_ARRAY
+        replies = [_run(session, queued, words) for queued, words in transaction.commands]
     end_transaction(session)
     return array(replies)
 

@@ -83,3 +83,23 @@ def test_an_edited_value_is_raw_until_it_is_set_anew(session: FakeSession) -> No
     assert session.ask("OBJECT ENCODING l") == b"$3\r\nraw\r\n"
     session.ask("SET l 456")
     assert session.ask("OBJECT ENCODING l") == b"$3\r\nint\r\n"
+
+
+@pytest.mark.parametrize("left_ms", range(1, 8))
+def test_what_ends_while_it_is_appended_to_leaves_nothing_behind(session: FakeSession, left_ms: int) -> None:
+    now_ms = session.store.now_ms()
+
+    def hurrying() -> int:
+        nonlocal now_ms
+        now_ms += 1
+        return now_ms
+
+    session.ask("SET k old-value!")
+    session.store.now_ms._clock_ms = hurrying
+    session.store.expire(b"k", now_ms + left_ms)
+    length = session.ask("APPEND k new")
+    assert length in (b":3\r\n", b":13\r\n")
+    session.store.now_ms._clock_ms = lambda: now_ms
+    assert (
+        session.ask("GET k") in ({b":3\r\n": [bulk(b"new")], b":13\r\n": [bulk(b"old-value!new"), b"$-1\r\n"]}[length])
+    )

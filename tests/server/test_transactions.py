@@ -120,6 +120,28 @@ def test_a_watched_key_that_expires_unseen_has_changed(tmp_path: Path) -> None:
     run_on("uvloop", story())
 
 
+@pytest.mark.parametrize("left_ms", [1, 2, 3, 5, 8, 13])
+def test_a_key_is_there_for_a_whole_transaction_or_not_at_all(tmp_path: Path, left_ms: int) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+
+            def hurrying() -> int:
+                live.clock_ms += 1
+                return live.clock_ms
+
+            client = await live.connect()
+            await client.ask("SET", "k", "1")
+            await client.ask("MULTI")
+            for _ in range(10):
+                await client.ask("STRLEN", "k")
+            live.store.now_ms._clock_ms = hurrying
+            live.store.expire(b"k", live.clock_ms + left_ms)
+            await client.send("EXEC")
+            assert await client.read(45) in (b"*10\r\n" + b":%d\r\n" * 10 % ((there,) * 10) for there in (0, 1))
+
+    run_on("uvloop", story())
+
+
 def test_a_key_that_is_evicted_has_changed(tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live:

@@ -102,3 +102,37 @@ def test_values_that_were_replaced_before_their_expiry_are_not_kept_by_it(store:
     finally:
         tracemalloc.stop()
     assert kept_bytes < 1_000_000  # of 20 MB
+
+
+class Hurrying(Clock):
+    """A millisecond passes between two looks."""
+
+    def ms(self) -> int:
+        self.now_s += 0.001
+        return super().ms()
+
+
+@pytest.mark.parametrize("left_ms", range(1, 12))
+def test_a_key_that_is_named_twice_is_there_twice_or_not_at_all(left_ms: int) -> None:
+    clock = Hurrying()
+    store = small_store(clock)
+    for verb in (store.match, store.touch, store.affirm):
+        store.put(b"k", content(1), expire_at_ms=clock.ms() + left_ms)
+        assert verb([b"k"] * 10) in (0, 10)
+        store.delete([b"k"])
+    store.check_integrity()
+    store.close()
+
+
+def test_within_one_moment_no_key_ends_and_behind_it_all_do_whose_time_has_come() -> None:
+    clock = Hurrying()
+    store = small_store(clock)
+    store.put(b"k", content(1), expire_at_ms=clock.ms() + 5)
+    with store.now_ms.one_moment():
+        for _ in range(20):
+            assert store.find(b"k") is not None
+        with store.now_ms.one_moment():
+            clock.now_s += 1
+        assert store.find(b"k") is not None
+    assert store.find(b"k") is None
+    store.close()

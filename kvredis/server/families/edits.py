@@ -47,7 +47,7 @@ def append(session: Session, args: list[bytes]) -> Reply:
     length = 0 if entry is None else entry.length
     if entry is not None and length + len(more) > session.server.bulk_bytes_max:
         return TOO_LONG
-    return _edit(session, key, length, more, "append")
+    return _edit(session, key, None, more, "append")
 
 
 @command(
@@ -80,9 +80,12 @@ def setrange(session: Session, args: list[bytes]) -> Reply:
     return _edit(session, key, offset, patch, "setrange")
 
 
-def _edit(session: Session, key: bytes, offset: int, patch: bytes, event: str) -> Reply:
-    """Publish the value under `key` with `patch` laid over it at `offset`, and with the end that it had."""
+def _edit(session: Session, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
+    """Publish the value under `key` with `patch` laid over it at `offset`, None for its end, and with the time that it
+    had. Only what it is now counts: it may have ended since it was looked at."""
     old = session.store.peek(key, session.space)
+    if offset is None:
+        offset = 0 if old is None else old.length
     length = max(0 if old is None else old.length, offset + len(patch))
     with old or nullcontext():  # held, or making room for the new value might take the old one
         room = session.store.reserve(key, length, session.space)
