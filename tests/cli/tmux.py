@@ -49,6 +49,7 @@ class Terminal:
         # tmux sets TERM for what runs in it, so another one is set behind it
         shell = ["env", *(f"{name}={value}" for name, value in self._env.items()), "bash", "--norc", "--noprofile"]
         size = ["-x", str(columns), "-y", str(lines)]
+        self._saves = 0
         self._call("new-session", "-d", *size, *shell)
         self._shell = int(self._call("display-message", "-p", "#{pane_pid}"))
         self._shell_ends = os.pidfd_open(self._shell)
@@ -96,10 +97,11 @@ class Terminal:
 
     def settings(self) -> str:
         """All that `stty` says of the terminal, which a program must leave as it found it."""
-        path = Path(self._folder.name) / "stty"
-        path.unlink(missing_ok=True)
-        self.enter(f"clear; stty -a > {path}; echo saved")
-        self.wait("saved\n")
+        self._saves += 1
+        path = Path(self._folder.name) / f"stty-{self._saves}"
+        # Neither the line as it is typed nor what the last one has left on the screen looks like this answer.
+        self.enter(f"clear; stty -a > {path}; echo saved $(({self._saves}))")
+        self.wait(f"saved {self._saves}\n")
         self.wait_prompt()
         return path.read_text()
 
