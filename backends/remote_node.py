@@ -36,6 +36,7 @@ class Node:
         self._unknown: set[bytes] = set()  # commands that the server of `_asking` does not know
         self._idle: list[Connection] = []
         self._open: dict[Connection, int] = {}  # all there are, idle or lent, and the losses before each was opened
+        self._past: set[Connection] = set()  # which a loss has ended, until their users retire them
         self._closed = False
         self._bytes_in = self._bytes_out = 0
         self._receivers: list[Receiver] = []  # idle ones
@@ -61,6 +62,7 @@ class Node:
         """Close a connection for good."""
         with self._lock:
             self._open.pop(connection, None)
+            self._past.discard(connection)
             self._bytes_in += connection.bytes_in
             self._bytes_out += connection.bytes_out
         connection.close()
@@ -82,6 +84,7 @@ class Node:
         past = [connection for connection, before in self._open.items() if before <= losses]
         for connection in past:
             del self._open[connection]
+        self._past.update(past)
         return past
 
     def complain(self, reply: Reply, connection: Connection | None = None) -> None:
@@ -225,11 +228,12 @@ class Node:
         """Give counters since the start; bytes are all that went over the sockets, and connections what is open; of
         these `attached` are to the memory of a server on this host."""
         with self._lock:
+            every = [*self._open, *self._past]
             return {
                 "connections": len(self._open),
                 "attached": sum(isinstance(connection, AttachedConnection) for connection in self._open),
-                "bytes_in": self._bytes_in + sum(connection.bytes_in for connection in self._open),
-                "bytes_out": self._bytes_out + sum(connection.bytes_out for connection in self._open),
+                "bytes_in": self._bytes_in + sum(connection.bytes_in for connection in every),
+                "bytes_out": self._bytes_out + sum(connection.bytes_out for connection in every),
                 "errors": self.link.errors,
                 "losses": self.link.losses,
                 "reconnects": self.link.reconnects,

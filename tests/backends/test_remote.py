@@ -112,6 +112,36 @@ def test_a_server_killed_within_a_load_gives_misses_and_is_used_again_after_its_
     assert backend.stats()["reconnects"] == 1
 
 
+def test_what_went_over_the_sockets_stays_counted_when_the_server_is_lost(
+    server_of: StartServer, connect: Connect, clock: Clock
+) -> None:
+    server = server_of("redis")
+    backend = connect(server.url)
+    counts = list[tuple[int, int]]()
+
+    def count() -> None:
+        stats = backend.stats()
+        counts.append((int(stats["bytes_in"]), int(stats["bytes_out"])))
+
+    for key in keys_of(10):
+        assert put_through(backend, key, content(key))
+    assert loaded(backend, keys_of(10)) == [content(key) for key in keys_of(10)]
+    count()
+    server.kill()
+    assert backend.match([b"k"]) == 0
+    count()
+    server.start()
+    clock.now_s += RETRY_S_MAX
+    assert backend.match([b"k"]) == 0
+    count()
+    assert put_through(backend, b"k", content(b"k"))
+    count()
+    backend.close()
+    count()
+    assert counts == sorted(counts)
+    assert counts[0][1] > 10 * len(content(b"k"))
+
+
 def test_a_server_restarted_while_nothing_was_asked_is_no_loss(
     server_of: StartServer, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
