@@ -83,8 +83,7 @@ class RemoteBlocks:
         """As Far.absent: where nobody answers, nobody knows."""
         asked = self._outbox.without(keys)
         self._routes.await_first()
-        answers = self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in asked])
-        return [key for key, (_, reply) in zip(asked, answers, strict=True) if reply == 0]
+        return [key for key, (_, reply) in zip(asked, self._ask_for_each(asked), strict=True) if reply == 0]
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
@@ -177,8 +176,10 @@ class RemoteBlocks:
         return [*self._exist(keys), False].index(False)
 
     def _exist(self, keys: Sequence[bytes]) -> list[bool]:
-        answers = self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in keys])
-        return [self._count(node, reply) == 1 for node, reply in answers]
+        return [self._count(node, reply) == 1 for node, reply in self._ask_for_each(keys)]
+
+    def _ask_for_each(self, keys: Sequence[bytes]) -> list[tuple[Node, Reply]]:
+        return self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in keys])
 
     def _sum(self, name: bytes, keys: Sequence[bytes]) -> int:
         """Add up a command's answers over parts of the keys, tail first: what is touched last stays longest."""

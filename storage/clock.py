@@ -1,6 +1,6 @@
 """The time that keys end by: Unix milliseconds, which stand still while a transaction runs, as Redis' do.
 
-Without that a key may end between two looks of one EXEC, and it has had it and has not.
+Without that a key may be there for the first commands of an EXEC, and gone for the rest.
 """
 
 import time

@@ -163,8 +163,8 @@ class ChunkMover:
         if stores is not None and place != self._means.places[0] and place in stores.computed_s:
             return  # a draft's layer runs once for each draft
         if stores is None or not stores.computed(place, self._launched()):
-            if self._layer_stores is not None:
-                self._layer_stores.finish()
+            if stores is not None:
+                stores.finish()
             errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]
             errands = [errand for errand in errands if self._admit(errand)]
             self._layer_stores = LayerStores(self._means, errands, partial(self._have_come, self._step_loads))

@@ -111,7 +111,7 @@ class Scheduling:
             request.tables = [[] for _ in tables]
         for number, table in enumerate(tables or ()):
             before = computed // self._tokens_of_page(number)
-            begin = 0 if anew else before  # of a request that is not known here, which takes pages as others do
+            begin = 0 if anew else before  # for a request that nobody has asked for, which takes pages all the same
             if request is not None:
                 begin = len(request.tables[number])
                 request.tables[number].extend(table)
@@ -217,7 +217,7 @@ class Scheduling:
             and request.keys[0][-1].stop == total
             and (not self.options.loads_ahead or any(group.first_kept(total) == total for group in self.groups))
         ):
-            count -= 1  # the last token's logits come of computing it, which sees a part that begins where it ends
+            count -= 1  # the last token is computed for its logits, and sees a window that is let go of behind it
         found = self._with_windows(request, self._find_whole(request, count))
         self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
         if self.events is not None and found < count and self.groups[0].window is None:

@@ -225,7 +225,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._shared.forget(prefixes)
         elif self._scheduling is not None:
             self._scheduling.forget(prefixes)
-        for prefix in prefixes:
+        for prefix in prefixes:  # here too: a worker only logs what fails, and one elsewhere comes to it later
             self._shared.backend.delete_prefix(prefix)
         return True
 

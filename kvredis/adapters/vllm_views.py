@@ -26,7 +26,6 @@ from .tensors import TORCH_DTYPES
 DENSE_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 UNSUPPORTED = ("MambaSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiSparseResidentSpec")
 
-
 _DRAFT = "draft_model."
 """What vLLM's names of layers begin with where a model of its own drafts (v1/spec_decode/draft_model.py)."""
 

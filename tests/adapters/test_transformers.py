@@ -3,7 +3,6 @@
 import logging
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,16 +25,9 @@ from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHUNK = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small only lose by threads, most of all on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])

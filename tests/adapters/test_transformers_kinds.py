@@ -1,7 +1,6 @@
 """generate() over models that forget: windows and states are restored so that no token differs, whatever the hit is."""
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,16 +23,10 @@ from kvredis.backends.config import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import LINEAR, WINDOWS, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHUNK = 16
 HAS_STATES = hasattr(transformers.cache_utils, "LinearAttentionLayer")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=WINDOWS)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,15 +18,9 @@ from kvredis.backends.config import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CHUNK = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -81,8 +81,8 @@ def setrange(session: Session, args: list[bytes]) -> Reply:
 
 
 def _edit(session: Session, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
-    """Publish the value under `key` with `patch` laid over it at `offset`, None for its end, and with the time that it
-    had. Only what it is now counts: it may have ended since it was looked at."""
+    """Publish the value under `key` with `patch` laid over it at `offset`, None for behind its last byte; it expires
+    when it would have. Only what is there now counts: it may have expired since it was looked at."""
     old = session.store.peek(key, session.space)
     if offset is None:
         offset = 0 if old is None else old.length
