@@ -2,45 +2,37 @@
 
 One task moves random pages out to blocks of page-locked memory, or back in: by one cudaMemcpyAsync for each layer,
 page and K/V, as engines began; gathered by torch's index operations; and as kvredis does it. The link is measured in
-the same repeat. On the GPU a real prefill may run beside it. Every byte is compared, each time, where the KV is.
+the same repeat. On the GPU a real prefill may run beside it, and an engine's own copies. Every byte is compared, each
+time, where the KV is.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import BenchError
-from .figures import GB, middle, rotated
+from .figures import GB, rotated
 from .machine import machine_facts
-from .prompts import PromptPlan, prompts
 from .shapes import BLOCK_TOKENS, SHAPES, ModelShape
-from .store_overhead_compute import DTYPES, Modelled
+from .store_overhead_compute import DTYPES
 from .swap_arms import ARMS, ONE_BYTES, Arm, HostMemory, Link, Swap, arm_of, settle
+from .swap_beside import copies_beside, prefill_beside
 from .swap_result import (
     DIRECTIONS,
-    GRAPH,
-    LAUNCHES,
     OURS,
     SCHEMA,
     Direction,
-    Launch,
     LinkSample,
-    PrefillRow,
-    PrefillSample,
     SwapResult,
     SwapRow,
     SwapSample,
     gate_lines,
-    prefill_row,
     swap_row,
 )
 from .transfer import MIB, Progress
 
-_SEED = 5
 _CPU_TOKENS = 512
 _CPU_LINK_BYTES = 64 * MIB
 
@@ -54,11 +46,12 @@ class SwapPlan:
     tokens: int | None = None
     repeats: int = 5
     beside_prefill: bool = False
+    beside_copies: bool = False
 
     def steps(self) -> int:
         """Give how often `run` calls its progress."""
         each = len(self.chunk_tokens) * (self.repeats + 1) * len(ARMS) * len(DIRECTIONS)
-        return len(self.shapes) * (each + len(DIRECTIONS) * self.beside_prefill)
+        return len(self.shapes) * (each + len(DIRECTIONS) * (self.beside_prefill + self.beside_copies))
 
 
 QUICK = SwapPlan(repeats=2)
@@ -91,7 +84,7 @@ def run(plan: SwapPlan, progress: Progress) -> SwapResult:
             "tokens": tokens, "page_tokens": BLOCK_TOKENS, "repeats": plan.repeats,
         },
         notes=[] if on_gpu else ["There is no GPU: everything is copied within the CPU's memory, and no bar applies"],
-        links=[], rows=[], prefill=[], gate=[], verified_bytes=0, seconds=0.0,
+        links=[], rows=[], prefill=[], waits=[], gate=[], verified_bytes=0, seconds=0.0,
     )  # fmt: skip
     for shape in plan.shapes:
         _measure(Swap(shape, tokens, device), plan, result, progress)
@@ -113,13 +106,20 @@ def _measure(swap: Swap, plan: SwapPlan, result: SwapResult, progress: Progress)
             for direction in DIRECTIONS:
                 progress(f"{swap.shape.name}: prefill beside {direction}")
                 parts = swap.parts(host.view, plan.chunk_tokens[-1])
-                rows, verified = _beside(swap, arms[OURS][0], parts, direction, plan.repeats)
+                rows, verified = prefill_beside(swap, arms[OURS][0], parts, direction, plan.repeats)
                 result["prefill"] += rows
                 result["verified_bytes"] += verified
         elif plan.beside_prefill and not any("prefill" in note for note in result["notes"]):
             result["notes"].append("There is no GPU: no prefill to slow down")
         arms |= {name: arm_of(name, swap.paged) for name in ARMS if name != OURS}
         link = Link(host, swap.paged.device, link_bytes)
+        if plan.beside_copies:
+            for direction in DIRECTIONS:
+                progress(f"{swap.shape.name}: an engine's copies beside {direction}")
+                parts = swap.parts(host.view, plan.chunk_tokens[-1])
+                waits, verified = copies_beside(swap, (arms[OURS][0], link), parts, direction, plan.repeats)
+                result["waits"] += waits
+                result["verified_bytes"] += verified
         turns = _Turns(plan, link, {name: arm for name, (arm, _) in arms.items()})
         for chunk in plan.chunk_tokens:
             result["rows"] += _rows(swap, host.view, chunk, turns, result, progress)
@@ -160,134 +160,15 @@ def _rows(
 
 def _sample(swap: Swap, parts: Any, way: tuple[Arm, Direction], links: list[LinkSample]) -> SwapSample:
     arm, direction = way
-    _spoil(swap, parts, direction)
+    swap.spoil(parts, direction)
     began_s = time.perf_counter()
     arm(parts, direction)
     seconds = time.perf_counter() - began_s
     settle(swap.paged.device)
-    verified = _check(swap, parts, direction)
+    verified = swap.check(parts, direction)
     rate = swap.nbytes / GB / seconds
     link = next(each for each in links if each["direction"] == direction)
     return SwapSample(
         repeat=link["repeat"], seconds=seconds, gb_per_s=rate,
         percent=100 * rate / max(link["one_gb_per_s"], link["row_gb_per_s"]), verified_bytes=verified,
     )  # fmt: skip
-
-
-def _beside(swap: Swap, arm: Arm, parts: Any, direction: Direction, repeats: int) -> tuple[list[PrefillRow], int]:
-    """Prefill with a model of the shape, alone and while another thread moves the parts again and again: as a CUDA
-    graph, and launched kernel by kernel, in turns. Gives the bytes compared, too: what moves in was moved out before.
-    """
-    prompt = list(prompts(PromptPlan(swap.tokens, 0.0, 1, seed=_SEED)))
-    model = Modelled(swap.shape, prompt * len(LAUNCHES))
-    model.prepare(swap.tokens, prompts=1 + LAUNCHES.index(GRAPH))
-    samples: dict[Launch, list[PrefillSample]] = {launch: [] for launch in LAUNCHES}
-
-    def moving(launch: Launch, move: Callable[[], None]) -> tuple[float, float]:
-        """Milliseconds of a prefill beside it, and GB/s."""
-        with _Moving(move, swap.nbytes) as mover:
-            took_ms = _prefill_ms(model, LAUNCHES.index(launch), swap.tokens)
-        return took_ms, mover.gb_per_s
-
-    def move() -> None:
-        arm(parts, direction)
-
-    for number in [*range(len(LAUNCHES))] * 2:
-        _prefill_ms(model, number, swap.tokens)
-    _spoil(swap, parts, direction)
-    began_s = time.perf_counter()
-    move()
-    moved_s = time.perf_counter() - began_s
-    for launch in LAUNCHES:
-        moving(launch, move)  # the first beside anything is 9 % slower, whichever way bytes go
-
-    def rest() -> None:
-        """A prefill begins behind the first move, in which nothing computes. Behind such a rest one alone was 2 %
-        faster on an H200, so each has it."""
-        time.sleep(moved_s)
-
-    for repeat in range(repeats):
-        for launch in rotated(LAUNCHES, repeat):
-            before_ms, _ = moving(launch, rest)
-            beside_ms, gb_per_s = moving(launch, move)
-            alone_ms = middle([before_ms, moving(launch, rest)[0]])
-            samples[launch].append(
-                PrefillSample(
-                    repeat=repeat,
-                    alone_ms=alone_ms,
-                    beside_ms=beside_ms,
-                    slowed_percent=100 * (beside_ms / alone_ms - 1),
-                    gb_per_s=gb_per_s,
-                )
-            )
-    verified = _check(swap, parts, direction)
-    rows = [prefill_row((swap.shape.name, direction, launch), swap.tokens, each) for launch, each in samples.items()]
-    return rows, verified
-
-
-def _spoil(swap: Swap, parts: Any, direction: Direction) -> None:
-    """Overwrite what is to be moved to; what moves in has been stored and compared just before."""
-    if direction == "out":
-        swap.blank(parts)
-    else:
-        swap.wipe()
-    settle(swap.paged.device)
-
-
-def _check(swap: Swap, parts: Any, direction: Direction) -> int:
-    """Compare what was moved to; gives the bytes."""
-    return swap.check_out(parts) if direction == "out" else swap.check_in()
-
-
-def _prefill_ms(model: Modelled, number: int, tokens: int) -> float:
-    """Milliseconds of a prefill of the prompt of that number, on the GPU's clock where there is one."""
-    import torch
-
-    model.begin(number)
-    if not torch.cuda.is_available():
-        began_s = time.perf_counter()
-        model.enqueue(0, tokens)
-        return 1e3 * (time.perf_counter() - began_s)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    began.record()
-    model.enqueue(0, tokens)
-    ended.record()
-    ended.synchronize()
-    return float(began.elapsed_time(ended))
-
-
-class _Moving:
-    """A thread that moves the same parts over and over, from before the block begins until it ends."""
-
-    def __init__(self, move: Any, nbytes: int) -> None:
-        self._move = move
-        self._nbytes = nbytes
-        self._begun = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvredis bench swap", daemon=True)
-        self._failure: Exception | None = None
-        self.gb_per_s = 0.0
-
-    def __enter__(self) -> _Moving:
-        self._thread.start()
-        self._begun.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise BenchError(f"nothing was moved beside the prefill: {self._failure}") from self._failure
-
-    def _run(self) -> None:
-        times, began_s = 0, time.perf_counter()
-        try:
-            while not self._stop.is_set():
-                self._move()
-                times += 1
-                self._begun.set()
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._begun.set()
-        self.gb_per_s = times * self._nbytes / GB / (time.perf_counter() - began_s)

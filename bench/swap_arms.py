@@ -143,6 +143,18 @@ class Swap:
                 raise VerificationError(f"{self.shape.name}: pages that were loaded, or others, have other bytes")
         return self.nbytes
 
+    def spoil(self, parts: Sequence[Part], direction: Direction) -> None:
+        """Overwrite what is to be moved to; what moves in has been stored and compared just before."""
+        if direction == "out":
+            self.blank(parts)
+        else:
+            self.wipe()
+        settle(self.paged.device)
+
+    def check(self, parts: Sequence[Part], direction: Direction) -> int:
+        """Compare what was moved to; gives the bytes."""
+        return self.check_out(parts) if direction == "out" else self.check_in()
+
 
 def settle(device: Any) -> None:
     """Wait for all that a GPU has been given."""
@@ -225,9 +237,9 @@ class Link:
     def __init__(self, host: HostMemory, device: Any, nbytes: int) -> None:
         import torch
 
-        nbytes = min(nbytes, len(host.view))
-        self._host: Tensor = torch.from_numpy(host.array[:nbytes])
-        self._there = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = min(nbytes, len(host.view))
+        self._host: Tensor = torch.from_numpy(host.array[: self.nbytes])
+        self._there = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
         self._on_gpu = self._there.is_cuda
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -235,9 +247,13 @@ class Link:
         """Time one copy of all, and a row of 64 MiB ones, each way."""
         found = []
         for direction in DIRECTIONS:
-            rates = [self._timed(direction, step) for step in (len(self._host), _ROW_BYTES)]
+            rates = [self._timed(direction, self.nbytes), self.row(direction)]
             found.append(LinkSample(repeat=repeat, direction=direction, one_gb_per_s=rates[0], row_gb_per_s=rates[1]))
         return found
+
+    def row(self, direction: Direction) -> float:
+        """Copy all in pieces of 64 MiB, which the device is given at once; GB/s."""
+        return self._timed(direction, _ROW_BYTES)
 
     def _timed(self, direction: Direction, step: int) -> float:
         import torch

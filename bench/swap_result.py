@@ -6,8 +6,8 @@ copies of 64 MiB, in the same direction. Medians are over the repeats, with thei
 
 Top level
     schema, machine (see machine.py), torch, device, copies (what there is to copy with), options, notes, links (a row
-    for each repeat and direction), rows, prefill (how much a prefill was slowed by what ran beside it), gate,
-    verified_bytes, seconds
+    for each repeat and direction), rows, prefill (how much a prefill was slowed by what ran beside it), waits (how long
+    copies of a few bytes took on another stream, an engine's), gate, verified_bytes, seconds
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ Launch = Literal["graph", "kernels"]
 GRAPH: Final[Launch] = "graph"
 LAUNCHES: Final[tuple[Launch, ...]] = (GRAPH, "kernels")
 """How a prefill is launched: at once, or kernel by kernel from Python, which waits for the mover's."""
+
+Waiter = Literal["alone", "copies in a row", "ours"]
+ALONE: Final[Waiter] = "alone"
+ROW: Final[Waiter] = "copies in a row"
+WAITERS: Final[tuple[Waiter, ...]] = (ALONE, ROW, "ours")
+"""What an engine's copies pass beside."""
 
 
 class LinkSample(TypedDict):
@@ -84,6 +90,24 @@ class PrefillRow(TypedDict):
     gb_per_s: float
 
 
+class WaitSample(TypedDict):
+    repeat: int
+    us: float
+    most_us: float
+    gb_per_s: float
+
+
+class WaitRow(TypedDict):
+    shape: str
+    direction: Direction
+    nbytes: int
+    beside: Waiter
+    samples: list[WaitSample]
+    us: float
+    most_us: float
+    gb_per_s: float
+
+
 class GateLine(TypedDict):
     name: str
     bound: str
@@ -102,6 +126,7 @@ class SwapResult(TypedDict):
     links: list[LinkSample]
     rows: list[SwapRow]
     prefill: list[PrefillRow]
+    waits: list[WaitRow]
     gate: list[GateLine]
     verified_bytes: int
     seconds: float
@@ -127,6 +152,15 @@ def prefill_row(of: tuple[str, Direction, Launch], tokens: int, samples: list[Pr
         alone_ms=middle([each["alone_ms"] for each in samples]),
         beside_ms=middle([each["beside_ms"] for each in samples]),
         slowed_percent=middle(slowed), slowed_percent_min=min(slowed), slowed_percent_max=max(slowed),
+        gb_per_s=middle([each["gb_per_s"] for each in samples]),
+    )  # fmt: skip
+
+
+def wait_row(of: tuple[str, Direction, int], beside: Waiter, samples: list[WaitSample]) -> WaitRow:
+    """Make a row of its samples; `of` is (shape, direction, bytes of the engine's copy)."""
+    return WaitRow(
+        shape=of[0], direction=of[1], nbytes=of[2], beside=beside, samples=samples,
+        us=middle([each["us"] for each in samples]), most_us=max(each["most_us"] for each in samples),
         gb_per_s=middle([each["gb_per_s"] for each in samples]),
     )  # fmt: skip
 
@@ -182,6 +216,14 @@ def table_lines(result: SwapResult) -> Iterator[str]:
             f" {beside['alone_ms']:.1f} ms alone, {beside['beside_ms']:.1f} ms beside {beside['direction']}"
             f" at {beside['gb_per_s']:.1f} GB/s: slowed {beside['slowed_percent']:+.1f} %"
             f" ({_range(beside['slowed_percent_min'], beside['slowed_percent_max'])})"
+        )
+    for wait in result["waits"]:
+        if wait["beside"] == ALONE:
+            yield ""
+            yield f"{wait['shape']}, an engine's copy of {wait['nbytes']} bytes {wait['direction']}, beside"
+        yield (
+            f"  {'nothing' if wait['beside'] == ALONE else wait['beside']:<16} {wait['us']:9,.0f} us,"
+            f" {wait['most_us']:,.0f} at most, at {wait['gb_per_s']:.1f} GB/s"
         )
     yield ""
     yield f"Verified: {result['verified_bytes'] / 1e9:.2f} GB compared in full, 0 wrong."

@@ -40,6 +40,9 @@ Example: kvredis bench swap --shape 8b --beside-prefill --json swap.json --gate"
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), help="Tokens of one task; default 8192, without a GPU 512.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option("--beside-prefill", is_flag=True, help="Also let a model with random weights prefill meanwhile.")
+@click.option(
+    "--beside-copies", is_flag=True, help="Also time copies of a few bytes meanwhile, as an engine makes them."
+)
 @click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a bar is missed.")
 def swap(quick: bool, json_path: str | None, judge: bool, **given: Any) -> None:

@@ -28,6 +28,7 @@ LAYERS = "layerwise --prefix-tokens 8192 --suffix-tokens 512"
 FIGURES = {
     "swap": Figure(200, "swap --repeats 7"),
     "swap-prefill": Figure(120, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-prefill"),
+    "swap-copies": Figure(60, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-copies"),
     "profile": Figure(60, "profile --shape 8b --out {folder}/trace.json"),
     "layerwise": Figure(120, f"{LAYERS} --part load --repeats 5"),
     "layerwise-push": Figure(120, f"{LAYERS} --part push,cap --repeats 7"),

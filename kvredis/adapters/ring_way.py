@@ -2,6 +2,10 @@
 
 A buffer is filled behind the event that says that what was in it is where it belongs. Loads may be staged: their bytes
 wait in buffers for an engine that has not given its pages away yet.
+
+A GPU's copy engine stays with a stream that has a copy ready, whatever the priority of others. Beside a store of 1 GiB
+on one stream an engine's copy of one token waited for all of it, 19 ms. Where each buffer has a stream of its own, and
+its copies come behind those of the buffer before, it waits 0.3 ms (H100), and as much is moved to half a percent.
 """
 
 from __future__ import annotations
@@ -51,10 +55,11 @@ AnyPlan = Plan | LayerPlan
 
 @dataclass(slots=True)
 class Slot:
-    """A staging buffer, and the event behind which it may be filled anew. Where checksums are found, another stream
-    does the slow part of that, out of a scratch, which is free behind `summed`."""
+    """A staging buffer, the stream of its copies, and the event behind which it may be filled anew. Where checksums are
+    found, another stream does the slow part of that, out of a scratch, which is free behind `summed`."""
 
     buffer: torch.Tensor
+    copies: Any
     free: Event | None = None
     sums: Any = None
     scratch: torch.Tensor | None = None
@@ -95,7 +100,6 @@ class RingWay:
         self._slots = slots
         self._nbytes = nbytes
         self._kernels = device.stream(uploads=True)
-        self._copies = device.stream()
         self._ring: list[Slot] = []
         self._next = 0
         self._staged: list[Staged] = []
@@ -127,7 +131,7 @@ class RingWay:
             self._sum_up()
             for span in islice(job.slots(self._nbytes), self._slots - len(self._staged)):
                 slot = self._filled(job, span)
-                slot.free = self._device.record(self._copies)
+                slot.free = self._device.record(slot.copies)
                 self._staged.append(Staged(job, beside, span, slot, slot.free))
                 moving.add(0, slot.free)
             self._numbers(job)
@@ -154,10 +158,10 @@ class RingWay:
                 device.wait(self._kernels, slot.free)
             launches = job.launches(span)
             device.gather(launches, slot.buffer, pages, self._kernels)
-            device.behind(self._copies, self._kernels)
+            device.behind(slot.copies, self._kernels)
             locked = self._locked(job, span)
-            device.copy_out(slot.buffer, job.extents(span), self._copies, locked=locked)
-            slot.free = device.record(self._copies)
+            device.copy_out(slot.buffer, job.extents(span), slot.copies, locked=locked)
+            slot.free = device.record(slot.copies)
             self._sum(job, span, launches, slot, pages)
             moving.add(before + job.parts_before(span.stop), slot.free)
 
@@ -186,7 +190,7 @@ class RingWay:
                 self._pace(job, span, moving)
             slot = self._filled(job, span)
             self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that
-            self._device.behind(self._kernels, self._copies)
+            self._device.behind(self._kernels, slot.copies)
             yield span, slot
 
     def _pace(self, job: AnyPlan, span: Span, moving: RingMoving) -> None:
@@ -214,9 +218,9 @@ class RingWay:
         if self._loaded is not None and self._loaded.slot is slot:
             self._sum_up()
         if slot.free is not None:
-            self._device.wait(self._copies, slot.free)
+            self._device.wait(slot.copies, slot.free)
         locked = self._locked(job, span)
-        self._device.copy_in(slot.buffer, job.extents(span), self._copies, locked=locked)
+        self._device.copy_in(slot.buffer, job.extents(span), slot.copies, locked=locked)
         return slot
 
     def _sum_up(self) -> None:
@@ -260,7 +264,7 @@ class RingWay:
         one: with more a process would have more streams with kernels than queues for them (quiet_streams.py)."""
         stream = None
         for _ in range(self._slots):
-            slot = Slot(self._device.buffer(self._nbytes))
+            slot = Slot(self._device.buffer(self._nbytes), self._device.stream())
             if self._sums is not None:
                 stream = stream if stream is not None and self._is_out else self._device.stream()
                 slot.sums, slot.scratch = stream, self._sums.summing.scratch(self._nbytes)
@@ -288,7 +292,9 @@ class RingWay:
         return last is None or last.query()
 
     def _slot(self) -> Slot:
-        slot = self._ring[self._next]
+        """The next buffer, whose copies come behind those of the one before it."""
+        before, slot = self._ring[self._next - 1], self._ring[self._next]
+        self._device.behind(slot.copies, before.copies)
         self._next = (self._next + 1) % len(self._ring)
         return slot
 
@@ -309,7 +315,7 @@ class RingWay:
         may be one that is."""
         self._loaded, self._staged = None, []
         events = []
-        for stream in (self._kernels, self._copies):
+        for stream in (self._kernels, *(slot.copies for slot in self._ring)):
             try:
                 events.append(self._device.record(stream))
             except RuntimeError as error:  # the device is lost: nothing runs on it any more
@@ -319,7 +325,8 @@ class RingWay:
     def synchronize(self) -> None:
         """Wait for all streams; nothing is left to be done, or staged."""
         self._loaded, self._staged = None, []
-        for stream in (self._kernels, self._copies, *(slot.sums for slot in self._ring if slot.sums is not None)):
+        of_slots = [stream for slot in self._ring for stream in (slot.copies, slot.sums) if stream is not None]
+        for stream in (self._kernels, *of_slots):
             try:
                 self._device.synchronize(stream)
             except RuntimeError as error:

@@ -1,9 +1,10 @@
 """Chunks between an engine's pages on a GPU and host memory, at the rate of PCIe and beside the engine's own work.
 
 Pages are gathered into staging buffers on the GPU, which its copy engine then moves: few large copies, and no kernel
-that writes over PCIe (those stall an engine that computes). For each direction a ring of buffers and two streams, one
-for kernels and one for copies, so that a buffer is filled while the one before it is copied. Nothing waits for the
-engine's own streams, and nothing on them for us: a store begins behind the event that the caller recorded.
+that writes over PCIe (those stall an engine that computes). For each direction a ring of buffers, one stream for
+kernels and for each buffer one for its copies, so that a buffer is filled while the one before it is copied, and an
+engine's own copies come in between. Nothing waits for the engine's streams, and nothing on them for us: a store begins
+behind the event that the caller recorded.
 
 A job is enqueued as a whole, a long one with pauses (ring_way.PACE_BYTES_PER_S), and the device works it off. For that
 the caller's thread waits only in `Moving.wait`. Where checksums are wanted (ring_sums.py) the device finds them out of

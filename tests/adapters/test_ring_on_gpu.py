@@ -92,3 +92,24 @@ def test_on_a_gpu_page_numbers_of_many_jobs_wait_at_once_and_none_is_written_ove
             moving.wait()
         assert all(true(layers, part) for part in parts)
         assert [each and each.result() for each in sums] == [xxhash.xxh3_64_hexdigest(part.memory) for part in parts]
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_on_a_gpu_an_engine_s_copy_comes_between_two_buffers_and_not_behind_all_of_them(way: str) -> None:
+    layers = [torch.zeros((512, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(16)]
+    transfer = RingTransfer(PagedKV(layers))
+    held = torch.zeros((512, 16 * layers[0][0].nbytes), dtype=torch.uint8, pin_memory=True)
+    parts = [Part([page], held[page].numpy().data) for page in range(512)]
+    there = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    here = torch.zeros(1 << 20, dtype=torch.uint8, pin_memory=True)
+    target, source = (here, there) if way == "store" else (there, here)
+    move = getattr(transfer, way)
+    move(parts).wait()
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    moving = move(parts)
+    target.copy_(source, non_blocking=True)
+    event_on(torch.cuda.current_stream()).synchronize()
+    assert not moving.done
+    moving.wait()
+    transfer.close()

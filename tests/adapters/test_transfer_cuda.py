@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +45,31 @@ def parts_of(layers: list[torch.Tensor], counts: list[int]) -> list[Part]:
 
 def true(layers: list[torch.Tensor], part: Part) -> bool:
     return bytes(part.memory) == bytes(block_of(layers, part.pages).numpy())
+
+
+class WatchedGpu(LazyGpu):
+    """Remembers which copy was made when, and on which stream."""
+
+    def __init__(self, paged: PagedKV, seed: int) -> None:
+        super().__init__(paged, seed)
+        self.made: list[tuple[int, int]] = []
+
+    def _copy(self, slot: Any, extents: Any, stream: Any, *, out: bool, locked: bool) -> None:
+        super()._copy(slot, extents, stream, out=out, locked=locked)
+        stream.queue.append(partial(self.made.append, (len(self.copies), self.streams.index(stream))))
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_copies_of_one_buffer_after_another_are_on_other_streams_and_made_in_turn(way: str, seed: int) -> None:
+    layers = made_layers()
+    gpu = WatchedGpu(PagedKV(layers), seed)
+    transfer, _ = ring(layers, gpu)
+    getattr(transfer, way)(parts_of(layers, [3, 4, 5, 6, 7])).wait()
+    numbers, streams = zip(*gpu.made, strict=True)
+    assert len(numbers) > 5
+    assert list(numbers) == sorted(numbers)
+    assert all(one != next_one for one, next_one in pairwise(streams))
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -20,12 +20,14 @@ from kvredis.bench.profile import gate_lines as profile_gate
 from kvredis.bench.profile import run as profile_run
 from kvredis.bench.shapes import ModelShape
 from kvredis.bench.store_overhead_compute import TINY
-from kvredis.bench.swap import SwapPlan, _beside, run
-from kvredis.bench.swap_arms import ARMS, PER_PAGE, Arm, HostMemory, Swap, arm_of
+from kvredis.bench.swap import SwapPlan, run
+from kvredis.bench.swap_arms import ARMS, PER_PAGE, Arm, HostMemory, Link, Swap, arm_of
+from kvredis.bench.swap_beside import COPY_BYTES, copies_beside, prefill_beside
 from kvredis.bench.swap_result import (
     DIRECTIONS,
     OURS,
     SCHEMA,
+    WAITERS,
     Direction,
     PrefillSample,
     SwapSample,
@@ -161,7 +163,7 @@ def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
         moved.append(way)
         move(parts, way)
 
-    rows, verified = _beside(swap, counted, parts, direction, 3)
+    rows, verified = prefill_beside(swap, counted, parts, direction, 3)
     assert verified >= swap.nbytes
     assert [(row["launch"], row["direction"], len(row["samples"])) for row in rows] == [
         ("graph", direction, 3),
@@ -175,7 +177,26 @@ def test_a_prefill_is_measured_by_graph_and_by_kernels_beside_what_moves(
 def test_what_moves_nothing_beside_a_prefill_is_found_out(stored: tuple[Swap, Any, Arm], direction: Direction) -> None:
     swap, parts, _ = stored  # what lies where it should is no proof
     with pytest.raises(VerificationError):
-        _beside(swap, lambda parts, way: None, parts, direction, 1)
+        prefill_beside(swap, lambda parts, way: None, parts, direction, 1)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_engine_s_copies_are_timed_alone_beside_copies_in_a_row_and_beside_ours(
+    stored: tuple[Swap, Any, Arm], direction: Direction
+) -> None:
+    swap, parts, move = stored
+    memory = HostMemory(1 << 16, lock=False)
+    link = Link(memory, torch.device("cpu"), 1 << 16)
+    rows, verified = copies_beside(swap, (move, link), parts, direction, 2)
+    assert [row["beside"] for row in rows] == list(WAITERS)
+    assert verified == 2 * swap.nbytes
+    for row in rows:
+        assert (row["shape"], row["direction"], row["nbytes"]) == ("tiny", direction, COPY_BYTES[direction])
+        assert len(row["samples"]) == 2
+        assert 0 < row["us"] <= row["most_us"]
+        assert (row["gb_per_s"] > 0) == (row["beside"] != "alone")
+    with pytest.raises(VerificationError):
+        copies_beside(swap, (lambda parts, way: None, link), parts, direction, 1)
 
 
 def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -187,6 +208,12 @@ def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPa
     assert "no overlap to measure" in done.output
     assert json.loads(path.read_text())["rows"] == []
     assert any(event.get("cat") == "cpu_op" for event in json.loads(trace.read_text())["traceEvents"])
+    path = tmp_path / "swap.json"
+    words = ("--tokens", "32", "--chunk-tokens", "32", "--shape", "3b", "--repeats", "1", "--beside-copies")
+    done = CliRunner().invoke(main, ("bench", "swap", *words, "--json", str(path)))
+    assert done.exit_code == 0, done.output
+    assert "3b, an engine's copy of 64 bytes out, beside" in done.output
+    assert len(json.loads(path.read_text())["waits"]) == len(DIRECTIONS) * len(WAITERS)
     done = CliRunner().invoke(main, ("bench", "swap", "--tokens", "48", "--chunk-tokens", "32", "--shape", "3b"))
     assert done.exit_code == 1
     assert "not whole chunks" in done.output
