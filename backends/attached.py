@@ -355,7 +355,7 @@ class AttachedConnection(Connection):
         for are dropped by the kernel."""
         if self._descriptors is None:
             return super()._receive_some(sock, buffers, flags)
-        self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
+        self._wait(sock, select.POLLIN, self._deadline_s)
         room = socket.CMSG_SPACE(DESCRIPTORS_MAX * 4)
         count, control, _, _ = sock.recvmsg_into(buffers, room, flags | socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in control:

@@ -4,17 +4,26 @@ The socket blocks in the kernel with the kernel's own timeouts (SO_RCVTIMEO, SO_
 that saves a system call each time and lets MSG_WAITALL wait for a whole body at once. What is set in the kernel is
 corrected only when it is no longer what is left of a reply's time, so that a reply that comes at once costs no call.
 
+WHY recvmsg(2) by way of ctypes: after each signal Python's own begins anew with the whole of that timeout, so that with
+a timer that strikes more often, as profilers have, it never ends. What has to wait to be sent waits in `poll` first:
+with room for a byte the kernel gives a call that is interrupted back, and Python does not repeat it.
+
 After any failure the position in the stream is lost: the wire closes itself and raises BackendError from then on.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import math
+import os
+import select
 import socket
 import struct
 import time
 from typing import Final
 
+from kvredis.storage.addresses import addresses_of
 from kvredis.storage.errors import BackendError
 
 from .tls import told
@@ -27,10 +36,28 @@ SEND_BUFFER_BYTES: Final = 512 * 1024
 """Keeps what is in flight inside the caches: four megabytes were slower, and 64 KiB cost wake-ups."""
 IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
+AT_ONCE: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 DISCARD_BYTES: Final = 256 * 1024
 SLACK_S: Final = 0.01
 """How much longer than allowed the kernel may wait, rather than be told anew before each receive."""
 CRLF: Final = b"\r\n"
+_BUFFERS: Final = struct.Struct("PnPn")
+"""Two struct iovec: where each begins, and its length."""
+
+
+class _Message(ctypes.Structure):
+    """struct msghdr of recvmsg(2)."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p), ("name_bytes", ctypes.c_uint), ("buffers", ctypes.c_void_p),
+        ("count", ctypes.c_size_t), ("control", ctypes.c_void_p), ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )  # fmt: skip
+
+
+_recvmsg = ctypes.CDLL(None, use_errno=True).recvmsg
+_recvmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_recvmsg.restype = ctypes.c_ssize_t
 
 
 class Wire:
@@ -43,8 +70,11 @@ class Wire:
     __slots__ = (
         "_armed_in_s",
         "_armed_out_s",
+        "_buffers",
         "_deadline_s",
         "_end",
+        "_message",
+        "_message_at",
         "_scratch",
         "_sock",
         "_start",
@@ -67,6 +97,9 @@ class Wire:
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0  # what scratch holds and nobody has read yet
+        self._buffers = (ctypes.c_char * _BUFFERS.size)()
+        self._message = _Message(buffers=ctypes.addressof(self._buffers), count=2)
+        self._message_at = ctypes.addressof(self._message)
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -150,9 +183,13 @@ class Wire:
 
     def _send(self, sock: socket.socket, buffers: list[Buffer], wanted: int, deadline_s: float) -> None:
         """Send all of the `wanted` bytes in `buffers`, or raise OSError."""
-        sent = sock.sendmsg(buffers if len(buffers) <= IOV_MAX else buffers[:IOV_MAX], (), socket.MSG_NOSIGNAL)
+        try:  # mostly there is room for all
+            sent = sock.sendmsg(buffers if len(buffers) <= IOV_MAX else buffers[:IOV_MAX], (), AT_ONCE)
+        except BlockingIOError:
+            sent = 0
         first, skip = 0, sent
-        while sent < wanted:  # a signal came, the timeout struck halfway, or there are too many buffers
+        while sent < wanted:  # no room, a signal came, the timeout struck halfway, or there are too many buffers
+            self._wait(sock, select.POLLOUT, deadline_s)
             self._arm_for(sock, socket.SO_SNDTIMEO, self._armed_out_s, deadline_s)
             while skip >= len(buffers[first]):
                 skip -= len(buffers[first])
@@ -224,6 +261,8 @@ class Wire:
         """Receive at least one byte into `buffers`: the one place where a reply is waited for."""
         sock = self._open_socket()
         try:
+            if buffers[0].readonly:  # a system call does not ask
+                raise TypeError("memory that is not to be written was lent for a body")
             count = self._receive_some(sock, buffers, flags)
         except OSError as error:
             raise self.broken(_why(error, "waiting for a reply")) from error
@@ -236,13 +275,20 @@ class Wire:
         return count
 
     def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
-        """Receive into `buffers` what there is, all of it with MSG_WAITALL; 0 at the end of the stream."""
+        """Receive into `buffers`, one or two, what there is, all of it with MSG_WAITALL; 0 at the end of the stream."""
+        first, last = buffers[0], buffers[-1]
+        at, last_at = addresses_of((first, last))
+        _BUFFERS.pack_into(self._buffers, 0, at, len(first), last_at, 0 if last is first else len(last))
         while True:
             self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
-            try:
-                return sock.recvmsg_into(buffers, 0, flags)[0]
-            except BlockingIOError:
+            count: int = _recvmsg(sock.fileno(), self._message_at, flags)
+            if count >= 0:
+                return count
+            number = ctypes.get_errno()
+            if number == errno.EAGAIN:
                 self._armed_in_s = math.inf  # it was set for less than is left now
+            elif number != errno.EINTR:  # a signal, whose handler has run by now
+                raise OSError(number, os.strerror(number))
 
     # ---- time ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +299,13 @@ class Wire:
             if left_s <= 0:
                 raise TimeoutError
             self._arm(sock, option, left_s)
+
+    def _wait(self, sock: socket.socket, event: int, deadline_s: float) -> None:
+        """Wait for a `poll` event, or for the end of the connection. Raises TimeoutError at `deadline_s`."""
+        waiting = select.poll()
+        waiting.register(sock, event)
+        if not waiting.poll(max(deadline_s - time.monotonic(), 0) * 1000):
+            raise TimeoutError
 
     def _arm(self, sock: socket.socket, option: int, timeout_s: float) -> None:
         """Have the kernel end waits of one direction after `timeout_s`."""

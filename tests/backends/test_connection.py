@@ -215,6 +215,15 @@ def test_lent_memory_of_the_wrong_size_is_the_callers_mistake_and_ends_the_conne
     assert not connection.usable
 
 
+def test_lent_memory_that_is_not_to_be_written_is_not_and_the_connection_ends(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"$20000\r\n")  # and no body yet, of which the first bytes would be copied
+    memory = bytes(20_000)
+    with pytest.raises(TypeError, match="not to be written"):
+        connection.read_bulk_into(lambda n: memoryview(memory))
+    assert not connection.usable
+
+
 def test_stale_sees_a_close_and_bytes_that_nobody_asked_for(pair: Pair) -> None:
     connection, peer = pair
     assert not connection.stale()

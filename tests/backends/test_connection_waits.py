@@ -1,17 +1,21 @@
 """How long a connection waits: for a whole reply, or to send, as long as it was told, however the bytes come."""
 
+import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
+from kvredis.backends.attached import AttachedConnection
+from kvredis.backends.connection import Connection
 from kvredis.backends.wire import SCRATCH_BYTES
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import Papers, make_papers
 
-from .pairs import KINDS, MakePair, in_background, pairs, pattern
+from .pairs import KINDS, PEER_TIMEOUT_S, MakePair, in_background, pairs, pattern
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +133,66 @@ def test_after_an_interruption_nothing_is_taken_for_an_answer_that_came_before_i
         assert memory == pattern(20_000)
         connection.read()
     assert not connection.usable
+
+
+@contextmanager
+def interrupted(connection: Connection) -> Iterator[threading.Semaphore]:
+    """Let a timer strike a hundred times a second, as those of sampling profilers do; each stroke can be waited for.
+    Whoever then waits for ever is let go, with another error than that of a timeout."""
+    strokes = threading.Semaphore(0)
+    patience = threading.Timer(10.0, connection.interrupt)
+    before = signal.signal(signal.SIGALRM, lambda number, frame: strokes.release())
+    patience.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        yield strokes
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        patience.cancel()
+        patience.join()
+
+
+@pytest.mark.parametrize("sent", [b"", b"$100000\r\n"], ids=["nothing comes", "no body comes"])
+def test_a_timer_that_strikes_more_often_makes_no_wait_for_a_reply_longer(make_pair: MakePair, sent: bytes) -> None:
+    connection, peer = make_pair(0.1)
+    peer.sendall(sent)
+    with interrupted(connection), pytest.raises(BackendError, match="timed out"):
+        connection.read()
+
+
+def test_a_timer_that_strikes_more_often_makes_no_wait_to_send_longer(make_pair: MakePair) -> None:
+    connection, _ = make_pair(0.1)
+    with interrupted(connection), pytest.raises(BackendError, match="timed out"):
+        connection.send_set(b"k", bytes(8 << 20))
+
+
+def test_a_timer_that_strikes_more_often_makes_no_wait_for_shared_memory_longer() -> None:
+    ours, peer = socket.socketpair()
+    connection = AttachedConnection(ours, 0.1)
+    with peer, connection, interrupted(connection), pytest.raises(BackendError, match="timed out"):
+        connection.attach("a run")
+
+
+def test_what_comes_and_goes_between_the_strokes_of_a_timer_is_whole(make_pair: MakePair) -> None:
+    connection, peer = make_pair(20.0)
+    value = pattern(1 << 20)
+    came = bytearray()
+
+    def mirror() -> None:
+        while len(came) < len(value):
+            strokes.acquire(timeout=PEER_TIMEOUT_S)
+            came.extend(peer.recv(200_000))
+        peer.sendall(b"$%d\r\n" % len(value))
+        for first in range(0, len(value), 200_000):
+            strokes.acquire(timeout=PEER_TIMEOUT_S)
+            peer.sendall(value[first : first + 200_000])
+        strokes.acquire(timeout=PEER_TIMEOUT_S)
+        peer.sendall(b"\r\n")
+
+    with interrupted(connection) as strokes:
+        peer_thread = in_background(mirror)
+        connection.send_buffers([value[:300_000], value[300_000:]])
+        assert connection.read() == value
+        peer_thread.join()
+    assert came == value

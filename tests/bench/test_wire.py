@@ -23,15 +23,22 @@ class ChoppedSocket(socket.socket):
     pieces: Sequence[int] = ()
     calls = 0
 
-    def _piece(self) -> int:
+    def piece(self) -> int:
         self.calls += 1
         return self.pieces[self.calls - 1] if self.calls <= len(self.pieces) else 1 << 30
 
-    def recvmsg_into(self, buffers: Any, ancbufsize: int = 0, flags: int = 0, /) -> Any:
-        return super().recvmsg_into(_first(buffers, self._piece()), ancbufsize, flags)
-
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
-        return super().sendmsg(_first(buffers, self._piece()), *rest)
+        return super().sendmsg(_first(buffers, self.piece()), *rest)
+
+
+class ChoppedWire(Wire):
+    """A wire over a ChoppedSocket."""
+
+    __slots__ = ()
+
+    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+        assert isinstance(sock, ChoppedSocket)
+        return super()._receive_some(sock, _first(buffers, sock.piece()), flags)
 
 
 def _first(buffers: Sequence[Any], nbytes: int) -> list[memoryview]:
@@ -49,7 +56,7 @@ def chopped(
     ours, theirs = socket.socketpair()
     sock = ChoppedSocket(fileno=ours.detach())
     sock.pieces = pieces
-    with theirs, Wire(sock, dialect, silence_s=silence_s) as wire:
+    with theirs, ChoppedWire(sock, dialect, silence_s=silence_s) as wire:
         yield wire, theirs
 
 
