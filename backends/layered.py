@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from . import base
+from .endings import Endings
 from .layered_load import Far, LayeredLoad
 from .layered_passage import Leaving, Passage
 from .layered_prefetch import FarPrefetch, LayeredPrefetch, Prefetcher
@@ -89,6 +90,7 @@ class LayeredBackend:
         self._prefetcher = Prefetcher(self._fetch)
         self._round = _Round()
         self._counting = threading.Lock()
+        self._endings = Endings()
         self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._closed = False
 
@@ -158,6 +160,7 @@ class LayeredBackend:
 
     def reserve(self, key: bytes, length: int) -> LayeredReservation | None:
         """As Backend.reserve. None when near has no room; a server that takes nothing keeps no value from near."""
+        self._endings.catch_up()
         room = self.near.reserve(key, length)
         if room is None:
             return None
@@ -203,6 +206,7 @@ class LayeredBackend:
         The two share `within_s`: of it the server gets what is left when it is asked first, so that a disk that is slow
         afterwards can make it twice that at worst.
         """
+        self._endings.catch_up()
         loading = LayeredLoad(self.near, self.far, self._passage, keys, within_s)
         try:
             for turn in range(len(keys)):
@@ -212,7 +216,7 @@ class LayeredBackend:
                     self._counts[loading.outcome] += 1
                 yield lease
         finally:
-            loading.close()
+            self._endings.end(loading.close)
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
         """As Backend.prefetch: from near's disk and from far into near memory. Refused where memory keeps nothing."""
@@ -258,6 +262,7 @@ class LayeredBackend:
     def stats(self) -> dict[str, int | float | str]:
         """Give counters since the start: of blocks by the tier that they were loaded from, values that went to near
         alone, blocks sent again and prefetched; the backends' own are called near_... and far_..."""
+        self._endings.catch_up()
         with self._counting:
             told: dict[str, int | float | str] = {"kind": "layered", **self._counts}
             told["hits"] = self._counts["lookups"] - self._counts["misses"]
@@ -268,6 +273,7 @@ class LayeredBackend:
 
     def close(self) -> None:
         """As Backend.close: first what is on its way to the server, then near, which writes to its disk."""
+        self._endings.catch_up()
         with self._counting:
             closed, self._closed = self._closed, True
         if not closed:

@@ -13,6 +13,7 @@ from kvredis.storage.store import Store
 from kvredis.storage.tiering import Tiering
 
 from . import base
+from .endings import Endings
 from .local_reading import ROOM_LOOK_S, ReadAhead, Waits
 
 LOAD_WAIT_S: Final = 10.0
@@ -31,7 +32,8 @@ class LocalBackend:
         self.keep = keep
         self.load_wait_s = load_wait_s
         self._closed = False
-        self._counting = threading.RLock()  # reentrant: a collected generator may end its load anywhere
+        self._counting = threading.Lock()
+        self._endings = Endings()
         self._counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._held = False  # by readers, all that could leave: then no disk makes room
         self._waited_s = 0.0  # for room, less what has been made up for until `_waited_at_s`
@@ -55,6 +57,7 @@ class LocalBackend:
     def reserve(self, key: bytes, length: int) -> Reservation | None:
         """As Backend.reserve. Waits for the disk if it takes that to lose nothing: up to spill_wait_s, and again as
         time passes, one second in WAIT_SHARE. Else the coldest leave unwritten, and are counted."""
+        self._endings.catch_up()
         tiering = self.store.tiering
         if tiering is not None and extent_length(length) <= self.store.arena.nbytes:
             return self._reserve_over_disk(tiering, key, length)
@@ -67,16 +70,21 @@ class LocalBackend:
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """As Backend.load; the leases are on the store's own bytes. Waits `load_wait_s` at most for a disk that does
         not answer, once; what is still away after that is a miss."""
+        self._endings.catch_up()
         reading = self.read_ahead(keys, Waits(within_s))
         outcomes: list[str] = []
+
+        def end() -> None:
+            reading.drop()
+            self._count(outcomes)
+
         try:
             for turn in range(len(keys)):
                 lease = reading.take(turn)
                 outcomes.append("misses" if lease is None else "disk_hits" if reading.came else "memory_hits")
                 yield lease
         finally:
-            reading.drop()
-            self._count(outcomes)
+            self._endings.end(end)
 
     def read_ahead(self, keys: Sequence[bytes], waits: Waits) -> ReadAhead:
         """Begin a load whose turns the caller takes one by one, and counts himself, with other `waits` of his own."""
@@ -112,6 +120,7 @@ class LocalBackend:
 
     def stats(self) -> dict[str, int | float | str]:
         """Give the store's counters, and what it holds; those of the disk are called disk_..."""
+        self._endings.catch_up()
         store = self.store
         told: dict[str, int | float | str] = {
             "kind": "local",
@@ -128,6 +137,7 @@ class LocalBackend:
 
     def close(self) -> None:
         """As Backend.close; what the disk does not have is written first."""
+        self._endings.catch_up()
         if not self._closed:
             self._closed = True
             self.store.close()

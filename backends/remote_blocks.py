@@ -19,6 +19,7 @@ from kvredis.storage.errors import BackendError
 
 from . import base
 from .connection import Reply
+from .endings import Endings
 from .lanes import Touch
 from .remote_holds import RemoteReservation, Rooms, Staging
 from .remote_load import Load, Patience
@@ -57,7 +58,8 @@ class RemoteBlocks:
         self._timeout_s = timeout_s
         self._outbox = Outbox(lambda: self._routes, staging, keep=keep)
         self._routes = open_routes(self._outbox)
-        self._lock = threading.RLock()  # reentrant: a collected generator may end its load anywhere
+        self._lock = threading.Lock()
+        self._endings = Endings()
         self._closed = False
         self._counts = dict.fromkeys(COUNTERS, 0)
 
@@ -238,6 +240,7 @@ class RemoteBlocks:
     def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
         """As Backend.reserve, but it never waits. None, counted as dropped, when more is stored than the servers take,
         and while the key's is lost."""
+        self._endings.catch_up()
         return self._outbox.reserve(key, length)
 
     def flush(self) -> int:
@@ -252,9 +255,20 @@ class RemoteBlocks:
         """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
         way on each. All waits together last as long as the timeout at most. Bodies come into `rooms`, and are committed
         there when they have been read; without any they pass through the staging memory."""
+        self._endings.catch_up()
         here: list[base.Lease | None] = list(self._outbox.hold(keys))
         load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
         hits = misses = 0
+
+        def end() -> None:
+            for lease in here:
+                if lease is not None:
+                    lease.release()
+            load.close()
+            with self._lock:
+                for name, count in zip(COUNTERS, (hits, misses, load.no_room, load.is_given_up), strict=True):
+                    self._counts[name] += count
+
         try:
             load.begin([key for key, lease in zip(keys, here, strict=True) if lease is None])
             for place, key in enumerate(keys):
@@ -265,18 +279,13 @@ class RemoteBlocks:
                 misses += lease is None
                 yield lease
         finally:
-            for lease in here:
-                if lease is not None:
-                    lease.release()
-            load.close()
-            with self._lock:
-                for name, count in zip(COUNTERS, (hits, misses, load.no_room, load.is_given_up), strict=True):
-                    self._counts[name] += count
+            self._endings.end(end)
 
     # ---- figures and the end -------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int | float | str]:
         """Give counters since the start; bytes are all that went over the sockets, `given_up` counts loads."""
+        self._endings.catch_up()
         with self._lock:
             counts = dict(self._counts)
         return {"server": self._name, **counts, **self._routes.stats(), **self._outbox.stats()}
@@ -284,6 +293,7 @@ class RemoteBlocks:
     def close(self) -> None:
         """As Backend.close; waits for the answers to what was sent, which closing early could make the server drop, but
         not longer than the timeout: what is still on its way then is dropped, and counted."""
+        self._endings.catch_up()
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
