@@ -116,7 +116,9 @@ RemoteAddress = Address | SentinelAddress | ClusterAddress
 
 
 def redact(url: str) -> str:
-    """Return `url` with its passwords replaced by stars, for messages; works on malformed URLs as well."""
+    """Return `url` with its passwords replaced by stars, for messages, and with escapes for what is not UTF-8; works on
+    malformed URLs as well."""
+    url = url.encode("utf-8", "backslashreplace").decode()
     scheme, mark, rest = url.partition("://")
     if not mark:
         return url
@@ -203,7 +205,7 @@ def _parse(url: str) -> RemoteAddress:
 
 
 def _options(query: str) -> dict[str, str]:
-    options = parse_qs(query, keep_blank_values=True)
+    options = parse_qs(query, keep_blank_values=True, errors="surrogateescape")
     for name, values in options.items():
         if len(values) > 1:
             raise ValueError(f"{name} is given twice")
@@ -214,7 +216,16 @@ def _credential(name: str, in_front: str, options: dict[str, str]) -> str:
     as_option = options.pop(name, "")
     if in_front and as_option:
         raise ValueError(f"{name} is given twice")
-    return unquote(in_front) or as_option
+    return _text(name, unquote(in_front, errors="surrogateescape") or as_option)
+
+
+def _text(name: str, value: str) -> str:
+    """Give `value`, unless it has bytes that are not UTF-8: from a URL's %FF, or as they are in the environment."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the {name} is not UTF-8") from None
+    return value
 
 
 def _tls(scheme: str, secure: bool, options: dict[str, str]) -> Tls | None:
@@ -227,7 +238,7 @@ def _tls(scheme: str, secure: bool, options: dict[str, str]) -> Tls | None:
 
 
 def _unix(parts: _Parts) -> Address:
-    path = unquote(parts.path)
+    path = unquote(parts.path, errors="surrogateescape")  # as the system has it
     if parts.where or not path.startswith("/") or "\0" in path:
         raise ValueError("a unix socket wants an absolute path, as in unix:///run/kvredis.sock")
     return Address("", PORT_DEFAULT, path, parts.username, parts.password, parts.db(""))
@@ -245,10 +256,11 @@ def _sentinel(parts: _Parts) -> SentinelAddress:
     sentinels = parts.hosts(SENTINEL_PORT_DEFAULT)
     service, _, db_text = parts.path.strip("/").partition("/")
     db = parts.db(db_text)
-    user, password = (parts.options.pop(name, "") for name in ("sentinel_username", "sentinel_password"))
+    names = ("sentinel_username", "sentinel_password")
+    user, password = (_text(name, parts.options.pop(name, "")) for name in names)
     if user and not password:
         raise ValueError("a Sentinel user without a password; give sentinel_password as well")
-    service = unquote(service) or SERVICE_DEFAULT
+    service = _text("service", unquote(service, errors="surrogateescape")) or SERVICE_DEFAULT
     return SentinelAddress(sentinels, service, parts.username, parts.password, db, parts.tls, user, password)
 
 

@@ -90,8 +90,7 @@ class _Parts:
                 if name in self._given:
                     self.unused[name] = "remote_url has credentials of its own, which win"
         elif password in self._given:
-            word = quote(str(self._given[password]), safe="")
-            self.who, self._at = f"{quote(str(self._given.get(user, '')), safe='')}:{word}", "@"
+            self.who, self._at = f"{_quoted(self._given.get(user, ''))}:{_quoted(self._given[password])}", "@"
         elif user in self._given:
             self.unused[user] = f"is of no use without {password}"
 
@@ -129,7 +128,7 @@ class _Parts:
         service, own = self._given.get(_SERVICE), self.path.strip("/").partition("/")[0]
         if service is None:
             return
-        encoded = quote(str(service), safe="")
+        encoded = _quoted(service)
         if own and own != encoded:
             self.unused[_SERVICE] = f"remote_url names the service {own}, which wins"
         elif not own:
@@ -138,3 +137,8 @@ class _Parts:
     def __str__(self) -> str:
         path = f"/{self.path}" if self.path else ""
         return f"{self.scheme}{self._mark}{self.who}{self._at}{self.where}{path}{self._question}{self.query}"
+
+
+def _quoted(value: object) -> str:
+    """Percent-encode an entry; what is not UTF-8 stays that, and is refused by whoever reads the URL."""
+    return quote(str(value), safe="", errors="surrogatepass")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from kvredis.backends.address import Address, parse_url
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
 
@@ -183,3 +184,33 @@ def test_the_entry_for_the_time_to_connect_wins_over_the_variable() -> None:
 def test_a_configuration_made_by_hand_answers_as_well() -> None:
     config = Config(remote_url="resp://h:1", extra_config={"password": "pw", "resp_num_threads": 3})
     assert (config.effective_remote_url, config.remote_connections) == ("resp://:pw@h:1", 3)
+
+
+@pytest.mark.parametrize(
+    ("url", "entries", "what"),
+    [
+        ("redis://me:p\udcffw@h:1", {}, "the password is not UTF-8"),
+        ("redis://me:p%FFw@h:1", {}, "the password is not UTF-8"),
+        ("redis://h:1?password=p%FFw", {}, "the password is not UTF-8"),
+        ("redis://m%FFe:pw@h:1", {}, "the username is not UTF-8"),
+        ("redis-sentinel://h:1/s%FF", {}, "the service is not UTF-8"),
+        ("redis-sentinel://h:1?sentinel_password=p%FFw", {}, "the sentinel_password is not UTF-8"),
+        ("resp://h:1", {"password": "p\udcffw"}, "the password is not UTF-8"),
+        ("resp://h:1", {"username": "m\ud800", "password": "pw"}, "the username is not UTF-8"),
+        ("redis-sentinel://h:1", {"redis_service_name": "s\udcff"}, "the service is not UTF-8"),
+    ],
+)
+def test_a_name_or_password_that_is_not_utf_8_is_refused_in_words_that_can_be_printed(
+    url: str, entries: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ConfigError, match=what) as refused:
+        load(url, entries)
+    told = str(refused.value)
+    assert told.encode()
+    assert "p\\udcffw" not in told
+    assert "p%FFw" not in told
+
+
+def test_the_path_of_a_socket_may_be_any_bytes() -> None:
+    expected = Address("", 6379, "/run/\udcff")
+    assert parse_url("unix:///run/%FF") == parse_url("unix:///run/\udcff") == expected
