@@ -38,8 +38,14 @@ BULK_BYTES_MAX: Final = 512 * 1024 * 1024
 ARRAY_ITEMS_MAX: Final = 1024 * 1024
 OPTIONAL: Final = (b"HELLO", b"KV.SPLICE")
 """Greetings that may fail: Redis 5 does not know the one, and nobody but kvredis the other."""
+FULL: Final = "ERR max number of clients"
+"""What a server says to one connection too many, before it hangs up."""
 DEPTH_MAX: Final = 16
 """Arrays within arrays."""
+
+
+class ServerFull(BackendError):
+    """The server has as many connections as it takes."""
 
 
 class Connection(Wire):
@@ -56,7 +62,8 @@ class Connection(Wire):
     def open(cls, address: Address | str, timeout_s: float = 10.0) -> Connection:
         """Connect, authenticate and select the database, within `timeout_s` in all.
 
-        Raises BackendError when the server is not there or refuses us, ConfigError for a URL that is none.
+        Raises BackendError when the server is not there or refuses us (ServerFull: for others' sake), ConfigError for a
+        URL that is none.
         """
         address = parse_url(address) if isinstance(address, str) else address
         deadline_s = time.monotonic() + timeout_s
@@ -81,12 +88,19 @@ class Connection(Wire):
         if address.path and not address.tls:
             greetings.append(promise_to_receive())
         self.set_timeout(deadline_s - time.monotonic())
-        self.send_many(greetings)
+        words = b"".join([bytes(part) for greeting in greetings for part in encode(greeting)])
+        with suppress(OSError):  # who has hung up already may have said why
+            self._send(self._open_socket(), [words], len(words), deadline_s)
+        self.bytes_out += len(words)
         for greeting in greetings:
             self.set_timeout(deadline_s - time.monotonic())
             reply = self.read()
-            if isinstance(reply, BackendError) and greeting[0] not in OPTIONAL:
-                raise BackendError(f"{address}: {bytes(greeting[0]).decode()} refused: {reply}")
+            if isinstance(reply, BackendError):
+                refused = f"{address}: {bytes(greeting[0]).decode()} refused: {reply}"
+                if str(reply).startswith(FULL):
+                    raise ServerFull(refused)
+                if greeting[0] not in OPTIONAL:
+                    raise BackendError(refused)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Final
 from kvredis.storage.errors import BackendError
 
 from .address import Address, SentinelAddress
-from .connection import Connection, Reply
+from .connection import Connection, Reply, ServerFull
 from .same_host import SameHost
 from .sentinel import SentinelResolver
 
@@ -33,6 +33,8 @@ RETRY_WAIT_S: Final = 0.1
 RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
 """Also how long a server must have been back until the waits begin anew with the shortest."""
+FULL_S: Final = 1.0
+"""How long nobody asks for one connection more after a server has refused one for having too many."""
 FAIRNESS: Final = 4
 COMPLAINTS_MAX: Final = 32
 """Kinds of server errors that are logged, once each."""
@@ -69,6 +71,8 @@ class Link:
         self._down = False
         self._delay_s = 0.0
         self._retry_at_s = 0.0
+        self._more_at_s = -math.inf
+        self._told_full = False
         self._up_since_s = -math.inf
         self._retrying: threading.Thread | None = None
         self._found: Connection | None = None  # by a retry, and nobody has fetched it yet
@@ -79,13 +83,21 @@ class Link:
         """Say whether the server is lost, and the next attempt is not due yet or under way."""
         return self._down and (self._retrying is not None or self._clock() < self._retry_at_s)
 
-    def open(self) -> Connection | None:
-        """Open a connection that has answered a PING, or None: the server is lost, or it is too early to try again."""
+    @property
+    def is_full(self) -> bool:
+        """Whether the server has refused one connection too many just now."""
+        return self._clock() < self._more_at_s
+
+    def open(self, *, beside: bool = False) -> Connection | None:
+        """Open a connection that has answered a PING, or None: the server is lost, or it is too early to try again.
+
+        With `beside` there are others that do: a server that refuses one more for having too many is not lost then.
+        """
         found = self._take_found()
-        if found is not None or self.waiting:
+        if found is not None or self.waiting or (beside and self.is_full):
             return found
         if not self._down:
-            return self._try()
+            return self._try(beside=beside)
         with self._lock:
             if self._retrying is not None or self._closed:
                 return None
@@ -125,11 +137,14 @@ class Link:
             return None
         return found
 
-    def _try(self) -> Connection | None:
+    def _try(self, *, beside: bool = False) -> Connection | None:
         began_s, losses = self._clock(), self.losses
         try:
             connection = self._probed()
         except Exception as error:  # of our own making too: nothing may end the attempts, or reach an engine
+            if beside and isinstance(error, ServerFull):
+                self._wait_for_more(error)
+                return None
             with self._lock:
                 if self.losses == losses:
                     reason = error if isinstance(error, BackendError) else BackendError(repr(error))
@@ -145,6 +160,13 @@ class Link:
                 self._up_since_s = self._clock()
                 logger.warning("%s is back", self.address)
         return connection
+
+    def _wait_for_more(self, error: ServerFull) -> None:
+        with self._lock:
+            self._more_at_s = self._clock() + FULL_S
+            told, self._told_full = self._told_full, True
+        if not told:
+            logger.warning("%s takes no more connections (%s): it is used by those there are", self.address, str(error))
 
     def lost(self, error: BackendError, losses: int) -> None:
         """Note that a connection has failed. One that was opened before the last of the `losses`, so that there have

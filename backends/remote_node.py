@@ -15,7 +15,7 @@ from kvredis.storage.errors import BackendError
 
 from .attached import AttachedConnection
 from .connection import Connection, Reply
-from .link import WAIT_S_MIN, Link
+from .link import RETRY_WAIT_S, WAIT_S_MIN, Link
 from .remote_receiving import Receiver
 
 PIPELINE_MAX: Final = 256
@@ -31,6 +31,7 @@ class Node:
         self.link = link
         self.connections = connections
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
+        self._came_back = threading.Condition(self._lock)
         self._question = threading.RLock()
         self._asking: Connection | None = None
         self._unknown: set[bytes] = set()  # commands that the server of `_asking` does not know
@@ -44,11 +45,14 @@ class Node:
     # ---- connections ---------------------------------------------------------------------------------------------
 
     def open(self) -> Connection | None:
-        """Open a connection, which its user gives to `retire` in the end; None: the server is lost. Those of before its
-        last loss fail now, as it may be another one that is back.
+        """Open a connection, which its user gives to `retire` in the end; None: the server is lost, or takes no more of
+        them. Those of before its last loss fail now, as it may be another one that is back. One that is refused beside
+        others is no loss; where there is but the one for questions it is, or each load would miss what these find.
         """
         losses = self.link.losses  # before: one that is taken for older than it is does no harm
-        connection = self.link.open()
+        with self._lock:
+            beside = any(each.usable for each in self._open if each is not self._asking)
+        connection = self.link.open(beside=beside)
         if connection is None:
             return None
         with self._lock:
@@ -93,7 +97,8 @@ class Node:
             self.lose(connection, BackendError(str(reply)[:200]))
 
     def borrow(self, count: int) -> list[Connection]:
-        """Up to `count` connections for a load; none when the server is lost."""
+        """Up to `count` connections, for a load or what is stored; none when the server is lost. From a server that
+        takes no more the first is waited for, for a moment."""
         borrowed: list[Connection] = []
         try:
             while len(borrowed) < count:
@@ -106,12 +111,18 @@ class Node:
                     continue
                 connection = idle or self.open()  # a new one is not doubted, or a server that hangs up keeps us here
                 if connection is None:
+                    if not borrowed and self.link.is_full and self._one_comes_back():
+                        continue
                     break
                 borrowed.append(connection)
         except BaseException:
             self.bring_back(borrowed)
             raise
         return borrowed
+
+    def _one_comes_back(self) -> bool:
+        with self._lock:
+            return self._came_back.wait_for(lambda: bool(self._idle), RETRY_WAIT_S)
 
     def bring_back(self, connections: Sequence[Connection]) -> None:
         """Take connections back; what is not usable, or one too many, is closed. Not one that somebody reads through:
@@ -122,6 +133,7 @@ class Node:
                 keep = connection.usable and not self._closed and not spare
                 if keep:
                     self._idle.append(connection)
+                    self._came_back.notify()
             if not keep:
                 self.retire(connection)
 

@@ -124,7 +124,13 @@ class Sender:
 
     def _has_work(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._held or self._ledger.closed or self._leaving, LINGER_S)
+            linger_s = 0.0 if self._node.link.is_full else LINGER_S
+            self._changed.wait_for(lambda: self._held or self._ledger.closed or self._leaving, linger_s)
+            is_idle = not self._held
+        if is_idle:  # others may have them meanwhile: a server may take no more
+            self._node.bring_back([lane.connection for lane in self._lanes])
+            self._lanes.clear()
+        with self._changed:
             if not self._held:
                 self._thread = None
             return bool(self._held)
@@ -158,8 +164,7 @@ class Sender:
             self._lanes.remove(lane)
             self._node.retire(lane.connection)
         if len(self._lanes) < self._node.connections:
-            connection = self._node.open()
-            if connection is not None:
+            for connection in self._node.borrow(1):
                 self._lanes.append(SetLane(connection))
                 refusal = self._lanes[-1].lend(self._ledger.arena)
                 if refusal is not None:

@@ -2,11 +2,13 @@
 
 import random
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvredis.backends.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, encode
+from kvredis.backends.address import Address
+from kvredis.backends.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, ServerFull, encode
 from kvredis.backends.wire import DISCARD_BYTES, SCRATCH_BYTES
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import Papers, make_papers
@@ -213,6 +215,14 @@ def test_lent_memory_of_the_wrong_size_is_the_callers_mistake_and_ends_the_conne
     with pytest.raises(ValueError, match="lent 2 bytes for a body of 3"):
         connection.read_bulk_into(lambda n: memoryview(bytearray(2)))
     assert not connection.usable
+
+
+def test_a_refusal_that_was_sent_before_we_spoke_is_told(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"-ERR max number of clients reached\r\n")
+    peer.close()
+    with pytest.raises(ServerFull, match="HELLO refused: ERR max number of clients reached"):
+        connection._greet(Address(), time.monotonic() + 5.0)
 
 
 def test_lent_memory_that_is_not_to_be_written_is_not_and_the_connection_ends(pair: Pair) -> None:

@@ -294,7 +294,7 @@ def test_a_connection_that_was_found_and_has_gone_again_is_not_handed_out(
 class LostAtOnce(Link):
     """Its server is lost again as soon as it is back, before anybody has heard of that."""
 
-    def _try(self) -> Connection | None:
+    def _try(self, *, beside: bool = False) -> Connection | None:
         connection = super()._try()
         self.lost(BackendError("cut again"), self.losses)
         return connection

@@ -4,14 +4,14 @@ import threading
 
 import pytest
 
-from kvredis.backends import base
+from kvredis.backends import base, remote_sender
 from kvredis.backends.lanes import DRAIN_BYTES_MAX
 from kvredis.backends.link import RETRY_S_MAX
 from kvredis.backends.wire import Wire
 from kvredis.storage.store import Store
 
 from .conftest import Clock, Connect, ServerProcess
-from .fake_server import FakeServer, Leave, polite
+from .fake_server import FakeServer, Leave, Shelf, polite
 from .verbs import BLOCK, content, keys_of, loaded, put, put_through
 
 # ---- a server that lies ------------------------------------------------------------------------------------------
@@ -186,3 +186,26 @@ def test_bytes_in_and_out_are_counted(redis_server: ServerProcess, connect: Conn
     assert BLOCK < int(stats["bytes_in"]) < BLOCK + 1000
     assert BLOCK < int(stats["bytes_out"]) < BLOCK + 1000
     backend.delete([b"counted"])
+
+
+def test_a_server_that_takes_two_connections_is_asked_stored_to_and_loaded_from_by_these(
+    fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_sender, "LINGER_S", 0.0)
+    shelf = Shelf()
+
+    def answer(args: list[bytes]) -> bytes | Leave:
+        is_one_too_many = args[0] == b"HELLO" and len(fake.named(b"HELLO")) > 2
+        return Leave(b"-ERR max number of clients reached\r\n") if is_one_too_many else shelf(args)
+
+    fake.answer = answer
+    backend = connect(fake.url)
+    keys = keys_of(3)
+    assert backend.match(keys) == 0
+    for _ in range(3):
+        assert all(put(backend, key, content(key)) for key in keys)
+        assert backend.flush() == 0
+        assert backend.match(keys) == 3
+        assert loaded(backend, keys) == [content(key) for key in keys]
+    stats = backend.stats()
+    assert (stats["losses"], stats["dropped"], stats["misses"]) == (0, 0, 0)

@@ -41,6 +41,36 @@ def test_a_loss_ends_all_connections_and_is_one_loss_whoever_tells_of_it(node: N
         node.retire(connection)
 
 
+def test_a_server_that_takes_no_more_connections_is_not_lost_and_asked_again_later(
+    node: Node, fake: FakeServer, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (old,) = node.borrow(1)
+    fake.answer = lambda args: Leave(b"-ERR max number of clients reached\r\n") if args[0] == b"HELLO" else polite(args)
+    assert node.borrow(2) == []
+    asked = len(fake.named(b"HELLO"))
+    assert node.open() is None
+    assert len(fake.named(b"HELLO")) == asked, "too early to ask again"
+    clock.now_s += 2
+    assert node.open() is None
+    assert len(fake.named(b"HELLO")) == asked + 1
+    assert old.call(b"PING") == "PONG"
+    assert (node.stats()["losses"], node.link.waiting) == (0, False)
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        f"{fake.url} takes no more connections"
+    ]
+    fake.answer = polite
+    clock.now_s += 2
+    node.retire(opened(node))
+    node.bring_back([old])
+
+
+def test_a_server_that_takes_none_but_the_connection_for_questions_is_lost(node: Node, fake: FakeServer) -> None:
+    assert node.pipeline([(b"PING",)]) == ["PONG"]
+    fake.answer = lambda args: Leave(b"-ERR max number of clients reached\r\n")
+    assert node.borrow(1) == []
+    assert node.stats()["losses"] == 1
+
+
 def test_what_was_open_before_an_attempt_failed_ends_when_the_server_is_back_and_is_no_other_loss(
     node: Node, fake: FakeServer, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,7 +164,7 @@ def test_a_thread_that_had_nothing_to_do_has_a_successor(
             thread.join()
         if number == 5:
             break
-    assert len(fake.named(b"PING")) == 2, "the connections outlive the threads"
+    assert len(fake.named(b"PING")) == 1, "the connection outlives the threads"
 
 
 def test_when_no_thread_can_be_had_the_value_is_dropped_and_nobody_hangs(
