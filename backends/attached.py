@@ -293,7 +293,7 @@ class AttachedConnection(Connection):
 
     def _send_ended(self) -> bool:
         sock, offsets = self._sock, self._take_ended()
-        if sock is None:
+        if sock is None or not self.is_ours:  # else a fork of a reader would end what that one reads
             return False
         command = b"".join(bytes(part) for part in _releases(offsets))
         try:

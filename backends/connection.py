@@ -198,9 +198,10 @@ class Connection(Wire):
         return False
 
     def interrupt(self) -> None:
-        """Make whatever waits on it fail at once, and all that is tried on it later: the one call for other threads."""
+        """Make whatever waits on it fail at once, and all that is tried on it later: the one call for other threads. In
+        a process that was forked from the one that opened it this does nothing."""
         sock = self._sock
-        if sock is not None:
+        if sock is not None and self.is_ours:
             with suppress(OSError):  # closed meanwhile
                 # Not SSLSocket's own, which forgets TLS first: whoever reads would take what is left for plain bytes.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing
+from itertools import repeat
 from types import TracebackType
 from typing import Final, Self
 
@@ -206,6 +207,9 @@ class LayeredBackend:
         The two share `within_s`: of it the server gets what is left when it is asked first, so that a disk that is slow
         afterwards can make it twice that at worst.
         """
+        if not self.near.home.is_here():
+            yield from repeat(None, len(keys))
+            return
         self._endings.catch_up()
         loading = LayeredLoad(self.near, self.far, self._passage, keys, within_s)
         try:
@@ -273,6 +277,8 @@ class LayeredBackend:
 
     def close(self) -> None:
         """As Backend.close: first what is on its way to the server, then near, which writes to its disk."""
+        if not self.near.home.is_here():
+            return
         self._endings.catch_up()
         with self._counting:
             closed, self._closed = self._closed, True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Generator, Sequence
+from itertools import repeat
 from typing import Final
 
 from kvredis.storage.entry import Lease, Reservation, extent_length
@@ -14,6 +15,7 @@ from kvredis.storage.tiering import Tiering
 
 from . import base
 from .endings import Endings
+from .forks import Home
 from .local_reading import ROOM_LOOK_S, ReadAhead, Waits
 
 LOAD_WAIT_S: Final = 10.0
@@ -33,6 +35,7 @@ class LocalBackend:
         self.load_wait_s = load_wait_s
         self._closed = False
         self._counting = threading.Lock()
+        self.home = Home()
         self._endings = Endings()
         self._counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._held = False  # by readers, all that could leave: then no disk makes room
@@ -41,7 +44,7 @@ class LocalBackend:
 
     def match(self, keys: Sequence[bytes]) -> int:
         """As Backend.match."""
-        return self.store.match(keys)
+        return self.store.match(keys) if self.home.is_here() else 0
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """As Backend.present."""
@@ -57,6 +60,8 @@ class LocalBackend:
     def reserve(self, key: bytes, length: int) -> Reservation | None:
         """As Backend.reserve. Waits for the disk if it takes that to lose nothing: up to spill_wait_s, and again as
         time passes, one second in WAIT_SHARE. Else the coldest leave unwritten, and are counted."""
+        if not self.home.is_here():
+            return None
         self._endings.catch_up()
         tiering = self.store.tiering
         if tiering is not None and extent_length(length) <= self.store.arena.nbytes:
@@ -70,6 +75,9 @@ class LocalBackend:
     def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[Lease | None, None, None]:
         """As Backend.load; the leases are on the store's own bytes. Waits `load_wait_s` at most for a disk that does
         not answer, once; what is still away after that is a miss."""
+        if not self.home.is_here():
+            yield from repeat(None, len(keys))
+            return
         self._endings.catch_up()
         reading = self.read_ahead(keys, Waits(within_s))
         outcomes: list[str] = []
@@ -137,9 +145,9 @@ class LocalBackend:
 
     def close(self) -> None:
         """As Backend.close; what the disk does not have is written first."""
-        self._endings.catch_up()
-        if not self._closed:
+        if not self._closed and self.home.is_here():
             self._closed = True
+            self._endings.catch_up()
             self.store.close()
 
     def _count(self, outcomes: Sequence[str]) -> None:

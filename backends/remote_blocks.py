@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from itertools import repeat
 from typing import Final
 
 from kvredis.storage.errors import BackendError
@@ -20,6 +21,7 @@ from kvredis.storage.errors import BackendError
 from . import base
 from .connection import Reply
 from .endings import Endings
+from .forks import Home
 from .lanes import Touch
 from .remote_holds import RemoteReservation, Rooms, Staging
 from .remote_load import Load, Patience
@@ -60,6 +62,7 @@ class RemoteBlocks:
         self._routes = open_routes(self._outbox)
         self._lock = threading.Lock()
         self._endings = Endings()
+        self._home = Home()
         self._closed = False
         self._counts = dict.fromkeys(COUNTERS, 0)
 
@@ -240,6 +243,8 @@ class RemoteBlocks:
     def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
         """As Backend.reserve, but it never waits. None, counted as dropped, when more is stored than the servers take,
         and while the key's is lost."""
+        if not self._home.is_here():
+            return None
         self._endings.catch_up()
         return self._outbox.reserve(key, length)
 
@@ -255,6 +260,9 @@ class RemoteBlocks:
         """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
         way on each. All waits together last as long as the timeout at most. Bodies come into `rooms`, and are committed
         there when they have been read; without any they pass through the staging memory."""
+        if not self._home.is_here():
+            yield from repeat(None, len(keys))
+            return
         self._endings.catch_up()
         here: list[base.Lease | None] = list(self._outbox.hold(keys))
         load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
@@ -293,6 +301,8 @@ class RemoteBlocks:
     def close(self) -> None:
         """As Backend.close; waits for the answers to what was sent, which closing early could make the server drop, but
         not longer than the timeout: what is still on its way then is dropped, and counted."""
+        if not self._home.is_here():
+            return
         self._endings.catch_up()
         with self._lock:
             closed, self._closed = self._closed, True

@@ -15,6 +15,7 @@ from kvredis.storage.errors import BackendError
 
 from .attached import AttachedConnection
 from .connection import Connection, Reply
+from .forks import Home
 from .link import RETRY_WAIT_S, WAIT_S_MIN, Link
 from .remote_receiving import Receiver
 
@@ -32,6 +33,7 @@ class Node:
         self.connections = connections
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
         self._came_back = threading.Condition(self._lock)
+        self._home = Home()
         self._question = threading.RLock()
         self._asking: Connection | None = None
         self._unknown: set[bytes] = set()  # commands that the server of `_asking` does not know
@@ -49,6 +51,8 @@ class Node:
         them. Those of before its last loss fail now, as it may be another one that is back. One that is refused beside
         others is no loss; where there is but the one for questions it is, or each load would miss what these find.
         """
+        if not self._home.is_here():
+            return None
         losses = self.link.losses  # before: one that is taken for older than it is does no harm
         with self._lock:
             beside = any(each.usable for each in self._open if each is not self._asking)
@@ -101,7 +105,7 @@ class Node:
         takes no more the first is waited for, for a moment."""
         borrowed: list[Connection] = []
         try:
-            while len(borrowed) < count:
+            while len(borrowed) < count and self._home.is_here():
                 with self._lock:
                     if self._closed:
                         break
@@ -175,6 +179,8 @@ class Node:
         the timeout in all, or the server is lost.
         """
         replies: list[Reply] = []
+        if not self._home.is_here():
+            return [None] * len(commands)
         with self._question:
             connection = self._asking_now()
             if connection is not None:

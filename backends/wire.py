@@ -75,6 +75,7 @@ class Wire:
         "_end",
         "_message",
         "_message_at",
+        "_pid",
         "_scratch",
         "_sock",
         "_start",
@@ -89,6 +90,7 @@ class Wire:
         sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._sock: socket.socket | None = sock
+        self._pid = os.getpid()
         self._timeout_s = timeout_s
         self._armed_in_s = self._armed_out_s = 0.0
         self._arm(sock, socket.SO_RCVTIMEO, timeout_s)
@@ -151,6 +153,11 @@ class Wire:
     def begin(self) -> None:
         """Start the time in which a reply must have come, header and body."""
         self._deadline_s = time.monotonic() + self._timeout_s
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has opened it, and not the one that it was forked from, whose it still is."""
+        return os.getpid() == self._pid
 
     def close(self) -> None:
         """Close the socket; a second call does nothing."""

@@ -1,0 +1,71 @@
+"""A process that was forked from one with a backend: it is given nothing, and takes nothing from the other."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from kvredis.backends.attached import AttachedConnection
+from kvredis.backends.base import Backend
+from kvredis.backends.local import LocalBackend
+
+from .conftest import Connect, small_store
+from .fake_server import FakeServer, Shelf
+from .layered_pair import open_layered
+from .verbs import content, keys_of, loaded, put_through
+
+LENGTH = 20_000
+
+
+@pytest.fixture(params=["local", "remote", "layered"])
+def backend(request: pytest.FixtureRequest, fake: FakeServer, connect: Connect) -> Iterator[Backend]:
+    """A backend; its server, if it has one, is a shelf."""
+    fake.answer = Shelf()
+    kinds: dict[str, Callable[[], Backend]] = {
+        "local": lambda: LocalBackend(small_store()),
+        "remote": lambda: connect(fake.url),
+        "layered": lambda: open_layered(fake.url),
+    }
+    with closing(kinds[request.param]()) as backend:
+        yield backend
+
+
+def test_a_forked_process_finds_loads_and_stores_nothing_and_the_other_goes_on(
+    backend: Backend, fake: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of(3)
+    assert all(put_through(backend, key, content(key, LENGTH)) for key in keys)
+    assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
+    said = len(fake.commands)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        assert loaded(backend, keys) == [None] * 3
+        assert backend.reserve(b"another", LENGTH) is None
+        assert backend.match([b"another"]) == 0
+        backend.close()
+    assert len(fake.commands) == said
+    assert {record.getMessage().partition(":")[0] for record in caplog.records} == {
+        "this process was forked from the one that opened its cache"
+    }
+    assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
+    assert put_through(backend, b"another", content(b"another", LENGTH))
+
+
+def test_a_forked_process_neither_ends_the_leases_nor_the_connection_of_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, peer = socket.socketpair()
+    with peer, AttachedConnection(ours) as connection:
+        peer.setblocking(False)
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            connection.end_lease(4096, LENGTH)
+            connection.tell_ended()
+            connection.interrupt()
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        connection.end_lease(8192, LENGTH)
+        connection.tell_ended()
+        assert b"KV.RELEASE" in peer.recv(1000)
