@@ -324,14 +324,16 @@ class DiskTier(DiskLedger):
             if batch or durable:
                 self._index.apply(batch, self.geometry, durable=durable)
                 self._loose = not durable
-        except sqlite3.Error as error:
+        except BaseException as error:  # whatever it is: a sync that found nothing pending would confirm what was lost
             with self._lock:
                 batch.add(self._pending)
                 self._pending = batch
                 self._retiring += self._freeing
                 self._freeing = []
                 self.stats.index_errors += 1
-            self._complain("the index could not be written: %s", error)
+            if not isinstance(error, (sqlite3.Error, MemoryError)):  # SQLite's want of memory is the latter
+                raise
+            self._complain("the index could not be written: %s", str(error) or "out of memory")
             return False
         self._free()
         return True

@@ -229,3 +229,28 @@ def test_nobody_leaves_for_who_wants_room_while_enough_is_becoming_free(tmp_path
         assert extent is not None
         assert left == []
         assert keys(disk) == [b"stays"]
+
+
+def test_an_index_that_has_no_memory_confirms_nothing_and_learns_of_it_the_next_time(tmp_path: Path) -> None:
+    class Files(FakeFiles):
+        def step(self, what: str) -> None:
+            super().step(what)
+            if starved and what == "index: commit":
+                raise MemoryError  # as sqlite3 says it
+
+    starved = False
+    files = Files()
+    with closing(small_disk(tmp_path / "disk", files)) as disk:
+        assert put(disk, b"old", b"1")
+        assert disk.sync()
+        assert put(disk, b"new", b"2")
+        assert disk.forget(b"old", 0)
+        starved = True
+        assert not disk.settle()
+        assert not disk.sync()
+        starved = False
+        assert disk.sync()
+        disk.check_integrity()
+        files.leave_behind(tmp_path / "after")
+    with closing(small_disk(tmp_path / "after")) as disk:
+        assert keys(disk) == [b"new"]
