@@ -151,7 +151,9 @@ class Tiering:
         self.io.drop_overdue()
         self.jobs.cancel_overdue()
         if self.disk.unsettled and (self._settling is None or self._settling.done()):
-            self._settling = self.io.submit(Priority.SPILL, 0, self.disk.settle)
+            # As urgent as a demand: behind a stream of those it would never run, and a kill would bring back everything
+            # that was deleted or written over meanwhile.
+            self._settling = self.io.submit(Priority.DEMAND, 0, self.disk.settle)
 
     def close(self, *, save: bool) -> None:
         """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk."""

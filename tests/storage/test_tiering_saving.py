@@ -235,3 +235,17 @@ def test_the_tick_brings_the_index_up_to_date(tmp_path: Path) -> None:
         tiers.files.leave_behind(tmp_path / "after")
     with TieredStore(tmp_path / "after") as tiers:
         assert tiers.get(b"a") == tiers.content(b"a")
+
+
+def test_the_index_learns_of_what_was_deleted_though_there_is_always_a_demand_before_it(tmp_path: Path) -> None:
+    with TieredStore(tmp_path / "disk") as tiers:
+        tiers.put_away(b"a", b"b", b"c")
+        assert tiers.store.delete([b"a"]) == 1
+        for key in (b"b", b"c"):
+            tiers.tiering.tick()
+            tiers.bring((key, 0))
+            assert tiers.io.run(1) == 1, "and another demand comes before this one is over"
+        assert not tiers.disk.unsettled
+        tiers.files.leave_behind(tmp_path / "after")
+    with TieredStore(tmp_path / "after") as tiers:
+        assert tiers.tier(b"a") is None
