@@ -6,7 +6,7 @@ waited runs again from its beginning, so that what has changed meanwhile is seen
 
 When there is no room for them, all of it being lent or written to, the client waits a bounded time. Then a command that
 only reads finds nothing, which is a miss, and one that would change a value is refused: it must not take what it
-cannot see for absent.
+cannot see for absent. Nobody waits for a block that is longer than all of memory, which was larger in an earlier run.
 """
 
 from __future__ import annotations
@@ -76,15 +76,20 @@ class Away:
         if client is not None:
             names = names[: client.within_share([key for key, _ in names], session.space)]
         leases = [lease for name in names if (lease := store.peek(*name)) is not None]
-        if len(leases) == len(names) or not self.any_away(names):
+        if len(leases) == len(names):
+            return leases
+        fitting = self._fitting(names)
+        awaited = self.any_away(fitting)
+        if not awaited and len(fitting) == len(names):
             return leases
         for lease in leases:
             lease.release()
-        return self._wait(session, args, names)
+        return self._wait(session, args, fitting) if awaited else None
 
     def wait(self, session: Session, args: list[Argument], names: Sequence[Name]) -> Pending | None:
-        """The wait of a command that has looked for `names` in vain. None when they are nowhere, when the client has
-        waited long enough, and within a transaction, where nobody waits."""
+        """The wait of a command that has looked for `names` in vain. None when they are nowhere or longer than memory,
+        when the client has waited long enough, and within a transaction, where nobody waits."""
+        names = self._fitting(names)
         if session.transaction is not None or all(self._store.find(*name) is None for name in names):
             return None
         return self._wait(session, args, names)  # also for one that has come since it was looked for
@@ -101,7 +106,7 @@ class Away:
             return
         for at in range(len(names)):
             since_s = self._server.now_s()
-            while self.any_away(names[at : at + 1]) and self._server.now_s() - since_s < WAIT_S:
+            while self.any_away(self._fitting(names[at : at + 1])) and self._server.now_s() - since_s < WAIT_S:
                 now, following = self._portions(names, at)
                 pending = session.wait()
                 self._bring(session, pending, now)
@@ -123,6 +128,11 @@ class Away:
         self._since.pop(session, None)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _fitting(self, names: Iterable[Name]) -> list[Name]:
+        """`names` without the blocks that memory could not hold if it were empty."""
+        find, most_bytes = self._store.find, self._store.arena.nbytes
+        return [name for name in names if (entry := find(*name)) is None or extent_length(entry.length) <= most_bytes]
 
     def _wait(self, session: Session, args: list[Argument], names: Sequence[Name]) -> Pending | None:
         """Have `args` run again when these blocks are there; None when that has taken long enough."""
