@@ -8,6 +8,7 @@ What cannot be used is thrown away when it is a cache that we wrote: an index th
 format. A newer kvredis' directory, somebody else's database and a directory that another server has open are refused.
 """
 
+import errno
 import gc
 import logging
 import sqlite3
@@ -195,7 +196,8 @@ def _recover(opened: Opened, now_ms: int) -> None:
 
 
 def _open_segment(opened: Opened, number: int) -> int | None:
-    """Open a segment and give the bytes it was found with; None, and it counts as missing, when it cannot be used."""
+    """Open a segment and give the bytes it was found with; None, and it counts as missing, when it cannot be used.
+    OSError when the process may open no more files."""
     path = opened.directory / segment_name(number)
     file = None
     try:
@@ -208,9 +210,11 @@ def _open_segment(opened: Opened, number: int) -> int | None:
         if length < opened.geometry.segment_bytes:
             file.allocate(opened.geometry.segment_bytes)
     except OSError as error:
-        log.warning("Disk tier: %s cannot be used: %s", path, error.strerror or error)
         if file is not None:
             file.close()
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # the fault of a limit: its rows would be thrown away for it
+            raise
+        log.warning("Disk tier: %s cannot be used: %s", path, error.strerror or error)
         return None
     opened.segments[number] = file
     return length

@@ -30,9 +30,10 @@ class Fault(Enum):
     FLIP = "flip"  # a write: one bit turned, and nobody is told
     EIO = "eio"
     ENOSPC = "enospc"
+    EMFILE = "emfile"
 
 
-_ERRNO = {Fault.EIO: errno.EIO, Fault.ENOSPC: errno.ENOSPC}
+_ERRNO = {Fault.EIO: errno.EIO, Fault.ENOSPC: errno.ENOSPC, Fault.EMFILE: errno.EMFILE}
 
 Plan = Callable[[int, str], Fault | None]
 """What happens at a step, given its number and its words ("pwrite segment-0000.kv", "index: commit")."""

@@ -103,6 +103,14 @@ def test_a_missing_segment_takes_only_its_own_blocks_along(tmp_path: Path) -> No
         assert sound(disk) == [b"a", b"c", b"b"], "the segment was begun anew"
 
 
+def test_a_start_that_may_not_open_all_segments_is_refused_and_costs_none_of_them(tmp_path: Path) -> None:
+    filled(tmp_path)
+    with pytest.raises(ConfigError, match="local_disk: cannot be used: Too many open files"):
+        small_disk(tmp_path, FakeFiles(on("open segment-0001", Fault.EMFILE)))
+    with closing(small_disk(tmp_path)) as disk:
+        assert sound(disk) == list(NAMES)
+
+
 def test_a_shortened_segment_loses_what_lay_beyond_its_end(tmp_path: Path) -> None:
     with closing(small_disk(tmp_path)) as disk:
         assert put(disk, b"first", b"1")
