@@ -16,14 +16,14 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
-from errno import ENOSPC
+from errno import ENOENT, ENOSPC
 from pathlib import Path
 from typing import Self
 
 from .allocator import Extent
 from .disk_index import Batch
 from .disk_ledger import DiskLedger, DiskStats
-from .disk_recovery import DiskOptions, Opened, open_directory
+from .disk_recovery import LOCK_NAME, DiskOptions, Opened, open_directory
 from .files import Files, RealFiles
 from .segment import HEADER_BYTES, Facts, Name, Record, fault, record_bytes, scratch, seal, segment_name
 
@@ -278,6 +278,8 @@ class DiskTier(DiskLedger):
             path = self._directory / segment_name(number)
             file = None
             try:
+                if not self._held.is_at(self._directory / LOCK_NAME):  # what is there now may be another server's
+                    raise OSError(ENOENT, "the directory, or the lock in it, was moved or removed")
                 file = self._files.open(path, direct=self.direct)
                 file.allocate(self.geometry.segment_bytes)
                 self._files.sync_directory(self._directory)

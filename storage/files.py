@@ -43,6 +43,10 @@ class File(Protocol):
         """Have the file be at least `nbytes` long and backed by the device, so that no later write lacks room."""
         ...
 
+    def is_at(self, path: Path) -> bool:
+        """Whether this very file is what is found at `path` now."""
+        ...
+
     def close(self) -> None:
         """Close it; again is nothing."""
         ...
@@ -129,6 +133,13 @@ class RealFile:
                 raise
             if self.size_bytes() < nbytes:
                 os.ftruncate(self._fd, nbytes)
+
+    def is_at(self, path: Path) -> bool:
+        """As File."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """As File."""

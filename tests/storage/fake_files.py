@@ -163,5 +163,8 @@ class FakeFile:
         self._files.happen(f"allocate {self._name}")
         self._real.allocate(nbytes)
 
+    def is_at(self, path: Path) -> bool:
+        return self._real.is_at(path)
+
     def close(self) -> None:
         self._real.close()

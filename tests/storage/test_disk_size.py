@@ -7,8 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.segment import HEADER_BYTES
 
-from .small_disk import KIB, SEGMENT_BYTES, put, small_disk
+from .small_disk import KIB, SEGMENT_BYTES, content, got, keys, put, small_disk
 
 MIB = 1024 * KIB
 
@@ -40,6 +41,22 @@ def test_a_disk_that_is_written_three_times_over_never_takes_more_than_its_limit
             assert taken_bytes(tmp_path) <= limit_bytes + chunk_bytes
         assert disk.stats.evicted > 0
     assert taken_bytes(tmp_path) > limit_bytes // 2
+
+
+def test_a_tier_whose_directory_was_moved_begins_no_segment_in_that_of_another(tmp_path: Path) -> None:
+    payload = content(1, SEGMENT_BYTES - HEADER_BYTES)
+    with closing(small_disk(tmp_path / "disk")) as moved:
+        assert put(moved, b"before", payload)
+        (tmp_path / "disk").rename(tmp_path / "elsewhere")
+        with closing(small_disk(tmp_path / "disk")) as other:
+            assert put(other, b"first", payload)
+            assert put(moved, b"after", payload), "in the room of what it has"
+            assert keys(moved) == [b"after"]
+            assert put(other, b"second", payload)
+            assert (got(other, b"first"), got(other, b"second")) == (payload, payload)
+            moved.check_integrity()
+    with closing(small_disk(tmp_path / "elsewhere")) as back:
+        assert got(back, b"after") == payload
 
 
 def taken_bytes(directory: Path) -> int:
