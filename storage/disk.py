@@ -90,7 +90,7 @@ class DiskTier(DiskLedger):
             for _ in range(PLACE_TRIES):
                 with self._lock:
                     if self._is_crowded:
-                        leaving = self._evict(nbytes)
+                        leaving = self._evict(nbytes) if evict else None
                         if leaving is None:
                             break
                         left += leaving

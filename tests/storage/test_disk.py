@@ -181,6 +181,7 @@ def test_there_are_never_more_records_than_may_be_though_there_is_room(tmp_path:
         assert keys(disk) == [b"2", b"3", b"4"]
         assert disk.stats.evicted == 2
         assert not taken(disk, 1), "who may not evict has no room"
+        assert disk.place(1, evict=False) == (None, [])
         extent, left = disk.place(1)
         assert extent is not None
         assert [record.key for record in left] == [b"2"]
