@@ -34,7 +34,7 @@ from .bench_engine_tables import hit_sweep, long_prefill, prefill
 from .bench_layerwise import layerwise
 from .bench_links import links
 from .bench_memory import memory
-from .bench_options import Telling, counts_of, measuring, picture_option, words_of
+from .bench_options import Telling, counts_of, json_option, measuring, picture_option, words_of
 from .bench_plot import plot
 from .bench_profile import profile
 from .bench_slow_remote import slow_remote
@@ -102,7 +102,7 @@ Example: git worktree add ../before HEAD~1; kvredis bench server --before ../bef
 @click.option(
     "--pin/--no-pin", default=None, help="Transfers with client and server on one CPU, or without; else both."
 )
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 @click.option(
     "--gate",

@@ -12,7 +12,7 @@ from kvredis.bench.disk import PARTS, QUICK, DiskPlan, own_directory, run
 from kvredis.bench.disk_gate import disk_gate
 from kvredis.bench.disk_report import gate_lines, table_lines
 
-from .bench_options import Telling, counts_of, measuring, picture_option, words_of
+from .bench_options import Telling, counts_of, json_option, measuring, picture_option, words_of
 
 
 @click.command(
@@ -32,7 +32,7 @@ Example: kvredis bench disk --dir /mnt/nvme/bench --threads 1,4 --parts rates --
 @click.option("--threads", callback=counts_of, metavar="LIST", help="Threads of the rates; default 1,2,4,8.")
 @click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def disk(

@@ -12,7 +12,7 @@ from kvredis.bench.engine_tables import PLANS, QUICK, run
 from kvredis.bench.engine_tables_result import ARMS, table_lines
 from kvredis.bench.shapes import ModelShape
 
-from .bench_options import Telling, measuring, picture_option, shapes_of, words_of
+from .bench_options import Telling, json_option, measuring, picture_option, shapes_of, words_of
 
 
 def one_shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
@@ -58,7 +58,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 3."),
         click.option("--limit-s", type=click.FloatRange(1), help="Begin no repeat that would not be over by then."),
         click.option("--auto", is_flag=True, default=None, help="min_retrieve_tokens: auto, load only what pays."),
-        click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output."),
+        json_option,
         picture_option,
         click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold."),
     )

@@ -12,7 +12,7 @@ from kvredis.bench.layerwise_result import table_lines
 from kvredis.bench.shapes import ModelShape
 from kvredis.storage.errors import KVRedisError
 
-from .bench_options import Telling, measuring, shapes_of, words_of
+from .bench_options import Telling, json_option, measuring, shapes_of, words_of
 
 
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
@@ -40,7 +40,7 @@ Example: kvredis bench layerwise --shape 8b --prefix-tokens 8192 --suffix-tokens
 @click.option("--cap-gb-s", "cap_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound to measure; default 1.")
 @click.option("--link-gb-s", "link_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound on the link of decoding.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def layerwise(quick: bool, json_path: str | None, judge: bool, **shape: Any) -> None:
     """Store and load a model's KV layer by layer, beside its computing, and decode with a share of it elsewhere.

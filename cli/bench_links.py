@@ -10,7 +10,7 @@ import click
 from kvredis.bench.links import PARTS, QUICK, LinksPlan, run
 from kvredis.bench.links_result import table_lines
 
-from .bench_options import Telling, measuring, picture_option, words_of
+from .bench_options import Telling, json_option, measuring, picture_option, words_of
 
 
 @click.command(
@@ -21,7 +21,7 @@ Example: kvredis bench links --parts gpus --json gpus.json --plot gpus.png"""
 @click.option("--quick", is_flag=True, help="Half a minute: 64 MiB a copy, three repeats.")
 @click.option("--parts", callback=words_of(PARTS), metavar="LIST", help="Any of memory,processes,gpus; default all.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 3.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 def links(
     quick: bool,

@@ -12,7 +12,7 @@ from kvredis.bench.memory import QUICK, MemoryPlan, run
 from kvredis.bench.memory_result import table_lines
 from kvredis.bench.shapes import SHAPES
 
-from .bench_options import Telling, counts_of, measuring, picture_option, shapes_of
+from .bench_options import Telling, counts_of, json_option, measuring, picture_option, shapes_of
 
 
 @click.command(
@@ -37,7 +37,7 @@ Example: kvredis bench memory --shape 7b,8b --threads 1,8 --json memory.json --p
     metavar="N",
     help="Take at most N pages of 2 MiB from the pool, 0 for none. The pool itself is never changed.",
 )
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 def memory(quick: bool, json_path: str | None, picture: Path | None, **given: Any) -> None:
     """Copy blocks inside one process: torch, numpy, memmove and the store's own copy, on 4 KiB, THP and hugetlb pages.

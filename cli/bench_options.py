@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,6 +84,29 @@ picture_option = click.option(
 """What every bench that has a picture takes."""
 
 
+def writable(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Refuse before a long run a file that could not be written after it; - and nothing are left as they are."""
+    path = Path(value or "-")
+    if path != Path("-"):
+        if not path.parent.is_dir():
+            raise click.BadParameter(f"there is no folder {path.parent}")
+        if path.is_dir():
+            raise click.BadParameter(f"{path} is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.BadParameter(f"{path} may not be written")
+    return value
+
+
+json_option = click.option(
+    "--json",
+    "json_path",
+    callback=writable,
+    metavar="FILE",
+    help="Where the result goes; - is standard output.",
+)
+"""What every bench that has a result takes."""
+
+
 @dataclass(frozen=True)
 class Telling:
     """Where a result goes, as --json, --plot and --gate say; `name` begins the file's when --json does not say it."""
@@ -94,14 +118,21 @@ class Telling:
 
     def tell(self, result: Mapping[str, Any], lines: Iterable[str], *, held: bool = True) -> None:
         """Save the result and print `lines`, or the result alone when it goes to standard output; draw it where that
-        was asked for. Exits with 1 where the gate was and a line of it does not hold, or `held` says no."""
+        was asked for. Exits with 1 where the gate was and a line of it does not hold, or `held` says no; and behind
+        all lines, which may be of an hour's work, when the result could not be saved."""
         if self.json_path == "-":
             click.echo(json.dumps(result, indent=1))
         else:
             path = Path(self.json_path) if self.json_path else default_path(Path.cwd(), self.name)
-            save(result, path)
-            for line in [*lines, "", f"Result: {path}"]:
+            unsaved = ""
+            try:
+                save(result, path)  # before anything is printed: who reads it may have hung up
+            except OSError as error:
+                unsaved = f"{path}: cannot write the result: {error.strerror or error}"
+            for line in [*lines, "", *([] if unsaved else [f"Result: {path}"])]:
                 click.echo(line)
+            if unsaved:
+                raise click.ClickException(unsaved)
         if self.picture is not None:
             draw(result, self.picture)
         if self.judge and not (held and all(row["passed"] for row in result["gate"])):

@@ -11,7 +11,7 @@ import click
 from kvredis.bench.profile import ProfilePlan, run, table_lines
 from kvredis.bench.shapes import ModelShape
 
-from .bench_options import Telling, measuring, shapes_of
+from .bench_options import Telling, json_option, measuring, shapes_of, writable
 
 
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
@@ -23,7 +23,11 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
 
 @click.command(epilog="Example: kvredis bench profile --shape 8b --out trace.json")
 @click.option(
-    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="The Chrome trace to write."
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=writable,
+    required=True,
+    help="The Chrome trace to write.",
 )
 @click.option(
     "--shape", callback=_shape, metavar="NAME", help="8b, 7b, 3b ...; default 8b. Without a GPU a tiny model."
@@ -31,7 +35,7 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option("--step-tokens", type=click.IntRange(16, 1 << 16), help="Tokens of a step; default 2048.")
 @click.option("--chunk-tokens", type=click.IntRange(16, 1 << 16), help="Tokens of a stored block; default 256.")
 @click.option("--steps", type=click.IntRange(1, 64), help="Steps that are stored and loaded; default 4.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a bar is missed.")
 def profile(out: Path, json_path: str | None, judge: bool, **given: Any) -> None:
     """Trace a model that prefills while KV is stored, and again while KV is loaded.

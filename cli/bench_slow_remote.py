@@ -9,7 +9,7 @@ import click
 from kvredis.bench.slow_remote import QUICK, SlowRemotePlan, run
 from kvredis.bench.slow_remote_result import table_lines
 
-from .bench_options import Telling, measuring
+from .bench_options import Telling, json_option, measuring
 
 
 @click.command(
@@ -24,7 +24,7 @@ Example: kvredis bench slow-remote --link-mb-per-s 100 --prefill-tokens-per-s 50
 @click.option("--prompt-tokens", type=click.IntRange(256, 131072), help="Tokens of each, 8 KiB of KV each.")
 @click.option("--prefill-tokens-per-s", type=click.FloatRange(1), help="How fast computing is, by sleeping.")
 @click.option("--link-mb-per-s", type=click.FloatRange(0.1), help="The throttled link, MB/s each way; default 50.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def slow_remote(
     quick: bool, link_mb_per_s: float | None, json_path: str | None, judge: bool, **shape: float | None

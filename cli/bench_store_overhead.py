@@ -12,7 +12,7 @@ from kvredis.bench.shapes import ModelShape
 from kvredis.bench.store_overhead import QUICK, StoreOverheadPlan, run
 from kvredis.bench.store_overhead_result import TIERS, WAYS, table_lines
 
-from .bench_options import Telling, measuring, picture_option, shapes_of, words_of
+from .bench_options import Telling, json_option, measuring, picture_option, shapes_of, words_of
 
 
 def _compute(_context: click.Context, _parameter: click.Parameter, value: str | None) -> dict[str, float | None]:
@@ -63,7 +63,7 @@ Example: kvredis bench store-overhead --shape 7b --tier cpu,lane --compute model
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5.")
 @click.option("--compute", callback=_compute, metavar="WHAT", help="sleep:TOKENS_PER_S (20480) or model.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def store_overhead(

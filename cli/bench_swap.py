@@ -11,7 +11,7 @@ from kvredis.bench.shapes import SHAPES
 from kvredis.bench.swap import QUICK, SwapPlan, run
 from kvredis.bench.swap_result import table_lines
 
-from .bench_options import Telling, measuring, shapes_of
+from .bench_options import Telling, json_option, measuring, shapes_of
 
 
 def _chunks(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -43,7 +43,7 @@ Example: kvredis bench swap --shape 8b --beside-prefill --json swap.json --gate"
 @click.option(
     "--beside-copies", is_flag=True, help="Also time copies of a few bytes meanwhile, as an engine makes them."
 )
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a bar is missed.")
 def swap(quick: bool, json_path: str | None, judge: bool, **given: Any) -> None:
     """Move random pages of paged KV out of a GPU and in again, by three ways; in GB/s and percent of the link.

@@ -13,7 +13,7 @@ from kvredis.bench.transport import PARTS, QUICK, TRANSPORTS, TransportPlan, run
 from kvredis.bench.transport_report import gate_lines, table_lines
 from kvredis.bench.transport_result import transport_gate
 
-from .bench_options import Telling, counts_of, measuring, picture_option, shapes_of, words_of
+from .bench_options import Telling, counts_of, json_option, measuring, picture_option, shapes_of, words_of
 
 
 @click.command(
@@ -36,7 +36,7 @@ Example: kvredis bench transport --shape 8b --transport lane,unix --json transpo
 )
 @click.option("--connections", callback=counts_of, metavar="LIST", help="Of the scaling part; default 1,2,4,8.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def transport(quick: bool, json_path: str | None, picture: Path | None, judge: bool, **given: Any) -> None:

@@ -14,7 +14,7 @@ from kvredis.bench.vllm_engine import Where
 from kvredis.bench.vllm_result import ARMS, table_lines
 
 from .bench_engine_tables import numbers_of, one_shape
-from .bench_options import Telling, measuring, picture_option, words_of
+from .bench_options import Telling, json_option, measuring, picture_option, words_of
 
 
 @click.command(
@@ -44,7 +44,7 @@ Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --
 @click.option("--site", type=click.Path(exists=True, file_okay=False), help="A folder of packages that has vLLM.")
 @click.option("--attention-backend", "backend", default="FLASH_ATTN", show_default=True, help="vLLM's, on a GPU.")
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Keep what the engines print here.")
-@click.option("--json", "json_path", metavar="FILE", help="Where the result goes; - is standard output.")
+@json_option
 @picture_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def vllm(

@@ -11,6 +11,8 @@ from kvredis.bench.prompts import VOCABULARY, PromptPlan, workload
 from kvredis.bench.shapes import BLOCK_TOKENS
 from kvredis.storage.errors import KVRedisError
 
+from .bench_options import writable
+
 
 @click.command(
     "workload",
@@ -26,7 +28,13 @@ Example: kvredis bench workload --input-len 1000 --hit-rate 0.5 --num-prompts 20
     "--vocab-size", type=click.IntRange(1), default=VOCABULARY, show_default=True, help="Tokens are below it."
 )
 @click.option("--block-tokens", type=click.IntRange(1), default=BLOCK_TOKENS, show_default=True, help="Of one block.")
-@click.option("--json", "json_path", metavar="FILE", help="Write the prompts as JSON; - is standard output.")
+@click.option(
+    "--json",
+    "json_path",
+    callback=writable,
+    metavar="FILE",
+    help="Write the prompts as JSON; - is standard output.",
+)
 def prompts(block_tokens: int, json_path: str | None, **numbers: float) -> None:
     """Make prompts that share a prefix of exactly round(H x N) tokens and differ from the next token on.
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from kvredis.bench.errors import BenchError
+from kvredis.cli.bench import bench
 from kvredis.cli.bench_options import Telling, measuring
 
 RESULT = {"schema": "made up/1", "rows": [{"seconds": 1.5}], "gate": [{"passed": True}]}
@@ -44,3 +46,21 @@ def test_a_gate_that_is_asked_for_ends_with_1_when_a_line_of_it_or_of_another_do
 def test_what_a_bench_cannot_do_is_one_line_for_its_caller() -> None:
     with pytest.raises(click.ClickException, match="no such peer"), measuring(1, "starting"):
         raise BenchError("no such peer")
+
+
+@pytest.mark.parametrize(("name", "why"), [("nowhere/x.json", "there is no folder"), ("", "is a folder")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    made = ["workload", "--input-len", "1", "--hit-rate", "0", "--num-prompts", "1"]  # as all that take --json
+    done = CliRunner().invoke(bench, [*made, "--json", str(tmp_path / name)])
+    assert done.exit_code == 2
+    assert why in done.output
+
+
+def test_what_was_measured_is_told_when_it_can_no_longer_be_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(click.ClickException, match="cannot write the result: No such file"):
+        Telling("made-up", str(tmp_path / "gone" / "x.json")).tell(RESULT, ["a table"])
+    assert capsys.readouterr().out.splitlines() == ["a table", ""]
