@@ -141,9 +141,9 @@ class Telling:
 
 @contextmanager
 def measuring(steps: int, first: str) -> Iterator[Callable[[str], None]]:
-    """What a bench runs in: a bar, an end by SIGTERM that leaves nothing behind, and our errors in one line."""
+    """What a bench runs in: a bar, an end by a signal that leaves nothing behind, and our errors in one line."""
     try:
-        with terminated_as_exit(), progress_bar(steps, first) as step:
+        with ended_as_exit(), progress_bar(steps, first) as step:
             yield step
     except KVRedisError as error:
         raise click.ClickException(str(error)) from error
@@ -165,14 +165,17 @@ def progress_bar(steps: int, first: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that no server is left behind."""
+def ended_as_exit() -> Iterator[None]:
+    """Let SIGTERM, and SIGHUP of a terminal that is closed, unwind the stack as Ctrl-C does, so that no server is left
+    behind. Under nohup, which has SIGHUP ignored, it stays so."""
 
-    def leave(_number: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """How a bench begins and ends for whoever called it: errors in a line, the result where it was asked for, the gate."""
 
 import json
+import signal
 from pathlib import Path
 
 import click
@@ -64,3 +65,27 @@ def test_what_was_measured_is_told_when_it_can_no_longer_be_saved(
     with pytest.raises(click.ClickException, match="cannot write the result: No such file"):
         Telling("made-up", str(tmp_path / "gone" / "x.json")).tell(RESULT, ["a table"])
     assert capsys.readouterr().out.splitlines() == ["a table", ""]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_a_bench_unwinds_it_and_is_what_it_was_afterwards(number: signal.Signals) -> None:
+    def unheard(_number: int, _frame: object) -> None:
+        pass
+
+    former = signal.signal(number, unheard)
+    try:
+        with pytest.raises(SystemExit) as ended, measuring(1, "starting"):
+            signal.raise_signal(number)
+        assert ended.value.code == 128 + number
+        assert signal.getsignal(number) is unheard
+    finally:
+        signal.signal(number, former)
+
+
+def test_a_bench_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with measuring(1, "starting"):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, former)
