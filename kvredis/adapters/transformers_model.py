@@ -15,8 +15,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from .layout import ChunkLayout
-from .tensors import dtype_name
-from .transformers_cache import attention_layers, fresh_cache, linear_layers
+from .tensors import TORCH_DTYPES, dtype_name
+from .transformers_cache import CACHE, attention_layers, fresh_cache, kept_kv, linear_layers
 
 HAS_POSITIONS_BY_MASK: Final = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
 """Whether generate() makes the positions from attention_mask, M-RoPE's too; in versions before, each model does."""
@@ -25,7 +25,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "moshi": "its prefill ignores the window that its cache keeps: tokens behind a loaded prefix would see less",
         "mpt": "its ALiBi does not fit several tokens behind KV that is there already",
     }
-    | ({} if HAS_POSITIONS_BY_MASK else {"cpmant": "this transformers cannot compute several tokens behind its KV"})
 )
 """Model types that transformers itself does not compute behind a prefix as it does at once, and why."""
 ROPES_BY_LENGTH = ("dynamic", "longrope")
@@ -35,6 +34,9 @@ LINEAR_TYPES = ("linear_attention", "conv")
 NO_ATTENTION_TYPES = ("mlp", "moe")
 POSITIONS_BY_MASK = ("bloom",)
 """Without position_ids, and yet a padded prompt's KV is that of the prompt alone: ALiBi counts by attention_mask."""
+
+TRIED_IDS: Final = ((3, 4), (3, 5))
+"""Two prompts that begin alike."""
 
 DIGITS = 8
 """Hexadecimal digits of a layout's model that stand for everything but the name."""
@@ -60,7 +62,8 @@ def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -
     It has the layers that keep K and V by token, sliding windows too. Raises ValueError for a model without a name, and
     for one whose KV is not the prefix's alone or not alike in all layers: chunked or latent attention, linear attention
     in a cache of the model's own, KV shared between layers, an encoder, rotary angles that depend on the whole length,
-    and the model types of REFUSED.
+    the model types of REFUSED, and what shows when the model computes two tokens (not in training, nor without memory):
+    a cache that it does not take, KV of another shape, or KV that depends on the tokens behind it.
     """
     name = name or model.config._name_or_path
     if not name:
@@ -85,15 +88,19 @@ def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -
         if rope in ROPES_BY_LENGTH:
             raise ValueError(f"{name}: rope_type {rope} depends on the whole length; not supported")
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or getattr(config, "dim_head", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1  # Falcon, whose later models keep a copy of K and V for each head
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for other in ("v_head_dim", "global_head_dim"):
         if (getattr(config, other, None) or head_dim) != head_dim:
             raise ValueError(f"{name}: {other} is another than the {head_dim} of other KV; not supported")
     if (getattr(config, "num_global_key_value_heads", None) or kv_heads) != kv_heads:
         raise ValueError(f"{name}: layers have different numbers of KV heads; not supported")
     unlike = f"{name}+{_digits(model, config)}"
-    return ChunkLayout(len(layers), kv_heads, head_dim, dtype_name(model.dtype), chunk_tokens, model=unlike)
+    layout = ChunkLayout(len(layers), kv_heads, head_dim, dtype_name(model.dtype), chunk_tokens, model=unlike)
+    if not model.training and model.device.type != "meta":  # dropout gives a prefix other KV each time
+        _refuse_what_it_does(model, layout, name)
+    return layout
 
 
 def active_adapters(model: PreTrainedModel) -> tuple[str, ...]:
@@ -227,6 +234,35 @@ def _refuse_layer_types(model: PreTrainedModel, config: PretrainedConfig, name: 
         raise ValueError(f"{name}: chunked attention is not supported")
     if getattr(model, "_is_stateful", False) and not has_linear:
         raise ValueError(f"{name}: its state is in a cache of its own; not supported with this transformers")
+
+
+@torch.no_grad()
+def _refuse_what_it_does(model: PreTrainedModel, layout: ChunkLayout, name: str) -> None:
+    """What no configuration tells: whether the model keeps its KV in a cache that it is given, as the layout has it,
+    and whether the first token's is the same whatever comes behind it."""
+    tried = []
+    deltas = [(module, module.rope_deltas) for module in with_deltas(model)]  # of a conversation under way
+    for ids in TRIED_IDS:
+        cache = fresh_cache(model.config)
+        try:
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **{CACHE: cache})
+        except Exception as error:
+            raise ValueError(f"{name}: it cannot compute with a cache that it is given: {error}") from error
+        finally:
+            for module, before in deltas:
+                module.rope_deltas = before
+        tried.append([kept_kv(layer) for layer in attention_layers(cache) if layer.is_initialized])
+    if not tried[0]:
+        raise ValueError(f"{name}: it keeps no KV in a cache that it is given; not supported")
+    shape, dtype = (1, layout.kv_heads, len(TRIED_IDS[0]), layout.head_dim), TORCH_DTYPES[layout.dtype]
+    for one, other in ((pair[0], pair[1]) for layers in zip(*tried, strict=True) for pair in zip(*layers, strict=True)):
+        if tuple(one.shape) != shape or one.dtype != dtype:
+            found = f"{list(one.shape)} of {one.dtype}"
+            raise ValueError(f"{name}: the KV of two tokens is {found}, not {list(shape)} of {dtype}; not supported")
+        # Of models that look ahead it is far more than what rounding makes of other experts' company.
+        first, again = one[:, :, 0].float(), other[:, :, 0].float()
+        if (first - again).norm() > 2 * torch.finfo(dtype).eps ** 0.5 * first.norm():
+            raise ValueError(f"{name}: the KV of a token depends on those behind it (is_decoder?); not supported")
 
 
 def _ropes(config: PretrainedConfig) -> Iterator[str]:
