@@ -163,7 +163,8 @@ def states_of(cache: Cache) -> Iterator[tuple[State, torch.Tensor]]:
 def probed(model: Any, name: str) -> tuple[State, ...]:
     """The states of a model, found by having it read a few tokens: at once, in two parts, and the second part alone.
 
-    Raises ValueError when two parts do not come to the same: many a model forgets its state unless tokens come singly.
+    Raises ValueError when two parts do not come to the same: many a model forgets its state unless tokens come singly;
+    and when the cache holds none.
     """
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
     whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
@@ -181,4 +182,6 @@ def probed(model: Any, name: str) -> tuple[State, ...]:
                 "the model's linear attention cannot go on from a stored one"
             )
         found.append(state)
+    if not found:
+        raise ValueError(f"{name}: its linear attention keeps its state elsewhere than in the cache; not supported")
     return tuple(found)

@@ -8,7 +8,8 @@ import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvredis.adapters.transformers import layout_of
+from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.backends.config import Config
 from tests.adapters.tiny_models import SHAPE, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,6 +85,16 @@ def test_falcon_has_as_many_kv_heads_as_it_keeps(kind: dict[str, Any], kv_heads:
     model: Any = transformers.FalconForCausalLM(config)
     model.train(False)
     assert layout_of(model, "tiny").kv_heads == kv_heads
+
+
+def test_a_model_whose_linear_attention_keeps_its_state_to_itself_is_refused_when_it_is_opened() -> None:
+    sizes = {**SHAPE, "intermediate_size": 128, "lru_width": 64}
+    model: Any = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**sizes))
+    model.train(False)
+    with pytest.raises(
+        ValueError, match=r"^tiny: it(s| keeps no KV).* (state .*in (the|a) cache|cache that it is given)"
+    ):
+        CachedModel.open(model, Config(chunk_size=16), "tiny")
 
 
 def test_a_model_in_training_or_without_memory_has_the_layout_that_it_would_have() -> None:
