@@ -43,7 +43,8 @@ class TierJobs:
     """
 
     def __init__(self, store: PageStore, *, pages_max: int, load_threads: int = 2) -> None:
-        """At most `pages_max` pages wait to be stored, and as many to be loaded."""
+        """At most `pages_max` pages wait to be stored, and as many to be loaded; a single job may be larger when it is
+        alone."""
         self._store = store
         self._pages_max = pages_max
         self._changed = threading.Condition()
@@ -66,7 +67,8 @@ class TierJobs:
         """Have pages loaded into their memory, or stored from it, which is the engine's again when the job is in
         `take_done`. A job too many has failed there."""
         with self._changed:
-            is_taken = not self._closed and self._waiting[is_load] + len(pages) <= self._pages_max
+            waiting = self._waiting[is_load]
+            is_taken = not self._closed and (not waiting or waiting + len(pages) <= self._pages_max)
             if not is_taken:
                 self.dropped_jobs += 1
                 self._done.append(Done(number, [False] * len(pages), 0.0, 0, is_load))

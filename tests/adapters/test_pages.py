@@ -234,6 +234,15 @@ class TestJobs:
         assert [(each.job, all(each.come)) for each in jobs.take_done()] == [(1, True), (3, True)]
         jobs.close()
 
+    def test_a_job_of_more_than_the_bound_is_done_when_nothing_else_waits(self) -> None:
+        jobs = TierJobs(PageStore(FakeBackend()), pages_max=3)
+        for number, is_load in enumerate((False, True)):  # a long prompt's hit is one job
+            jobs.submit(number, [page(b"%d" % each, filled(each)) for each in range(5)], is_load=is_load)
+            jobs.drain()
+        assert [all(each.come) for each in jobs.take_done()] == [True, True]
+        assert jobs.dropped_jobs == 0
+        jobs.close()
+
     def test_closing_ends_what_is_under_way_and_answers_for_what_is_not(self) -> None:
         backend = GatedBackend()
         jobs = TierJobs(PageStore(backend), pages_max=8)
