@@ -128,12 +128,13 @@ def gather(kv: KV, start: int, stop: int, block: torch.Tensor) -> None:
         layer[1].copy_(pair[1][start:stop])
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None)) -> None:
     """Copies those `tokens` of a block into `out` from absolute position `start` on, and touches no other.
 
     Into a GPU's memory it is copied behind what the current stream has been given, and not waited for.
     """
+    # WHY inference_mode: a thread of ours is in none, and outside of it a tensor that was made in it is not written.
     part = block[:, :, tokens]
     stop = start + part.shape[2]
     if isinstance(out, torch.Tensor):

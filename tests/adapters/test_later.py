@@ -62,6 +62,18 @@ def kv_of() -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
 
 
+def test_an_engine_in_inference_mode_has_its_layers_filled_by_a_thread_that_is_not(
+    engine: CacheEngine, backend: GatedBackend
+) -> None:
+    with torch.inference_mode():
+        out = [[torch.zeros(len(TOKENS), 2, 8, dtype=torch.bfloat16) for _ in "KV"] for _ in range(3)]
+        load = engine.retrieve_later(TOKENS, out)
+    backend.let(8)
+    assert load.wait(WAIT_S)
+    assert load.tokens == len(TOKENS)
+    assert torch.equal(torch.stack([torch.stack(pair) for pair in out]), kv_of())
+
+
 def test_an_engine_computes_while_its_tokens_come(engine: CacheEngine, backend: GatedBackend) -> None:
     out, kv = torch.zeros_like(kv_of()), kv_of()
     load = engine.retrieve_later(TOKENS, out, start=20, stop=100)
