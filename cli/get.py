@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -74,18 +75,22 @@ def get(key: str, output: str, raw: bool, is_json: bool, place: Place) -> None:
 def write_whole(path: Path, value: bytes) -> None:
     """Write a file that is there whole or not at all, with the rights that a new file has. What is there and no file
     (a pipe, /dev/null) is written into, and never replaced; nor is a link, but what it names. Raises BackendError."""
-    path = path.resolve()
-    if path.exists() and not path.is_file() and not path.is_dir():
-        try:
+    path = Path(os.path.realpath(path))
+    try:
+        if path.is_symlink():  # still: it leads in a circle
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        is_other = path.exists() and not path.is_file() and not path.is_dir()
+        if is_other:
             path.write_bytes(value)
-        except OSError as error:
-            raise BackendError(f"{path} cannot be written: {error.strerror}") from error
+    except OSError as error:
+        raise BackendError(f"{path} cannot be written: {error.strerror}") from error
+    if is_other:
         return
     umask = os.umask(0)
     os.umask(umask)
     unfinished = ""
     try:
-        file, unfinished = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        file, unfinished = tempfile.mkstemp(prefix=".kvredis-", dir=path.parent)  # and not longer than `path`
         with open(file, "wb") as opened:
             opened.write(value)
             os.fchmod(opened.fileno(), 0o666 & ~umask)

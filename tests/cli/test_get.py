@@ -83,7 +83,17 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: P
     (tmp_path / "folder").mkdir()
     with pytest.raises(BackendError, match="cannot be written: Is a directory"):
         write_whole(tmp_path / "folder", b"x")
-    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
+    with pytest.raises(BackendError, match="cannot be written: File name too long"):
+        write_whole(tmp_path / ("x" * 256), b"x")
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(BackendError, match="cannot be written: Too many levels of symbolic links"):
+        write_whole(tmp_path / "circle", b"x")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["circle", "folder"]
+
+
+def test_a_file_may_have_the_longest_name_that_there_is(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("x" * 255), b"words")
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"words"]
 
 
 def test_what_is_no_file_is_written_into_and_a_link_is_followed(tmp_path: Path) -> None:
