@@ -13,6 +13,7 @@ from kvredis.bench.engine_tables_result import ARMS, table_lines
 from kvredis.bench.shapes import ModelShape
 
 from .bench_options import Telling, json_option, measuring, picture_option, shapes_of, words_of
+from .numbers import Number
 
 
 def one_shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
@@ -56,7 +57,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--rows", type=click.IntRange(1, 256), help="Prompts that are served together."),
         click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256."),
         click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 3."),
-        click.option("--limit-s", type=click.FloatRange(1), help="Begin no repeat that would not be over by then."),
+        click.option("--limit-s", type=Number(1), help="Begin no repeat that would not be over by then."),
         click.option("--auto", is_flag=True, default=None, help="min_retrieve_tokens: auto, load only what pays."),
         json_option,
         picture_option,

@@ -13,6 +13,7 @@ from kvredis.bench.shapes import ModelShape
 from kvredis.storage.errors import KVRedisError
 
 from .bench_options import Telling, json_option, measuring, shapes_of, words_of
+from .numbers import Number
 
 
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
@@ -36,9 +37,9 @@ Example: kvredis bench layerwise --shape 8b --prefix-tokens 8192 --suffix-tokens
 @click.option("--prefix-tokens", type=click.IntRange(1, 1 << 20), help="Tokens stored and loaded; default 2048.")
 @click.option("--suffix-tokens", type=click.IntRange(1, 65536), help="Tokens computed in a step; default 256.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256.")
-@click.option("--prepare-ms", type=click.FloatRange(0, 1000), help="How long the engine prepares a step; default 3.")
-@click.option("--cap-gb-s", "cap_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound to measure; default 1.")
-@click.option("--link-gb-s", "link_gb_per_s", type=click.FloatRange(0.001, 1000), help="Bound on the link of decoding.")
+@click.option("--prepare-ms", type=Number(0, 1000), help="How long the engine prepares a step; default 3.")
+@click.option("--cap-gb-s", "cap_gb_per_s", type=Number(0.001, 1000), help="Bound to measure; default 1.")
+@click.option("--link-gb-s", "link_gb_per_s", type=Number(0.001, 1000), help="Bound on the link of decoding.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5.")
 @json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")

@@ -10,6 +10,7 @@ from kvredis.bench.slow_remote import QUICK, SlowRemotePlan, run
 from kvredis.bench.slow_remote_result import table_lines
 
 from .bench_options import Telling, json_option, measuring
+from .numbers import Number
 
 
 @click.command(
@@ -22,8 +23,8 @@ Example: kvredis bench slow-remote --link-mb-per-s 100 --prefill-tokens-per-s 50
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option("--prompts", type=click.IntRange(1, 1000), help="Requests of one arm in one repeat; default 8.")
 @click.option("--prompt-tokens", type=click.IntRange(256, 131072), help="Tokens of each, 8 KiB of KV each.")
-@click.option("--prefill-tokens-per-s", type=click.FloatRange(1), help="How fast computing is, by sleeping.")
-@click.option("--link-mb-per-s", type=click.FloatRange(0.1), help="The throttled link, MB/s each way; default 50.")
+@click.option("--prefill-tokens-per-s", type=Number(1), help="How fast computing is, by sleeping.")
+@click.option("--link-mb-per-s", type=Number(0.1), help="The throttled link, MB/s each way; default 50.")
 @json_option
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def slow_remote(

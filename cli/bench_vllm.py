@@ -15,6 +15,7 @@ from kvredis.bench.vllm_result import ARMS, table_lines
 
 from .bench_engine_tables import numbers_of, one_shape
 from .bench_options import Telling, json_option, measuring, picture_option, words_of
+from .numbers import Number
 
 
 @click.command(
@@ -36,9 +37,7 @@ Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --
 @click.option(
     "--together", type=click.IntRange(1, 16), help="Engines open at a time; default what the GPU has room for."
 )
-@click.option(
-    "--limit-s", type=click.FloatRange(1), help="Begin nothing more after so many seconds, and tell the result."
-)
+@click.option("--limit-s", type=Number(1), help="Begin nothing more after so many seconds, and tell the result.")
 @click.option("--eager", is_flag=True, help="Launch kernels one by one, as enforce_eager does; default CUDA graphs.")
 @click.option("--python", type=click.Path(exists=True, dir_okay=False), help="The interpreter that has vLLM.")
 @click.option("--site", type=click.Path(exists=True, file_okay=False), help="A folder of packages that has vLLM.")

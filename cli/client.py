@@ -22,6 +22,7 @@ from kvredis.backends.sentinel import SentinelResolver
 from kvredis.storage.errors import BackendError
 
 from .configuring import config_file_option, load_config
+from .numbers import Number
 from .troubles import moved, told
 
 URL_DEFAULT: Final = "redis://127.0.0.1:6379"
@@ -209,7 +210,7 @@ def on_server(command: Decorated) -> Decorated:
     @click.option("--askpass", is_flag=True, help="Ask for the password, so that it stands in no command line.")
     @click.option(
         "--timeout",
-        type=click.FloatRange(0, min_open=True, max=86400),
+        type=Number(0, min_open=True, max=86400),
         default=TIMEOUT_S,
         show_default=True,
         metavar="SECONDS",

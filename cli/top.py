@@ -15,6 +15,7 @@ from kvredis.storage.errors import BackendError
 
 from .client import Place, Servers, on_server
 from .keyboard import Keyboard, keyboard
+from .numbers import Number
 from .terminal import console
 from .top_figures import Figures, Rates, Walk, figures, hit_rate, prompts, rates
 from .top_screen import View, screen, sorted_prompts
@@ -36,7 +37,7 @@ Exit 1: with --once or --json, the server could not be asked; without a terminal
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(0.1, 3600),
+    type=Number(0.1, 3600),
     default=INTERVAL_S,
     show_default=True,
     metavar="SECONDS",

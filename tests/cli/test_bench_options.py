@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvredis.bench.errors import BenchError
 from kvredis.cli.bench import bench
 from kvredis.cli.bench_options import Telling, measuring
+from kvredis.cli.main import main
 
 RESULT = {"schema": "made up/1", "rows": [{"seconds": 1.5}], "gate": [{"passed": True}]}
 MISSED = RESULT | {"gate": [{"passed": True}, {"passed": False}]}
@@ -89,3 +90,17 @@ def test_a_bench_under_nohup_goes_on_when_its_terminal_is_closed() -> None:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ls", "--timeout", "nan"),
+        ("top", "--once", "--interval", "nan"),
+        ("bench", "slow-remote", "--quick", "--link-mb-per-s", "nan"),
+        ("bench", "slow-remote", "--quick", "--prefill-tokens-per-s", "inf"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_with_the_usage(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, words[-1] in done.stderr) == (2, True), done.output
