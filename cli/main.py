@@ -4,6 +4,7 @@ Loading late keeps `kvredis serve` free of torch and quick to start; that is why
 too. The exit status is told here once: 0 done, 1 failed, 2 bad usage or configuration.
 """
 
+import errno
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,12 +78,17 @@ class LateGroup(click.Group):
             formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a subcommand; an error that kvredis raises on purpose becomes its text and exit status."""
+        """Run a subcommand; an error that kvredis raises on purpose, and a full disk, become a line and a status."""
         try:
             return super().invoke(ctx)
         except KVRedisError as error:
             click.echo(f"kvredis: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"kvredis: cannot write: {error.strerror}", err=True)  # mostly where standard output goes
+            ctx.exit(1)
 
 
 @click.group(cls=LateGroup, epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB")

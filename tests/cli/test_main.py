@@ -105,3 +105,12 @@ print("torch" in sys.modules)
     assert run_python(code) == "['CacheEngine', 'ChunkLayout', 'Config'] False False\nFalse\n"
     with pytest.raises(AttributeError, match="no attribute 'Cache'"):
         kvredis.Cache  # noqa: B018  the access is the test
+
+
+def test_a_full_disk_behind_standard_output_is_told_in_a_line() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvredis", "plan", "--shape", "8b", "--prefill-tokens-per-s", "25000"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, b"kvredis: cannot write: No space left on device\n")
