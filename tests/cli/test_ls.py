@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,7 @@ def test_a_terminal_is_not_told_what_a_key_would_tell_it_but_a_pipe_gets_its_byt
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(address: str) -> None:
-    shell = f".venv/bin/python -m kvredis ls -u redis://{address} --keys --limit 0 | head -n 1"
+    shell = f"{sys.executable} -m kvredis ls -u redis://{address} --keys --limit 0 | head -n 1"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
     assert len(done.stdout.splitlines()) == 1
     assert done.stderr == ""
