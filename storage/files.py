@@ -13,7 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -194,18 +194,23 @@ class RealFiles:
         """As Files, found by writing a page: some file systems take the flag and refuse the write."""
         path = directory / "direct-probe"
         try:
-            file = self.open(path, direct=True)
-        except OSError as error:
-            return f"{directory} refuses O_DIRECT: {error.strerror}"
-        try:
-            with mmap.mmap(-1, PROBE_BYTES) as page, memoryview(page) as view:
-                file.pwrite(view, 0)
+            with closing(self.open(path, direct=True)) as file:
+                _write_a_page(file)
         except OSError as error:
             return f"{directory} refuses O_DIRECT: {error.strerror}"
         finally:
-            file.close()
-            self.remove(path)
+            self.remove(path)  # also a file that was made and then not opened
         return None
 
     def step(self, what: str) -> None:
         """As Files: of no interest to a real disk."""
+
+
+def _write_a_page(file: File) -> None:
+    """Raises OSError where it is refused. For want of room it is not: then O_DIRECT was looked at before."""
+    with mmap.mmap(-1, PROBE_BYTES) as page, memoryview(page) as view:
+        try:
+            file.pwrite(view, 0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
