@@ -63,7 +63,8 @@ def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -
     for one whose KV is not the prefix's alone or not alike in all layers: chunked or latent attention, linear attention
     in a cache of the model's own, KV shared between layers, an encoder, rotary angles that depend on the whole length,
     the model types of REFUSED, and what shows when the model computes two tokens (not in training, nor without memory):
-    a cache that it does not take, KV of another shape, or KV that depends on the tokens behind it.
+    a cache that it does not take, layers that keep no KV of a text, KV of another shape, or KV that depends on the
+    tokens behind it.
     """
     name = name or model.config._name_or_path
     if not name:
@@ -254,6 +255,9 @@ def _refuse_what_it_does(model: PreTrainedModel, layout: ChunkLayout, name: str)
         tried.append([kept_kv(layer) for layer in attention_layers(cache) if layer.is_initialized])
     if not tried[0]:
         raise ValueError(f"{name}: it keeps no KV in a cache that it is given; not supported")
+    if len(tried[0]) != layout.layers:  # the others attend to something else, as to a picture, and wait for it
+        kept = f"{len(tried[0])} of {layout.layers} layers keep"
+        raise ValueError(f"{name}: of a text {kept} KV in a cache that it is given; not supported")
     shape, dtype = (1, layout.kv_heads, len(TRIED_IDS[0]), layout.head_dim), TORCH_DTYPES[layout.dtype]
     for one, other in ((pair[0], pair[1]) for layers in zip(*tried, strict=True) for pair in zip(*layers, strict=True)):
         if tuple(one.shape) != shape or one.dtype != dtype:

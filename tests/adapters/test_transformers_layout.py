@@ -41,6 +41,12 @@ def with_another_cache() -> Any:
     return transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**SHAPE, **sizes))
 
 
+def with_layers_for_pictures() -> Any:
+    """Mllama, of whose layers one attends to pictures alone."""
+    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**SHAPE, **tokens, cross_attention_layers=[1]))
+
+
 def looking_ahead() -> Any:
     """BERT without is_decoder."""
     return transformers.RobertaForCausalLM(transformers.RobertaConfig(**without_kv_heads()))
@@ -67,6 +73,7 @@ def without_kv_heads() -> dict[str, Any]:
     [
         (without_a_cache, "it keeps no KV in a cache that it is given"),
         (with_another_cache, "(it cannot compute with a cache that it is given: MiniMax|layers of linear_attention)"),
+        (with_layers_for_pictures, r"of a text \d+ of \d+ layers keep KV in a cache that it is given"),
         (looking_ahead, "the KV of a token depends on those behind it"),
         (with_columns_of_its_own, r"the KV of two tokens is \[1, 4, 34, 16\]"),
         (with_more_heads_than_it_says, r"the KV of two tokens is \[1, 2, 2, 16\]"),
