@@ -48,7 +48,8 @@ class LocalBackend:
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """As Backend.present."""
-        return [self.store.find(key) is not None for key in keys]
+        here = self.home.is_here()
+        return [here and self.store.find(key) is not None for key in keys]
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         """As Backend.tiers_of."""
@@ -100,24 +101,28 @@ class LocalBackend:
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """As Backend.touch. Gives the disk's housekeeping its turn: each store and each load of an engine ends here."""
+        if not self.home.is_here():
+            return 0
         if self.store.tiering is not None:
             self.store.tiering.tick()
         return self.store.touch(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete."""
-        return self.store.delete(keys)
+        return self.store.delete(keys) if self.home.is_here() else 0
 
     def delete_prefix(self, prefix: bytes) -> int:
         """As Backend.delete_prefix."""
+        if not self.home.is_here():
+            return 0
         return self.store.delete([key for key in self.store.keys_in() if key.startswith(prefix)])
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
         """As Backend.prefetch: from disk into memory. Refused where memory keeps nothing."""
         if not self.keep:
             return base.NothingToFetch(refused="local_cpu is false: memory keeps no blocks")
-        if self.store.tiering is None:
-            here = self.store.touch(keys)
+        if self.store.tiering is None or not self.home.is_here():
+            here = self.touch(keys)
             return base.NothingToFetch(resident=here, missing=len(keys) - here)
         job = self.store.tiering.prefetch(keys)
         return base.NothingToFetch(refused="too many prefetches are under way") if job is None else LocalPrefetch(job)

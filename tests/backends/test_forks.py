@@ -44,6 +44,11 @@ def test_a_forked_process_finds_loads_and_stores_nothing_and_the_other_goes_on(
         assert loaded(backend, keys) == [None] * 3
         assert backend.reserve(b"another", LENGTH) is None
         assert backend.match([b"another"]) == 0
+        assert not any(backend.present(keys))
+        assert backend.touch(keys) == backend.delete(keys) == backend.delete_prefix(keys[0][:1]) == 0
+        prefetch = backend.prefetch(keys)
+        assert prefetch.wait(10)
+        assert prefetch.resident == 0
         backend.close()
     assert len(fake.commands) == said
     assert {record.getMessage().partition(":")[0] for record in caplog.records} == {
