@@ -4,16 +4,15 @@ The socket blocks in the kernel with the kernel's own timeouts (SO_RCVTIMEO, SO_
 that saves a system call each time and lets MSG_WAITALL wait for a whole body at once. What is set in the kernel is
 corrected only when it is no longer what is left of a reply's time, so that a reply that comes at once costs no call.
 
-WHY recvmsg(2) by way of ctypes: after each signal Python's own begins anew with the whole of that timeout, so that with
-a timer that strikes more often, as profilers have, it never ends. What has to wait to be sent waits in `poll` first:
-with room for a byte the kernel gives a call that is interrupted back, and Python does not repeat it.
+A signal makes neither longer. A reply is received by recvmsg(2) itself (recvmsg.py), which is called again with what
+is left. What has to wait to be sent waits in `poll` first: with room for a byte the kernel gives a call that is
+interrupted back, and Python does not repeat it.
 
 After any failure the position in the stream is lost: the wire closes itself and raises BackendError from then on.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import os
@@ -23,9 +22,9 @@ import struct
 import time
 from typing import Final
 
-from kvredis.storage.addresses import addresses_of
 from kvredis.storage.errors import BackendError
 
+from .recvmsg import receive
 from .tls import told
 
 Buffer = bytes | bytearray | memoryview
@@ -41,23 +40,6 @@ DISCARD_BYTES: Final = 256 * 1024
 SLACK_S: Final = 0.01
 """How much longer than allowed the kernel may wait, rather than be told anew before each receive."""
 CRLF: Final = b"\r\n"
-_BUFFERS: Final = struct.Struct("PnPn")
-"""Two struct iovec: where each begins, and its length."""
-
-
-class _Message(ctypes.Structure):
-    """struct msghdr of recvmsg(2)."""
-
-    _fields_ = (
-        ("name", ctypes.c_void_p), ("name_bytes", ctypes.c_uint), ("buffers", ctypes.c_void_p),
-        ("count", ctypes.c_size_t), ("control", ctypes.c_void_p), ("control_bytes", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )  # fmt: skip
-
-
-_recvmsg = ctypes.CDLL(None, use_errno=True).recvmsg
-_recvmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-_recvmsg.restype = ctypes.c_ssize_t
 
 
 class Wire:
@@ -70,11 +52,8 @@ class Wire:
     __slots__ = (
         "_armed_in_s",
         "_armed_out_s",
-        "_buffers",
         "_deadline_s",
         "_end",
-        "_message",
-        "_message_at",
         "_pid",
         "_scratch",
         "_sock",
@@ -99,9 +78,6 @@ class Wire:
         self._scratch = bytearray(SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
         self._start = self._end = 0  # what scratch holds and nobody has read yet
-        self._buffers = (ctypes.c_char * _BUFFERS.size)()
-        self._message = _Message(buffers=ctypes.addressof(self._buffers), count=2)
-        self._message_at = ctypes.addressof(self._message)
         self.bytes_in = 0
         self.bytes_out = 0
 
@@ -283,19 +259,15 @@ class Wire:
 
     def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
         """Receive into `buffers`, one or two, what there is, all of it with MSG_WAITALL; 0 at the end of the stream."""
-        first, last = buffers[0], buffers[-1]
-        at, last_at = addresses_of((first, last))
-        _BUFFERS.pack_into(self._buffers, 0, at, len(first), last_at, 0 if last is first else len(last))
         while True:
             self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
-            count: int = _recvmsg(sock.fileno(), self._message_at, flags)
+            count = receive(sock.fileno(), buffers, flags)
             if count >= 0:
                 return count
-            number = ctypes.get_errno()
-            if number == errno.EAGAIN:
+            if count == -errno.EAGAIN:
                 self._armed_in_s = math.inf  # it was set for less than is left now
-            elif number != errno.EINTR:  # a signal, whose handler has run by now
-                raise OSError(number, os.strerror(number))
+            elif count != -errno.EINTR:  # a signal, whose handler has run by now
+                raise OSError(-count, os.strerror(-count))
 
     # ---- time ----------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,12 @@ from .doctor_finding import Finding
 ASK_S = 2.0
 """How long a server that is there already may take to say what it is."""
 
-EXTENSIONS = ("kvredis.storage._native", "kvredis.storage._leasing", "kvredis.server._plain")
+EXTENSIONS = (
+    "kvredis.storage._native",
+    "kvredis.storage._leasing",
+    "kvredis.backends._recvmsg",
+    "kvredis.server._plain",
+)
 PACKAGES = ("redis", "uvloop", "torch")
 
 

@@ -11,7 +11,12 @@ import pytest
 
 from kvredis.storage.copying import KINDS
 
-EXTENSIONS = ("kvredis.storage._native", "kvredis.server._plain")
+EXTENSIONS = (
+    "kvredis.storage._native",
+    "kvredis.storage._leasing",
+    "kvredis.backends._recvmsg",
+    "kvredis.server._plain",
+)
 IN_USE = """
 from kvredis.server.plain import plain_commands
 from kvredis.storage.copying import KIND
