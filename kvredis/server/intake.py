@@ -34,3 +34,8 @@ ARGUMENT_BYTES: Final = 64
 
 TAIL_BYTES: Final = 256
 """Where a pipeline of small commands that was cut shows the start of one of them."""
+
+READ_ON_BYTES_MAX: Final = 4 * 1024 * 1024
+READ_ON_BYTES_ALL: Final = 64 * 1024 * 1024
+"""What is put by of what a client sends behind a WAIT, and of all of them together: the end of a connection comes
+behind everything that was sent, and Linux keeps up to 4 MiB for a client that has died (tcp_wmem)."""

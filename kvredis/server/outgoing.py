@@ -340,6 +340,10 @@ class Outgoing(asyncio.BufferedProtocol):
         self.is_local_stream = self._lends and is_unix
         self.splices = self.server.splicing.wanted_by(self)
 
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
     def peer_pid(self) -> int:
         """The process that has connected, of a client on a unix socket."""
         assert self._transport is not None

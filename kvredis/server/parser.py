@@ -123,12 +123,14 @@ class Parser:
                 self._start, self._end = 0, unread
         return self._view[self._end :]
 
-    def put_by(self, received: int) -> bool:
-        """Keep what has been received, without looking at it, for the next `take`; whether there is more room."""
+    def put_by(self, received: int, room_bytes: int = 0) -> bool:
+        """Keep what has been received for the next `take`; whether there is more room, which grows to `room_bytes`."""
         if self._body is not None:
             self._filled += received
             return self._filled < len(self._body)
         self._end += received
+        if self._end - self._start == len(self._scratch) < room_bytes:
+            self._grow(4)
         return self._end - self._start < len(self._scratch)
 
     def take(self, received: int = 0) -> list[list[Argument]]:
@@ -258,8 +260,7 @@ class Parser:
         while True:
             if not self._remaining:
                 if self._args:
-                    args, self._args = self._args, []
-                    self._held_bytes = 0
+                    args, self._args, self._held_bytes = self._args, [], 0
                     return args
                 if self._start == self._end:
                     return None
@@ -366,8 +367,7 @@ class Parser:
         self._args.append(bytes(self._body[: self._length]) if self._body_hold is None else self._body_hold)
         self._after_payload = self._body_hold is not None
         self._gathered = False
-        self._body, self._body_hold = None, None
-        self._filled = 0
+        self._body, self._body_hold, self._filled = None, None, 0
         self._remaining -= 1
         self._length = -1
         return True
@@ -384,7 +384,7 @@ class Parser:
         return list(words_of(line.removesuffix(b"\r")))
 
     def _grow(self, factor: int) -> None:
-        """A line longer than the scratch, of which Redis allows 64 KiB, or a command that is gathered."""
+        """A line longer than the scratch, of which Redis allows 64 KiB, a gathered command, or what is put by."""
         unread = bytes(self._view[self._start : self._end])
         self._scratch = bytearray(len(self._scratch) * factor)
         self._scratch[: len(unread)] = unread

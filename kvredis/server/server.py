@@ -23,6 +23,7 @@ from .events import publish_event
 from .families import load_families
 from .http_door import HttpDoor
 from .http_gate import HttpGate
+from .intake import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX
 from .lane import Lane
 from .latency import LatencyMonitor
 from .listeners import Listeners
@@ -224,6 +225,11 @@ class Server:
     def uptime_s(self) -> float:
         """For how long it has been there."""
         return time.monotonic() - self.started_s
+
+    @property
+    def room_behind_bytes(self) -> int:
+        """How much is put by of what a blocked client has sent behind its command; for each of those there are."""
+        return min(READ_ON_BYTES_MAX, READ_ON_BYTES_ALL // max(1, len(self.blocked)))
 
     @property
     def tcp_port(self) -> int:

@@ -53,8 +53,7 @@ class Session(Outgoing):
         """What others want done once the connection has gone and every byte of it has been dealt with."""
         self.no_evict = self.no_touch = False
         self.created_s = self.last_command_s = monotonic()
-        self.laddr: str = ""
-        self.last_command, self.fd = "NULL", -1
+        self.laddr, self.last_command, self.fd = "", "NULL", -1
         self.input_bytes = self.reads = 0
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
@@ -183,8 +182,7 @@ class Session(Outgoing):
             self.addr = address_of(transport.get_extra_info("peername"))
             self.laddr = address_of(transport.get_extra_info("sockname"))
             self._low_water = LowWater(None if self.encrypted else transport)
-        refusal = self.server.admit(self)
-        if refusal is not None:
+        if (refusal := self.server.admit(self)) is not None:
             self.close_after_reply = True  # and nothing is run of what it may have sent already
             transport.write(refusal)
             transport.close()
@@ -306,8 +304,11 @@ class Session(Outgoing):
         self._low_water.expect(0)
         if self._paused:
             self._check_output_limit()  # whose soft limit is one of time
-        if self._parser.rest() and not self._paused and self.waiting is None:
-            self.buffer_updated(0)
+        if self._parser.rest() and not self._paused:
+            if self.waiting is None:
+                self.buffer_updated(0)
+            elif self.id in self.server.blocked and self._parser.put_by(0, self.server.room_behind_bytes):
+                self._resume_reading()
 
     def eof_received(self) -> bool:
         """The client sends no more; what it has sent is still answered, but for what would still have to wait."""
@@ -345,9 +346,8 @@ class Session(Outgoing):
         if self._paused or (self._stream is not None and not self._pump()):
             return
         self.buffer_updated(0)
-        transport = self._transport
-        if not self._paused and self.waiting is None and transport is not None and not transport.is_closing():
-            transport.resume_reading()
+        if not self._paused and self.waiting is None:
+            self._resume_reading()
 
     # ---- commands in, replies out --------------------------------------------------------------------------------
 
