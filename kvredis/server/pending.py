@@ -20,12 +20,14 @@ have to wait in between."""
 class Pending:
     """The place of one reply in its session's pipeline. The session runs and reads nothing until `resolve`."""
 
-    __slots__ = ("_session", "is_silent", "on_cancel", "runs_again", "timeout_reply")
+    __slots__ = ("_session", "is_silent", "on_cancel", "runs_again", "timeout_reply", "timer")
 
     def __init__(self, session: Session) -> None:
         self._session: Session | None = session
         self.timeout_reply: Reply = b""
         """What CLIENT UNBLOCK answers in the name of a command whose time is over."""
+        self.timer: asyncio.TimerHandle | None = None
+        """When the time of this wait is over; it ends with the wait, or an hour's would be kept for an hour."""
         self.on_cancel: Callable[[], None] | None = None
         """Called when the client goes before it was answered."""
         self.runs_again = False
@@ -35,16 +37,21 @@ class Pending:
 
     def resolve(self, reply: Reply) -> None:
         """Answer and let the session go on. A second call, or one after the client has gone, does nothing."""
-        session, self._session = self._session, None
+        session = self._end()
         if session is not None:
             session.go_on(b"" if self.is_silent else reply)
 
     def cancel(self) -> None:
         """The client has gone."""
-        if self._session is not None:
-            self._session = None
-            if self.on_cancel is not None:
-                self.on_cancel()
+        if self._end() is not None and self.on_cancel is not None:
+            self.on_cancel()
+
+    def _end(self) -> Session | None:
+        session, self._session = self._session, None
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        return session
 
 
 def tell_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:

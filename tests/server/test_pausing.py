@@ -1,11 +1,13 @@
 """CLIENT PAUSE, UNBLOCK and REPLY over real connections, on the loop's own clock made short."""
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
 
 from kvredis.server.families.lane import COPY_HERE_BYTES_MAX
+from kvredis.server.pending import Pending
 from tests.server.feed import request
 from tests.server.lane_client import attached, memory
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
@@ -150,5 +152,27 @@ def test_one_reply_is_skipped_and_the_next_is_not(loop: str, tmp_path: Path) -> 
             await client.send("CLIENT", "REPLY", "SKIP")
             await client.send("NO-SUCH-COMMAND")
             assert await client.ask("PING") == b"+PONG\r\n"
+
+    run_on(loop, story())
+
+
+def waits_in_memory() -> int:
+    gc.collect()
+    return sum(type(each) is Pending for each in gc.get_objects())
+
+
+def test_nothing_is_left_of_a_wait_that_was_over_before_its_time(loop: str, tmp_path: Path) -> None:
+    before = waits_in_memory()
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client, keeper = await live.connect(), await live.connect()
+            number = (await client.ask("CLIENT", "ID"))[1:-2]
+            for _ in range(3):
+                await client.send("WAIT", "1", "3600000")
+                await until(lambda: live.server.blocked)
+                assert await keeper.ask("CLIENT", "UNBLOCK", number) == b":1\r\n"
+                assert await client.read_line() == b":0\r\n"
+            assert waits_in_memory() == before
 
     run_on(loop, story())

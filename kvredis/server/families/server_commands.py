@@ -218,8 +218,7 @@ def in_time(session: Session, milliseconds: int, reply: Reply) -> Answer:
     pending.timeout_reply = reply
     session.server.blocked[session.id] = pending
     if milliseconds:
-        timer = asyncio.get_running_loop().call_later(
+        pending.timer = asyncio.get_running_loop().call_later(
             milliseconds / 1000, lambda: pending.resolve(pending.timeout_reply)
         )
-        pending.on_cancel = timer.cancel
     return pending
