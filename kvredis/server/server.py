@@ -148,6 +148,7 @@ class Server:
         if options.metrics_port != 0:
             self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
         self._tick: asyncio.TimerHandle | None = None
+        self._expiry: asyncio.Handle | None = None
         self._turns = 0
         self._http_told_s = -HTTP_TOLD_S
         self._stopped = asyncio.Event()
@@ -212,8 +213,9 @@ class Server:
         self.splicing.close()
         if self.http is not None:
             await self.http.close()
-        if self._tick is not None:
-            self._tick.cancel()
+        for later in (self._tick, self._expiry):
+            if later is not None:
+                later.cancel()
         self._stopped.set()
 
     @property
@@ -245,10 +247,7 @@ class Server:
         store = self.store
         self._turns += 1
         store.turn += 1
-        if self.expires_actively and not self.pause.until_s:
-            began_s = self.now_s()
-            store.collect_expired()
-            self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
+        self._collect_expired()
         store.revoke_overdue()
         self.splicing.collect()
         if store.tiering is not None:
@@ -269,6 +268,18 @@ class Server:
                 self._hang_up_idle()
         received, sent = self.net_bytes()
         self.stats.sample(self.now_s(), received, sent, store.used_bytes)
+
+    def _collect_expired(self) -> None:
+        """Remove what has come to its end: some now, and while there is more, some in each of the loop's next turns."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        if self.expires_actively and not self.pause.until_s:
+            began_s = self.now_s()
+            if self.store.collect_expired():
+                self._expiry = asyncio.get_running_loop().call_soon(self._collect_expired)
+            self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
+            self.drain_journal(None)
 
     def _hang_up_idle(self) -> None:
         """Close clients that have said nothing for `timeout` seconds and wait for nothing."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server import server as server_module
 from tests.server.live import LOOPS, LiveServer, pattern, run_on, until
 
 HOUR_MS = 3_600_000
@@ -53,6 +54,26 @@ def test_steps_there_and_back_lose_no_key_that_is_not_looked_at(loop: str, tmp_p
             assert live.store.stats.expired == 151
             assert await client.ask("DBSIZE") == b":149\r\n"
             live.store.check_integrity()
+
+    run_on(loop, story())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_keys_that_end_all_at_once_are_gone_before_the_next_tick_a_slice_at_a_time(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 3600.0)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            for n in range(1000):
+                assert await client.ask("SET", f"k{n}", "v", "PX", "1000") == b"+OK\r\n"
+            live.clock_ms += 1001
+            live.server._on_tick()
+            assert live.store.stats.expired == 200
+            await until(lambda: live.store.stats.expired == 1000)
+            assert await client.ask("DBSIZE") == b":0\r\n"
 
     run_on(loop, story())
 
