@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.compat.conftest import RunningServer, start_kvredis, stop
@@ -136,3 +137,38 @@ def test_what_was_rewritten_is_there_after_a_restart(tmp_path: Path) -> None:
     assert yaml.safe_load(file.read_text())["kvredis"]["settings"]["slowlog-max-len"] == 7
     assert session(*asked) == [before]
     assert b"$2\r\n50\r\n" in before
+
+
+def hits_and_misses(wire: Wire) -> tuple[int, int]:
+    """What INFO has counted so far."""
+    text = wire.ask("INFO stats").decode()
+    hits, misses = re.findall(r"keyspace_(?:hits|misses):(\d+)", text)
+    return int(hits), int(misses)
+
+
+@pytest.mark.parametrize("line", ["EXISTS", "TOUCH", "TTL", "PTTL", "EXPIRETIME", "TYPE", "STRLEN", "OBJECT ENCODING"])
+def test_redis_counts_who_only_looks_as_a_hit_or_a_miss_and_we_do_not(
+    line: str, redis_server: RunningServer, kvredis: RunningServer
+) -> None:
+    for server, counted in ((redis_server, 1), (kvredis, 0)):
+        with server.connect() as wire:
+            wire.ask("SET k v")
+            hits, misses = hits_and_misses(wire)
+            wire.ask(f"{line} k")
+            wire.ask(f"{line} nope")
+            assert hits_and_misses(wire) == (hits + counted, misses + counted)
+
+
+@pytest.mark.parametrize("line", ["GET {}", "MGET {}", "GETRANGE {} 0 1", "SUBSTR {} 0 1", "GETEX {}", "DUMP {}"])
+def test_who_asks_for_a_value_is_counted_as_in_redis(
+    line: str, redis_server: RunningServer, kvredis: RunningServer
+) -> None:
+    counted = []
+    for server in (redis_server, kvredis):
+        with server.connect() as wire:
+            wire.ask("SET k v")
+            before = hits_and_misses(wire)
+            wire.ask(line.format("k"))
+            wire.ask(line.format("nope"))
+            counted.append([now - then for now, then in zip(hits_and_misses(wire), before, strict=True)])
+    assert counted[0] == counted[1]
