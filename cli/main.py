@@ -5,6 +5,7 @@ too. The exit status is told here once: 0 done, 1 failed, 2 bad usage or configu
 """
 
 import errno
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -77,18 +78,23 @@ class LateGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, SUBCOMMANDS[name].help) for name in self.list_commands(ctx)])
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the whole command line; a full disk, which also its own --help may meet, becomes a line and a status."""
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"kvredis: cannot write: {error.strerror}", err=True)  # mostly where standard output goes
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a subcommand; an error that kvredis raises on purpose, and a full disk, become a line and a status."""
+        """Run a subcommand; an error that kvredis raises on purpose becomes a line and a status."""
         try:
             return super().invoke(ctx)
         except KVRedisError as error:
             click.echo(f"kvredis: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            click.echo(f"kvredis: cannot write: {error.strerror}", err=True)  # mostly where standard output goes
-            ctx.exit(1)
 
 
 @click.group(cls=LateGroup, epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB")

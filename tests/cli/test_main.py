@@ -107,10 +107,11 @@ print("torch" in sys.modules)
         kvredis.Cache  # noqa: B018  the access is the test
 
 
-def test_a_full_disk_behind_standard_output_is_told_in_a_line() -> None:
+@pytest.mark.parametrize("words", ["plan --shape 8b --prefill-tokens-per-s 25000", "--help", "--version"])
+def test_a_full_disk_behind_standard_output_is_told_in_a_line(words: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvredis", "plan", "--shape", "8b", "--prefill-tokens-per-s", "25000"],
+            [sys.executable, "-m", "kvredis", *words.split()],
             cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False, timeout=60,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, b"kvredis: cannot write: No space left on device\n")
