@@ -84,7 +84,7 @@ QUICK = DiskPlan(
 def own_directory(wanted: Path | None, beside: Path) -> Iterator[Path]:
     """Lend a directory to fill: `wanted`, which must be empty or not there yet, else a new one in `beside`.
 
-    At the end, however it comes, everything in it is removed, and the directory too if it was made here.
+    At the end, however it comes, everything in it is removed, and the directories too that were made here.
     """
     if wanted is None:
         try:
@@ -94,20 +94,26 @@ def own_directory(wanted: Path | None, beside: Path) -> Iterator[Path]:
         with made as name:
             yield Path(name).resolve()
         return
+    made: list[Path] = []
     try:
-        there = wanted.exists()
-        wanted.mkdir(parents=True, exist_ok=True)
-        if any(wanted.iterdir()):
-            raise BenchError(f"{wanted} is not empty: the bench removes what is in its directory")
-    except OSError as error:
-        raise BenchError(f"{wanted} cannot be used: {error.strerror}") from error
-    try:
-        yield wanted.resolve()
+        try:
+            for path in reversed((wanted, *wanted.parents)):
+                if not path.is_dir():
+                    path.mkdir()
+                    made.append(path)
+            if any(wanted.iterdir()):
+                raise BenchError(f"{wanted} is not empty: the bench removes what is in its directory")
+        except OSError as error:
+            raise BenchError(f"{wanted} cannot be used: {error.strerror}") from error
+        try:
+            yield wanted.resolve()
+        finally:
+            for path in wanted.iterdir():
+                _remove(path)
     finally:
-        for path in wanted.iterdir():
-            _remove(path)
-        if not there:
-            wanted.rmdir()
+        for path in reversed(made):
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def run(plan: DiskPlan, directory: Path, progress: Progress) -> DiskResult:

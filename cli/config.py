@@ -11,7 +11,7 @@ from kvredis.backends.config import Config, read
 from kvredis.backends.sources import Found
 from kvredis.backends.values import shown
 
-from .configuring import config_file_option, load_config
+from .configuring import config_file_option, load_config, of_file
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 """Not configuration but the interpreter's state, which one of the hash algorithms depends on."""
@@ -51,6 +51,7 @@ def check(ctx: click.Context, file: Path, as_json: bool) -> None:
     """Read FILE alone, without the environment, and say all that is wrong with it (exit 2) or odd (exit 0)."""
     seed = os.environ.get(HASH_SEED_VARIABLE)
     found, _ = read(file, {} if seed is None else {HASH_SEED_VARIABLE: seed})
+    found.errors = [of_file(error, "FILE") for error in found.errors]
     if as_json:
         click.echo(json.dumps(_judgement(found, file), indent=2))
     else:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from kvredis.backends.config import KEYS, Config
-from kvredis.backends.sources import Key
+from kvredis.backends.sources import FILE_VARIABLE, Key
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
 
@@ -36,7 +36,15 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 def load_config(file: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read defaults, file, environment and flags. Raises ConfigError; warnings go to the log."""
     env = {name: value for name, value in os.environ.items() if name != EVENT_LOOP_VARIABLE}
-    return Config.load(file, env=env, overrides=overrides)
+    try:
+        return Config.load(file, env=env, overrides=overrides)
+    except ConfigError as error:
+        raise error if file is None else of_file(error, "--config-file") from None
+
+
+def of_file(error: ConfigError, given_as: str) -> ConfigError:
+    """The error, of a file as a whole by what names that file here: Config knows only the variable for it."""
+    return ConfigError(given_as, error.value, error.source, error.reason) if error.key == FILE_VARIABLE else error
 
 
 def server_options_of(config: Config) -> ServerOptions:

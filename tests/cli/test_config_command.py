@@ -62,6 +62,23 @@ def test_a_bad_value_is_exit_2(tmp_path: Path) -> None:
         assert f"{file}:2: chunk_size: " in result.output
 
 
+@pytest.mark.parametrize("text", [None, "- a list\n", "kvredis: 7\n", "a: [\n"])
+def test_a_file_that_is_no_configuration_is_told_by_what_names_it(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "kv.yaml"
+    if text is not None:
+        file.write_text(text)
+    env = {"LMCACHE_CONFIG_FILE": str(file)}
+    for args, named in (
+        (["config", "check", str(file)], "FILE"),
+        (["config", "show", "--config-file", str(file)], "--config-file"),
+        (["config", "show"], "LMCACHE_CONFIG_FILE"),
+    ):
+        result = run(*args, **({} if file.name in args[-1] else env))
+        assert result.exit_code == 2
+        assert str(file) in result.output
+        assert f": {named}: " in result.output
+
+
 def test_an_arena_of_nothing_is_exit_2_even_where_it_would_be_staging_alone() -> None:
     for size in ("0", "-1"):
         result = run("config", "show", LMCACHE_LOCAL_CPU="false", LMCACHE_MAX_LOCAL_CPU_SIZE=size)
