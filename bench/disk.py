@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,13 +94,12 @@ def own_directory(wanted: Path | None, beside: Path) -> Iterator[Path]:
         with made as name:
             yield Path(name).resolve()
         return
-    made: list[Path] = []
-    try:
+    with ExitStack() as ours:
         try:
             for path in reversed((wanted, *wanted.parents)):
                 if not path.is_dir():
                     path.mkdir()
-                    made.append(path)
+                    ours.callback(_remove_empty, path)
             if any(wanted.iterdir()):
                 raise BenchError(f"{wanted} is not empty: the bench removes what is in its directory")
         except OSError as error:
@@ -110,10 +109,6 @@ def own_directory(wanted: Path | None, beside: Path) -> Iterator[Path]:
         finally:
             for path in wanted.iterdir():
                 _remove(path)
-    finally:
-        for path in reversed(made):
-            with contextlib.suppress(OSError):
-                path.rmdir()
 
 
 def run(plan: DiskPlan, directory: Path, progress: Progress) -> DiskResult:
@@ -189,3 +184,9 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a folder, unless somebody has put something into it."""
+    with suppress(OSError):
+        path.rmdir()

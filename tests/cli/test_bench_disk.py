@@ -69,7 +69,7 @@ def test_however_it_ends_the_directory_is_as_it_was(tmp_path: Path, error: type[
         (place / "file").touch()
         raise error
 
-    for wanted in (None, empty, tmp_path / "new"):
+    for wanted in (None, empty, tmp_path / "new", tmp_path / "some" / "where" / "new"):
         with pytest.raises(error), own_directory(wanted, tmp_path) as place:
             fill_and_fail(place)
     assert list(tmp_path.rglob("*")) == [empty]
@@ -79,6 +79,9 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BenchError, match="cannot"), own_directory(tmp_path / "file" / "below", tmp_path):
         pass
+    with pytest.raises(BenchError, match="cannot"), own_directory(tmp_path / "new" / ("x" * 300), tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
     with pytest.raises(BenchError, match="cannot make a directory"), own_directory(None, tmp_path / "nowhere"):
         pass
 
