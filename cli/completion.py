@@ -13,6 +13,7 @@ COMPLETE_VARIABLE: Final = "_KVREDIS_COMPLETE"
 LINES: Final = {
     "bash": (
         "# kvredis: these lines belong into ~/.bashrc",
+        "shopt -u hostcomplete  # or bash ends a word at each @, whatever the next line says",
         'COMP_WORDBREAKS="${COMP_WORDBREAKS//[:@]/}"  # a key is one word',
         f'eval "$({COMPLETE_VARIABLE}=bash_source kvredis)"',
     ),

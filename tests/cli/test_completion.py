@@ -1,5 +1,7 @@
 """`kvredis completion`, and the Tab key's answers as the shells ask for them."""
 
+import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -87,6 +89,37 @@ def test_the_lines_for_bash_are_bash(tmp_path: Path) -> None:
     path = tmp_path / "script"
     path.write_text(run("completion", "bash", "--script").stdout + "\n" + run("completion", "bash").stdout)
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False, timeout=60).returncode == 0
+
+
+def test_a_key_with_colons_and_at_signs_is_one_word_to_bash(tmp_path: Path) -> None:
+    key = "kvredis:model@f00d@{0@ab}cd"
+    stub = tmp_path / "kvredis"
+    script = f"{sys.executable} -m kvredis completion bash --script"
+    stub.write_text(
+        f"""#!/bin/sh
+case "$_KVREDIS_COMPLETE" in
+bash_source) cd '{ROOT}' && {script} ;;
+bash_complete) echo 'plain,{key}' ;;
+*) printf '%s\\n' "$@" > '{tmp_path}/words' ;;
+esac
+"""
+    )
+    stub.chmod(0o755)
+    (tmp_path / "bashrc").write_text(run("completion", "bash").stdout)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "dumb", "HOME": str(tmp_path)}
+    ours, its = os.openpty()
+    with subprocess.Popen(
+        ["bash", "--noprofile", "--rcfile", str(tmp_path / "bashrc"), "-i"],
+        stdin=its, stdout=its, stderr=its, env=env, cwd=tmp_path, start_new_session=True,
+    ) as bash:  # fmt: skip
+        os.close(its)
+        os.write(ours, b"kvredis get kvredis:model@f\t\nexit\n")
+        with contextlib.suppress(OSError):  # EIO: bash has ended
+            while os.read(ours, 4096):
+                pass
+        os.close(ours)
+        assert bash.wait(60) == 0
+    assert (tmp_path / "words").read_text().split() == ["get", key]
 
 
 def test_an_unknown_shell_is_bad_usage() -> None:
