@@ -18,8 +18,8 @@ COMPLETION_S: Final = 0.2
 """How long a shell may wait at the Tab key for a server; names that have not come by then are not offered."""
 COMPLETIONS_MAX: Final = 50
 _SCANS_MAX: Final = 50
-_QUOTED: Final = frozenset(" \t\"'`$\\;&|<>()!#~")
-"""What a shell would obey in a word that it was offered: anybody may have named a key so."""
+_QUOTED: Final = frozenset(" \t\"'`$\\;&|<>()!#~,")
+"""What a shell would obey in a word that it was offered: anybody may have named a key so. At a comma fish cuts it."""
 _SPECIAL: Final = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -16,7 +16,20 @@ from kvredis.cli.get import get
 from .conftest import ROOT
 from .inspected import connected, free_port, run, serving
 
-ODD = ("star*", "stay", "with blank", "with;reboot", "with|sh", "with>file", "with&", "with!!", "with(x)", "-with")
+ODD = (
+    "star*",
+    "stay",
+    "with blank",
+    "with;reboot",
+    "with|sh",
+    "with>file",
+    "with&",
+    "with!!",
+    "with(x)",
+    "with,comma",
+    "with{a,b}",
+    "-with",
+)
 
 
 @pytest.fixture(scope="module")
