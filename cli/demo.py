@@ -16,16 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import click
 
+from .bench_options import ended_as_exit
 from .demo_spec import Shape, Spec
 
 SERVED_MIN = 0.9
 STOP_TIMEOUT_S = 10
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ROOM_BYTES = 64 * 1024 * 1024
 """What server and engine get beyond the KV that they must hold: headers, alignment, the tokens that follow."""
 
@@ -83,7 +83,7 @@ def ttft(as_json: bool, **options: Any) -> None:
     wish = Wish(**options, quiet=as_json or not sys.stdout.isatty())
     if wish.url and wish.tier != "remote":
         raise click.UsageError("--url goes with --tier remote")
-    with _sigterm_as_exit():
+    with ended_as_exit():
         report = _compare(wish, shape)
     if as_json:
         click.echo(json.dumps(report, indent=2))
@@ -199,20 +199,6 @@ def _process(command: list[str], *, stdout: int | None, stderr: IO[str]) -> Iter
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM leaves through the with-blocks, so that no process stays behind."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _failures(cold: dict[str, Any], warm: dict[str, Any]) -> list[str]:

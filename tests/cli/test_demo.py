@@ -80,9 +80,10 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_no_process_is_left_behind_when_it_is_stopped(number: signal.Signals) -> None:
-    with subprocess.Popen([*COMMAND, "--prompt-tokens", "3000"], cwd=ROOT, env=ENV, stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_process_and_no_file_is_left_behind_when_it_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    env = ENV | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([*COMMAND, "--prompt-tokens", "3000"], cwd=ROOT, env=env, stderr=subprocess.PIPE) as process:
         while not (children := children_of(process.pid)):
             assert process.poll() is None
         process.send_signal(number)
@@ -92,6 +93,7 @@ def test_no_process_is_left_behind_when_it_is_stopped(number: signal.Signals) ->
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def result(**changes: Any) -> dict[str, Any]:
