@@ -37,6 +37,10 @@ EXTENSIONS = (
     "kvredis.backends._recvmsg",
     "kvredis.server._plain",
 )
+
+SOCKET_PATH_BYTES_MAX = 107
+"""And a zero byte: sun_path of unix(7)."""
+
 PACKAGES = ("redis", "uvloop", "torch")
 
 
@@ -148,6 +152,9 @@ def _way_out(number: int | None, port: int) -> str:
 def _unix_socket(path: Path, password: str) -> Finding:
     """A socket file that nobody answers on is replaced by the server; anything else there stands in its way, but the
     server of this configuration."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        fix = f"unixsocket: a path of at most {SOCKET_PATH_BYTES_MAX} bytes"
+        return Finding("unix socket", False, f"{path} is too long for a socket", "", fix)
     try:
         is_socket = stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:

@@ -107,6 +107,9 @@ CASES = {
         {"KVREDIS_UNIXSOCKET": "{folder}/file"}, {}, "unix socket", 1, "exists and is not a socket"
     ),
     "a socket in no folder": Case({"KVREDIS_UNIXSOCKET": "{folder}/no/kv.sock"}, {}, "unix socket", 1, "cannot listen"),
+    "a socket path that is too long": Case(
+        {"KVREDIS_UNIXSOCKET": "{folder}/" + "s" * 100}, {}, "unix socket", 1, "path too long"
+    ),
     "TLS without a certificate": Case({"KVREDIS_TLS_PORT": "free"}, {}, "server options", 2, "needs a certificate"),
     "a disk tier in a file": Case(
         {"LMCACHE_LOCAL_DISK": "{folder}/file", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1GB"},
