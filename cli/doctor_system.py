@@ -38,6 +38,8 @@ EXTENSIONS = (
     "kvredis.server._plain",
 )
 
+METRICS_PORT = "metrics port"
+
 SOCKET_PATH_BYTES_MAX = 107
 """And a zero byte: sun_path of unix(7)."""
 
@@ -51,7 +53,7 @@ def network(config: Config, machine: Machine) -> list[Finding]:
         return [_backlog(machine), replace(_open_files(config), ok=None)]
     ports = [("port", config.port)] if config.port >= 0 else []
     ports += [("TLS port", config.tls_port)] if config.tls_port else []
-    ports += [("metrics port", config.metrics_port)] if config.metrics_port else []
+    ports += [(METRICS_PORT, config.metrics_port)] if config.metrics_port else []
     with contextlib.ExitStack() as held:  # each while the next is tried: two may be the same
         findings = [_listens(config, name, max(port, 0), held) for name, port in ports]
     if config.unixsocket is not None:
@@ -114,7 +116,10 @@ def _listens(config: Config, name: str, port: int, held: contextlib.ExitStack) -
         if listener is not None:
             held.enter_context(listener)
             where.append(f"{host}:{port or 'any'}")
-    return Finding(name, True, ", ".join(where) or "no address")
+    # The server begins with the socket file alone; its metrics port has none.
+    is_enough = bool(where) or (config.unixsocket is not None and name != METRICS_PORT)
+    fix = "" if is_enough else "bind: an address of this machine"
+    return Finding(name, is_enough, ", ".join(where) or f"none of the addresses: {', '.join(config.bind)}", "", fix)
 
 
 def _runs(config: Config, host: str) -> bool:

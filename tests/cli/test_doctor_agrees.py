@@ -103,6 +103,19 @@ CASES = {
     ),
     "a port that another has": Case({"KVREDIS_PORT": "{taken}"}, {}, "port", 1, "cannot listen: 127.0.0.1:"),
     "an address of another machine": Case({"KVREDIS_BIND": "192.0.2.1"}, {}, "port", 1, "cannot listen: 192.0.2.1:"),
+    "optional addresses, none of which is here": Case(
+        {"KVREDIS_BIND": "-192.0.2.1"}, {}, "port", 1, "nothing to listen on: -192.0.2.1"
+    ),
+    "optional addresses for metrics": Case(
+        {"KVREDIS_BIND": "-192.0.2.1", "KVREDIS_UNIXSOCKET": "{folder}/kv.sock", "KVREDIS_METRICS_PORT": "free"},
+        {},
+        "metrics port",
+        1,
+        "nothing to listen on: -192.0.2.1",
+    ),
+    "optional addresses beside a socket": Case(
+        {"KVREDIS_BIND": "-192.0.2.1", "KVREDIS_UNIXSOCKET": "{folder}/kv.sock"}
+    ),
     "a socket path that a file has": Case(
         {"KVREDIS_UNIXSOCKET": "{folder}/file"}, {}, "unix socket", 1, "exists and is not a socket"
     ),
