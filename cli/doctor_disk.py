@@ -4,6 +4,7 @@ A server may have the directory open meanwhile, so nothing in it is opened but t
 write, does O_DIRECT work) is tried in a folder of our own, which is gone again afterwards.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -121,7 +122,9 @@ def disk_facts(
         measured = measure and free_bytes > 2 * MEASURED_BYTES
         direct_obstacle, rate = _try_out(place, files, direct=config.disk_direct, measured=measured)
         direct = direct_obstacle is None
-        if exists:
+        if not exists:
+            _must_be_free(place / directory.relative_to(place).parts[0])
+        else:
             in_use = _in_use(directory, files)
             taken_bytes = _taken_bytes(directory)
     except OSError as error:
@@ -156,6 +159,13 @@ def _try_out(place: Path, files: Files, *, direct: bool, measured: bool) -> tupl
         obstacle = files.direct_obstacle(Path(folder))
         rate = disk_rate(Path(folder), files, direct=direct and obstacle is None) if measured else None
         return None if obstacle is None else obstacle.replace(folder, str(place)), rate
+
+
+def _must_be_free(path: Path) -> None:
+    """Raise OSError unless the server can make this directory; a link that leads nowhere only seems not to be there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(path)
+        raise FileExistsError(errno.EEXIST, f"{path} is a link to what is not there")
 
 
 def _in_use(directory: Path, files: Files) -> bool:
@@ -195,6 +205,8 @@ def _filesystem(place: Path, proc_root: Path) -> tuple[str, str]:
 def _way_out(error: OSError, directory: Path, mounted_at: str) -> str:
     if error.errno == errno.EROFS:
         return f"mount -o remount,rw {mounted_at}"
+    if error.errno == errno.EEXIST:
+        return f"mount or make {os.path.realpath(directory)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "make room"
     if error.errno in (errno.EACCES, errno.EPERM):

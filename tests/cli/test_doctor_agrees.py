@@ -131,6 +131,13 @@ CASES = {
         2,
         "cannot be used",
     ),
+    "a disk tier behind a link that leads nowhere": Case(
+        {"LMCACHE_LOCAL_DISK": "{folder}/link/disk", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1GB"},
+        {},
+        "disk tier",
+        2,
+        "cannot be used",
+    ),
     "a disk tier that is too large": Case(
         {"LMCACHE_LOCAL_DISK": "{folder}/disk", "LMCACHE_MAX_LOCAL_DISK_SIZE": "100000TB"}, {}, "disk tier", None, ""
     ),
@@ -184,6 +191,7 @@ def test_what_the_doctor_calls_a_fault_the_server_does_not_get(name: str, tmp_pa
     if not case.applies():
         case = Case(case.env)
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("not mounted")
     with socket.create_server(("127.0.0.1", 0)) as other:
         env = environment(case, tmp_path, other.getsockname()[1])
         doctor = subprocess.run(
