@@ -126,12 +126,15 @@ def _gets_hugetlb(config: Config, machine: Machine) -> bool:
 
 def _room(config: Config, machine: Machine, hugetlb: bool) -> Finding:
     nbytes = config.capacity_bytes
-    available = gib(meminfo(machine.proc_root).get("MemAvailable", 0))
+    free = meminfo(machine.proc_root).get("MemAvailable")
+    available = "unknown" if free is None else f"{gib(free)} available"
     if hugetlb:
-        return Finding("memory", True, f"{available} available, and the arena is hugepages", gib(nbytes))
+        return Finding("memory", True, f"{available}, and the arena is hugepages", gib(nbytes))
     obstacle = memory_obstacle(nbytes, machine.sys_root, machine.proc_root)
-    fix = "" if obstacle is None else f"{obstacle}: lower max_local_cpu_size, or use hugepages that the pool has"
-    return Finding("memory", obstacle is None, f"{available} available", gib(nbytes), fix)
+    no_hugepages = hugepage_facts(nbytes, machine)["obstacle"]  # a limit of both, or one beside it
+    other = "lift that limit" if no_hugepages else "use hugepages that the pool has"
+    fix = "" if obstacle is None else f"{obstacle}: lower max_local_cpu_size, or {other}"
+    return Finding("memory", obstacle is None, available, gib(nbytes), fix)
 
 
 def _hugepages(config: Config, machine: Machine) -> Finding:
@@ -139,9 +142,13 @@ def _hugepages(config: Config, machine: Machine) -> Finding:
     enough = bool(facts["ok"])
     asked = config.hugepage_mode is HugepageMode.REQUIRE
     found = f"{facts['pool_total']} pages of 2 MiB, {facts['pool_free']} free"
-    if facts["supported"] and facts["obstacle"]:
+    if not facts["supported"]:
+        fix = "hugepages: auto does without" if asked else ""
+    elif facts["obstacle"]:
         found += f", but {facts['obstacle']}"
-    fix = "lift that limit, or lower max_local_cpu_size" if facts["obstacle"] else str(facts["command"])
+        fix = "lift that limit, or lower max_local_cpu_size"
+    else:
+        fix = str(facts["command"])
     return Finding(
         "hugepages",
         enough or (False if asked else None),

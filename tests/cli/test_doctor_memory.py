@@ -53,6 +53,14 @@ def test_a_machine_without_sysfs_has_no_hugepages_and_nodes_and_may_serve_withou
     assert run(machine, "memory", KVREDIS_HUGEPAGES="require").exit_code == 1
 
 
+def test_what_is_advised_can_be_done_on_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    nowhere = Machine(tmp_path / "sys", tmp_path / "proc")
+    found = findings(nowhere)
+    assert (found["memory"]["found"], found["hugepages"]["fix"]) == ("unknown", "")
+    asked = findings(nowhere, KVREDIS_HUGEPAGES="require")["hugepages"]
+    assert (asked["ok"], asked["fix"]) == (False, "hugepages: auto does without")
+
+
 def test_an_unbalanced_pool_is_told_by_node_and_evened_out(machine: Machine) -> None:
     set_nodes(machine, (2560, 2000), (0, 0))
     for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", "1")):
@@ -101,6 +109,7 @@ def test_a_containers_limits_are_told_and_count(machine: Machine, version: int) 
     assert found["control group"]["found"] == "memory 4.00 GiB, 2 MiB hugepages 0.00 GiB"
     assert found["memory"]["ok"] is False, "pages that the group may not have do not help"
     assert "the memory limit of control group" in found["memory"]["fix"]
+    assert "use hugepages" not in found["memory"]["fix"]
     assert "but the 2 MiB hugepage limit of control group" in found["hugepages"]["found"]
     assert findings(machine, KVREDIS_HUGEPAGES="require")["hugepages"]["ok"] is False
     result = run(machine, "hugepages", "--size", "5GB")
