@@ -14,7 +14,6 @@ import logging
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -255,7 +254,6 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         if server.http is not None:
             click.echo("Metrics on " + ", ".join(server.http.urls))
         click.echo("Ready to accept connections on " + ", ".join(server.addresses))
-        sys.stdout.flush()
         notify("READY=1", "STATUS=Serving on " + ", ".join(server.addresses))
         feed_watchdog(loop)
         warming.after_ready()

@@ -6,6 +6,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from kvredis.cli.serve import event_loop_factory, raise_open_files
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.hugepages import HugepagePool
 
-from .conftest import Serve
+from .conftest import EXIT_S, ROOT, Serve
 
 SMALL = ("--port", "0", "--max-local-cpu-size", "16MB", "--hugepages", "off")
 COLD = (*SMALL, "--no-prefault", "--no-page-lock")
@@ -63,6 +65,27 @@ def test_by_default_the_arena_warms_while_it_serves(serve: Serve) -> None:
     server.wait_ready()
     assert "page-locked: pending" in server.lines[0]
     assert re.search(r"arena: warm after [\d.]+ s, page-locked: (mlock|no|cuda)", server.wait_log("arena: warm"))
+
+
+def test_it_serves_without_a_standard_output(tmp_path: Path) -> None:
+    path = str(tmp_path / "kv.sock")
+    command = [sys.executable, "-m", "kvredis", "serve", *SMALL, "--unixsocket", path]
+    with subprocess.Popen(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            said = ""
+            for line in process.stderr:
+                said += line
+                if "arena: warm" in line:  # which it does not say before it serves
+                    break
+            else:
+                pytest.fail(said)
+            assert ping(path) == b"+PONG\r\n"
+        finally:
+            process.terminate()
+        assert process.wait(EXIT_S) == 0
 
 
 def test_prefault_comes_before_ready_when_it_is_asked_for(serve: Serve) -> None:
