@@ -28,6 +28,8 @@ def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
     file = (sys.stderr if stderr else sys.stdout) or io.StringIO()  # None: it was closed by who called us
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")  # a locale such as ISO-8859-1 has no bars, nor every model's name
     width = None if file.isatty() else PIPE_WIDTH
     return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
 

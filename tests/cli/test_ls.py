@@ -17,6 +17,7 @@ from tests.backends.topologies import KvredisCluster
 from .inspected import (
     LMCACHE_KEYS,
     QWEN,
+    ROOT,
     block,
     connected,
     fill,
@@ -173,6 +174,15 @@ def test_a_terminal_is_not_told_what_a_key_would_tell_it_but_a_pipe_gets_its_byt
     assert piped.stdout == evil + b"\n"
     assert "\x1b" not in drawn
     assert told[0]["key"].encode("utf-8", "surrogateescape") == evil
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso8859-1"])
+def test_the_tree_is_drawn_also_where_the_locale_has_no_bars(address: str, encoding: str) -> None:
+    words = [sys.executable, "-m", "kvredis", "ls", "-u", f"redis://{address}"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(words, env=env, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Qwen2.5-7B" in done.stdout
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(address: str) -> None:
