@@ -8,6 +8,7 @@ import os
 import platform
 import resource
 import socket
+import ssl
 import stat
 import sys
 from dataclasses import replace
@@ -125,13 +126,27 @@ def _listens(config: Config, name: str, port: int, held: contextlib.ExitStack) -
 def _runs(config: Config, host: str) -> bool:
     """Say whether the server of this configuration runs already; then its other ports are its own too."""
     there = {"*": "127.0.0.1", "::*": "::1"}.get(host.removeprefix("-"), host.removeprefix("-"))
-    if config.port <= 0:
+    port = config.port if config.port > 0 else config.tls_port
+    if port <= 0:
         return False
     try:
-        with socket.create_connection((there, config.port), ASK_S) as link:
-            return _is_ours(link, config.requirepass)
+        with socket.create_connection((there, port), ASK_S) as link:
+            if port == config.port:
+                return _is_ours(link, config.requirepass)
+            with _context(config).wrap_socket(link) as encrypted:
+                return _is_ours(encrypted, config.requirepass)
     except OSError:
         return False
+
+
+def _context(config: Config) -> ssl.SSLContext:
+    """TLS with the server's own certificate, which mostly passes for a client's. Whose the other's is does not matter:
+    what it says decides."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if config.tls_cert_file is not None:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file, config.tls_key_file_pass)
+    return context
 
 
 def _is_ours(link: socket.socket, password: str) -> bool:

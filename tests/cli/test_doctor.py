@@ -19,6 +19,7 @@ from kvredis.cli import doctor_gpu, doctor_system
 from kvredis.cli.doctor_finding import Finding, draw
 from kvredis.cli.doctor_system import network
 from kvredis.storage.arena import Machine
+from tests.server.certificates import make_papers
 
 from .conftest import ROOT, Serve
 from .doctor_machine import make_machine, run, set_meminfo, set_pool
@@ -160,6 +161,30 @@ def test_all_that_a_running_server_of_this_configuration_has_is_no_fault(
     )
     others = json.loads(run(machine, "system", "--json", KVREDIS_REQUIREPASS="other", **env).stdout)
     assert not any(others[name]["ok"] for name in ("port", "metrics port", "unix socket"))
+
+
+@pytest.mark.parametrize("auth", ["yes", "no"])
+def test_a_running_server_that_speaks_tls_alone_is_known_too(
+    machine: Machine, serve: Serve, tmp_path: Path, auth: str
+) -> None:
+    papers = make_papers(tmp_path)
+    given = {
+        "port": "none",
+        "requirepass": "pa$$",
+        "tls-cert-file": papers.path("server"),
+        "tls-key-file": papers.path("server_key"),
+        "tls-ca-cert-file": papers.path("ca"),
+        "tls-auth-clients": auth,
+    }
+    flags = [word for name, value in given.items() for word in (f"--{name}", value)]
+    small = ("--max-local-cpu-size", "16MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
+    port = serve("--tls-port", "free", *flags, *small).wait_ready()[0].rpartition(":")[2]
+    env = {f"KVREDIS_{name.replace('-', '_').upper()}": value for name, value in given.items()}
+    env["KVREDIS_TLS_PORT"] = port
+    ours = json.loads(run(machine, "system", "--json", **env).stdout)["TLS port"]
+    assert (ours["ok"], ours["found"]) == (True, f"127.0.0.1:{port} (a kvredis that runs)")
+    others = json.loads(run(machine, "system", "--json", **env | {"KVREDIS_REQUIREPASS": "other"}).stdout)["TLS port"]
+    assert others["ok"] is False
 
 
 def test_an_address_that_is_not_this_machines_is_a_fault_unless_it_may_be_missing(machine: Machine) -> None:
