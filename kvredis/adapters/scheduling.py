@@ -168,8 +168,9 @@ class Scheduling:
 
     @property
     def chunks_loading(self) -> int:
-        """Of all requests."""
-        return sum(self._loading.values())
+        """Of all requests, outside of the batch or beside the step that is being put together."""
+        beside = () if self.options.loads_ahead else self._step.moves.loads
+        return sum(self._loading.values()) + sum(len(job.moves) for job in beside)
 
     # -- keys and what is there --------------------------------------------------------------------------------------
 
@@ -321,8 +322,9 @@ class Scheduling:
         self.counters["miss_tokens"] += total - known
 
     def _within_bounds(self, request: Request) -> int | None:
-        under_way = self.chunks_loading
-        chunks = -(-request.answer // self.groups[0].layout.chunk_tokens) * len(self.groups)
+        under_way, chunk = self.chunks_loading, self.groups[0].layout.chunk_tokens
+        first, stop = request.computed // chunk, -(-(request.computed + request.answer) // chunk)
+        chunks = (stop - first) * len(self.groups)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
             return None
         return request.answer

@@ -117,6 +117,23 @@ def test_nothing_is_loaded_where_the_bound_is_below_a_chunk_of_each_group() -> N
     assert engine.match(TOKENS, name="again") == 0
 
 
+@pytest.mark.parametrize(("loads_ahead", "chunks"), [(True, 16), (False, 15)])
+def test_requests_that_come_together_ask_for_no_more_chunks_than_the_workers_take(
+    loads_ahead: bool, chunks: int
+) -> None:
+    tokens, computed = MANY[:976], 48  # of a chunk, so that it and the last one, which is not full, are both loaded
+    bound = 2 * chunks - 1
+    engine = Engine(loads_ahead=loads_ahead, max_load_chunks=bound, unfull=True, min_rest_tokens=1)
+    engine.put(engine.compute(tokens)[0].moves.stores[0].moves)
+    found = engine.match(tokens, computed, name="a")
+    assert found
+    engine.scheduling.allocated("a", engine.tables(976), found)
+    assert engine.match(tokens, computed, name="b") is None, "it is asked again, and not refused with its pages given"
+    assert [len(job.moves) for job in engine.scheduling.step().moves.loads] == [chunks]
+    engine.scheduling.loaded("a")
+    assert engine.match(tokens, computed, name="b") == found
+
+
 @pytest.mark.parametrize(("total", "found"), [(256, 192), (320, 320)])
 def test_a_full_hit_leaves_a_token_whose_local_chunk_would_be_gone(total: int, found: int) -> None:
     local = ChunkedLocalAttentionSpec(PAGE, attention_chunk_size=128)
