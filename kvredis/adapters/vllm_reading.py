@@ -58,12 +58,23 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int)
     overrides = getattr(model, "hf_overrides", None)
     if overrides:  # other rotary positions, other KV
         name += "+" + _digits(overrides)
+    name += _stretched(model)
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None and (facts := _looks(multimodal, vllm_config.cache_config)):
         name += "+mm" + _digits(facts)
     world = int(parallel.tensor_parallel_size)
     layout = ChunkLayout(1, 1, 1, "u8", chunk_tokens=chunk, model=name, rank=rank, world_size=world)
     return layer_groups(kv_cache_config.kv_cache_groups, layout, str(vllm_config.cache_config.cache_dtype))
+
+
+def _stretched(model: Any) -> str:
+    """Which of LongRoPE's two sets of factors turns all keys, "" for other positions. vLLM does not choose by a prompt,
+    but by the length of the longest it may be asked for, which is no part of the model."""
+    rotary = getattr(getattr(model, "hf_text_config", None), "rope_parameters", None) or {}
+    for each in (rotary, *rotary.values()):  # some models have one for each kind of layer
+        if isinstance(each, Mapping) and each.get("rope_type") == "longrope":
+            return "+long" if model.max_model_len > each["original_max_position_embeddings"] else "+short"
+    return ""
 
 
 def _looks(multimodal: Any, cache: Any) -> dict[str, Any]:

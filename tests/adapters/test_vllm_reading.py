@@ -62,6 +62,18 @@ def test_models_whose_kv_differs_have_names_of_their_own() -> None:
     assert len({layout.model for layout in layouts}) == 3
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_whose_rotary_factors_depend_on_the_longest_prompt_has_a_name_for_each_set(nested: bool) -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    rotary: dict[str, Any] = {"full_attention": longrope, "sliding_attention": None} if nested else longrope
+    text = SimpleNamespace(rope_parameters=rotary)
+    models = [{"hf_text_config": text, "max_model_len": length} for length in (2048, 4096, 4097, 131072)]
+    found = [groups_of(engine(model=model), caches(), Config(), 0)[0].layout.model for model in models]
+    assert found == ["org/model+short"] * 2 + ["org/model+long"] * 2
+    plain = {"hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}), "max_model_len": 4097}
+    assert groups_of(engine(model=plain), caches(), Config(), 0)[0].layout.model == "org/model"
+
+
 def looking(**changes: Any) -> dict[str, Any]:
     """A model_config that takes pictures, as vLLM has it when nothing is said."""
     always = {"language_model_only": False, "mm_processor_cache_gb": 4, "mm_processor_kwargs": None}

@@ -1,4 +1,5 @@
-"""vLLM as it is, on the CPU, with requests that are more than tokens: LoRA adapters, and pictures.
+"""vLLM as it is, on the CPU, with requests that are more than tokens: LoRA adapters, and pictures; and with a model
+whose KV depends on more than these.
 
 The KV of one must never be given to another, by whichever engine has stored it: all is stored on a server, and looked
 for by engines that are opened anew, in the same process and in another. vLLM's own prefix caching is off.
@@ -134,3 +135,15 @@ def test_pictures_that_an_engine_looks_at_in_another_way_are_others(first: VLLMP
     assert (unusual["cached"], unusual["tokens"] == usual["tokens"]) == (0, False)
     with pytest.raises(BenchError, match="mm_processor_cache_gb"):  # where vLLM has no hashes of them
         first.open("idefics", far, mm_processor_cache_gb=0, **PICTURES)
+
+
+def test_positions_that_are_stretched_for_longer_prompts_find_none_that_are_not(
+    first: VLLMProcess, far: dict[str, str]
+) -> None:
+    came = []
+    for length, connector in ((1024, True), (2048, True), (2048, False), (1536, True)):
+        options: dict[str, Any] = SMALL | {"max_model_len": length} | ({} if connector else {"connector": None})
+        first.open("phi", far, **options)
+        came.append(asked(first, TEXT) if connector else first.generate(TEXT)[0])
+    assert [each["cached"] for each in came] == [0, 0, 0, 448]
+    assert came[0]["tokens"] != came[1]["tokens"] == came[2]["tokens"] == came[3]["tokens"]

@@ -47,6 +47,9 @@ MODELS: dict[str, Answer] = {
         "rope_theta": 10000.0, "rope_scaling": YARN,
     },
 }  # fmt: skip
+STRETCHED = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1 + at / 4 for at in range(32)]}
+MODELS["phi"] = MODELS["llama"] | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+MODELS["phi"] |= {"rope_scaling": STRETCHED, "original_max_position_embeddings": 1024}
 MODELS["idefics"] = inputs.idefics(COMMON | MODELS["llama"])
 
 
