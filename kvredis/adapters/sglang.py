@@ -59,7 +59,7 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._config = storage_config
         self._model = str(storage_config.model_name or "")
         self._namespace = namespace
-        self._served = _served()
+        self._served = _served(self._model)
         self._pools: dict[str, PoolPages] = {}
         self._anchor: PoolPages | None = None
         self._is_anchor_logical = False
@@ -296,15 +296,17 @@ def _groups_boundary(transfer: Any, there: Sequence[bool]) -> int:
     return int(whole * transfer.block_pages)
 
 
-def _served() -> dict[str, str] | None:
-    """Of SERVED_AS what is another; None where this SGLang has another door to its arguments."""
+def _served(model: str) -> dict[str, str] | None:
+    """Of SERVED_AS what is another, and whose weights they are where `model` is only what clients call it
+    (--served-model-name, which SGLang gives storage for the model's name); None where this SGLang has another door to
+    its arguments."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         arguments = get_server_args()
         return {
             name: str(value)
-            for name, usual in SERVED_AS.items()
+            for name, usual in {**SERVED_AS, "model_path": model}.items()
             if (value := getattr(arguments, name)) not in (usual, "")
         }
     except Exception as error:  # whatever another release says, or one that serves nothing yet

@@ -216,6 +216,7 @@ def test_what_is_stored_under_another_configuration_is_not_found(
         {"served": {"json_model_override_args": '{"rope_theta": 1}'}},
         {"served": {"revision": "v2"}},
         {"served": {"quantization": "fp8"}},
+        {"served": {"model_path": "org/tuned"}},  # under the same --served-model-name
     ],
     ids=str,
 )

@@ -62,6 +62,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  
 from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
 
 SERVED = {"kv_cache_dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None}
+SERVED |= {"model_path": "org/tiny"}
 """ServerArgs, as far as kvredis asks for them."""
 PAGE_TOKENS = 16
 POOL_TOKENS = 2048
