@@ -58,7 +58,7 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int)
     overrides = getattr(model, "hf_overrides", None)
     if overrides:  # other rotary positions, other KV
         name += "+" + _digits(overrides)
-    name += _stretched(model)
+    name += _stretched(model) + _quantized(model)
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None and (facts := _looks(multimodal, vllm_config.cache_config)):
         name += "+mm" + _digits(facts)
@@ -75,6 +75,15 @@ def _stretched(model: Any) -> str:
         if isinstance(each, Mapping) and each.get("rope_type") == "longrope":
             return "+long" if model.max_model_len > each["original_max_position_embeddings"] else "+short"
     return ""
+
+
+def _quantized(model: Any) -> str:
+    """What stands for weights that are quantized when they are loaded, "" for those that are as their checkpoint has
+    them."""
+    method = getattr(model, "quantization", None)
+    if method is None or getattr(getattr(model, "hf_config", None), "quantization_config", None) is not None:
+        return ""
+    return "+" + _digits([method, getattr(model, "quantization_config", None)])
 
 
 def _looks(multimodal: Any, cache: Any) -> dict[str, Any]:

@@ -62,6 +62,20 @@ def test_models_whose_kv_differs_have_names_of_their_own() -> None:
     assert len({layout.model for layout in layouts}) == 3
 
 
+def test_weights_that_are_quantized_when_they_are_loaded_have_names_of_their_own() -> None:
+    plain, quantized = SimpleNamespace(), SimpleNamespace(quantization_config={"quant_method": "awq"})
+    models: list[dict[str, Any]] = [
+        {"quantization": None, "hf_config": plain},
+        {"quantization": "awq_marlin", "hf_config": quantized},  # as the checkpoint has it, by whichever kernel
+        {"quantization": "fp8", "hf_config": plain},
+        {"quantization": "online", "quantization_config": {"bits": 8}, "hf_config": plain},
+        {"quantization": "online", "quantization_config": {"bits": 4}, "hf_config": plain},
+    ]
+    found = [groups_of(engine(model=model), caches(), Config(), 0)[0].layout.model for model in models]
+    assert found[:2] == ["org/model"] * 2
+    assert len(set(found)) == 4
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_model_whose_rotary_factors_depend_on_the_longest_prompt_has_a_name_for_each_set(nested: bool) -> None:
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

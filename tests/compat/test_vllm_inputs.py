@@ -147,3 +147,13 @@ def test_positions_that_are_stretched_for_longer_prompts_find_none_that_are_not(
         came.append(asked(first, TEXT) if connector else first.generate(TEXT)[0])
     assert [each["cached"] for each in came] == [0, 0, 0, 448]
     assert came[0]["tokens"] != came[1]["tokens"] == came[2]["tokens"] == came[3]["tokens"]
+
+
+def test_weights_that_are_quantized_when_they_are_loaded_find_none_of_those_that_are_not(
+    first: VLLMProcess, far: dict[str, str]
+) -> None:
+    cached = []
+    for method in (None, "int8_per_channel_weight_only", "int8_per_channel_weight_only"):
+        first.open("llama", far, quantization=method)
+        cached.append(asked(first, TEXT)["cached"])
+    assert cached == [0, 0, 448]
