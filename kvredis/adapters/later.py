@@ -194,3 +194,4 @@ class Behind(Generic[Job]):
                     return
                 job = self._under_way = self._queue.popleft()
             job.end(job.tokens if job.cancelled else self._run(job))
+            del job  # or what it holds would stay until the next one comes

@@ -1,6 +1,7 @@
 """Loads in the background: in order, bounded, ended by cancel and close, and never a byte into what was given back."""
 
 import threading
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.time_slices import SLICE_NS
 from tests.adapters.fake_backend import FakeBackend, FakeLease
+from tests.backends.nodes import wait_until
 from tests.storage.asked_slices import has_slices, slice_ns
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", model="tiny/llama")
@@ -87,6 +89,16 @@ def test_an_engine_computes_while_its_tokens_come(engine: CacheEngine, backend: 
     assert not out[:, :, :20].any()
     assert not out[:, :, 100:].any()
     assert engine.stats.loaded_tokens == 80
+
+
+def test_the_tensors_of_a_load_that_is_over_are_kept_by_nobody(engine: CacheEngine, backend: GatedBackend) -> None:
+    out = torch.zeros_like(kv_of())
+    kept = weakref.ref(out)
+    load = engine.retrieve_later(TOKENS, out)
+    backend.let(8)
+    assert load.wait(WAIT_S)
+    del load, out
+    wait_until(lambda: kept() is None, "a GPU has the memory back before the next load")
 
 
 def test_loads_come_in_the_order_in_which_they_were_asked_for(engine: CacheEngine, backend: GatedBackend) -> None:
