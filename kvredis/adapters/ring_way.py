@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
+from weakref import ref
 
 import torch
 
@@ -81,10 +82,10 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A buffer that is filled, behind `copied`, with what is loaded next: a span of a job. `beside` is the same object
-    for jobs that are loaded one behind the other."""
+    for jobs that are loaded one behind the other. Neither is kept: who gives them up gives up host memory with them."""
 
-    job: AnyPlan
-    beside: object
+    job: ref[AnyPlan]
+    beside: ref[object]
     span: Span
     slot: Slot
     copied: Event
@@ -125,7 +126,7 @@ class RingWay:
     def stage(self, job: AnyPlan, moving: RingMoving, beside: object) -> None:
         """Fill buffers with a job, behind what is staged `beside` the same; nothing else stays staged. Raises
         RuntimeError from the device, LayoutError for pages that there are not."""
-        if self._staged and (self._staged[-1].beside is not beside or len(self._staged) == self._slots):
+        if self._staged and (self._staged[-1].beside() is not beside or len(self._staged) == self._slots):
             self._staged = []
         self._open()
         with self._device.here():
@@ -133,7 +134,7 @@ class RingWay:
             for span in islice(job.slots(self._nbytes), self._slots - len(self._staged)):
                 slot = self._filled(job, span)
                 slot.free = self._device.record(slot.copies)
-                self._staged.append(Staged(job, beside, span, slot, slot.free))
+                self._staged.append(Staged(ref(job), ref(beside), span, slot, slot.free))
                 moving.add(0, slot.free)
             self._numbers(job)
 
@@ -207,9 +208,9 @@ class RingWay:
     def _taken(self, job: AnyPlan) -> list[Staged]:
         """What is staged of that job, which is no more; nothing else stays staged but what is loaded behind it."""
         staged, self._staged = self._staged, []
-        if not staged or staged[0].job is not job:
+        if not staged or staged[0].job() is not job:
             return []
-        mine = [each for each in staged if each.job is job]
+        mine = [each for each in staged if each.job() is job]
         self._staged = staged[len(mine) :]
         return mine
 

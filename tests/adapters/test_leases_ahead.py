@@ -4,6 +4,7 @@ when it never does."""
 import random
 import threading
 from collections.abc import Generator, Sequence
+from weakref import ref
 
 import pytest
 
@@ -119,6 +120,30 @@ def test_a_step_that_loads_something_else_leases_anew_and_lets_go_of_the_rest() 
         step(mover, jobs[:1])
         assert mover.finished().failed_pages == {}
         wait_until(lambda: backend.leases == 0, "nor what was replaced")
+    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in all_of(jobs))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_of_what_is_staged_and_given_up_no_memory_stays_referenced(slots: int) -> None:
+    jobs = jobs_of("a")
+    known, source = with_blocks(*jobs)
+
+    def ring(paged: PagedKV) -> RingTransfer:
+        return RingTransfer(paged, LazyGpu(paged), slot_bytes=20_000, slots=slots)
+
+    engine = PagedEngine(3, transfer=ring, groups=1)
+    with mover_on(known, engine) as mover:
+        mover.lease_ahead(jobs)
+        (planned,) = leased(mover).planned
+        assert planned.staged
+        kept = ref(planned.layers)
+        del planned
+        mover.lease_ahead([])
+        assert kept() is None, "its chunks' memory may be unmapped, or another server's by now"
+        mover.lease_ahead(jobs)
+        leased(mover)
+        step(mover, jobs)
+        assert mover.finished().failed_pages == {}
     assert all(engine.bytes_of(move) == source.bytes_of(move) for move in all_of(jobs))
 
 
