@@ -176,9 +176,8 @@ class Scheduling:
 
     def follow(self, prompt: Prompt) -> Request:
         """Note what a request is, or that its tokens have become more."""
-        request = self._requests.get(prompt.request)
+        earlier = request = self._requests.get(prompt.request)
         if request is None or len(request.prompt.tokens) != len(prompt.tokens):
-            earlier = request
             request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
             if earlier is not None:
                 whole = len(earlier.prompt.tokens) // self.groups[0].layout.chunk_tokens  # one that was not is another
@@ -186,6 +185,8 @@ class Scheduling:
                 request.next = [min(at, whole) for at in earlier.next]
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
             self._requests[prompt.request] = request
+        if earlier is not None and earlier.prompt.attempt != prompt.attempt:
+            request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
         request.prompt = prompt
         return request
 

@@ -69,6 +69,27 @@ def test_stores_that_are_handed_over_behind_the_results_are_watched_too(monkeypa
     halves.close()
 
 
+def test_what_is_preempted_while_it_is_stored_is_stored_when_it_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halves, gate = at_gate()
+    tables = tables_of(halves, 1)
+    assert halves.scheduling.match(Prompt("a", TOKENS), 0) == 0
+    halves.scheduling.scheduled("a", tables, 0, 300, anew=True)
+    halves.step(lambda: halves.compute(tables, 0, 300))
+    asked = opened_by_cancel(halves, gate, monkeypatch)
+    assert halves.prompt("b", [tables[0][::-1]], [7 * token for token in TOKENS]) == 0
+    assert asked == ["a"], "its pages are the other's"
+    assert halves.worker.mover.settle(WAIT_S)
+    tables = tables_of(halves, 20)
+    assert halves.scheduling.match(Prompt("a", TOKENS, attempt=1), 0) == 0
+    halves.scheduling.scheduled("a", tables, 0, 300, anew=True)
+    halves.step(lambda: halves.compute(tables, 0, 300))
+    assert halves.worker.mover.settle(WAIT_S)
+    assert halves.scheduling.match(Prompt("c", TOKENS), 0) == 256
+    halves.close()
+
+
 @pytest.mark.parametrize(("anew", "computed", "taken"), [(True, 32, [3, 4]), (False, 32, [1, 2, 3, 4])])
 def test_pages_of_requests_that_nobody_looks_for_are_taken_as_well(anew: bool, computed: int, taken: list[int]) -> None:
     scheduling = Engine().scheduling
