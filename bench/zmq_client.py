@@ -56,9 +56,11 @@ class ZmqProcess:
             assert self._process.stdout is not None
             watch = threading.Timer(READY_WAIT_S, self._process.kill)
             watch.start()
-            line = self._process.stdout.readline()  # empty when it ends, and after READY_WAIT_S it has
-            watch.cancel()
-            watch.join()
+            try:
+                line = self._process.stdout.readline()  # empty when it ends, and after READY_WAIT_S it has
+            finally:
+                watch.cancel()  # also when interrupted: the interpreter ends no sooner than the timer
+                watch.join()
             if not line:
                 raise BenchError(f"{' '.join(command)} did not come up")
             self._addresses = json.loads(line)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import IO, Any, cast
 
 import pytest
 
@@ -65,3 +68,25 @@ def test_the_process_and_its_folder_are_gone_after_the_block() -> None:
         assert os.path.isdir(folder.name)
     assert process.returncode == 0
     assert not os.path.exists(folder.name)
+
+
+def test_an_interrupt_while_the_peer_starts_leaves_no_timer_that_the_interpreter_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted:
+        def readline(self) -> bytes:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            """Nothing is behind it."""
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = popen(command, **options | {"stdout": subprocess.DEVNULL})
+        process.stdout = cast(IO[bytes], Interrupted())
+        return process
+
+    popen: Any = subprocess.Popen
+    monkeypatch.setattr("kvredis.bench.zmq_client.subprocess.Popen", started)
+    with pytest.raises(KeyboardInterrupt), ZmqProcess(COUNT, SIZE):
+        pass
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
