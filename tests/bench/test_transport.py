@@ -190,6 +190,25 @@ def test_a_lane_reads_where_the_blocks_lie_and_stores_from_lent_memory() -> None
                 lent.close()
 
 
+def test_a_wrong_byte_in_the_arena_is_what_the_user_hears_of() -> None:
+    blocks = Blocks(SIZE, COUNT)
+    recipe = kvredis_recipe("kvredis", "--max-local-cpu-size", "64MB")
+
+    def verified() -> None:
+        with LaneClient(server.address.path) as lane:
+            verify = LaneArms(lane, blocks, store).arms()[0].verify
+            assert verify is not None
+            verify(Turn([[(3, 3)]]), store.shift)
+
+    with ServerProcess(recipe, "unix") as server, server.connect() as wire:
+        store = Store("kvredis", server.cpu_s, fetch_by_wire(wire, blocks))
+        moved(wire_arms("unix", wire, blocks, store)[3], blocks, 0)
+        verified()
+        blocks.value(3, store.shift)[7] ^= 1
+        with pytest.raises(VerificationError, match="wrong byte of block 3"):
+            verified()
+
+
 def test_a_server_without_a_lane_is_told_from_one_that_is_wrong(tmp_path: Path) -> None:
     path = str(tmp_path / "no-lane.sock")
 
