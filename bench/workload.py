@@ -14,7 +14,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .errors import VerificationError
+from kvredis.storage.limits import gib, memory_obstacle
+
+from .errors import BenchError, VerificationError
 from .figures import size_text
 
 PAGE_BYTES = 4096
@@ -30,7 +32,10 @@ class Memory:
     """One anonymous mapping, asked for as huge pages and touched: client memory as an engine with an arena has it."""
 
     def __init__(self, nbytes: int, *, seed: int | None = None) -> None:
-        """Map `nbytes`; filled with the pseudo-random bytes of `seed`, or with zeros."""
+        """Map `nbytes`; filled with the pseudo-random bytes of `seed`, or with zeros. BenchError when a limit of the
+        machine is known to be in the way: the kernel would end the bench, without a word, while it fills them."""
+        if (obstacle := memory_obstacle(nbytes)) is not None:
+            raise BenchError(f"The bench's values need {gib(nbytes)}, but {obstacle}")
         self.nbytes = nbytes
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvredis.bench.errors import VerificationError
+from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.workload import PAGE_BYTES, VALUE_OFFSET_BYTES, Memory, Workload, memory_bytes, working_set
 
 SIZE = 5000
@@ -88,3 +88,8 @@ def test_a_working_set_has_two_keys_at_least() -> None:
 def test_a_workload_that_does_not_fit_is_refused(memories: tuple[Memory, Memory]) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         Workload(SIZE, COUNT + 1, *memories)
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_it_is_filled() -> None:
+    with pytest.raises(BenchError, match=r"need 1048576\.00 GiB, but .* is "):
+        Memory(1 << 50)
