@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -140,8 +141,18 @@ def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict
         transfer.close()
         host.close()
     kept["traceEvents"] = [event for phase_events in events.values() for event in phase_events]
-    out.write_text(json.dumps(kept))
+    with _written(out):
+        out.write_text(json.dumps(kept))
     return events
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Tell in a line what keeps the trace from its file. torch tells its log alone, and leaves none or half of one."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{out}: cannot write the trace: {error}") from error
 
 
 class _Behind:
@@ -209,8 +220,9 @@ def _under_profiler(work: Any, out: Path, device: Any) -> dict[str, Any]:
     with profile(activities=activities) as profiler:
         work()
         settle(device)
-    profiler.export_chrome_trace(str(out))
-    found: dict[str, Any] = json.loads(out.read_text())
+    with _written(out):
+        profiler.export_chrome_trace(str(out))
+        found: dict[str, Any] = json.loads(out.read_text())
     return found
 
 

@@ -100,6 +100,15 @@ def test_blocks_are_overwritten_before_each_store_so_that_what_was_there_before_
     host.close()
 
 
+def test_a_trace_that_could_not_be_written_is_an_error_of_the_bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plan = ProfilePlan(step_tokens=32, chunk_tokens=16, steps=1)
+    with pytest.raises(BenchError, match=r"gone/trace\.json: cannot write the trace: "):
+        profile_run(plan, tmp_path / "gone" / "trace.json", lambda step: None)
+
+
 def test_what_fails_behind_a_traced_model_is_an_error_of_the_bench(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
