@@ -193,7 +193,14 @@ class ServerProcess:
             self._folder = None
 
     def connect(self) -> Wire:
-        return Wire.connect(self.address, self.recipe.dialect)
+        return self.connect_at(self.address)
+
+    def connect_at(self, address: Address) -> Wire:
+        """Connect to one of its addresses. BenchError when nobody answers there: it has ended, or not begun."""
+        try:
+            return Wire.connect(address, self.recipe.dialect)
+        except OSError as error:
+            raise BenchError(f"{self.name} lets nobody in: {error.strerror or error}") from error
 
     def cpu_s(self) -> float:
         """Give the CPU seconds of all threads so far, ended ones too, in nanosecond steps."""
@@ -249,7 +256,7 @@ class ServerProcess:
                 with self.connect() as wire:
                     wire.ping()
                 return True
-            except (OSError, KVRedisError):
+            except KVRedisError:
                 time.sleep(0.01)
         return False
 

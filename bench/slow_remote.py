@@ -9,6 +9,7 @@ cent; every byte that was loaded is compared.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -194,8 +195,16 @@ def run(plan: SlowRemotePlan, progress: Progress) -> SlowRemoteResult:
         engines = Engines(plan, f"redis://127.0.0.1:{proxy.address.port}")
         stack.callback(engines.close)
         engines.fill(f"redis://127.0.0.1:{server.address.port}")
+
+        def limit(bytes_per_s: float) -> None:
+            """Set the link's speed. BenchError when the server is gone, since engines go on without it."""
+            with server.connect() as wire:
+                wire.ping()
+            proxy.limit(bytes_per_s)
+
         for repeat in range(plan.repeats):
-            _repeat(repeat, engines, proxy, plan, result, progress)
+            _repeat(repeat, engines, limit, plan, result, progress)
+        limit(0.0)
         result["verified_bytes"] = engines.verified_bytes
     for row in result["rows"]:
         _conclude(row, result["rows"])
@@ -207,14 +216,14 @@ def run(plan: SlowRemotePlan, progress: Progress) -> SlowRemoteResult:
 def _repeat(
     repeat: int,
     engines: Engines,
-    proxy: Throttle,
+    limit: Callable[[float], None],
     plan: SlowRemotePlan,
     result: SlowRemoteResult,
     progress: Progress,
 ) -> None:
     engines.renew()
-    for link, limit in ((THROTTLED, plan.link_bytes_per_s), (FREE, 0.0)):
-        proxy.limit(limit)
+    for link, bytes_per_s in ((THROTTLED, plan.link_bytes_per_s), (FREE, 0.0)):
+        limit(bytes_per_s)
         if link == FREE:
             progress("recovering")
             result["recovery"].append(engines.recover(repeat))

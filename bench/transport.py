@@ -42,7 +42,7 @@ from .transport_result import (
 )
 from .transport_scaling import Scaling, ScalingPlan
 from .transport_striped import Striped
-from .wire import Resp, Wire
+from .wire import Wire
 from .zmq_client import ZmqProcess, ZmqThread
 from .zmq_client import missing as zmq_missing
 
@@ -316,7 +316,7 @@ class TwoDoors(ServerProcess):
 
     def connect_to(self, transport: str) -> Wire:
         """Connect over `transport`."""
-        return Wire.connect(self.address_of(transport), Resp())
+        return self.connect_at(self.address_of(transport))
 
 
 @contextmanager

@@ -74,6 +74,13 @@ def test_a_server_is_gone_when_the_block_fails() -> None:
     assert not is_running(pids[0])
 
 
+def test_a_server_that_has_ended_is_named_to_whoever_connects() -> None:
+    with ServerProcess(RECIPES["kvredis"], "tcp") as server:
+        server.stop()
+        with pytest.raises(BenchError, match="kvredis lets nobody in: Connection refused"):
+            server.connect()
+
+
 def test_a_server_that_does_not_start_is_an_error_with_what_it_said() -> None:
     with pytest.raises(BenchError, match=r"fake ended with 3.*\n.*no memory today"):
         ServerProcess(recipe("-c", "print('no memory today'); raise SystemExit(3)"), "unix").__enter__()

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 from click.testing import CliRunner
 
 from kvredis.backends.address import Address
 from kvredis.bench.errors import BenchError
-from kvredis.bench.slow_remote import SlowRemotePlan
+from kvredis.bench.servers import ServerProcess
+from kvredis.bench.slow_remote import SlowRemotePlan, run
 from kvredis.bench.slow_remote_result import (
     AUTO,
     FREE,
@@ -227,3 +229,21 @@ def test_a_server_that_does_not_take_what_is_stored_stops_the_bench(monkeypatch:
     monkeypatch.setattr(CacheEngine, "lookup", lambda engine, tokens: 0)
     with pytest.raises(BenchError, match="does not hold"):
         run(SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512), lambda step: None)
+
+
+def test_a_server_that_dies_gets_no_figure_although_engines_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[ServerProcess] = []
+
+    class Noted(ServerProcess):
+        def __enter__(self) -> Self:
+            servers.append(self)
+            return super().__enter__()
+
+    def stop(step: str) -> None:
+        if step == f"{FREE}, {NONE}":
+            servers[0].stop()
+
+    monkeypatch.setattr("kvredis.bench.slow_remote.ServerProcess", Noted)
+    plan = SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512)
+    with pytest.raises(BenchError, match="slow lets nobody in"):
+        run(plan, stop)
