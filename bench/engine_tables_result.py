@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypedDict, cast
 
-from .figures import GB, by_repeat, middle, paired_ratios
+from .figures import GB, by_repeat, middle, paired_ratio, paired_ratios
 from .gate import GateRow
 from .plot import Captions, LinePanel, lines
 from .result import GateJson
@@ -187,9 +187,9 @@ def _lines(result: EngineTablesResult) -> list[GateRow]:
             passed = (row["ratio"] or 0) >= LANE_LEAST
             judged.append(GateRow(f"lane / recompute, {at}", f">= {LANE_LEAST:.2f}x", row["ratio"], passed))
         device = by_place.get((DEVICE, row["point"]))
-        if row["arm"] == CPU and row["point"] <= CPU_RATE and device is not None and device["qps"]:
-            ratio = row["qps"] / device["qps"]
-            judged.append(GateRow(f"cpu / gpu, {at}", f">= {CPU_LEAST:.2f}x", ratio, ratio >= CPU_LEAST))
+        if row["arm"] == CPU and row["point"] <= CPU_RATE and device is not None:
+            ratio = paired_ratio(by_repeat(row["samples"], "qps"), by_repeat(device["samples"], "qps"))
+            judged.append(GateRow(f"cpu / gpu, {at}", f">= {CPU_LEAST:.2f}x", ratio, (ratio or 0) >= CPU_LEAST))
     return judged
 
 

@@ -333,6 +333,16 @@ def test_the_sweeps_lines_are_held_by_what_they_ask_for(lane: float, cpu: float,
     assert all(line.passed for line in judged) == passed
 
 
+def test_memory_and_gpu_are_compared_repeat_by_repeat() -> None:
+    device, cpu = rows = rows_of({(DEVICE, 2, 0.5): 4.0, (CPU, 2, 0.5): 4 * 0.96})
+    cpu["samples"].pop()  # of the repeat in which everything was twice as fast
+    conclude(rows, 1000)
+    assert cpu["qps"] / device["qps"] < 0.7
+    (line,) = gate_of(result_of(rows))
+    assert line.measured == pytest.approx(0.96)
+    assert line.passed
+
+
 def test_with_auto_every_tier_is_judged_and_without_only_the_sweep_is() -> None:
     rates = {(RECOMPUTE, 1, 2.0): 1.0, (DEVICE, 1, 2.0): 0.1, (REMOTE, 1, 2.0): 0.969, (DISK, 1, 2.0): 0.971}
     rows = rows_of(rates)
