@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvredis.backends.address import Address
+from kvredis.storage.entry import INLINE_BYTES_MAX
 
 from .errors import BenchError
-from .figures import GB, by_repeat, middle, paired_ratio, paired_ratios, rotated
+from .figures import GB, by_repeat, middle, paired_ratio, paired_ratios, rotated, size_text
 from .lane_client import LaneClient, LaneMissing, LentMemory
 from .machine import machine_facts
 from .result import ServerFacts
@@ -177,7 +178,9 @@ class _Bench:
                 arms += wire_arms(name, wire, blocks, store)
                 striped = stack.enter_context(closing(Striped(server.address_of(name), blocks)))
                 arms.append(striped.arm(name, store))
-        if "lane" in plan.transports:
+        if "lane" in plan.transports and blocks.size_bytes < INLINE_BYTES_MAX:
+            self._note(f"the lane's arms are left out: values under {size_text(INLINE_BYTES_MAX)} lie in no arena")
+        elif "lane" in plan.transports:
             try:
                 lane = stack.enter_context(LaneClient(server.address.path))
             except LaneMissing as error:

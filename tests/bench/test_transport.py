@@ -285,6 +285,14 @@ def test_without_pyzmq_its_arms_are_left_out_with_a_note(monkeypatch: pytest.Mon
     assert [row["name"] for row in result["gate"]] == ["tiny unix stream_get / T0", "tiny unix SET pipelined / T0"]
 
 
+def test_blocks_that_lie_in_no_arena_have_no_lane_and_a_note_says_so() -> None:
+    short = ModelShape("short", layers=1, kv_heads=1, head_dim=8)
+    plan = TransportPlan(shapes=[short], blocks=COUNT, repeats=1, parts=("arms",), transports=("unix", "lane"))
+    result = run(plan, lambda _step: None)
+    assert result["notes"] == ["the lane's arms are left out: values under 16 KiB lie in no arena"]
+    assert {row["transport"] for row in result["arms"]} == {"unix"}
+
+
 def test_the_command_prints_a_table_and_writes_result_and_picture(tmp_path: Path) -> None:
     config = tmp_path / "tiny" / "config.json"
     config.parent.mkdir()
