@@ -97,10 +97,16 @@ def writable(_context: click.Context, _parameter: click.Parameter, value: Any) -
     return value
 
 
+def _result_path(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse the same of where a result goes, which without a name is where default_path says."""
+    writable(context, parameter, value or default_path(Path.cwd(), "result"))
+    return value
+
+
 json_option = click.option(
     "--json",
     "json_path",
-    callback=writable,
+    callback=_result_path,
     metavar="FILE",
     help="Where the result goes; - is standard output.",
 )

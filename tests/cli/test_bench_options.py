@@ -60,6 +60,18 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert why in done.output
 
 
+def test_a_folder_that_takes_no_result_is_refused_too_when_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    unfit = ("swap", "--chunk-tokens", "17")  # which is found out later, when the bench begins
+    done = CliRunner().invoke(bench, unfit)
+    assert done.exit_code == 2
+    assert "may not be written" in done.output
+    assert CliRunner().invoke(bench, [*unfit, "--json", "-"]).exit_code == 1
+
+
 def test_what_was_measured_is_told_when_it_can_no_longer_be_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
