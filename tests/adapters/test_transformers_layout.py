@@ -7,6 +7,7 @@ import pytest
 import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from kvredis.adapters.transformers import CachedModel, layout_of
 from kvredis.backends.config import Config
@@ -43,8 +44,9 @@ def with_another_cache() -> Any:
 
 def with_layers_for_pictures() -> Any:
     """Mllama, of whose layers one attends to pictures alone."""
-    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    return transformers.MllamaForCausalLM(transformers.MllamaTextConfig(**SHAPE, **tokens, cross_attention_layers=[1]))
+    options: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "cross_attention_layers": [1]}
+    options["rope_scaling"] = {"rope_type": "default"}  # which transformers 4 has to be told
+    return transformers.MllamaForCausalLM(MllamaTextConfig(**SHAPE, **options))
 
 
 def looking_ahead() -> Any:
