@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.cli.doctor_system import EXTENSIONS
 from kvredis.storage.copying import KINDS
 
-EXTENSIONS = (
-    "kvredis.storage._native",
-    "kvredis.storage._leasing",
-    "kvredis.backends._recvmsg",
-    "kvredis.server._plain",
-)
 IN_USE = """
 from kvredis.server.plain import plain_commands
+from kvredis.cli.doctor_system import EXTENSIONS
 from kvredis.storage.copying import KIND
 print(KIND, plain_commands.__name__)
 """
