@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Final
 
 from kvredis.storage.entry import Lease, Reservation, extent_length
+from kvredis.storage.errors import BackendError
 from kvredis.storage.prefetch import PrefetchJob
 from kvredis.storage.store import Store
 from kvredis.storage.tiering import Tiering
@@ -114,7 +115,7 @@ class LocalBackend:
     def delete_prefix(self, prefix: bytes) -> int:
         """As Backend.delete_prefix."""
         if not self.home.is_here():
-            return 0
+            raise BackendError("a forked process deletes nothing in memory that its parent opened")
         return self.store.delete([key for key in self.store.keys_in() if key.startswith(prefix)])
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:

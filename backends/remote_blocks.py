@@ -105,22 +105,28 @@ class RemoteBlocks:
         return self._sum(b"UNLINK", keys)
 
     def delete_prefix(self, prefix: bytes) -> int:
-        """As Backend.delete_prefix: SCAN on every server; one that does not answer keeps what it has."""
+        """As Backend.delete_prefix: SCAN on every server, and the others are asked though one has not answered."""
         self._routes.await_first()
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"*"
-        count = 0
+        count, failed = 0, list[Reply]()
         for node in self._routes.nodes():
             cursor = b"0"
             while True:
                 reply = node.pipeline([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT)])[0]
                 if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
                     self._count(node, reply)
+                    failed.append(reply)
                     break
                 cursor, found = reply[0], reply[1]
                 keys = [key for key in found if isinstance(key, bytes)] if isinstance(found, list) else []
-                count += self._sum(b"UNLINK", keys) if keys else 0
+                answers = self._ask(b"UNLINK", self._routes.parts(keys, QUESTION_KEYS))
+                count += sum(self._count(*answer) for answer in answers)
+                failed += [deleted for _, deleted in answers if not isinstance(deleted, int)]
                 if cursor == b"0":
                     break
+        if failed or not self._routes.nodes():
+            why = next((str(reply) for reply in failed if isinstance(reply, BackendError)), "a server does not answer")
+            raise BackendError(f"keys under the prefix may be left at {self._name}: {why}")
         return count
 
     def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:

@@ -143,10 +143,8 @@ class PageStore:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def clear(self, prefix: bytes) -> int:
-        """Take away every page whose key begins with `prefix`; how many there were."""
-        return self._tried("clearing", lambda: self._clear(prefix), 0)
-
-    def _clear(self, prefix: bytes) -> int:
+        """Take away every page whose key begins with `prefix`; how many there were. Raises BackendError where some may
+        be left: nobody goes on as before after a failure of this."""
         self.backend.flush()
         return self.backend.delete_prefix(prefix)
 

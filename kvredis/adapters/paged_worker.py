@@ -48,6 +48,20 @@ class Results:
     failed_pages: set[int] = field(default_factory=set)
 
 
+def delete_prefixes(backend: Backend, prefixes: Collection[bytes]) -> bool:
+    """Delete what begins with any of them, here and on the server, what is on its way too; whether that was done. The
+    log is told why not."""
+    backend.flush()
+    done = True
+    for prefix in prefixes:
+        try:
+            backend.delete_prefix(prefix)
+        except Exception as error:
+            logger.error("KV of weights that are no more may still be stored: %s", error, exc_info=error)
+            done = False
+    return done
+
+
 class PagedWorker:
     """One rank's KV memory and what moves in and out of it. Methods come from one thread: the engine's."""
 
@@ -106,12 +120,7 @@ class PagedWorker:
         """The weights change: end all stores, and delete what begins so, here and on the server."""
         for name in list(self._storing):
             self._end_stores(name)
-        try:
-            self._backend.flush()
-            for prefix in prefixes:
-                self._backend.delete_prefix(prefix)
-        except Exception as error:
-            logger.error("KV of weights that are no more may still be stored: %s", error, exc_info=error)
+        delete_prefixes(self._backend, prefixes)
 
     def _end_stores(self, name: str) -> None:
         if name in self._waited_for:

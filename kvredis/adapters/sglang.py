@@ -22,6 +22,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvredis.backends.opening import open_backend
+from kvredis.storage.errors import BackendError
 
 from .engine_config import config_from
 from .page_store import Page, PageStore
@@ -249,10 +250,17 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Take away all pages of this rank, whoever has stored them."""
+        """Take away all pages of this rank, whoever has stored them. Raises BackendError where some may be left: that
+        alone SGLang hears."""
         known = [self._flat.prefix, *(pool.prefix for pool in (self._anchor, *self._pools.values()) if pool)]
+        failure: BackendError | None = None
         for prefix in dict.fromkeys(known):
-            self._store.clear(prefix)
+            try:
+                self._store.clear(prefix)
+            except BackendError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         return True
 
     def get_stats(self) -> Any:

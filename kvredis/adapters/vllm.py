@@ -31,7 +31,7 @@ from .engine import AUTO
 from .engine_config import for_device
 from .keys import key_prefix
 from .moving_options import options_of
-from .paged_worker import PagedWorker, Results
+from .paged_worker import PagedWorker, Results, delete_prefixes
 from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
@@ -216,7 +216,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         """Forget all that is stored of this model, whoever has stored it: its weights may have changed. Slow. Workers
-        in other processes do so before the next step, and until then nothing is found."""
+        in other processes do so before the next step, and until then nothing is found. False: some may be left."""
         if self._shared is None:
             return False
         algorithm = self._config.pre_caching_hash_algorithm
@@ -225,9 +225,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._shared.forget(prefixes)
         elif self._scheduling is not None:
             self._scheduling.forget(prefixes)
-        for prefix in prefixes:  # here too: a worker only logs what fails, and one elsewhere comes to it later
-            self._shared.backend.delete_prefix(prefix)
-        return True
+        # Here too: a worker only logs what fails, and one elsewhere comes to it later.
+        return delete_prefixes(self._shared.backend, prefixes)
 
     # -- a worker's half ---------------------------------------------------------------------------------------------
 

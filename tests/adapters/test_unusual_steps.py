@@ -266,12 +266,14 @@ def test_workers_elsewhere_forget_before_the_next_step_and_nothing_is_found_unti
 def test_a_backend_that_does_not_forget_is_no_error_of_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    halves = Halves()
+    halves, asked = Halves(), list[bytes]()
 
     def lost(prefix: bytes) -> int:
+        asked.append(prefix)
         raise ConnectionError("nobody is there")
 
     monkeypatch.setattr(halves.backend, "delete_prefix", lost)
     halves.worker.before(replace(halves.scheduling.step(), forget=prefixes_of(halves)))
     assert "weights that are no more" in caplog.text
+    assert {*asked} == prefixes_of(halves)
     halves.close()
