@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.backends.config import Config
 from kvredis.cli.doctor_system import EXTENSIONS
 from tests.compat.side_packages import UNREACHABLE
 
@@ -52,6 +53,12 @@ def stages() -> list[list[Step]]:
             found.append([])
         found[-1].append(step)
     return found
+
+
+def image_variables() -> dict[str, str]:
+    """What the image's environment is."""
+    words = (word for step in stages()[-1] if step.word == "ENV" for word in shlex.split(step.rest))
+    return {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
 def ignored(path: str) -> bool:
@@ -142,11 +149,8 @@ def test_its_own_commands_make_a_server_that_is_healthy(tmp_path: Path) -> None:
     built = {path.name.partition(".")[0] for path in installed.glob("lib/python*/site-packages/kvredis/*/_*.so")}
     assert built == {name.rpartition(".")[2] for name in EXTENSIONS}
 
-    env: dict[str, str] = {}
-    for step in final:
-        if step.word == "ENV":
-            env |= {word.partition("=")[0]: word.partition("=")[2] for word in shlex.split(step.rest)}
-    assert env["KVREDIS_BIND"] == "*"
+    env = image_variables()
+    assert Config.load(env=env).bind == ("*", "-::*"), "every address of either family, the second where there is one"
     env["PATH"] = f"{installed}/bin:{os.environ['PATH']}"
     env |= {"KVREDIS_BIND": "127.0.0.1", "KVREDIS_PORT": "0", "LMCACHE_MAX_LOCAL_CPU_SIZE": "16MB"}
     env |= {"KVREDIS_REQUIREPASS": "word", "KVREDIS_METRICS_PORT": free_port()}

@@ -19,6 +19,7 @@ from kvredis.server.slots import SLOTS
 from kvredis.server.topology import read_topology
 from tests.cli.conftest import ServeProcess
 from tests.compat.side_packages import packages
+from tests.deploy.test_container import image_variables
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
 MANIFEST = FOLDER / "kvredis.yaml"
@@ -155,6 +156,13 @@ def test_all_that_selects_selects_the_pods() -> None:
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
     secret = the("Secret", "kvredis-scrape", FOLDER / "servicemonitor.yaml")["stringData"]
     assert {endpoint["basicAuth"][each]["key"] for each in ("username", "password")} == secret.keys()
+
+
+def test_nothing_that_the_image_sets_by_itself_hides_what_the_map_says(config_file: Path) -> None:
+    image = image_variables()
+    assert "KVREDIS_BIND" in image
+    without, within = Config.load(config_file, env={}), Config.load(config_file, env=image)
+    assert {key: getattr(within, key) for key in KEYS} == {key: getattr(without, key) for key in KEYS}
 
 
 def test_pods_may_do_nothing_that_the_restricted_standard_forbids() -> None:
