@@ -2,6 +2,7 @@
 
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,11 +15,13 @@ import pytest
 import redis
 import yaml
 
+from kvredis import __version__
 from kvredis.backends.config import KEYS, Config
 from kvredis.server.slots import SLOTS
 from kvredis.server.topology import read_topology
 from tests.cli.conftest import ServeProcess
 from tests.compat.side_packages import packages
+from tests.deploy.test_container import FILE as CONTAINERFILE
 from tests.deploy.test_container import image_variables
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
@@ -163,6 +166,15 @@ def test_nothing_that_the_image_sets_by_itself_hides_what_the_map_says(config_fi
     assert "KVREDIS_BIND" in image
     without, within = Config.load(config_file, env={}), Config.load(config_file, env=image)
     assert {key: getattr(within, key) for key in KEYS} == {key: getattr(without, key) for key in KEYS}
+
+
+def test_pods_run_the_image_that_the_containerfile_and_compose_say_how_to_build() -> None:
+    image = container()["image"]
+    assert image == f"kvredis:{__version__}"
+    (built,) = re.findall(r"podman build .* -t (\S+) ", CONTAINERFILE.read_text())
+    (run,) = re.findall(r"podman run .* (\S+)\n", CONTAINERFILE.read_text())
+    composed = yaml.safe_load(CONTAINERFILE.with_name("compose.yaml").read_text())["services"]["kvredis"]["image"]
+    assert [built, run, composed] == [image] * 3
 
 
 def test_pods_may_do_nothing_that_the_restricted_standard_forbids() -> None:
