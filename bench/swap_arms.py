@@ -225,7 +225,7 @@ def _per_page_gpu(paged: PagedKV) -> Arm:
             host = np.uint64(address_of(part.memory)) + np.arange(there.size, dtype=np.uint64) * np.uint64(unit)
             sizes = np.full(there.size, unit, np.uint64)
             target, source = (host, there.ravel()) if direction == "out" else (there.ravel(), host)
-            runtime.copy(target, source, sizes, stream.cuda_stream, batch=False)
+            runtime.copy(target.tolist(), source.tolist(), sizes.tolist(), stream.cuda_stream, batch=False)
         stream.synchronize()
 
     return move

@@ -17,7 +17,7 @@ import torch
 
 from kvredis.storage.errors import LayoutError
 
-from .cudart import Addresses, cuda_runtime
+from .cudart import cuda_runtime
 from .paged import PagedKV
 from .quiet_streams import EngineKernels, QuietStreams
 from .ring_device import Summing
@@ -164,7 +164,7 @@ class CudaDevice:
         if self._runtime is None:
             self._copy(slot, extents, stream, out=True)
             return
-        places = extents.place + np.uint64(slot.data_ptr())
+        places = _places(slot, extents)
         self._runtime.copy(extents.host, places, extents.nbytes, stream.cuda_stream, batch=locked)
 
     def copy_in(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
@@ -172,7 +172,7 @@ class CudaDevice:
         if self._runtime is None:
             self._copy(slot, extents, stream, out=False)
             return
-        places = extents.place + np.uint64(slot.data_ptr())
+        places = _places(slot, extents)
         self._runtime.copy(places, extents.host, extents.nbytes, stream.cuda_stream, batch=locked)
 
     def summing(self, paged: PagedKV, rows: int) -> Summing | None:
@@ -202,7 +202,7 @@ class CudaDevice:
 
     def _copy(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, out: bool) -> None:
         with torch.cuda.stream(stream):
-            for address, place, nbytes in zip(*(_numbers(column) for column in extents), strict=True):
+            for address, place, nbytes in zip(*extents, strict=True):
                 held, host = slot[place : place + nbytes], _host(address, nbytes)
                 if out:
                     host.copy_(held, non_blocking=True)
@@ -210,8 +210,10 @@ class CudaDevice:
                     held.copy_(host, non_blocking=True)
 
 
-def _numbers(column: Addresses) -> list[int]:
-    return [int(number) for number in column]
+def _places(slot: torch.Tensor, extents: Extents) -> list[int]:
+    """Where they are in the device's memory."""
+    start = slot.data_ptr()
+    return [start + place for place in extents.place]
 
 
 def _host(address: int, nbytes: int) -> torch.Tensor:

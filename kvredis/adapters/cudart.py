@@ -7,15 +7,13 @@ with an argument `failIdx`; what is older, or a driver that is, gets one call a 
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 logger = logging.getLogger(__name__)
-
-Addresses = npt.NDArray[np.uint64]
 
 _SUCCESS: Final = 0
 # cudaErrorInvalidValue is none of these: that is a fault of ours, not of the platform.
@@ -79,14 +77,17 @@ class CudaRuntime:
         """Whether many copies are one call."""
         return self._batch is not None
 
-    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses, stream: int, *, batch: bool) -> None:
+    def copy(
+        self, targets: Sequence[int], sources: Sequence[int], nbytes: Sequence[int], stream: int, *, batch: bool
+    ) -> None:
         """Enqueue copies, in no particular order, on a stream, which must not be the legacy default stream. With
         `batch` all are one call where there is such a call: their host memory must be page-locked then. Raises
         CudaError; what had been enqueued before goes on."""
         batched = self._batch  # once: another thread may find out meanwhile that there is none
         if batch and batched is not None and len(targets) > 1:
+            arrays = [np.array(column, np.uint64) for column in (targets, sources, nbytes)]
             code = batched(
-                targets.ctypes.data, sources.ctypes.data, nbytes.ctypes.data, len(targets),
+                *[array.ctypes.data for array in arrays], len(targets),
                 ctypes.byref(self._attributes), ctypes.byref(self._first), 1, *self._fail_index, stream,
             )  # fmt: skip
             if code not in _NO_SUCH_CALL:
@@ -95,7 +96,7 @@ class CudaRuntime:
             self._library.cudaGetLastError()  # or torch would find it at its next call
             logger.info("the GPU's driver has no cudaMemcpyBatchAsync (error %d): one call a copy", code)
             self._batch = None
-        for target, source, size in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
+        for target, source, size in zip(targets, sources, nbytes, strict=True):
             self.copy_one(target, source, size, stream)
 
     def copy_one(self, target: int, source: int, nbytes: int, stream: int) -> None:

@@ -11,8 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
-from operator import mul
+from itertools import accumulate, chain, compress, pairwise
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +24,9 @@ from kvredis.storage.errors import LayoutError
 from .paged import PagedKV
 from .transfer import NO_ROW, Part, check_part, layer_parts
 
-Addresses = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
+
+_nbytes = attrgetter("nbytes")
 
 _WHOLE = 8
 """A part that is no larger than an eighth of a buffer is never cut: a copy more costs more than the room does."""
@@ -61,9 +62,9 @@ class Launch(NamedTuple):
 class Extents(NamedTuple):
     """Copies between host memory and a buffer: host addresses, places in the buffer, and sizes, all in bytes."""
 
-    host: Addresses
-    place: Addresses
-    nbytes: Addresses
+    host: list[int]
+    place: list[int]
+    nbytes: list[int]
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,14 @@ class Plan:
         nbytes = [(stop - start) * self.unit_bytes for start, stop in pairwise(edges)]
         if is_merged:
             return merged(addresses, nbytes)
-        places = list(accumulate(nbytes[:-1], initial=0))
-        return Extents(np.array(addresses, np.uint64), np.array(places, np.uint64), np.array(nbytes, np.uint64))
+        return Extents(addresses, list(accumulate(nbytes[:-1], initial=0)), nbytes)
 
 
 def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     """Check all parts as check_part does but for pages, at once, and give their plan. Raises LayoutError."""
-    memories = [part.memory for part in parts]
-    page_counts = [len(part.pages) for part in parts]
-    layers = [part.layers for part in parts]
+    pages, memories, layers, rows = zip(*parts, strict=True) if parts else ((), (), (), ())
+    page_counts = list(map(len, pages))
+    are_alike = not parts or (page_counts.count(page_counts[0]) == layers.count(layers[0]) == len(parts))
     is_layered = layers.count(None) != len(parts)
     width = paged.planes * len(paged.layers)
     units, first_layers = [count * width for count in page_counts], [0] * len(parts)
@@ -183,30 +183,26 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
         units = list(map(mul, widths, page_counts))
         first_layers = [0 if each is None else each.start for each in layers]
     unit_bytes = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
-    if not all(is_range_of(each, len(paged.layers)) for each in set(layers)) or [
-        memory.nbytes for memory in memories
-    ] != [count * unit_bytes for count in units]:
+    wanted = [units[0] * unit_bytes] * len(parts) if parts and are_alike else [count * unit_bytes for count in units]
+    if not all(is_range_of(each, len(paged.layers)) for each in set(layers)) or list(map(_nbytes, memories)) != wanted:
         for part in parts:  # one by one, slowly: for the words of the error, or for the layers
             check_part(paged, part)
-    kinds = list(zip(page_counts, units, first_layers, strict=True))
     alike = [0, len(parts)]
-    if kinds and kinds.count(kinds[0]) < len(kinds):
+    if not are_alike:
+        kinds = list(zip(page_counts, units, first_layers, strict=True))
         alike[1:1] = [at for at in range(1, len(kinds)) if kinds[at] != kinds[at - 1]]
-    begins = list(accumulate(units, initial=0))
-    numbered = [part.row for part in parts]
-    rows = None if numbered.count(NO_ROW) == len(parts) else numbered
     return Plan(
         paged,
         parts,
         memories,
         unit_bytes,
         paged.planes,
-        begins,
+        list(accumulate(units, initial=0)),
         alike,
         page_counts,
         list(accumulate(page_counts, initial=0)),
         first_layers,
-        rows,
+        None if rows.count(NO_ROW) == len(parts) else rows,
         is_layered,
     )
 
@@ -235,7 +231,7 @@ class LayerPlans:
         self._locked: dict[int, bool] = {}
         self._spans: dict[tuple[int, int, int], list[Span]] = {}
         self._launches: dict[Span, list[Launch]] = {}
-        self._extents: dict[Span, tuple[Extents, Addresses]] = {}
+        self._extents: dict[Span, tuple[Extents, list[int]]] = {}
         self._lenders: dict[Span, Mapping[int, memoryview]] = {}
 
     def at(self, layer: int) -> "LayerPlan":
@@ -263,15 +259,16 @@ class LayerPlans:
             self._launches[span] = self._first.launches(span)
         return self._launches[span]
 
-    def extents(self, span: Span) -> tuple[Extents, Addresses]:
+    def extents(self, span: Span) -> tuple[Extents, list[int]]:
         """As Plan.extents, for layer 0, and how far apart the layers of each are. None are merged: layers of chunks
         that adjoin do not."""
         if span not in self._extents:
             held, first = self._first.held(span), self._first
             apart = [(first.begins[part + 1] - first.begins[part]) * first.unit_bytes for part in held]
             found = first.extents(span, is_merged=False)
-            some = found.nbytes > 0
-            self._extents[span] = Extents(*(column[some] for column in found)), np.array(apart, np.uint64)[some]
+            some = list(map(bool, found.nbytes))
+            host, place, nbytes, apart = (list(compress(column, some)) for column in (*found, apart))
+            self._extents[span] = Extents(host, place, nbytes), apart
         return self._extents[span]
 
     def lenders(self, span: Span) -> Mapping[int, memoryview]:
@@ -324,7 +321,8 @@ class LayerPlan:
     def extents(self, span: Span) -> Extents:
         """As Plan.extents."""
         first, apart = self._plans.extents(span)
-        return first._replace(host=first.host + apart * np.uint64(self._layer))
+        layer = self._layer
+        return first._replace(host=[host + layer * each for host, each in zip(first.host, apart, strict=True)])
 
 
 def spans_of(begins: Sequence[int], grain: Callable[[int], int], most: int, room: int, least: int) -> Iterator[Span]:
@@ -369,4 +367,4 @@ def merged(addresses: Sequence[int], nbytes: Sequence[int]) -> Extents:
             place.append(at)
             sizes.append(size)
         end, at = address + size, at + size
-    return Extents(np.array(host, np.uint64), np.array(place, np.uint64), np.array(sizes, np.uint64))
+    return Extents(host, place, sizes)

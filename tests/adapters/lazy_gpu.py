@@ -156,7 +156,7 @@ class LazyGpu:
             raise RuntimeError("this GPU has fallen off the bus")
         self.copies_until_failure -= 1
         self.copies.append(len(extents.host))
-        for host, place, nbytes in zip(*(column.tolist() for column in extents), strict=True):
+        for host, place, nbytes in zip(*extents, strict=True):
             assert 0 <= place <= place + nbytes <= slot.nbytes
             ends = (host, slot.data_ptr() + place) if out else (slot.data_ptr() + place, host)
             stream.queue.append(partial(ctypes.memmove, *ends, nbytes))

@@ -81,12 +81,12 @@ def test_a_small_part_is_never_cut() -> None:
 
 def test_what_adjoins_in_host_memory_is_one_copy() -> None:
     found = merged([100, 110, 999, 130, 140, 50], [10, 10, 0, 10, 5, 7])
-    assert found.host.tolist() == [100, 130, 50]
-    assert found.place.tolist() == [0, 20, 35]
-    assert found.nbytes.tolist() == [20, 15, 7]
+    assert found.host == [100, 130, 50]
+    assert found.place == [0, 20, 35]
+    assert found.nbytes == [20, 15, 7]
     found = merged([100, 500, 500], [10, 0, 10])
-    assert found.host.tolist() == [100, 500], "not as far as where a part of no pages lies"
-    assert found.nbytes.tolist() == [10, 10]
+    assert found.host == [100, 500], "not as far as where a part of no pages lies"
+    assert found.nbytes == [10, 10]
 
 
 def test_parts_alike_that_follow_each_other_share_a_kernel_also_where_the_first_and_the_last_are_cut() -> None:

@@ -71,7 +71,7 @@ for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):
         for job in jobs:
             for span in job.slots(units * 2048, 4):
                 slot = torch.zeros(units * 2048, dtype=torch.uint8)
-                for host, place, size in zip(*(column.tolist() for column in job.extents(span)), strict=True):
+                for host, place, size in zip(*job.extents(span), strict=True):
                     ctypes.memmove(slot.data_ptr() + place, host, size)
                 scratch, numbers = sums.scratch(slot.nbytes), torch.from_numpy(job.numbers)
                 sums.fold(job.launches(span), slot, scratch, numbers, job.rows_at, None)
