@@ -112,3 +112,21 @@ def test_idle_connections_that_the_server_has_closed_are_replaced(node: Node, fa
     node.bring_back(lent)
     assert node.stats()["connections"] == 2
     assert node.stats()["losses"] == 0
+
+
+def test_what_loads_and_stores_have_used_at_once_is_there_for_both_behind_a_pause(node: Node, fake: FakeServer) -> None:
+    stores, load = node.borrow(2), node.borrow(2)
+    node.bring_back(load)
+    node.bring_back(stores)  # the thread that stores has lingered, and ended
+    opened_by_then = len(fake.named(b"HELLO"))
+    again = [*node.borrow(2), *node.borrow(2)]
+    assert set(again) == {*stores, *load}
+    assert len(fake.named(b"HELLO")) == opened_by_then
+    node.bring_back(again)
+
+
+def test_no_more_connections_stay_idle_than_a_load_and_what_is_stored_use(node: Node) -> None:
+    several = [*node.borrow(2), *node.borrow(2), *node.borrow(2)]
+    node.bring_back(several)
+    assert node.stats()["connections"] == 4
+    assert [connection.usable for connection in several] == [True] * 4 + [False] * 2
