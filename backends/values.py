@@ -26,18 +26,38 @@ from kvredis.storage.options import GIB, parse_size
 from .address import parse_remote, redact
 
 
+class WrittenInt(int):
+    """A number of a YAML file that knows how it was written: a password 012 is not 10, nor is 1_000 one of 1000."""
+
+    written: str
+
+
+class WrittenFloat(float):
+    """The same of one with a point."""
+
+    written: str
+
+
 class Loader(yaml.SafeLoader):
     """YAML of plain values with a bound on whole numbers: Python refuses to print one of 4300 digits, and errors do."""
 
-    def construct_bounded_int(self, node: yaml.ScalarNode) -> int:
+    def construct_bounded_int(self, node: yaml.ScalarNode) -> WrittenInt:
         """Read a whole number of at most 128 bits. Raises ValueError for a longer one."""
-        number = int(self.construct_yaml_int(node))
+        number = WrittenInt(self.construct_yaml_int(node))
         if number.bit_length() > 128:
             raise ValueError("a whole number of more than 128 bits")
+        number.written = node.value
+        return number
+
+    def construct_written_float(self, node: yaml.ScalarNode) -> WrittenFloat:
+        """Read a number with a point. Raises ValueError for what is none."""
+        number = WrittenFloat(self.construct_yaml_float(node))
+        number.written = node.value
         return number
 
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_bounded_int)
+Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_written_float)
 
 # (raw value, key, source) -> value
 Parser = Callable[[Any, str, str], Any]
@@ -167,12 +187,14 @@ def size_gib_or_none(raw: Any, key: str, source: str) -> float:
 
 
 def text(raw: Any, key: str, source: str) -> str:
-    """Read a string; a bare number is its digits (a password of digits in a YAML file)."""
+    """Read a string; a bare number is what was written (a password of digits in a YAML file)."""
     if isinstance(raw, str):
         return raw
+    if isinstance(raw, WrittenInt | WrittenFloat):
+        return raw.written
     if isinstance(raw, int | float) and not isinstance(raw, bool):
         return str(raw)
-    raise ConfigError(key, raw, source, "want a string")
+    raise ConfigError(key, raw, source, "want a string: put it in quotes")
 
 
 def optional(inner: Parser) -> Parser:
@@ -237,7 +259,7 @@ def words(raw: Any, key: str, source: str) -> tuple[str, ...]:
 
 def port(word: str) -> Parser:
     """Make a parser of port numbers that takes one `word` as well, which it gives as -1."""
-    number = whole(-1, 65535)
+    number = whole(0, 65535)
 
     def parse(raw: Any, key: str, source: str) -> int:
         if isinstance(raw, str) and raw.strip().lower() == word:

@@ -209,3 +209,22 @@ def test_a_node_without_a_topology_is_said(env: dict[str, str], lines: int) -> N
     assert config.cluster_topology == env.get("KVREDIS_CLUSTER_TOPOLOGY")
     assert config.cluster_node == (env.get("KVREDIS_CLUSTER_NODE") or None)
     assert len(config.warnings) == lines
+
+
+@pytest.mark.parametrize("text", ["012345", "1_000", "12:30:45", "0x1F", "0b101", "1.10", "1.0e+5", "1234", "-7", ".5"])
+def test_a_password_that_yaml_takes_for_a_number_is_what_was_written(written: Path, text: str) -> None:
+    config = load(f"extra_config: {{username: me, password: {text}}}\nremote_url: resp://h:1\n", written)
+    assert config.effective_remote_url == f"resp://me:{text.replace(':', '%3A').replace('+', '%2B')}@h:1"
+    assert load(f"kvredis:\n  requirepass: {text}\n", written).requirepass == text
+
+
+def test_what_yaml_takes_for_neither_text_nor_number_is_an_error_that_says_what_to_do(written: Path) -> None:
+    for text in ("2026-11-26", "yes", "[a]"):
+        with pytest.raises(ConfigError, match="put it in quotes"):
+            load(f"kvredis:\n  requirepass: {text}\n", written)
+
+
+@pytest.mark.parametrize("name", ["port", "tls_port", "metrics_port"])
+def test_a_port_below_0_is_an_error(written: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="want a port from 0 to 65535"):
+        load(f"kvredis:\n  {name}: -1\n", written)
