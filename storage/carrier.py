@@ -30,10 +30,10 @@ ROOM_TRIES: Final = 64
 
 
 class BlockLost(KVRedisError):
-    """What the transfer of a block ends with that the disk no longer has as it was."""
+    """What the transfer of a block ends with that the disk no longer has, or not as it was."""
 
     def __init__(self) -> None:
-        super().__init__("the block could not be read from disk, or was not what had been written")
+        super().__init__("the block could not be read from disk, was not what had been written, or has just left it")
 
 
 class Carrier:
@@ -227,13 +227,13 @@ class Carrier:
         return True
 
     def _lose(self, entry: Entry, record: Record) -> bool:
-        """The store's lock is held: a record was not what had been written, and the disk has let go of it. False when
-        nobody misses it."""
+        """The store's lock is held: a record was not what had been written, or has just made room, and the disk has let
+        go of it. False when nobody misses it."""
         if not self._is_meant(entry, record):
             return False
         self.let_go(entry)
         if not entry.is_resident:
-            self._stats.lost += 1
+            self._stats.lost += record.damaged
             self._store._lapse(entry)
         return True
 

@@ -308,6 +308,7 @@ class DiskLedger:
         self._retiring.append(record)
 
     def _put_in_quarantine(self, record: Record, reason: str) -> None:
+        record.damaged = True
         self._leave(record)
         self._pending.quarantined.append(Quarantined(record, reason))
         if not self._shuns(record.extent):

@@ -1,6 +1,9 @@
 """What a disk that is full lets go of, and a store that must not let go of anything."""
 
+from functools import partial
 from pathlib import Path
+
+from kvredis.storage.transfers import State
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read
@@ -91,6 +94,21 @@ def test_a_block_that_left_the_disk_while_it_was_asked_for_is_a_miss(tmp_path: P
         tiers.disk.abandon(extent)
         assert tiers.store.away == 0
         assert tiers.disk.stats.quarantined == 0
+
+
+def test_a_block_that_made_room_while_it_was_asked_for_is_counted_as_evicted_and_not_as_lost(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        tiers.put(b"new")
+        ended: list[State] = []
+        asked = partial(tiers.tiering.promote, keys[0], 0, lambda transfer: ended.append(transfer.state))
+        # Who writes has let the coldest go and tells the index of it, and only then the store.
+        tiers.during("index: commit", lambda: (asked(), tiers.io.run()))
+        assert tiers.save()
+        assert ended == [State.FAILED]
+        assert tiers.store.find(keys[0]) is None
+        assert tiers.store.stats.evicted == tiers.store.stats.evicted_away == tiers.disk.stats.evicted == 1
+        assert tiers.tiering.stats.lost == tiers.disk.stats.quarantined == 0
 
 
 def test_a_block_that_left_the_disk_while_it_was_renamed_is_gone_under_both_names(tmp_path: Path) -> None:
