@@ -50,6 +50,8 @@ class Carrier:
         self.written = threading.Condition(store._lock)
         """Notified after every attempt to write a block."""
         self.on_room: Callable[[], None] | None = None
+        self.pushed_out = 0
+        """The highest number of a write that memory has alone again, since somebody has last made this 0."""
         self._store = store
         self._disk = disk
         self._stats = stats
@@ -140,7 +142,7 @@ class Carrier:
             record.rename(entry.key, entry.space)
         if self._disk.publish(record):
             entry.record = record
-            del store.unsaved[entry]
+            record.write = store.unsaved.pop(entry)
             if entry.expire_at_ms != record.expire_at_ms:
                 self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
             self._stats.spilled += 1
@@ -163,9 +165,11 @@ class Carrier:
 
     def let_go(self, entry: Entry) -> None:
         """The store's lock is held: an entry has no record any more, so that it is to be written again."""
-        entry.record = None
+        record, entry.record = entry.record, None
         if entry.is_resident:
             self._store.unsaved[entry] = self._store.writes
+            if record is not None:
+                self.pushed_out = max(self.pushed_out, record.write)
 
     def read_in(self, key: bytes, space: int, *, drop: bool) -> None:
         """Bring a block in. NoRoom when there is none; without `drop` nobody leaves unwritten for it."""

@@ -59,6 +59,7 @@ class Saving:
             saved = False
             try:
                 saved = self._tiering.disk.sync()
+                current.look_again()
             finally:  # whatever comes of it: those who wait must hear
                 self._over(current, saved=saved)
 
@@ -76,7 +77,7 @@ class Saving:
                 return
             self._round = None
         for since, done in current.asked:
-            _tell(done, saved and current.unsaved_since < since)
+            _tell(done, saved and current.is_safe(since))
         self._next_round()
 
 
@@ -94,7 +95,10 @@ class _Round:
         self.asked = asked
         self.unsaved_since = -1
         """The highest number of a write that did not reach the disk."""
+        self._pushed_out = 0
+        self._all_safe = False
         self._tiering = tiering
+        tiering.carrier.pushed_out = 0
         self._lock = threading.Lock()
         self._at_it = 0
         self._over = False
@@ -122,6 +126,17 @@ class _Round:
             last = not self._at_it and not self._over
             self._over = self._over or last
             return last
+
+    def look_again(self) -> None:
+        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
+        self._pushed_out = self._tiering.carrier.pushed_out
+        self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
+
+    def is_safe(self, since: int) -> bool:
+        """Whether what was written from number `since` on is on disk now; 0 = all that was not when this began."""
+        if since:
+            return max(self.unsaved_since, self._pushed_out) < since
+        return self._all_safe and self.unsaved_since < 0
 
     def _take(self) -> list[Entry] | None:
         with self._lock:

@@ -82,6 +82,8 @@ class Record:
     """Reads under way; the extent is not used again before they have ended."""
     retired: bool = False
     """Gone from the index on disk, so that the last reader frees the extent."""
+    write: int = 0
+    """The number of the write to the store that made it; 0 = it was found at the start."""
     damaged: bool = False
     """It could not be read back as it was: that is why it is gone."""
 

@@ -272,6 +272,10 @@ class Tiering:
             leased = store.unsaved.keys() - set(ordered)
             return [(entry, store.unsaved[entry]) for entry in (*ordered, *leased)]
 
+    def is_unsaved(self, entry: Entry) -> bool:
+        """Whether memory alone has an entry; one look into a dict needs no lock."""
+        return entry in self._store.unsaved
+
     def _write_all(self, entries: Sequence[Entry]) -> None:
         for parcel in self.carrier.parcels(entries):
             self.carrier.write_out(parcel)

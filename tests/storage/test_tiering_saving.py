@@ -220,6 +220,19 @@ def test_what_the_disk_let_go_of_is_written_for_who_asks_next(tmp_path: Path) ->
         assert keys[0] in tiers.on_disk()
 
 
+def test_what_had_to_make_room_on_disk_for_the_rest_is_not_said_to_be_safe(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB, arena_bytes=2 * MIB) as tiers:
+        keys = [b"n:%02d" % number for number in range(20)]
+        tiers.put(*keys)
+        assert not tiers.save(), "the disk holds 16"
+        assert len(tiers.store.unsaved) == 4
+        assert not tiers.save(1), "who asks again is not told that it is safe either: now others have made room"
+        assert len(tiers.store.unsaved) == 4
+        tiers.put(b"new")
+        assert tiers.save(tiers.store.writes), "what is older is nothing to who wrote this"
+        assert b"new" in tiers.on_disk()
+
+
 def test_the_tick_brings_the_index_up_to_date(tmp_path: Path) -> None:
     with TieredStore(tmp_path / "disk") as tiers:
         tiers.put(b"a")
