@@ -76,9 +76,9 @@ class DiskTier(DiskLedger):
         now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         return cls(open_directory(options, files or RealFiles(), now_ms))
 
-    def place(self, length: int, *, evict: bool = True) -> tuple[Extent | None, list[Record]]:
+    def place(self, length: int, *, evict: bool = True, count: int = 1) -> tuple[Extent | None, list[Record]]:
         """Room for the record of a payload of `length` bytes; it ends in `write`, or in `abandon`. For want of it
-        another segment is begun, or, with `evict`, the coldest records leave.
+        another segment is begun, or, with `evict`, the coldest records leave. `count` records will lie there.
 
         Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
         that are being read or written, or the block is longer than a segment, or the index cannot be written. Records
@@ -89,12 +89,12 @@ class DiskTier(DiskLedger):
         if nbytes <= self.geometry.segment_bytes:
             for _ in range(PLACE_TRIES):
                 with self._lock:
-                    if self._is_crowded:
-                        leaving = self._evict(nbytes) if evict else None
+                    if self._excess(count) > 0:
+                        leaving = self._evict(nbytes, count) if evict else None
                         if leaving is None:
                             break
                         left += leaving
-                    extent = self._take(nbytes)
+                    extent = self._take(nbytes, count)
                     waiting = bool(self._retiring or self._freeing)
                     segments = len(self._segments)
                 if extent is not None:
@@ -109,8 +109,8 @@ class DiskTier(DiskLedger):
                     if spared:
                         break
                     with self._lock:
-                        extent = self._take(nbytes)  # another thread may have made room meanwhile
-                        leaving = [] if extent is not None else self._evict_some(nbytes)
+                        extent = self._take(nbytes, count)  # another thread may have made room meanwhile
+                        leaving = [] if extent is not None else self._evict_some(nbytes, count)
                     if extent is not None:
                         return extent, left
                     if leaving is None:
@@ -148,7 +148,7 @@ class DiskTier(DiskLedger):
         had to leave. The blocks may come to TOGETHER_BYTES_MAX, headers included, and to no more than a segment has.
         """
         lengths = [record_bytes(facts.length) for facts, _ in blocks]
-        whole, left = self.place(sum(lengths) - HEADER_BYTES, evict=evict)
+        whole, left = self.place(sum(lengths) - HEADER_BYTES, evict=evict, count=len(blocks))
         if whole is None:
             return None, left
         image = scratch(whole.length - HEADER_BYTES)
@@ -256,6 +256,7 @@ class DiskTier(DiskLedger):
             with self._lock:
                 self.stats.write_errors += 1
                 self._reserved.remove(extent)
+                self._coming -= count
                 self._suspect(extent, refused=error.errno != ENOSPC)
             self._complain("a record could not be written to %s: %s", segment_name(number), error.strerror or error)
             return False

@@ -76,6 +76,7 @@ class DiskLedger:
         self._lock = threading.Lock()  # what is where; never held across I/O, nor for longer than a millisecond or so
         self._settling = threading.Lock()  # the index and the list of segments; held across I/O; taken first
         self._reserved: set[Extent] = set()
+        self._coming = 0  # records that are to lie there: several in one extent until they are written together
         self._pending = Batch()  # what the index has yet to learn
         self._retiring: list[Record] = []  # their rows may still be in the index on disk
         self._freeing: list[Record] = []  # of these whoever is settling takes care
@@ -94,6 +95,7 @@ class DiskLedger:
         """Give back an extent that was reserved, or written and shall not be published."""
         with self._lock:
             self._reserved.remove(extent)
+            self._coming -= 1
             self._allocator.free(extent)
 
     def publish(self, record: Record) -> bool:
@@ -104,6 +106,7 @@ class DiskLedger:
         """
         with self._lock:
             self._reserved.remove(record.extent)
+            self._coming -= 1
             old = self._spaces[record.space].get(record.key)
             if old is not None and max(old.seq, old.named_seq) > record.seq:
                 self._allocator.free(record.extent)
@@ -274,7 +277,8 @@ class DiskLedger:
             assert all(record.name == name and record in self._order for name, record in named.items())
             for name, row in self._pending.changes.items():
                 assert row == (row_of(named[name]) if name in named else None), f"the index will not learn of {name}"
-            assert len(self._order) + len(self._reserved) <= self._records_max
+            assert len(self._reserved) <= self._coming
+            assert len(self._order) + self._coming <= self._records_max
             assert self.file_bytes <= self.limit_bytes
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -284,15 +288,15 @@ class DiskLedger:
         self._seq += 1
         return seq
 
-    @property
-    def _is_crowded(self) -> bool:
-        """Whether there are as many records, or are about to be, as there may."""
-        return len(self._order) + len(self._reserved) >= self._records_max
+    def _excess(self, count: int) -> int:
+        """How many more records than there may be there would be with `count` more."""
+        return len(self._order) + self._coming + count - self._records_max
 
-    def _take(self, nbytes: int) -> Extent | None:
-        extent = None if self._is_crowded else self._allocator.allocate(nbytes)
+    def _take(self, nbytes: int, count: int = 1) -> Extent | None:
+        extent = None if self._excess(count) > 0 else self._allocator.allocate(nbytes)
         if extent is not None:
             self._reserved.add(extent)
+            self._coming += count
         return extent
 
     def _leave(self, record: Record) -> None:
@@ -359,21 +363,23 @@ class DiskLedger:
                     self._allocator.free(extent)
             self._suspects.clear()
 
-    def _evict_some(self, nbytes: int) -> list[Record] | None:
+    def _evict_some(self, nbytes: int, count: int) -> list[Record] | None:
         """Evict for a few blocks of `nbytes` at a time, since the index learns of it in one step; None when not even
         one would find room."""
-        left = self._evict(nbytes)
+        left = self._evict(nbytes, count)
         for _ in range(min(EVICT_BLOCKS_MAX, self.limit_bytes // EVICT_PART // nbytes) - 1):
             if left is not None:
-                left += self._evict(nbytes) or []
+                left += self._evict(nbytes, count) or []
         return left
 
-    def _evict(self, nbytes: int) -> list[Record] | None:
-        """Let the coldest records go between which `nbytes` will be free, or the coldest one if there are too many;
-        None when even all of them would not do."""
+    def _evict(self, nbytes: int, count: int) -> list[Record] | None:
+        """Let the coldest records go between which `nbytes` will be free, or as many of them as `count` more would be
+        too many; None when even all of them would not do."""
         idle = (each for each in self._order if not each.readers)
-        if self._is_crowded:
-            leaving = list(islice(idle, 1))
+        excess = self._excess(count)
+        if excess > 0:
+            leaving = list(islice(idle, excess))
+            leaving = leaving if len(leaving) == excess else []
         else:
             found = self._allocator.window(nbytes, idle)
             leaving = [] if found is None else found[1]

@@ -1,12 +1,14 @@
 """Short blocks are written side by side in one piece, and are blocks like any other afterwards."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+from kvredis.storage.disk import DiskTier
 from kvredis.storage.segment import Facts, record_bytes
 
 from .fake_files import FakeFiles, Fault, on
-from .small_disk import SEGMENT_BYTES, content, got, put, small_disk
+from .small_disk import SEGMENT_BYTES, content, got, options, put, small_disk
 
 LENGTHS = (0, 1, 3584, 3585, 9000)
 BLOCKS = [(Facts(b"short:%d" % n, 0, n, 0), content(n, n)) for n in LENGTHS]
@@ -62,6 +64,28 @@ def test_the_coldest_leave_for_blocks_that_are_written_together(tmp_path: Path) 
         records, left = disk.write_together(BLOCKS)
         assert records is not None
         assert [record.key for record in left] == [b"old:0", b"old:1", b"old:2"]
+
+
+def test_blocks_written_together_are_as_many_records_as_they_are(tmp_path: Path) -> None:
+    with closing(DiskTier.open(replace(options(tmp_path), records_max=8), now_ms=0)) as disk:
+        for number in range(6):
+            assert put(disk, b"old:%d" % number, b"x")
+        assert disk.write_together(BLOCKS, evict=False) == (None, [])
+        first, left = disk.write_together(BLOCKS)
+        assert first is not None
+        assert [record.key for record in left] == [b"old:0", b"old:1", b"old:2"]
+        disk.check_integrity()
+        assert disk.write_together(BLOCKS) == (None, []), "those that are being written count, one by one"
+        assert all(disk.publish(record) for record in first)
+        disk.check_integrity()
+        again, left = disk.write_together([(facts._replace(space=1), value) for facts, value in BLOCKS])
+        assert again is not None
+        assert [record.key for record in left] == [b"old:3", b"old:4", b"old:5", b"short:0", b"short:1"]
+        for record in again:
+            disk.abandon(record.extent)
+        disk.check_integrity()
+        assert all(put(disk, b"one:%d" % number, b"x") for number in range(5)), "those that were given up do not"
+        assert disk.stats.evicted == 8
 
 
 def test_what_was_written_together_is_there_after_a_restart(tmp_path: Path) -> None:
