@@ -15,7 +15,7 @@ Values are contiguous, of any length, and a cache is always full, so the questio
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -206,3 +206,37 @@ class Allocator:
         if holes:
             assert holes[0].offset >= 0
             assert holes[-1].offset + holes[-1].length <= self.capacity_bytes
+
+
+def windows(length: int, victims: Iterable[V], holes: Iterable[tuple[int, int]]) -> Iterator[list[V]]:
+    """Who must leave so that `length` bytes can go somewhere, time and again: each time others, and all in one walk.
+
+    As `Allocator.window`, over `holes` as `spans` gives them, but what is found first is taken; so it needs neither the
+    allocator nor the lock that guards it, and the tenth window costs no tenth walk.
+    """
+    real = dict(holes)
+    starts, ends = dict(real), {end: start for start, end in real.items()}
+    walked: dict[int, V] = {}
+    for victim in victims:
+        start, end = victim.extent.offset, victim.extent.offset + victim.extent.length
+        walked[start] = victim
+        left = ends.pop(start, None)
+        if left is not None:
+            del starts[left]
+            start = left
+        right = starts.pop(end, None)
+        if right is not None:
+            del ends[right]
+            end = right
+        if end - start >= length:
+            leaving = []
+            at = start
+            while at < start + length:
+                piece = walked.pop(at, None)
+                if piece is not None:
+                    leaving.append(piece)
+                at = real[at] if piece is None else at + piece.extent.length
+            yield leaving
+            start = at
+        if start < end:
+            starts[start], ends[end] = end, start

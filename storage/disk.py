@@ -14,13 +14,15 @@ reaches the index in batches, through `settle`: a crash forgets what was not set
 
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from errno import ENOENT, ENOSPC
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from .allocator import Extent
+from .allocator import Extent, windows
 from .disk_index import Batch
 from .disk_ledger import DiskLedger, DiskStats
 from .disk_recovery import LOCK_NAME, DiskOptions, Opened, open_directory
@@ -59,6 +61,7 @@ class DiskTier(DiskLedger):
         self._files = opened.files
         self._held = opened.lock
         self._index = opened.index
+        self._looking = threading.Lock()  # for room among all records: one thread at a time; taken before the others
         self._unsynced: set[int] = set()  # segments
         self._loose = False  # whether the index holds commits that a loss of power would undo
         self.distrusted = False
@@ -113,6 +116,8 @@ class DiskTier(DiskLedger):
                         leaving = [] if extent is not None else self._evict_some(nbytes, count)
                     if extent is not None:
                         return extent, left
+                    if leaving is None:
+                        leaving = self._evict_afar(nbytes)
                     if leaving is None:
                         break
                     left += leaving
@@ -244,6 +249,19 @@ class DiskTier(DiskLedger):
         self._held.close()
 
     # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _evict_afar(self, nbytes: int) -> list[Record] | None:
+        """As `_evict_some`, among all records: where many short ones lie otherwise than in the order in which they
+        leave, it takes a step for most of them. So it is done without the lock, for which the event loop may wait."""
+        with self._looking:
+            with self._lock:
+                holes, records = self._allocator.spans(), list(self._order)
+            idle = (each for each in records if not each.readers)
+            found = list(islice(windows(nbytes, idle, holes), self._evicted_at_once(nbytes)))
+            with self._lock:
+                leaving = [each for run in found for each in run if each in self._order and not each.readers]
+                self._let_leave(leaving)
+        return leaving if found else None
 
     def _put(self, extent: Extent, image: memoryview, count: int) -> bool:
         """Write `count` sealed records to their extent; False, and the extent given back, when the device refuses."""

@@ -22,6 +22,9 @@ EVICT_PART = 64
 EVICT_BLOCKS_MAX = 16
 """As many blocks leave at a time as make room for 16 of the one that needs it, but no more than a 64th of the disk."""
 
+LOOK_RECORDS_MAX = 512
+"""How many of the coldest are looked at under the lock for some that lie side by side."""
+
 PROBE_AFTER = 1024
 """After so many writes in a row that the device refused, and after each power of two from there, some other spot is
 tried at the expense of the coldest."""
@@ -363,28 +366,35 @@ class DiskLedger:
                     self._allocator.free(extent)
             self._suspects.clear()
 
+    def _evicted_at_once(self, nbytes: int) -> int:
+        """For how many blocks of `nbytes` others leave at a time, since the index learns of it in one step."""
+        return max(1, min(EVICT_BLOCKS_MAX, self.limit_bytes // EVICT_PART // nbytes))
+
     def _evict_some(self, nbytes: int, count: int) -> list[Record] | None:
-        """Evict for a few blocks of `nbytes` at a time, since the index learns of it in one step; None when not even
-        one would find room."""
+        """Evict for a few blocks of `nbytes`; None when not even one would find room among the coldest."""
         left = self._evict(nbytes, count)
-        for _ in range(min(EVICT_BLOCKS_MAX, self.limit_bytes // EVICT_PART // nbytes) - 1):
+        for _ in range(self._evicted_at_once(nbytes) - 1):
             if left is not None:
                 left += self._evict(nbytes, count) or []
         return left
 
     def _evict(self, nbytes: int, count: int) -> list[Record] | None:
         """Let the coldest records go between which `nbytes` will be free, or as many of them as `count` more would be
-        too many; None when even all of them would not do."""
+        too many; None when those that are looked at would not do."""
         idle = (each for each in self._order if not each.readers)
         excess = self._excess(count)
         if excess > 0:
             leaving = list(islice(idle, excess))
             leaving = leaving if len(leaving) == excess else []
         else:
-            found = self._allocator.window(nbytes, idle)
+            found = self._allocator.window(nbytes, islice(idle, LOOK_RECORDS_MAX))
             leaving = [] if found is None else found[1]
+        self._let_leave(leaving)
+        return leaving or None
+
+    def _let_leave(self, leaving: list[Record]) -> None:
+        """Records leave to make room."""
         for record in leaving:
             self._retire(record)
             self.stats.evicted += 1
             self.stats.evicted_bytes += record.extent.length
-        return leaving or None

@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from kvredis.storage.allocator import BEYOND, GRAIN_BYTES, Allocator, Extent
+from kvredis.storage.allocator import BEYOND, GRAIN_BYTES, Allocator, Extent, windows
 
 
 class Block:
@@ -252,3 +252,44 @@ def test_a_value_is_refused_only_when_no_run_of_free_and_evictable_bytes_would_h
         allocator.check_integrity()
     assert refused > 50
     assert placed > 1000
+
+
+# ---- many windows in one walk ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted", "victims", "expected"),
+    [
+        ("abcd", 1, "dbca", ["d", "b", "c", "a"]),
+        ("abcdefgh", 2, "acegbdfh", ["ab", "cd", "ef", "gh"]),
+        ("abcdefgh", 3, "acegbdfh", ["abc", "def"]),
+        ("a.b.c", 3, "cab", ["ab"]),
+        ("a..b", 3, "ba", ["b"]),
+        ("aabbbcc", 3, "acb", ["ab"]),
+        ("abc", 4, "abc", []),
+    ],
+)
+def test_one_walk_names_window_after_window_and_nobody_twice(
+    layout: str, wanted: int, victims: str, expected: list[str]
+) -> None:
+    allocator, blocks = tiled(layout)
+    found = windows(wanted * GRAIN_BYTES, (blocks[name] for name in victims), allocator.spans())
+    assert ["".join(block.name for block in leaving) for leaving in found] == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_windows_of_a_walk_can_be_had_together(seed: int) -> None:
+    rng = random.Random(seed)
+    letters = [chr(ord("A") + number) for number in range(50)]
+    layout = "".join(rng.choice((letter, letter * 2, letter * 3, letter + ".")) for letter in letters)
+    allocator, blocks = tiled(layout)
+    order = list(blocks.values())
+    rng.shuffle(order)
+    found = list(windows(4 * GRAIN_BYTES, order, allocator.spans()))
+    first = allocator.window(4 * GRAIN_BYTES, order)
+    assert first is not None
+    assert len(found) > 5
+    for block in (block for leaving in found for block in leaving):
+        allocator.free(block.extent)  # which fails for one that is named twice
+    assert all(allocator.allocate(4 * GRAIN_BYTES) for _ in found)
+    allocator.check_integrity()

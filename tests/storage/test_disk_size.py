@@ -2,16 +2,23 @@
 
 import random
 import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from kvredis.storage.allocator import GRAIN_BYTES, Allocator, Extent, windows
 from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.segment import HEADER_BYTES
+from kvredis.storage.disk_ledger import LOOK_RECORDS_MAX
+from kvredis.storage.segment import HEADER_BYTES, Record
 
 from .small_disk import KIB, SEGMENT_BYTES, content, got, keys, put, small_disk
 
 MIB = 1024 * KIB
+TWO_GRAINS = 2 * GRAIN_BYTES - HEADER_BYTES
+"""A block that lies in as much room as two of the shortest."""
 
 
 def test_threads_that_find_no_room_at_the_same_moment_share_the_segment_that_one_of_them_begins(
@@ -41,6 +48,67 @@ def test_a_disk_that_is_written_three_times_over_never_takes_more_than_its_limit
             assert taken_bytes(tmp_path) <= limit_bytes + chunk_bytes
         assert disk.stats.evicted > 0
     assert taken_bytes(tmp_path) > limit_bytes // 2
+
+
+@pytest.fixture
+def full_of_short_ones(tmp_path: Path) -> Iterator[DiskTier]:
+    """2048 records of a grain each, of which every second one is cold: no two of those lie side by side."""
+    with closing(DiskTier.open(DiskOptions(tmp_path, 8 * MIB, direct=False))) as disk:
+        for number in range(8 * MIB // GRAIN_BYTES):
+            assert put(disk, b"%d" % number, b"x")
+        for record in list(disk.records())[1::2]:
+            disk.touch(record)
+        yield disk
+
+
+def test_under_the_lock_room_is_looked_for_among_the_coldest_only(
+    full_of_short_ones: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, looks = full_of_short_ones, [0]
+    window = Allocator.window
+
+    def counted(self: Allocator, length: int, victims: Iterable[Record]) -> tuple[Extent, list[Record]] | None:
+        looks.append(0)
+
+        def counting() -> Iterator[Record]:
+            for record in victims:
+                looks[-1] += 1
+                yield record
+
+        return window(self, length, counting())
+
+    monkeypatch.setattr(Allocator, "window", counted)
+    extent, left = disk.place(TWO_GRAINS)
+    assert extent is not None
+    assert [record.key for record in left] == [b"%d" % number for number in range(32)], "for 16 such blocks"
+    assert max(looks) == LOOK_RECORDS_MAX, "the event loop waits for that lock"
+    disk.check_integrity()
+
+
+def test_what_is_read_or_leaves_while_room_is_looked_for_far_off_makes_none(
+    full_of_short_ones: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = full_of_short_ones
+    found: list[Record] = []
+
+    def interrupted(length: int, victims: Iterable[Record], holes: Iterable[tuple[int, int]]) -> Iterator[list[Record]]:
+        for run in windows(length, victims, holes):
+            found.extend(run)
+            if len(found) == 2:
+                assert disk.forget(run[0].key, 0)
+                run[1].readers += 1
+            yield run
+
+    monkeypatch.setattr("kvredis.storage.disk.windows", interrupted)
+    extent, left = disk.place(TWO_GRAINS)
+    assert extent is not None
+    assert left == found[2:]
+    found[1].readers -= 1
+    disk.check_integrity()
+    disk.abandon(extent)
+    for record in disk.records():
+        record.readers += 1
+    assert disk.place(8 * MIB - HEADER_BYTES) == (None, []), "nobody may leave"
 
 
 def test_a_tier_whose_directory_was_moved_begins_no_segment_in_that_of_another(tmp_path: Path) -> None:
