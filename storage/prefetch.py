@@ -317,5 +317,11 @@ class PrefetchJobs(Generic[T]):
             overdue = [job for job in self._jobs.values() if job.deadline_s is not None and job.deadline_s <= now_s]
         return sum(job.cancel() for job in overdue)
 
+    @property
+    def under_way(self) -> int:
+        """How many of them are not finished."""
+        with self._lock:
+            return sum(not job.is_finished for job in self._jobs.values())
+
     def __len__(self) -> int:
         return len(self._jobs)

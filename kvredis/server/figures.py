@@ -314,6 +314,11 @@ def _queues(seen: Seen) -> Values:
     return {name: jobs[priority].queued for name, priority in names.items()}
 
 
+def _prefetches(seen: Seen) -> Values:
+    tiering = seen.server.store.tiering
+    return {} if tiering is None else {"": tiering.jobs.under_way}
+
+
 def _promoted(seen: Seen) -> Values:
     tier = seen.tier
     if not tier:
@@ -338,7 +343,7 @@ DISK: Final = (
              Kind.COUNTER),
     _of_disk("disk_evictions", "evicted", "Blocks that left the disk for want of room.", Kind.COUNTER),
     Figure("disk_queue_jobs", Kind.GAUGE, "Jobs that wait for a thread of the disk.", _queues, "queue"),
-    _of_disk("prefetch_jobs", "prefetch_jobs", "Prefetches that are not over."),
+    Figure("prefetch_jobs", Kind.GAUGE, "Prefetches that are not over.", _prefetches),
     Figure("unsaved_blocks", Kind.GAUGE, "Blocks that are in memory alone.", _unsaved),
     _of_tier("spilled_blocks", "spilled", "Blocks written to disk."),
     _of_tier("spilled_bytes", "spilled_bytes", "Of those."),

@@ -153,6 +153,24 @@ def test_two_gib_are_asked_for_and_answered_without_a_look_at_the_disk(tmp_path:
     run_on("uvloop", story())
 
 
+def test_jobs_that_are_over_can_be_asked_for_and_are_no_prefetches_under_way(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with TieredServer(tmp_path) as live:
+            live.put_away("a")
+            client = await live.connect()
+            live.hold()
+            number = await begin(client, "a")
+            await begin(client, "nowhere")
+            told = await info(client)
+            assert (told["prefetch_jobs"], told["disk_prefetch_jobs"]) == ("1", "2")
+            live.let_go()
+            assert await ask(client, "KV.JOB", number, "WAIT", "0") == job("done", queued=1, done=1)
+            told = await info(client)
+            assert (told["prefetch_jobs"], told["disk_prefetch_jobs"]) == ("0", "2")
+
+    run_on(loop, story())
+
+
 def test_what_memory_cannot_hold_at_once_has_no_room_from_the_start(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with TieredServer(tmp_path) as live:
