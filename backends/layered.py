@@ -99,6 +99,8 @@ class LayeredBackend:
 
     def match(self, keys: Sequence[bytes]) -> int:
         """As Backend.match: the server is asked once, for what is not near. What of the run it lacks is sent again."""
+        if not self.near.home.is_here():
+            return 0
         find = self.near.store.find
         away = [key for key in keys if find(key) is None]
         if self.asks_far and len(away) < len(keys):
@@ -134,6 +136,8 @@ class LayeredBackend:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete; waits until none of `keys` is on its way to the server."""
+        if not self.near.home.is_here():
+            return 0
         find = self.near.store.find
         near = [key for key in keys if find(key) is not None]
         if near:
@@ -224,7 +228,7 @@ class LayeredBackend:
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
         """As Backend.prefetch: from near's disk and from far into near memory. Refused where memory keeps nothing."""
-        if not self.near.keep:
+        if not self.near.keep or not self.near.home.is_here():
             return self.near.prefetch(keys)
         find = self.near.store.find
         away = {key for key in keys if find(key) is None}

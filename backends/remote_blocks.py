@@ -73,12 +73,16 @@ class RemoteBlocks:
 
         What is on its way counts as present, and nobody waits for it: `load` gives it from here.
         """
+        if not self._home.is_here():
+            return 0
         asked = self._outbox.without(keys)
         run = self._leading_run(asked)
         return keys.index(asked[run]) if run < len(asked) else len(keys)
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         """As Backend.present: pipelined EXISTS; what is on its way counts as present."""
+        if not self._home.is_here():
+            return [False] * len(keys)
         asked = self._outbox.without(keys)
         self._routes.await_first()
         found = dict(zip(asked, self._exist(asked), strict=True))
@@ -92,20 +96,27 @@ class RemoteBlocks:
 
     def touch(self, keys: Sequence[bytes]) -> int:
         """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
+        if not self._home.is_here():
+            return 0
         queued = self._outbox.touch(keys, self._touches(keys))
         return self._sum(b"TOUCH", keys) if queued is None else queued
 
     def touch_later(self, keys: Sequence[bytes]) -> None:
         """As touch, but nobody waits for it, and nothing is counted; one too many of them is dropped."""
-        self._outbox.touch(keys, self._touches(keys), always=True)
+        if self._home.is_here():
+            self._outbox.touch(keys, self._touches(keys), always=True)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete; waits until none of `keys` is on its way."""
+        if not self._home.is_here():
+            return 0
         self._outbox.wait_for(keys)
         return self._sum(b"UNLINK", keys)
 
     def delete_prefix(self, prefix: bytes) -> int:
         """As Backend.delete_prefix: SCAN on every server, and the others are asked though one has not answered."""
+        if not self._home.is_here():
+            raise BackendError("a forked process deletes nothing by way of its parent's connections")
         self._routes.await_first()
         pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"*"
         count, failed = 0, list[Reply]()
@@ -132,6 +143,9 @@ class RemoteBlocks:
     def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:
         """As Backend.prefetch; a server that does not know KV.PREFETCH or PREFETCH has queued nothing."""
         prefetch = RemotePrefetch(self._timeout_s / 2)
+        if not self._home.is_here():
+            prefetch.missing = len(keys)
+            return prefetch
         away = self._outbox.without(keys)
         prefetch.resident = len(keys) - len(away)
         self._routes.await_first()
@@ -144,6 +158,8 @@ class RemoteBlocks:
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         """As Backend.tiers_of: what is on its way is here still; a server may have the others on a disk of its own."""
+        if not self._home.is_here():
+            return ["remote"] * len(keys)
         away = set(self._outbox.without(keys))
         return ["remote" if key in away else "memory" for key in keys]
 
@@ -243,6 +259,8 @@ class RemoteBlocks:
 
     def room(self, length: int, at_least: int = 1) -> int:
         """As Backend.room, of what is taken without waiting; 0 while all servers are lost."""
+        if not self._home.is_here():
+            return 0
         room = 0 if all(node.link.waiting for node in self._routes.nodes()) else self._outbox.room(length)
         return room if room >= at_least else 0
 
@@ -256,7 +274,7 @@ class RemoteBlocks:
 
     def flush(self) -> int:
         """As Backend.flush; those that were dropped since they were committed count too."""
-        return self._outbox.flush()
+        return self._outbox.flush() if self._home.is_here() else 0
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

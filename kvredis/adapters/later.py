@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from kvredis.backends.forks import Home
 from kvredis.storage.time_slices import take_long_slices
 
 from .keys import ChunkKey
@@ -128,11 +129,16 @@ class Behind(Generic[Job]):
         self._under_way: Job | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._home = Home()  # a fork has the queue, and no thread that works it off
 
     def add(self, job: Job) -> bool:
         """Queue it; False, and it is done with what the caller has, when there is no room for it. What nobody wants any
         more takes none."""
         unwanted: list[Job] = []
+        if not self._home.is_here():
+            job.refused = True
+            job.end(job.tokens)
+            return False
         with self._changed:
             if len(self._queue) >= self._jobs_max:
                 unwanted = [waiting for waiting in self._queue if waiting.cancelled]
@@ -150,6 +156,8 @@ class Behind(Generic[Job]):
 
     def settle(self) -> None:
         """Wait until all that was added before is done."""
+        if not self._home.is_here():
+            return
         with self._changed:
             last = self._queue[-1] if self._queue else self._under_way
         if last is not None:
@@ -163,6 +171,8 @@ class Behind(Generic[Job]):
 
     def close(self) -> None:
         """Give up what waits, end what is under way behind its block, and wait for that."""
+        if not self._home.is_here():
+            return
         with self._changed:
             self._closed = True
             for job in (*self._queue, self._under_way):

@@ -1,5 +1,6 @@
 """Stores in the background: in order, bounded, whole after a flush, and without a byte that was written too late."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -123,6 +124,23 @@ def test_nothing_to_store_is_done_at_once(backend: GatedBackend) -> None:
     with CacheEngine(Config(chunk_size=CHUNK), LAYOUT, backend) as engine:
         save = engine.store_later(TOKENS[:3], [])
         assert (save.done, save.refused, engine.stats.refused_saves) == (True, False, 0)
+
+
+def test_a_forked_process_is_refused_at_once_and_waits_for_no_store_of_the_other(
+    engine: CacheEngine, backend: GatedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = engine.store_later(TOKENS, kv_of())
+    assert backend.asking.wait(WAIT_S)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        another, load = engine.store_later(TOKENS, kv_of()), engine.retrieve_later(TOKENS, kv_of())
+        assert (another.done, another.refused, another.tokens) == (load.done, load.refused, load.tokens)
+        assert (load.done, load.refused, load.tokens) == (True, True, 0)
+        assert engine.flush() == 0
+    assert not save.done
+    backend.gate.release(8)
+    assert save.wait(WAIT_S)
+    assert save.tokens == len(TOKENS)
 
 
 def test_the_callers_mistake_raises_where_it_was_made(engine: CacheEngine) -> None:

@@ -15,7 +15,8 @@ from kvredis.storage.errors import BackendError
 from .conftest import Connect, small_store
 from .fake_server import FakeServer, Shelf
 from .layered_pair import open_layered
-from .verbs import content, keys_of, loaded, put_through
+from .nodes import wait_until
+from .verbs import content, keys_of, loaded, put, put_through
 
 LENGTH = 20_000
 
@@ -59,6 +60,27 @@ def test_a_forked_process_finds_loads_and_stores_nothing_and_the_other_goes_on(
     }
     assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
     assert put_through(backend, b"another", content(b"another", LENGTH))
+
+
+@pytest.mark.parametrize("backend", ["remote", "layered"], indirect=True)
+def test_a_forked_process_waits_for_nothing_that_was_on_its_way_and_does_not_see_it(
+    backend: Backend, fake: FakeServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, length = b"late", LENGTH
+    assert put(backend, late, content(late, length))
+    wait_until(lambda: len(fake.named(b"SET")) == 1, "the value is with a server that does not take it")
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        assert backend.match([late]) == 0
+        assert backend.present([late]) == [False]
+        assert backend.tiers_of([b"another", late])[0] == "remote"
+        assert backend.room(length) == 0 or backend.reserve(b"another", length) is None
+        assert (backend.touch([late]), backend.delete([late]), backend.flush()) == (0, 0, 0)
+        assert loaded(backend, [late]) == [None]
+    assert not shelf.open.is_set()
+    shelf.open.set()
+    assert backend.flush() == 0
+    assert shelf.values[late] == content(late, length)
 
 
 def test_a_forked_process_neither_ends_the_leases_nor_the_connection_of_the_other(
