@@ -114,7 +114,8 @@ class Prefetch(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until it is finished, at most so long; say whether it is."""
+        """Block until it is finished, at most so long; say whether it is, as far as a server has told. Opening a
+        connection to one, where that is needed first, has a bound of its own."""
         ...
 
     def cancel(self) -> None:

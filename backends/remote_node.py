@@ -6,6 +6,7 @@ finding out costs a timeout each; so all go at once, and the server is lost once
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -228,15 +229,27 @@ class Node:
             replies.append(reply)
         return replies
 
-    def ask_aside(self, *args: bytes) -> Reply:
-        """Send one command whose answer may take its time, on a connection of its own; None: nobody answers."""
+    def ask_aside(self, *args: bytes, within_s: float = math.inf) -> Reply:
+        """Send one command whose answer may take its time, on a connection of its own; None: nobody answers.
+
+        Raises TimeoutError when the server has not answered `within_s`, where that is less than the usual time: it is
+        not lost for that.
+        """
         lent = self.borrow(1)
+        until_s = time.monotonic() + within_s
         try:
-            return lent[0].call(*args) if lent else None
+            if not lent:
+                return None
+            lent[0].set_timeout(min(within_s, self.link.timeout_s))
+            reply = lent[0].call(*args)
+            lent[0].set_timeout(self.link.timeout_s)
+            return reply
         except BaseException as error:
             lent[0].close()  # an answer may be out
             if not isinstance(error, BackendError):
                 raise
+            if time.monotonic() >= until_s:
+                raise TimeoutError from error
             self.lose(lent[0], error)
             return None
         finally:

@@ -6,6 +6,7 @@ for it. A map is an array of names and values here, since we speak RESP2.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from typing import Final
@@ -15,6 +16,8 @@ from .remote_node import Node
 
 WAIT_SLICE_S: Final = 1.0
 """How long one KV.JOB WAIT takes at most, so that a server that answers late is not taken for one that hangs."""
+ANSWER_S: Final = 0.5
+"""How much longer than asked for a wait may take, as an answer has its way to come."""
 
 
 class RemotePrefetch:
@@ -54,22 +57,25 @@ class RemotePrefetch:
     def wait(self, timeout_s: float) -> bool:
         """As Prefetch.wait."""
         until_s = time.monotonic() + timeout_s
-        while not self._finish(max(until_s - time.monotonic(), 0.0)):
-            if time.monotonic() >= until_s:
-                return False
-        return True
+        with suppress(TimeoutError):  # a server that hangs, where one that is merely slow would still be asked
+            while not self._finish(left_s := max(until_s - time.monotonic(), 0.0), left_s + ANSWER_S):
+                if time.monotonic() >= until_s:
+                    return False
+            return True
+        return False
 
     def cancel(self) -> None:
         """As Prefetch.cancel."""
         for node, job in self._jobs:
             node.ask_aside(b"KV.JOB", job, b"CANCEL")
 
-    def _finish(self, timeout_s: float = 0.0) -> bool:
-        """Cross off the jobs that are over, waiting a slice of `timeout_s` for the first that is not."""
+    def _finish(self, timeout_s: float = 0.0, answer_s: float = math.inf) -> bool:
+        """Cross off the jobs that are over, waiting a slice of `timeout_s` for the first that is not. TimeoutError when
+        a server does not answer within `answer_s`."""
         wait_ms = int(min(timeout_s, self._slice_s) * 1000)
         wait = (b"WAIT", b"%d" % wait_ms) if wait_ms else ()
         for node, job in tuple(self._jobs):
-            status = read_map(node.ask_aside(b"KV.JOB", job, *wait)).get("status")
+            status = read_map(node.ask_aside(b"KV.JOB", job, *wait, within_s=answer_s)).get("status")
             if status in (b"running", "running"):
                 return False
             with suppress(ValueError):  # another thread has asked as well

@@ -10,7 +10,7 @@ from kvredis.backends.remote_blocks import QUESTION_KEYS
 from kvredis.backends.remote_prefetch import RemotePrefetch
 
 from .conftest import Connect, ServerProcess, StartServer
-from .fake_server import Answer, FakeServer, Leave, polite
+from .fake_server import Answer, FakeServer, Leave, Said, polite
 from .verbs import content, keys_of, loaded, put_through
 
 WAIT_S = 20
@@ -161,6 +161,25 @@ def test_a_wait_asks_in_slices_until_its_time_is_up_and_goes_on_later(fake: Fake
     assert all(wait[:2] == [b"17", b"WAIT"] and 0 < int(wait[2]) <= 50 for wait in waits if len(wait) > 1)
     fake.answer = answers(KV_JOB=map_of(status=b"done"))
     assert prefetch.wait(WAIT_S)
+
+
+def test_a_wait_does_not_outlast_its_time_where_a_server_hangs_and_asks_it_again_later(
+    fake: FakeServer, connect: Connect
+) -> None:
+    goes_on = threading.Event()
+
+    def hung(args: list[bytes]) -> Said:
+        if args[0] == b"KV.JOB":
+            goes_on.wait(WAIT_S)
+        return answers(KV_PREFETCH=STARTED, KV_JOB=map_of(status=b"done"))(args)
+
+    fake.answer = hung
+    backend = connect(fake.url, timeout_s=2 * WAIT_S)
+    prefetch = backend.prefetch(keys_of(10))
+    assert not prefetch.wait(0.05)
+    goes_on.set()
+    assert prefetch.wait(WAIT_S)
+    assert backend.stats()["losses"] == 0
 
 
 def test_a_job_that_the_server_has_forgotten_is_finished(fake: FakeServer, connect: Connect) -> None:
