@@ -148,6 +148,26 @@ class RealFile:
             self._fd = -1
 
 
+class Lock(RealFile):
+    """A file that this process has locked.
+
+    WHY it is unlocked before it is closed: a process that was forked meanwhile has the descriptor too, and by that the
+    lock would stay taken for as long as that one lives. It is not that one's to give back.
+    """
+
+    __slots__ = ("_pid",)
+
+    def __init__(self, fd: int, path: Path) -> None:
+        super().__init__(fd, path)
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """As File."""
+        if self._fd >= 0 and os.getpid() == self._pid:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        super().close()
+
+
 class RealFiles:
     """The operating system's own."""
 
@@ -167,7 +187,7 @@ class RealFiles:
         except OSError:
             os.close(fd)
             raise
-        return RealFile(fd, path)
+        return Lock(fd, path)
 
     def make_directory(self, path: Path) -> None:
         """As Files."""

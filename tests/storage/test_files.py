@@ -37,3 +37,32 @@ def test_a_file_that_is_made_and_refused_is_taken_away_again(tmp_path: Path, mon
     monkeypatch.setattr(RealFiles, "open", refuse)
     assert "refuses O_DIRECT" in str(RealFiles().direct_obstacle(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def descriptors_of(path: Path) -> list[int]:
+    """The descriptors of this process that lead to a file."""
+    return [int(each.name) for each in Path("/proc/self/fd").iterdir() if os.path.realpath(each) == str(path)]
+
+
+def test_a_lock_is_free_when_it_is_closed_although_a_fork_still_has_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    parents = RealFiles().lock(path)
+    assert parents is not None
+    (descriptor,) = descriptors_of(path)
+    forked = RealFile(os.dup(descriptor), path)  # what a child has: another number of the same open file
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        parents.close()
+    assert RealFiles().lock(path) is None, "a child gives nothing back"
+    forked.close()
+    parents = RealFiles().lock(path)
+    assert parents is not None
+    (descriptor,) = descriptors_of(path)
+    forked = RealFile(os.dup(descriptor), path)
+    parents.close()
+    again = RealFiles().lock(path)
+    assert again is not None
+    again.close()
+    forked.close()
