@@ -34,7 +34,10 @@ Allocate = Callable[[int], memoryview | None]
 JOIN_BYTES_MAX: Final = 4 * 1024
 """Arguments up to this are copied into the command's header; longer ones are lent to the kernel."""
 BULK_BYTES_MAX: Final = 512 * 1024 * 1024
-"""A longer bulk string breaks the protocol (Redis' proto-max-bulk-len)."""
+"""A longer bulk string for which memory is taken here breaks the protocol (Redis' proto-max-bulk-len)."""
+BODY_BYTES_MAX: Final = 10**10 - 1
+"""The same of one that comes into lent memory. Servers may be told to take more than Redis does; who lends the memory
+bounds what is kept, and the time what is dropped."""
 ARRAY_ITEMS_MAX: Final = 1024 * 1024
 OPTIONAL: Final = (b"HELLO", b"KV.SPLICE")
 """Greetings that may fail: Redis 5 does not know the one, and nobody but kvredis the other."""
@@ -164,7 +167,7 @@ class Connection(Wire):
         line = self.line()
         if line[:1] != b"$":
             return self._error(line, "a bulk string")
-        length = self._count(line, BULK_BYTES_MAX)
+        length = self._count(line, BODY_BYTES_MAX)
         if length is None:
             return None
         try:

@@ -209,6 +209,16 @@ def test_random_bytes_never_do_more_than_end_the_connection(make_pair: MakePair,
             assert not connection.usable
 
 
+def test_room_is_asked_for_a_body_that_is_longer_than_redis_takes_unless_it_is_told_to(pair: Pair) -> None:
+    connection, peer = pair
+    peer.sendall(b"$%d\r\n" % (BULK_BYTES_MAX + 1))
+    peer.shutdown(socket.SHUT_WR)
+    asked: list[int] = []
+    with pytest.raises(BackendError, match="closed by the server"):
+        connection.read_bulk_into(asked.append)
+    assert asked == [BULK_BYTES_MAX + 1]
+
+
 def test_lent_memory_of_the_wrong_size_is_the_callers_mistake_and_ends_the_connection(pair: Pair) -> None:
     connection, peer = pair
     peer.sendall(b"$3\r\nabc\r\n")
