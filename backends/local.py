@@ -16,6 +16,7 @@ from kvredis.storage.tiering import Tiering
 
 from . import base
 from .endings import Endings
+from .fitting import Fitting
 from .forks import Home
 from .local_reading import ROOM_LOOK_S, ReadAhead, Waits
 
@@ -38,6 +39,7 @@ class LocalBackend:
         self._counting = threading.Lock()
         self.home = Home()
         self._endings = Endings()
+        self._fitting = Fitting(store.arena)
         self._counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._held = False  # by readers, all that could leave: then no disk makes room
         self._waited_s = 0.0  # for room, less what has been made up for until `_waited_at_s`
@@ -65,6 +67,7 @@ class LocalBackend:
         if not self.home.is_here():
             return None
         self._endings.catch_up()
+        self._fitting.look_at(length)
         tiering = self.store.tiering
         if tiering is not None and extent_length(length) <= self.store.arena.nbytes:
             return self._reserve_over_disk(tiering, key, length)

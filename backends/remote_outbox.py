@@ -21,6 +21,7 @@ from typing import Final
 
 from kvredis.storage.arena import Arena
 
+from .fitting import Fitting
 from .lanes import Touch
 from .remote_holds import RemoteLease, RemoteReservation, Staging
 from .remote_node import Node
@@ -49,6 +50,7 @@ class Outbox:
         self._routes = routes
         self._staging = staging
         self._keep = keep
+        self._fitting = Fitting(staging.arena)
         self._bytes_max = staging.arena.nbytes // QUEUE_PART
         self.changed = threading.Condition()  # its lock is reentrant: a collected generator may end a hold anywhere
         self._bytes = 0  # reserved, queued or unanswered
@@ -73,6 +75,7 @@ class Outbox:
 
     def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
         """Get room for a value; None, counted as dropped, when the queue or the memory is full or its server lost."""
+        self._fitting.look_at(length)
         node = self._routes().owner(key)
         with self.changed:
             taken = not node.link.waiting and self.room(length) > 0
