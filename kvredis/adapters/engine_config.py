@@ -60,6 +60,14 @@ def for_device(config: Config, device: str) -> Config:
     return replace(config, page_lock=True, prefault=threads)
 
 
+def of_rank(config: Config, rank: int, ranks: int) -> Config:
+    """The configuration of one of several ranks that are told the same: a directory of its own below local_disk, of
+    max_local_disk_size as LMCache's workers have it, since a disk tier is one process'."""
+    if ranks < 2 or config.local_disk is None:
+        return config
+    return replace(config, local_disk=os.path.join(config.local_disk, f"rank-{rank}"))
+
+
 def _url(arguments: Mapping[str, Any], source: str) -> str | None:
     url, host, port = (arguments.get(name) for name in _ADDRESS)
     if url is not None:

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvredis.backends.opening import open_backend
 from kvredis.storage.errors import BackendError
 
-from .engine_config import config_from
+from .engine_config import config_from, of_rank
 from .page_store import Page, PageStore
 from .sglang_pools import FlatPages, PoolPages, is_logical, pool_facts
 
@@ -54,7 +54,11 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         extra = dict(storage_config.extra_config or {})
         arguments = {name: value for name, value in extra.items() if name not in OWN_ARGUMENTS}
         namespace = str(arguments.pop("namespace", ""))
-        config = config_from(arguments, SOURCE)
+        rank, ranks = 0, 1
+        for name in ("pp", "tp"):
+            size = getattr(storage_config, f"{name}_size", 1)
+            rank, ranks = rank * size + getattr(storage_config, f"{name}_rank", 0), ranks * size
+        config = of_rank(config_from(arguments, SOURCE), rank, ranks)
         self._store = PageStore(open_backend(config), verify=config.verify_blocks)
         self._is_v1 = bool(extra.get("interface_v1"))
         self._config = storage_config

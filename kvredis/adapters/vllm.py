@@ -28,7 +28,7 @@ from kvredis.backends.layered import LayeredBackend
 from kvredis.storage.errors import ConfigError
 
 from .engine import AUTO
-from .engine_config import for_device
+from .engine_config import for_device, of_rank
 from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results, delete_prefixes
@@ -65,6 +65,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         config = configured(transfer.kv_connector_extra_config or {}, questions_only=is_scheduler and is_apart)
         if not (is_scheduler and is_apart):
             config = for_device(config, str(vllm_config.device_config.device_type))
+            config = of_rank(config, _rank() if is_apart else 0, int(parallel.tensor_parallel_size))
         if is_apart and config.remote_url is None:
             text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvredis.adapters.engine_config import for_device
+from kvredis.adapters.engine_config import for_device, of_rank
 from kvredis.backends.config import Config
 
 
@@ -30,3 +30,11 @@ def test_what_was_said_of_page_locking_holds_beside_a_gpu(said: str) -> None:
 
 def test_as_many_threads_as_were_asked_for_touch_the_memory() -> None:
     assert for_device(Config.load(env={"KVREDIS_PREFAULT": "3"}), "cuda").prefault == 3
+
+
+def test_each_of_several_ranks_has_a_directory_of_its_own_below_the_disk_that_all_are_told_of(plain: Config) -> None:
+    told = Config.load(env={"LMCACHE_LOCAL_DISK": "file:///nvme/kv/", "LMCACHE_MAX_LOCAL_DISK_SIZE": "1"})
+    assert [of_rank(told, rank, 2).local_disk for rank in range(2)] == ["/nvme/kv/rank-0", "/nvme/kv/rank-1"]
+    assert of_rank(told, 1, 2).max_local_disk_size == told.max_local_disk_size
+    assert of_rank(told, 0, 1) is told
+    assert of_rank(plain, 1, 2) is plain

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from enum import Enum
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -68,12 +69,14 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(f"kvredis.adapters.{name}", None)
 
 
-def opened(door: Any, role: str, spec: object, ranks: int = 2, **extra: object) -> Any:
+def opened(door: Any, role: str, spec: object, ranks: int = 2, *, name: str = "", **extra: object) -> Any:
     """One half of an engine of so many ranks, before a server that is not there."""
     told = engine(parallel={"tensor_parallel_size": ranks, "world_size": ranks, "distributed_executor_backend": None})
     told.device_config = SimpleNamespace(device_type="cpu")
     extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
-    told.kv_transfer_config = SimpleNamespace(kv_role="kv_both", engine_id=role, kv_connector_extra_config=extra)
+    told.kv_transfer_config = SimpleNamespace(
+        kv_role="kv_both", engine_id=name or role, kv_connector_extra_config=extra
+    )
     caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec)], num_blocks=40)
     return door.KVRedisConnector(told, Role[role], caches)
 
@@ -104,6 +107,20 @@ def test_workers_elsewhere_look_on_the_server_too_and_hear_of_new_weights_with_t
     step = scheduler._scheduling.step()
     assert step.forget == {key_prefix(scheduler._groups[0].layout).partition(b"{")[0]}
     for half in (worker, alone, scheduler):
+        half.shutdown()
+
+
+def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(
+    door: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk: dict[str, Any] = {"local_disk": str(tmp_path), "max_local_disk_size": "32MB"}
+    workers = []
+    for rank in range(2):
+        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        workers.append(opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}", **disk))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), **disk)
+    for half in (*workers, scheduler):
         half.shutdown()
 
 

@@ -241,6 +241,15 @@ def test_ranks_that_hold_the_same_latents_share_them(opened: Open, kvredis: Runn
     assert second("get", prompt=1, pages=5, way="v1") == {"come": [True] * 5, "equal": True}
 
 
+def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(opened: Open, tmp_path: Path) -> None:
+    extra = {"local_disk": str(tmp_path), "max_local_disk_size": "64MB", "max_local_cpu_size": "8MB"}
+    ranks = [opened(second=bool(rank), extra=extra, config={"tp_size": 2, "tp_rank": rank}) for rank in range(2)]
+    for worker in ranks:
+        worker("set", prompt=1, pages=5, way="v1")
+        assert worker("get", prompt=1, pages=5, way="v1") == {"come": [True] * 5, "equal": True}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+
+
 def test_a_hybrid_model_restores_what_all_of_its_pools_can(opened: Open, kvredis: RunningServer) -> None:
     sidecars = [("indexer", "mla"), ("swa", "mha")]
     one = opened(extra=lane(kvredis), sidecars=sidecars)
