@@ -195,9 +195,7 @@ class AttachedConnection(Connection):
         return not is_gone and self._sock is sock  # else its number may have been another's by then
 
     def close(self) -> None:
-        """Close the socket; a second call does nothing. Shut down first, so that the server knows of it even if a
-        process that was forked from this one has the socket too: what it then still does for us has no effect."""
-        self.interrupt()
+        """As Wire.close. What the server then still does for us has no effect."""
         super().close()
         self._arena = None
         side, self._side = self._side, None

@@ -20,6 +20,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from typing import Final
 
 from kvredis.storage.errors import BackendError
@@ -136,9 +137,13 @@ class Wire:
         return os.getpid() == self._pid
 
     def close(self) -> None:
-        """Close the socket; a second call does nothing."""
+        """Close the socket; a second call does nothing. Shut down first, so that the server knows of it even if a
+        process that was forked from this one has the socket too: it would hold for that one what it has for us."""
         sock, self._sock = self._sock, None
         if sock is not None:
+            if self.is_ours:
+                with suppress(OSError):  # the server has hung up
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)  # as in Connection.interrupt
             sock.close()
 
     def broken(self, what: str) -> BackendError:

@@ -9,6 +9,7 @@ import pytest
 
 from kvredis.backends.attached import AttachedConnection
 from kvredis.backends.base import Backend
+from kvredis.backends.connection import Connection
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import BackendError
 
@@ -99,3 +100,19 @@ def test_a_forked_process_neither_ends_the_leases_nor_the_connection_of_the_othe
         connection.end_lease(8192, LENGTH)
         connection.tell_ended()
         assert b"KV.RELEASE" in peer.recv(1000)
+
+
+def test_a_connection_ends_when_it_is_closed_although_a_forked_process_has_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, peer = socket.socketpair()
+    with peer, Connection(ours) as parents, Connection(ours.dup()) as childs, Connection(ours.dup()) as another:
+        peer.setblocking(False)
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            childs.close()
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        parents.close()
+        assert peer.recv(1) == b""
+        assert another.usable
