@@ -14,11 +14,15 @@ The header on disk vouches for a block's name, so a row that has turned to noise
 renamed since it was written the header knows another name; its row holds that one, under a checksum over both.
 """
 
+import ctypes
+import os
 import sqlite3
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -156,6 +160,24 @@ def _moved(key: bytes, space: int, to: int, alias: bytes | None) -> bytes | None
         return alias  # noise stays noise, and is found at the next start
 
 
+_opened: Final["weakref.WeakSet[DiskIndex]"] = weakref.WeakSet()
+
+
+@cache
+def _watch_forks() -> None:
+    """See to it, once, that a process that is forked from this one closes no connection, even where it ends.
+
+    WHY: one that is closed takes the log into the database and removes its file, as it has the lock to itself, or so
+    its memory has it. We would go on writing to a file without a name, and a kill would lose all of it.
+    """
+
+    def keep() -> None:
+        for index in _opened:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(index._connection))  # for ever: no end of it reaches SQLite
+
+    os.register_at_fork(after_in_child=keep)
+
+
 class DiskIndex:
     """The rows of one directory. Every method blocks; calls must not overlap (the tier's settling lock sees to it).
 
@@ -166,6 +188,8 @@ class DiskIndex:
         self._connection = connection
         self._files = files
         self._do = connection.execute
+        _opened.add(self)
+        _watch_forks()
 
     @classmethod
     def open(cls, directory: Path, files: Files) -> "DiskIndex":
