@@ -2,7 +2,7 @@
 
 WHY not then: a collection comes whenever something is allocated, also while its thread holds a lock of the store, of
 its disk or of a connection, and to end a load takes these. So what it holds is given back when the backend is asked
-for something next.
+for something next. Nor does it end in a process that was forked meanwhile: what it holds is the other's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import gc
 import threading
 from collections import deque
 from collections.abc import Callable
+
+from .forks import Home
 
 
 class _Here(threading.local):
@@ -31,6 +33,7 @@ class Endings:
 
     def __init__(self) -> None:
         self._put_off: deque[Callable[[], object]] = deque()
+        self._home = Home()
         if _note not in gc.callbacks:
             gc.callbacks.append(_note)
 
@@ -38,12 +41,12 @@ class Endings:
         """Call `ending`: now, or at the next `catch_up` if this thread collects garbage."""
         if _here.collects:
             self._put_off.append(ending)
-        else:
+        elif self._home.is_here():
             ending()
 
     def catch_up(self) -> None:
         """Call what was put off. At the beginning of what a backend is asked for, where its thread holds no lock."""
-        while self._put_off:
+        while self._put_off and self._home.is_here():
             try:
                 ending = self._put_off.popleft()
             except IndexError:  # another thread was quicker

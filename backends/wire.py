@@ -303,6 +303,8 @@ class Wire:
     def _open_socket(self) -> socket.socket:
         if self._sock is None:
             raise BackendError("the connection is closed")
+        if not self.is_ours:  # what is read here the other process would lack, and take the next reply for this one
+            raise self.broken("the connection is the process' that this one was forked from")
         return self._sock
 
 

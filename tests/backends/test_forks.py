@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -13,7 +15,7 @@ from kvredis.backends.connection import Connection
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import BackendError
 
-from .conftest import Connect, small_store
+from .conftest import EXIT_S, ROOT, Connect, ServerProcess, small_store
 from .fake_server import FakeServer, Shelf
 from .layered_pair import open_layered
 from .nodes import wait_until
@@ -116,3 +118,58 @@ def test_a_connection_ends_when_it_is_closed_although_a_forked_process_has_it_to
         parents.close()
         assert peer.recv(1) == b""
         assert another.usable
+
+
+def test_a_forked_process_reads_and_sends_nothing_on_the_other_s_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer = socket.socketpair()
+    with peer, Connection(ours) as parents, Connection(ours.dup()) as childs, Connection(ours.dup()) as another:
+        peer.setblocking(False)
+        peer.sendall(b"+first\r\n+second\r\n")
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(BackendError, match="forked"):
+                childs.read()
+            with pytest.raises(BackendError, match="forked"):
+                another.send([b"PING"])
+        with pytest.raises(BlockingIOError):
+            peer.recv(1)
+        assert [parents.read(), parents.read()] == ["first", "second"]
+
+
+PARENT = """
+import gc, os, sys
+from kvredis.backends.address import parse_url
+from kvredis.backends.remote import RemoteBackend
+from tests.backends.conftest import small_store
+from tests.backends.verbs import content, keys_of, put_through
+
+LENGTH = 100_000
+backend = RemoteBackend(parse_url(sys.argv[1]), small_store(), timeout_s=20)
+keys = keys_of(12)
+assert all(put_through(backend, key, content(key, LENGTH)) for key in keys)
+leases = backend.load(keys)
+came = [next(leases)]
+child = os.fork()
+if not child:
+    del leases
+    gc.collect()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+for lease in leases:
+    came.append(lease)
+print(sum(lease is not None and lease.view == content(key, LENGTH) for key, lease in zip(keys, came, strict=True)))
+for lease in came:
+    if lease is not None:
+        lease.release()
+backend.close()
+"""
+
+
+def test_a_load_under_way_brings_each_key_its_own_bytes_though_a_forked_process_has_dropped_it(
+    kvredis_server: ServerProcess,
+) -> None:
+    for url in (kvredis_server.tcp_url, kvredis_server.url, kvredis_server.url.replace("unix:", "kvredis:")):
+        told = subprocess.run(
+            [sys.executable, "-c", PARENT, url], cwd=ROOT, capture_output=True, text=True, timeout=EXIT_S
+        )
+        assert (told.returncode, told.stdout) == (0, "12\n"), told.stderr
