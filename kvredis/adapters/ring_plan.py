@@ -174,7 +174,7 @@ def plan(paged: PagedKV, parts: Sequence[Part]) -> Plan:
     """Check all parts as check_part does but for pages, at once, and give their plan. Raises LayoutError."""
     pages, memories, layers, rows = zip(*parts, strict=True) if parts else ((), (), (), ())
     page_counts = list(map(len, pages))
-    are_alike = not parts or (page_counts.count(page_counts[0]) == layers.count(layers[0]) == len(parts))
+    are_alike = all(column.count(column[0]) == len(parts) for column in (page_counts, layers) if column)
     is_layered = layers.count(None) != len(parts)
     width = paged.planes * len(paged.layers)
     units, first_layers = [count * width for count in page_counts], [0] * len(parts)

@@ -61,7 +61,7 @@ def test_tls_is_served_beside_the_plain_port(serve: Serve, papers: Papers, loop:
 def test_bad_tls_files_are_exit_2_and_name_key_value_and_line(
     serve: Serve, tmp_path: Path, papers: Papers, key: str, name: str, told: str
 ) -> None:
-    files = papers.options() | {"port": 0, key: papers.path(name)}
+    files = papers.options() | {"port": 0, "tls_port": "free", key: papers.path(name)}
     file = tmp_path / "kv.yaml"
     file.write_text("kvredis:\n" + "".join(f"  {each}: {value}\n" for each, value in sorted(files.items())))
     server = serve("--config-file", str(file), "--max-local-cpu-size", "16MB", "--hugepages", "off")
