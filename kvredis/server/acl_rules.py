@@ -64,8 +64,10 @@ class Pattern(NamedTuple):
 
     @property
     def key_rule(self) -> bytes:
-        """The rule that makes this pattern of keys."""
-        return {READ: b"%R~", WRITE: b"%W~"}.get(self.access, b"~") + self.text
+        """The rule that makes this pattern of keys; not ~*, behind which other patterns would be refused, while a user
+        who came to every key by way of %RW~* may have some."""
+        full = b"%RW~" if self.text == b"*" else b"~"
+        return {READ: b"%R~", WRITE: b"%W~"}.get(self.access, full) + self.text
 
 
 class Selector:

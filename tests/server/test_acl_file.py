@@ -8,7 +8,7 @@ import pytest
 from kvredis.server.acl import Acl
 from kvredis.server.acl_file import FILE_BYTES_MAX, PROBLEMS_MAX, AclFileError, read_users, write_users
 from kvredis.server.acl_rules import KEY_AFTER_ALL
-from kvredis.server.acl_users import BAD_HASH, User
+from kvredis.server.acl_users import BAD_HASH, User, merged
 from kvredis.server.families import load_families
 from kvredis.storage.errors import ConfigError
 
@@ -115,6 +115,17 @@ def test_what_is_saved_is_loaded_again_as_it_was(path: str) -> None:
     again = Acl(b"", path)
     again.load_at_start()
     assert [user.describe() for user in again.in_order()] == before
+
+
+@pytest.mark.parametrize("rules", [b"%RW~* ~b", b"~b %R~* %W~*", b"(+get %R~* %W~* ~b)"])
+def test_a_user_who_got_every_key_piece_by_piece_is_saved_so_that_it_loads(rules: bytes, tmp_path: Path) -> None:
+    path = str(tmp_path / "users.acl")
+    user = User(b"u")
+    user.apply_all(merged(rules.split(b" ")))
+    write_users(path, [user])
+    again = read_users(path)[b"u"]
+    assert again.describe() == user.describe()
+    assert [each.reads_all_keys for each in (again.root, *again.selectors)].count(True) == 1
 
 
 def test_saving_keeps_the_mode_and_the_link_and_leaves_nothing_behind(path: str, tmp_path: Path) -> None:

@@ -293,10 +293,10 @@ def test_reset_makes_a_user_new() -> None:
 
 PIECES = (
     "on", "off", "nopass", ">p", ">q", "#" + HASH, "resetpass", "skip-sanitize-payload", "sanitize-payload", "~a",
-    "~b*", "%R~a", "%W~a", "%RW~c", "~", "allkeys", "resetkeys", "&a", "&b*", "allchannels", "resetchannels", "+@all",
-    "-@all", "+get", "-get", "+GET", "+config|get", "-config|set", "+config", "-config", "+select|0", "+select|x",
-    "-select", "+@read", "-@read", "+@dangerous", "-@fast", "(~x +get)", "(%R~y &z -@all +@read -get)",
-    "(+@all ~* &*)", "()", "(+select|0", "~q", "+get)", "clearselectors",
+    "~b*", "%R~a", "%W~a", "%RW~c", "%RW~*", "%R~*", "%W~*", "~", "allkeys", "resetkeys", "&a", "&b*", "allchannels",
+    "resetchannels", "+@all", "-@all", "+get", "-get", "+GET", "+config|get", "-config|set", "+config", "-config",
+    "+select|0", "+select|x", "-select", "+@read", "-@read", "+@dangerous", "-@fast", "(~x +get)",
+    "(%R~y &z -@all +@read -get)", "(+@all ~* &*)", "()", "(+select|0", "~q", "+get)", "clearselectors",
 )  # fmt: skip
 
 
