@@ -99,9 +99,10 @@ def one_of(*names: str) -> Check:
 
 
 def seconds(text: str) -> str:
-    """A time in seconds, with or without a fraction."""
-    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) is None or not float(text):
-        raise ValueError("argument must be a number of seconds above 0")
+    """A time in seconds, with or without a fraction, at most a day: the configuration file takes no more, and CONFIG
+    REWRITE may write it there."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) is None or not 0 < float(text) <= 86_400:
+        raise ValueError("argument must be a number of seconds above 0, at most 86400")
     return f"{float(text):g}"
 
 

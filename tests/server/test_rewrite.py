@@ -154,3 +154,24 @@ def test_a_server_that_starts_from_what_was_written_is_what_the_first_one_was(tm
     assert {name: value_of(second, name) for name in live} == {name: value_of(first.server, name) for name in live}
     store.close()
     first.store.close()
+
+
+@pytest.mark.parametrize("number", ["0", "1", "86400", "86401", "600000", "999999999", str(2**31 - 1), str(2**63 - 1)])
+def test_whatever_number_is_taken_while_it_runs_is_taken_from_the_file_too(number: str, tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("max_local_cpu_size: 64MB\n")
+    session = session_of(file)
+    taken = [
+        name
+        for name, setting in SETTINGS.items()
+        if setting.effect is Effect.LIVE
+        and name != "maxclients"  # takes as many as the process may have files
+        and session.ask([b"CONFIG", b"SET", name.encode(), number.encode()]) == b"+OK\r\n"
+    ]
+    assert "requirepass" in taken
+    assert session.ask("CONFIG REWRITE") == b"+OK\r\n"
+    config = Config.load(file, {})
+    fields = [name for name in taken if name.replace("-", "_") in set(ServerOptions.__dataclass_fields__) & set(KEYS)]
+    said = {name: str(getattr(config, name.replace("-", "_"))).removesuffix(".0") for name in fields}
+    assert said == dict.fromkeys(fields, number)
+    session.store.close()
