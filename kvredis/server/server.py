@@ -38,6 +38,7 @@ from .request import ProtocolError, QueryBufferLimit
 from .reread import Reread
 from .session import Session
 from .settings import begin
+from .silence import Silence
 from .slowlog import SlowLog
 from .splicing import Splicing
 from .stats import ServerStats, Traffic
@@ -120,6 +121,7 @@ class Server:
         }
         """By class of client: hard limit, soft limit (bytes, 0 = none), seconds above the soft one."""
         self.idle_timeout_s = options.timeout
+        self._silence = Silence()
         self.body_timeout_s = options.body_timeout
         self.drain_s = DRAIN_S
         self.run_id = secrets.token_hex(20)
@@ -282,10 +284,9 @@ class Server:
             self.drain_journal(None)
 
     def _hang_up_idle(self) -> None:
-        """Close clients that have said nothing for `timeout` seconds and wait for nothing."""
-        oldest_s = self.now_s() - self.idle_timeout_s
-        for session in list(self.sessions.values()):
-            if session.last_command_s < oldest_s and session.may_be_idle:
+        """Close clients that have been silent for `timeout` seconds and wait for nothing."""
+        for session in self._silence.longer_than(self.idle_timeout_s, self.sessions.values(), self.now_s()):
+            if session.may_be_idle:
                 log.info("client %s closed: idle", session.addr)
                 session.close()
 

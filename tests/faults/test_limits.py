@@ -149,6 +149,39 @@ def test_an_idle_client_is_hung_up_on_and_a_listening_one_is_not(loop: str, tmp_
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+def test_who_is_slow_to_send_a_value_or_to_take_one_is_not_idle(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, timeout=300, body_timeout=1e6) as live:
+            sender, reader, silent, idle = [await live.connect() for _ in range(4)]
+            big, small = pattern(4 * MIB), pattern(MIB)
+            sent = request("SET", "small", small)
+            assert await idle.ask("SET", "big", big) == b"+OK\r\n"
+            await reader.send("GET", "big")
+            for client in (sender, silent):
+                await client.send_raw(sent[: MIB // 2])
+            receiving, replying = live.sessions()[:2]
+            await until(lambda: replying.unsent_bytes and sum(each.is_receiving for each in live.sessions()) == 2)
+            began_s, taken = live.server.now_s(), b""
+            for step in range(1, 5):
+                live.server.now_s = standing_at(began_s + 200 * step)
+                unsent, received = replying.unsent_bytes, receiving.input_bytes
+                while replying.unsent_bytes == unsent:
+                    taken += await reader.read(1024)
+                await sender.send_raw(sent[received : received + 1000])
+                while receiving.input_bytes == received:
+                    await asyncio.sleep(0)
+                live.server._hang_up_idle()
+            assert await last_words(idle) == b""
+            assert await last_words(silent) == b""
+            await sender.send_raw(sent[receiving.input_bytes :])
+            assert await sender.read_line() == b"+OK\r\n"
+            whole = b"$%d\r\n%b\r\n" % (len(big), big)
+            assert taken + await reader.read(len(whole) - len(taken)) == whole
+
+    run_on(loop, story())
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_value_that_stops_coming_is_given_up_and_a_slow_one_is_not(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, body_timeout=30.0) as live:
