@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from tests.compat.side_packages import packages
+from tests.compat.side_packages import COMPILED_ONCE, packages
 
 HERE = Path(__file__).parent / "lmcache"
 REQUIREMENTS = HERE / "requirements.txt"
@@ -40,7 +40,7 @@ class LMCacheProcess:
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "program.py")],
-                env=clean | ours | {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"},
+                env=clean | COMPILED_ONCE | ours | {"LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_TRACK_USAGE": "false"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.other_versions import ROOT, passed
-from tests.compat.side_packages import packages
+from tests.compat.side_packages import COMPILED_ONCE, packages
 
 VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"))
 TESTS = tuple(f"tests/adapters/test_transformers{kind}.py" for kind in ("", "_kinds", "_other", "_layout"))
@@ -24,7 +24,7 @@ WITHIN_S = 300
 def test_the_adapter_does_the_same_with_this_version(requirements: Path) -> None:
     site = packages(requirements, "transformers")
     path = os.pathsep.join((str(site), str(ROOT)))
-    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""} | COMPILED_ONCE
     found = subprocess.run(
         [sys.executable, "-c", "import transformers; print(transformers.__version__)"],
         env=os.environ | variables,

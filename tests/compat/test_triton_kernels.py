@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from tests.compat.engine_process import ROOT
-from tests.compat.side_packages import packages
+from tests.compat.side_packages import COMPILED_ONCE, packages
 from tests.compat.test_sglang import HERE
 
 PROGRAM = """
@@ -85,7 +85,8 @@ for jobs in ([plan(kv, parts)], [plans.at(layer) for layer in range(3)]):
 def run(program: str) -> list[str]:
     folders = [ROOT] if find_spec("triton") else [packages(HERE / "requirements.txt", "sglang"), ROOT]
     path = os.pathsep.join(map(str, folders))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    environment = os.environ | COMPILED_ONCE
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.compat.engine_process import ROOT, Answer, EngineProcess
-from tests.compat.side_packages import packages
+from tests.compat.side_packages import COMPILED_ONCE, packages
 
 HERE = Path(__file__).parent / "vllm"
 CONNECTOR = {
@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # models are tiny, and threads of two engines side by side would spin for each other
 }
 
 
@@ -42,7 +42,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     places = [folder, ROOT]
     if version := (os.environ | variables).get("VLLM_UNDER_TEST"):
         places.insert(0, packages(HERE / "versions" / f"{version}.txt", "vllm"))
-    return clean | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, places))} | variables
+    return clean | COMPILED_ONCE | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, places))} | variables
 
 
 def version_of(variables: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
 from kvredis.adapters.vllm_tier import KVRedisTier  # noqa: E402
-from tests.compat.vllm.program import YARN  # noqa: E402
+from tests.compat.vllm.program import YARN, uncollected  # noqa: E402
 
 MODELS = Path(sys.argv[1])
 CPU_BYTES = 64 << 20
@@ -95,19 +95,21 @@ class Engine:
             kv_connector_extra_config=extra,
         )
         self._region = Path(f"/dev/shm/vllm_offload_{engine_id}.mmap")
-        self.llm = LLM(
-            model=model_folder(kind),
-            skip_tokenizer_init=True,
-            dtype="bfloat16" if kind == "gemma3" else "float32",  # which computes the same with others beside it
-            attention_backend="CPU_MLA" if kind == "mla" else None,  # a processor's AMX would take one for bfloat16
-            enforce_eager=True,
-            max_model_len=2048,
-            block_size=16 if kind == "mla" else 32,
-            max_num_batched_tokens=2048,
-            max_num_seqs=4,
-            disable_log_stats=False,
-            kv_transfer_config=transfer,
-        )
+        with uncollected():
+            self.llm = LLM(
+                model=model_folder(kind),
+                skip_tokenizer_init=True,
+                dtype="bfloat16" if kind == "gemma3" else "float32",  # which computes the same with others beside it
+                attention_backend="CPU_MLA" if kind == "mla" else None,  # a processor's AMX would take one for bfloat16
+                enforce_eager=True,
+                max_model_len=2048,
+                block_size=16 if kind == "mla" else 32,
+                max_num_batched_tokens=2048,
+                max_num_seqs=4,
+                num_gpu_blocks_override=512,
+                disable_log_stats=False,
+                kv_transfer_config=transfer,
+            )
         self._region = next(Path("/dev/shm").glob(f"vllm_offload_{engine_id}*.mmap"), self._region)
         self.tier: Any = TIERS.pop()
 
@@ -135,7 +137,8 @@ class Engine:
     def close(self) -> dict[str, Any]:
         """End the engine and what it leaves in /dev/shm."""
         TIERS.clear()
-        self.llm.llm_engine.engine_core.shutdown()
+        with uncollected():
+            self.llm.llm_engine.engine_core.shutdown()
         self._region.unlink(missing_ok=True)
         return {"threads": [each.name for each in threading.enumerate() if "kvredis" in each.name]}
 
