@@ -49,7 +49,7 @@ FIGURES = {
     ),
     "long-prefill": Figure(300, "long-prefill --shape 7b --prompts 4 --outputs 2,16 --repeats 2"),
     "vllm": Figure(400, "vllm --arms none,offloading,lane,lane+layers --repeats 9"),
-    "vllm-tiers": Figure(200, "vllm --eager --arms none,offloading,memory,tcp --prompt-tokens 15400"),
+    "vllm-tiers": Figure(300, "vllm --arms none,offloading,memory,tcp --repeats 5"),
 }
 GRACE_S = 20
 """What an interrupted bench may take to end its servers and engines."""
