@@ -22,7 +22,6 @@ from .address import Address, ClusterAddress
 from .cluster_slots import SLOTS, SlotRange, by_slot, redirect_of, slot_of
 from .cluster_topology import Place, Topology
 from .link import Link
-from .remote import CONNECTIONS
 from .remote_blocks import RemoteBlocks
 from .remote_holds import Staging
 from .remote_node import Node
@@ -40,7 +39,7 @@ class ClusterBackend(RemoteBlocks):
         address: ClusterAddress,
         staging: Staging,
         *,
-        connections: int = CONNECTIONS,
+        connections: int | None = None,
         timeout_s: float = 10.0,
         connect_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,

@@ -26,7 +26,7 @@ from kvredis.storage.policy import POLICIES
 
 from . import values
 from .checks import ALLKEYS, check_all
-from .remote_url import CONNECTIONS_DEFAULT, connections_entry, merged_url
+from .remote_url import connections_entry, merged_url
 from .sources import FILE_VARIABLE, Found, Key
 from .sources import SECTION as SECTION
 from .values import Parser
@@ -168,6 +168,13 @@ class Config:
     body_timeout: float = _server(
         30.0, values.seconds, "SECONDS", "give up a value whose bytes have stopped coming for so long"
     )
+    io_threads: int | str = _server(
+        "auto",
+        values.whole_or("auto", 1, 128),
+        "N",
+        "threads that send large values when several clients read, the loop's own among them; auto = half of the "
+        "processors, 8 at most",
+    )
     # -- the server: the same-host lane
     lane: str = _server(
         "auto", values.choice("auto", "off"), "auto|off", "let clients of this host read blocks in the arena itself"
@@ -294,10 +301,11 @@ class Config:
         return None if self.remote_url is None else merged_url(self.remote_url, self.extra_config)[0]
 
     @property
-    def remote_connections(self) -> int:
-        """Return over how many connections payloads go: 2, or extra_config's resp_num_threads, valkey_num_workers."""
+    def remote_connections(self) -> int | None:
+        """Return over how many connections payloads go: extra_config's resp_num_threads, valkey_num_workers; None: as
+        many as the server is good for."""
         name = connections_entry(self.remote_url, self.extra_config)
-        return CONNECTIONS_DEFAULT if name is None else int(self.extra_config[name])
+        return None if name is None else int(self.extra_config[name])
 
     @property
     def connect_timeout_s(self) -> float | None:

@@ -59,7 +59,13 @@ class Connection(Wire):
     both sides end up waiting for the other to read.
     """
 
-    __slots__ = ()
+    __slots__ = ("io_threads",)
+
+    def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
+        """As Wire."""
+        super().__init__(sock, timeout_s)
+        self.io_threads = 1
+        """By how many threads the server sends, as it has told: HELLO's `io-threads`."""
 
     @classmethod
     def open(cls, address: Address | str, timeout_s: float = 10.0) -> Connection:
@@ -98,6 +104,8 @@ class Connection(Wire):
         for greeting in greetings:
             self.set_timeout(deadline_s - time.monotonic())
             reply = self.read()
+            if greeting[0] == b"HELLO" and isinstance(threads := read_map(reply).get("io-threads"), int):
+                self.io_threads = threads
             if isinstance(reply, BackendError):
                 refused = f"{address}: {bytes(greeting[0]).decode()} refused: {reply}"
                 if str(reply).startswith(FULL):

@@ -1,14 +1,13 @@
 """The backend of an engine whose blocks live on a server: kvredis, or any other that speaks Redis' protocol.
 
-Connections are opened when first needed: one for questions, up to `connections` for what is stored, and as many for
-each load under way, borrowed for as long as it lasts.
+Connections are opened when first needed: one for questions, up to `connections` for what is stored, and as many or more
+for each load under way, borrowed for as long as it lasts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
 
 from .address import Address, SentinelAddress
 from .link import Link
@@ -16,8 +15,6 @@ from .remote_blocks import RemoteBlocks
 from .remote_holds import Staging
 from .remote_node import Node
 from .remote_routes import OneServer
-
-CONNECTIONS: Final = 2
 
 
 class RemoteBackend(RemoteBlocks):
@@ -28,7 +25,7 @@ class RemoteBackend(RemoteBlocks):
         address: Address | SentinelAddress,
         staging: Staging,
         *,
-        connections: int = CONNECTIONS,
+        connections: int | None = None,
         timeout_s: float = 10.0,
         connect_timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,

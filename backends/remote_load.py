@@ -1,7 +1,8 @@
 """One load under way: bodies from one or several servers, each in the order of its own keys, handed out in the load's.
 
-Over a unix socket bodies come over several connections at once (remote_receiving.py), as long as they come so quickly
-that it is our own copying that takes the time, and there is room for all of them before they come.
+Over a unix socket, and from a server that sends by several threads, bodies come over several connections at once
+(remote_receiving.py), as long as they come so quickly that it is copying that takes the time, and there is room for all
+of them before they come.
 
 All waits of a load together are bounded (Patience). A server that lets the time pass without a body is lost; one that
 was merely too slow, or was given less time than usual, is not: what has not come from it is a miss, and nothing else.
@@ -9,7 +10,6 @@ was merely too slow, or was given less time than usual, is not: what has not com
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -71,15 +71,10 @@ class Patience:
         self.left_s -= time.monotonic() - self._began_s
 
 
-def is_enough_alone(connection: Connection) -> bool:
-    """Say whether more connections beside it would bring nothing sooner."""
-    return isinstance(connection, AttachedConnection) or connection.is_loopback
-
-
 class Stream:
     """The share of a load that one server has, striped over connections that it borrows from `node`."""
 
-    __slots__ = ("_keep", "_receivers", "_turn", "_was_fresh", "bodies", "coming", "keys", "lanes", "node", "pace_s")
+    __slots__ = ("_keep", "_receivers", "_turn", "_was_fresh", "bodies", "coming", "keys", "lanes", "node")
 
     def __init__(self, node: Node, *, keep: bool) -> None:
         self.node = node
@@ -89,8 +84,6 @@ class Stream:
         self.coming: deque[Body] = deque()
         """What is received next, or has been and is to be handed out."""
         self.bodies = 0
-        self.pace_s = math.inf
-        """How long a body took when some were received last."""
         self._keep = keep
         self._receivers: list[Receiver] = []
         self._turn = 0
@@ -106,15 +99,13 @@ class Stream:
         two have to hold."""
         return [is_silent, self._was_fresh, not self.bodies].count(True) >= 2
 
-    def open(self, keys: Sequence[bytes], lanes_max: int) -> None:
-        """Borrow connections and deal `keys` out over them; none when the server is lost. One is enough where it does
-        not carry the bodies, and over loopback: there the server's one thread is what takes the time, and to go from
-        socket to socket costs both ends 7-18 % more of their processors' time (2 MiB, 576 KiB; 4 connections)."""
+    def open(self, keys: Sequence[bytes]) -> None:
+        """Borrow connections and deal `keys` out over them; none when the server is lost."""
         self.keys.extend(keys)
         connections = self.node.borrow(1)
         try:
-            if lanes_max > 1 and connections and not is_enough_alone(connections[0]):
-                connections += self.node.borrow(lanes_max - 1)
+            if connections:
+                connections += self.node.borrow(min(self.node.lanes_beside(connections[0]), len(keys)) - 1)
         finally:
             for first, connection in enumerate(connections):
                 self.lanes.append(self._lane(connection, keys[first :: len(connections)]))
@@ -135,8 +126,8 @@ class Stream:
         """How many bodies, `most` at most, can be received together: there is a connection and a thread for each, or
         for up to `each` that have been asked for."""
         lanes = len(self.lanes)
-        if lanes < 2 or not self.lanes[0].connection.is_local:
-            return 1  # over TCP it is the server whose one thread takes the time, and more of ours only wake it up
+        if lanes < 2 or not (self.lanes[0].connection.is_local or self.lanes[0].connection.io_threads > 1):
+            return 1  # over TCP one thread of the server is what takes the time, and more of ours only wake it up
         most = min(most, len(self.keys), lanes * max(1, min(each, *(lane.asked for lane in self.lanes))))
         wanted = min(most, lanes) - 1
         if wanted > len(self._receivers):
@@ -162,7 +153,7 @@ class Stream:
             self._turn += 1
         else:
             self._receive_beside(tuple(self.coming))
-        self.pace_s = (time.monotonic() - began_s) / len(self.coming)
+        self.node.pace_s = (time.monotonic() - began_s) / len(self.coming)
 
     def _receive_beside(self, bodies: Sequence[Body]) -> None:
         count = len(self.lanes)
@@ -232,7 +223,7 @@ class Load:
         self._streams: dict[Node, Stream] = {}
         self._asides: dict[Node, Stream] = {}  # to where servers have sent us
         self._ahead = AHEAD_MIN
-        self._length = 0  # of the last body: most likely of the next as well
+        self._length = 0  # of the last body, of the load before at first: most likely of the next as well
 
     def begin(self, keys: Sequence[bytes]) -> None:
         """Ask for the first of `keys` at every server that has some."""
@@ -246,7 +237,8 @@ class Load:
                 self._streams[node] = Stream(node, keep=self._keep)
             self._turns.append(self._streams[node])
         for node, share in shares.items():
-            self._open(self._streams[node], share, min(node.connections, len(share)))
+            self._open(self._streams[node], share)
+            self._length = max(self._length, node.body_bytes)
 
     def take(self, key: bytes) -> base.Lease | None:
         """Receive the body of `key`, the next of those given to `begin`, from wherever it is now; None: a miss."""
@@ -260,7 +252,7 @@ class Load:
                 break
             if got.node not in self._asides:
                 self._asides[got.node] = Stream(got.node, keep=self._keep)
-                self._open(self._asides[got.node], (), 1)
+                self._open(self._asides[got.node], ())
             got = self._receive(self._asides[got.node], key, got)
         return None if isinstance(got, Hop) else got
 
@@ -274,13 +266,13 @@ class Load:
         with self._patience:
             stream.close(self._patience.left_s)
 
-    def _open(self, stream: Stream, keys: Sequence[bytes], lanes_max: int) -> None:
+    def _open(self, stream: Stream, keys: Sequence[bytes]) -> None:
         if self._patience.is_over:
             self.is_given_up = True
             return
         try:
             with self._patience:
-                stream.open(keys, lanes_max)
+                stream.open(keys)
                 stream.ask(self._ahead, self._patience)
         except BaseException as error:
             self._fail(stream, error, is_hung=True)
@@ -304,7 +296,7 @@ class Load:
         if not isinstance(got, int):
             return got  # the value where it lies, on the server
         assert body.room is not None
-        self._length = got
+        self._length = stream.node.body_bytes = got
         self._ahead = ahead_for(got, sum(len(each.lanes) for each in self._streams.values()))
         return RemoteLease(body.room.view, body.room.commit if self._keep else body.room.abort)
 
@@ -331,7 +323,7 @@ class Load:
         stream.coming.append(Body(key, self._rooms))
         at_once = 1
         if self._length >= TOGETHER_BYTES_MIN and stream.keys:
-            at_once = stream.at_once(self._together(stream.pace_s), TURN_BYTES // self._length)
+            at_once = stream.at_once(self._together(stream.node.pace_s), TURN_BYTES // self._length)
         if stream.keys:
             stream.keys.popleft()
         if at_once < 2 or not stream.coming[0].reserve_ahead(self._length):

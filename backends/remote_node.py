@@ -20,20 +20,29 @@ from .forks import Home
 from .link import RETRY_WAIT_S, WAIT_S_MIN, Link
 from .remote_receiving import Receiver
 
+CONNECTIONS_DEFAULT: Final = 2
+LANES_MAX: Final = 4
+"""What a load uses of a server with as many threads: 4 brought 7.5 to 11.9 GB/s, 8 9.1 to 14.8 (16 cores, TCP), and the
+engine needs processors too. `resp_num_threads` asks for more."""
 PIPELINE_MAX: Final = 256
 """Commands sent before their answers are read; these are short, so that neither side waits for the other to read."""
 
 
 class Node:
     """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and those
-    that are borrowed: up to `connections` for each load, and as many for what is stored. So many as both need stay open
-    when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to the server's memory
-    (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
+    that are borrowed: up to `connections` for what is stored, and those of a load (lanes_beside). As many as both need
+    stay open when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to the server's
+    memory (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
     """
 
-    def __init__(self, link: Link, connections: int) -> None:
+    def __init__(self, link: Link, connections: int | None = None) -> None:
+        """`connections` None leaves it to what the server is good for."""
         self.link = link
-        self.connections = connections
+        self.connections = connections or CONNECTIONS_DEFAULT
+        self.body_bytes, self.pace_s = 0, math.inf
+        """How long the last body of a load was, and how many seconds one took."""
+        self._is_asked_for = connections is not None
+        self._lanes_max = self.connections  # as many as a load has used
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
         self._came_back = threading.Condition(self._lock)
         self._home = Home()
@@ -127,6 +136,18 @@ class Node:
             raise
         return borrowed
 
+    def lanes_beside(self, connection: Connection) -> int:
+        """How many connections a load uses, `connection` being the first of them. That one is enough where it does not
+        carry the bodies, and over loopback to a server with one thread: that is what takes the time there, and to go
+        from socket to socket costs both ends 7-18 % more of their processors' time (2 MiB, 576 KiB; 4 connections)."""
+        if isinstance(connection, AttachedConnection):
+            return 1
+        if connection.io_threads > 1 and not connection.is_local and not self._is_asked_for:
+            lanes = max(self.connections, min(connection.io_threads, LANES_MAX))
+            self._lanes_max = max(self._lanes_max, lanes)
+            return lanes
+        return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
+
     def _one_comes_back(self) -> bool:
         with self._lock:
             return self._came_back.wait_for(lambda: bool(self._idle), RETRY_WAIT_S)
@@ -136,7 +157,7 @@ class Node:
         its leases would end with it."""
         for connection in connections:
             with self._lock:
-                spare = len(self._idle) >= 2 * self.connections and not connection.has_leases
+                spare = len(self._idle) >= self.connections + self._lanes_max and not connection.has_leases
                 keep = connection.usable and not self._closed and not spare
                 if keep:
                     self._idle.append(connection)
@@ -163,7 +184,7 @@ class Node:
         and again, ends when it is done with that."""
         for receiver in receivers:
             with self._lock:
-                spare = len(self._receivers) >= self.connections - 1
+                spare = len(self._receivers) >= self._lanes_max - 1
                 keep = not self._closed and not spare and not receiver.is_busy
                 if keep:
                     self._receivers.append(receiver)

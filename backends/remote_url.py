@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 from .address import SCHEMES
 
-CONNECTIONS_DEFAULT: Final = 2
 CONNECTION_ENTRIES: Final = ("resp_num_threads", "valkey_num_workers", "valkey_sync_num_workers")
 _RESP: Final = ("username", "password")
 _VALKEY: Final = ("valkey_username", "valkey_password", "valkey_database", "valkey_mode", "tls_enable")

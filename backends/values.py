@@ -130,9 +130,9 @@ def whole(low: int, high: int = 2**31 - 1) -> Parser:
     return parse
 
 
-def whole_or(word: str, low: int) -> Parser:
+def whole_or(word: str, low: int, high: int = 2**31 - 1) -> Parser:
     """Make a parser of whole numbers that takes one `word` as well."""
-    number = whole(low)
+    number = whole(low, high)
 
     def parse(raw: Any, key: str, source: str) -> int | str:
         if isinstance(raw, str) and raw.strip().lower() == word:

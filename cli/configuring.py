@@ -12,6 +12,7 @@ import click
 from kvredis.backends.config import KEYS, Config
 from kvredis.backends.sources import FILE_VARIABLE, Key
 from kvredis.server.options import ServerOptions
+from kvredis.server.sending import threads_for
 from kvredis.storage.errors import ConfigError
 
 EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"
@@ -50,6 +51,7 @@ def of_file(error: ConfigError, given_as: str) -> ConfigError:
 def server_options_of(config: Config) -> ServerOptions:
     """Pick the server's part of the configuration: every option of a server is a key of the same name."""
     chosen = {field.name: getattr(config, field.name) for field in fields(ServerOptions) if field.name in KEYS}
+    chosen["io_threads"] = threads_for(config.io_threads)
     return ServerOptions(**chosen, config_file=config.file)
 
 

@@ -41,6 +41,7 @@ class ServerOptions:
     tls_protocols: tuple[str, ...] = TLS_PROTOCOLS
     tls_ciphers: str | None = None  # of TLS 1.2; those of 1.3 are all good
     metrics_port: int = 0  # HTTP: /metrics, /health and the page
+    io_threads: int = 1  # threads that send large replies, the loop's own among them
     # -- bounds and times
     timeout: int = 0  # seconds without a command after which a client is hung up on, 0 = never
     tcp_keepalive: int = 300  # seconds, 0 = off

@@ -8,7 +8,8 @@ between the session runs no further command and reads nothing, which also bounds
 messages that others send to it (pub/sub, invalidations, MONITOR) gather meanwhile, up to client-output-buffer-limit.
 
 On unix sockets a large reply may go around the transport (splicing.py), whose buffer is empty then; a rest that the
-socket does not take pauses the session in the same way, and its leases outlast even the socket's taking.
+socket does not take pauses the session in the same way, and its leases outlast even the socket's taking. On all but TLS
+a thread may send it (sending.py) while another client is behind with its own; that pauses the session as well.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,7 @@ from .acl_users import User
 from .lent_pages import peer_pid
 from .pending import Answer, Pending
 from .replies import Buffer, Reply
+from .sending import Sending
 from .splicing import Splicer
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Outgoing(asyncio.BufferedProtocol):
         self.writes = 0
         self.subscriptions = 0
         """Channels, patterns and shard channels that this client listens to."""
-        self.addr = ""
+        self.addr, self.fd = "", -1
         self.user: User = server.acl.default
         self.encrypted = False
         self.kind = "tcp"
@@ -74,6 +76,8 @@ class Outgoing(asyncio.BufferedProtocol):
         self.splices = False
         """Whether large replies lend their pages to the socket."""
         self._splicer: Splicer | None = None
+        self.sending: Sending | None = None
+        """What a thread sends for this client."""
         self._transport: asyncio.Transport | None = None
         self._lends = server.transport_lends
         self._paused = False
@@ -146,6 +150,7 @@ class Outgoing(asyncio.BufferedProtocol):
         waiting = sum(map(len, self._backlog)) + self._push_bytes
         if self._splicer is not None:
             waiting += self._splicer.unsent_bytes
+        waiting += 0 if self.sending is None else self.sending.left_bytes
         return waiting + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
     @property
@@ -164,6 +169,8 @@ class Outgoing(asyncio.BufferedProtocol):
         """The transport keeps a rest that the client is too slow to take."""
         self._paused = True
         self._paused_since_s = monotonic()
+        if self._lent:
+            self.server.senders.behind.add(self)
         if self._behind_since_s is None:
             self._behind_since_s = self._paused_since_s
         if self.server.output_limits["normal"] != NO_LIMIT:
@@ -181,7 +188,12 @@ class Outgoing(asyncio.BufferedProtocol):
         self.writes += 1
         if self.splices and self._lent and self._begin_splice(replies, nbytes):
             self._splice()
-            return
+        elif not (self._lent and self.server.senders.begin(self, replies)):
+            self._write(replies)
+
+    def _write(self, replies: Sequence[Buffer]) -> None:
+        """Hand replies to the transport."""
+        assert self._transport is not None
         if self._lends or not self._lent:
             self._transport.writelines(replies)
         else:
@@ -190,20 +202,33 @@ class Outgoing(asyncio.BufferedProtocol):
         if self._lent and not self._paused and not self._backlog:
             self._release()
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether a reply may go around the transport, which has nothing left to send before it."""
+        transport = self._transport
+        return not (transport is None or self._paused or transport.is_closing() or transport.get_write_buffer_size())
+
+    def sent(self, sending: Sending) -> None:
+        """The thread is done."""
+        self.sending = None
+        if self._transport is None:  # the connection has gone before it
+            self._release()
+        elif sending.has_failed:
+            self.close()
+        elif not self._transport.is_closing():
+            self._paused = False
+            if sending.rest:
+                self._write(sending.rest)
+            if not self._paused:
+                self.resume_writing()
+
     def _begin_splice(self, replies: list[Buffer], nbytes: int) -> bool:
         """Whether these replies can go around the transport, and if so, have them go."""
-        assert self._transport is not None
-        transport = self._transport
-        if (
-            self._paused
-            or nbytes < self.server.splicing.value_bytes_min * len(self._lent)
-            or transport.is_closing()
-            or transport.get_write_buffer_size()
-            or not self.user.root.reads_all_keys
-        ):
+        is_long = nbytes >= self.server.splicing.value_bytes_min * len(self._lent)
+        if not (is_long and self.is_clear and self.user.root.reads_all_keys):
             return False
         if self._splicer is None:
-            self._splicer = self.server.splicing.splicer_for(transport.get_extra_info("socket").fileno())
+            self._splicer = self.server.splicing.splicer_for(self.fd)
         return self._splicer is not None and self._splicer.begin(replies, self._lent)
 
     def _splice(self) -> None:
@@ -271,6 +296,7 @@ class Outgoing(asyncio.BufferedProtocol):
     def _all_sent(self) -> bool:
         """Go on where `pause_writing` had stopped; True when nothing is left over and the leases have ended."""
         self._paused = False
+        self.server.senders.behind.discard(self)
         self._over_soft_limit_s = None
         if self._backlog:
             self._send_slices()
@@ -334,6 +360,7 @@ class Outgoing(asyncio.BufferedProtocol):
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
         transport.set_write_buffer_limits(high=1 if encrypted else 0)
         sock = transport.get_extra_info("socket")
+        self.fd = sock.fileno()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         is_unix = sock.family == socket.AF_UNIX
         self.kind = "tls" if encrypted else "unix" if is_unix else "tcp"
@@ -358,7 +385,11 @@ class Outgoing(asyncio.BufferedProtocol):
                 half_sent, self._lent = self._lent, []
             self._splicer.end(half_sent)
             self._splicer = None
-        self._release()
+        self.server.senders.behind.discard(self)
+        if self.sending is None:
+            self._release()
+        else:
+            self.sending.end()  # its leases end with it
         self._backlog.clear()
         self._pushes.clear()
         self._push_bytes = 0

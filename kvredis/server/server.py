@@ -1,7 +1,7 @@
 """The server: listening sockets, the clients that are connected, and the few things that happen by the clock.
 
-It owns no threads and no loop: it runs on whichever loop starts it (uvloop lends buffers to the kernel, asyncio's own
-copies what a write leaves over, and the sessions ask `transport_lends` which of the two they are on).
+It owns no loop, and no threads but sending.py's: it runs on whichever loop starts it (uvloop lends buffers to the
+kernel, asyncio's own copies what a write leaves over, and the sessions ask `transport_lends` which of the two it is).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .pending import Pending, has_hung_up
 from .pubsub import PubSub
 from .request import ProtocolError, QueryBufferLimit
 from .reread import Reread
+from .sending import Senders
 from .session import Session
 from .settings import begin
 from .silence import Silence
@@ -102,6 +103,7 @@ class Server:
         self.claims: Claims = Claims(self)
         self.parts: Parts = Parts(self)
         self.splicing = Splicing(self)
+        self.senders = Senders(options.io_threads, self.stats)
         self.away = Away(self)
         self.pause = Pause(self)
         self.monitors: dict[int, Session] = {}
@@ -212,6 +214,7 @@ class Server:
         for session in list(self.sessions.values()):
             session.close()
         await asyncio.sleep(0)
+        await self.senders.close()
         self.splicing.close()
         if self.http is not None:
             await self.http.close()

@@ -53,7 +53,7 @@ class Session(Outgoing):
         """What others want done once the connection has gone and every byte of it has been dealt with."""
         self.no_evict = self.no_touch = False
         self.created_s = self.last_command_s = monotonic()
-        self.laddr, self.last_command, self.fd = "", "NULL", -1
+        self.laddr, self.last_command = "", "NULL"
         self.input_bytes = self.reads = 0
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
@@ -175,7 +175,6 @@ class Session(Outgoing):
         transport = cast(asyncio.Transport, transport)
         self._open_outgoing(transport)
         sock = transport.get_extra_info("socket")
-        self.fd = sock.fileno()
         if sock.family == socket.AF_UNIX:
             self.addr = self.laddr = f"{unix_name(transport.get_extra_info('sockname'))}:0"
         else:

@@ -130,6 +130,8 @@ class ServerStats:
     """Of clients that are gone, by the kind of their connection: Server.traffic adds the connected ones."""
     spliced_bytes: int = 0
     """Of replies on unix sockets that go out without a copy, counted when they are begun."""
+    threaded_writes: int = 0
+    """Replies that a thread beside the loop was given to send."""
     put_bytes: int = 0
     """Copied out of memory that clients have lent."""
     putting: Times = field(default_factory=Times)

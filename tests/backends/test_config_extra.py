@@ -54,7 +54,7 @@ def test_an_empty_variable_leaves_the_files_entries(written: Path, nothing: str)
 def test_null_takes_back_what_an_earlier_source_has_given(written: Path) -> None:
     text = f"{REMOTE}extra_config: {{resp_num_threads: 8}}\n"
     config = load(text, written, LMCACHE_EXTRA_CONFIG='{"resp_num_threads": null}')
-    assert config.remote_connections == 2
+    assert config.remote_connections is None
     assert len(config.warnings) == 1
     assert "wins over resp_num_threads" in config.warnings[0]
 

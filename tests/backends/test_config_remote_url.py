@@ -156,7 +156,7 @@ def test_credentials_of_resp_may_stand_in_variables_and_entries_win() -> None:
 @pytest.mark.parametrize(
     ("url", "entries", "number", "lines"),
     [
-        ("redis://h:1", {}, 2, 0),
+        ("redis://h:1", {}, None, 0),
         ("redis://h:1", {"resp_num_threads": "8"}, 8, 0),
         ("valkey://h:1", {"valkey_num_workers": 4}, 4, 0),
         ("valkey://h:1", {"valkey_sync_num_workers": 4}, 4, 0),
@@ -166,7 +166,7 @@ def test_credentials_of_resp_may_stand_in_variables_and_entries_win() -> None:
     ],
 )
 def test_as_many_connections_as_the_urls_own_connector_was_told(
-    url: str, entries: dict[str, Any], number: int, lines: int
+    url: str, entries: dict[str, Any], number: int | None, lines: int
 ) -> None:
     config = load(url, entries)
     assert config.remote_connections == number

@@ -233,16 +233,17 @@ def is_plain_word(text: bytes) -> bool:
 
 
 def _introduction(session: Session) -> Reply:
-    """What HELLO tells: clients check `proto`, some `server` and `version` too."""
-    return map_reply(
-        session,
-        [
-            (bulk("server"), bulk("redis")),
-            (bulk("version"), bulk(REDIS_VERSION)),
-            (bulk("proto"), integer(session.resp)),
-            (bulk("id"), integer(session.id)),
-            (bulk("mode"), bulk("standalone" if session.server.cluster is None else "cluster")),
-            (bulk("role"), bulk("master")),
-            (bulk("modules"), EMPTY_ARRAY),
-        ],
-    )
+    """What HELLO tells: clients check `proto`, some `server` and `version` too. What Redis does not tell is how many
+    threads send to this client and others like it: our own load over more connections where there are several."""
+    facts = [
+        (bulk("server"), bulk("redis")),
+        (bulk("version"), bulk(REDIS_VERSION)),
+        (bulk("proto"), integer(session.resp)),
+        (bulk("id"), integer(session.id)),
+        (bulk("mode"), bulk("standalone" if session.server.cluster is None else "cluster")),
+        (bulk("role"), bulk("master")),
+        (bulk("modules"), EMPTY_ARRAY),
+    ]
+    if (threads := session.server.senders.threads) > 1 and not session.encrypted:
+        facts.append((bulk("io-threads"), integer(threads)))
+    return map_reply(session, facts)

@@ -78,7 +78,7 @@ def server_facts(server: Server) -> Iterator[Field]:
     yield "lru_clock", int(time.time()) & 0xFFFFFF
     yield "executable", sys.executable
     yield "config_file", server.options.config_file or ""
-    yield "io_threads_active", 0
+    yield "io_threads_active", int(server.senders.is_active)
     yield from _listeners(server.addresses)
 
 

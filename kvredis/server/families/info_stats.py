@@ -55,7 +55,8 @@ def stats(server: Server) -> Iterator[Field]:
     yield "dump_payload_sanitizations", 0
     yield "total_reads_processed", sum(each.reads for each in traffic)
     yield "total_writes_processed", sum(each.writes for each in traffic)
-    yield from zeros("io_threaded_reads_processed", "io_threaded_writes_processed")
+    yield "io_threaded_reads_processed", 0
+    yield "io_threaded_writes_processed", counted.threaded_writes
     yield "client_query_buffer_limit_disconnections", counted.query_limit_disconnections
     yield "client_output_buffer_limit_disconnections", counted.output_limit_disconnections
     yield from zeros("reply_buffer_shrinks", "reply_buffer_expands")
