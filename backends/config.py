@@ -172,8 +172,8 @@ class Config:
         "auto",
         values.whole_or("auto", 1, 128),
         "N",
-        "threads that send large values when several clients read, the loop's own among them; auto = half of the "
-        "processors, 8 at most",
+        "threads that send large values when several clients read, the loop's own among them; auto = half of 8 or more "
+        "processors, 8 at most, else 1",
     )
     # -- the server: the same-host lane
     lane: str = _server(

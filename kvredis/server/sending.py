@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 THREADS_MAX: Final = 128
 """Redis' bound on io-threads."""
 THREADS_AUTO_MAX: Final = 8
+PROCESSORS_MIN: Final = 8
 REPLY_BYTES_MIN: Final = 512 * 1024
 """Shorter replies are sent before a thread would have woken up."""
 IOV_MAX: Final = 1024
@@ -44,10 +45,12 @@ AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 def threads_for(asked: int | str) -> int:
     """How many threads `io_threads` means, the loop's own among them: of "auto" half of the processors that this
-    process may use, at most THREADS_AUTO_MAX, since who receives on this host needs some too."""
+    process may use, at most THREADS_AUTO_MAX, since who receives on this host needs some too; and where there are few
+    the loop's alone. On two, several connections took half as long again as one."""
     if isinstance(asked, int):
         return asked
-    return max(1, min(len(os.sched_getaffinity(0)) // 2, THREADS_AUTO_MAX))
+    processors = len(os.sched_getaffinity(0))
+    return min(processors // 2, THREADS_AUTO_MAX) if processors >= PROCESSORS_MIN else 1
 
 
 class Sending:

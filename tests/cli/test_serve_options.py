@@ -8,6 +8,7 @@ import pytest
 from kvredis.backends.config import KEYS, Config
 from kvredis.cli.configuring import server_options_of
 from kvredis.server.options import ServerOptions
+from kvredis.server.sending import threads_for
 from tests.server.certificates import PASSWORD, Papers, make_papers
 
 from .conftest import Serve
@@ -22,7 +23,7 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 def test_every_option_of_a_server_is_a_key_with_the_same_default() -> None:
     options = server_options_of(Config.load(env={}))
-    assert options == ServerOptions()
+    assert options == ServerOptions(io_threads=threads_for("auto"))
     assert set(ServerOptions.__dataclass_fields__) - set(KEYS) == {"config_file"}
     assert PASSWORD not in repr(server_options_of(Config.load(env={"KVREDIS_TLS_KEY_FILE_PASS": PASSWORD})))
 
@@ -30,7 +31,9 @@ def test_every_option_of_a_server_is_a_key_with_the_same_default() -> None:
 def test_the_file_that_was_read_is_known_to_the_server(tmp_path: Path) -> None:
     file = tmp_path / "kv.yaml"
     file.write_text("kvredis:\n  maxclients: 5\n")
-    assert server_options_of(Config.load(file, {})) == ServerOptions(maxclients=5, config_file=file)
+    assert server_options_of(Config.load(file, {})) == ServerOptions(
+        maxclients=5, config_file=file, io_threads=threads_for("auto")
+    )
     assert server_options_of(Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})).config_file == file
 
 

@@ -28,9 +28,11 @@ class RunningServer:
 
 
 def start_kvredis(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], RunningServer]:
-    """Start `kvredis serve` on a free port and a socket in `folder`, and wait until it says that it is ready."""
+    """Start `kvredis serve` on a free port and a socket in `folder`, and wait until it says that it is ready. However
+    many processors there are, one thread sends: with more of them HELLO says what Redis does not."""
     path = str(folder / "kvredis.sock")
-    flags = ("--port", "0", "--unixsocket", path, "--max-local-cpu-size", "64MB", "--hugepages", "off", *flags)
+    common = ("--port", "0", "--unixsocket", path, "--max-local-cpu-size", "64MB", "--hugepages", "off")
+    flags = (*common, "--io-threads", "1", *flags)
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, "serve", *flags],
         stdout=subprocess.PIPE,

@@ -4,10 +4,13 @@ A handshake that is answered oddly is a client that never connects.
 """
 
 import re
+from pathlib import Path
+from threading import Thread
 
 import pytest
+import redis
 
-from tests.compat.conftest import RunningServer
+from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.wire import encode
 
 OK = rb"\+OK\r\n"
@@ -77,3 +80,23 @@ def test_a_handshake_is_answered_as_its_client_expects(name: str, pipelined: boo
             replies = [wire.ask(line) for line, _ in steps]
     for (line, expected), reply in zip(steps, replies, strict=True):
         assert re.fullmatch(expected, reply, re.DOTALL), (line, reply)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_redis_py_reads_large_values_from_a_server_that_sends_by_several_threads(protocol: int, tmp_path: Path) -> None:
+    process, server = start_kvredis(tmp_path, "--io-threads", "4")
+    values = {f"k{number}": bytes([number]) * (3 << 20) for number in range(4)}
+    got: dict[str, list[object]] = {}
+
+    def read(key: str) -> None:
+        with redis.Redis(port=server.port, protocol=protocol, socket_timeout=20) as client:
+            assert client.set(key, values[key])
+            got[key] = [client.get(key) for _ in range(5)]
+
+    readers = [Thread(target=read, args=(key,)) for key in values]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    stop(process)
+    assert got == {key: [value] * 5 for key, value in values.items()}

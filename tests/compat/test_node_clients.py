@@ -13,12 +13,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.compat.conftest import RunningServer
+from tests.compat.conftest import RunningServer, start_kvredis, stop
 
 SCRIPTS = Path(__file__).parent / "node"
 NPM_CI = ("ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefer-offline")
@@ -80,6 +81,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     for script in SCRIPTS.glob("*.mjs"):
         shutil.copy(script, folder)
     return Node(program, folder)
+
+
+@pytest.fixture(scope="module")
+def kvredis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose HELLO has a field that Redis' has not."""
+    process, server = start_kvredis(tmp_path_factory.mktemp("threads"), "--io-threads", "4")
+    yield server
+    stop(process)
 
 
 @pytest.mark.parametrize(

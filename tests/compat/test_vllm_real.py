@@ -43,7 +43,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    process, server = start_kvredis(tmp_path_factory.mktemp("server"))
+    process, server = start_kvredis(tmp_path_factory.mktemp("server"), "--io-threads", "4")
     yield server
     stop(process)
 
