@@ -170,7 +170,7 @@ class Config:
     )
     io_threads: int | str = _server(
         "auto",
-        values.whole_or("auto", 1, 128),
+        values.whole_or("auto", 1, 128),  # Redis' bound
         "N",
         "threads that send large values when several clients read, the loop's own among them; auto = half of 8 or more "
         "processors, 8 at most, else 1",

@@ -22,15 +22,16 @@ from .remote_receiving import Receiver
 
 CONNECTIONS_DEFAULT: Final = 2
 LANES_MAX: Final = 4
-"""What a load uses of a server with as many threads: 4 brought 7.5 to 11.9 GB/s, 8 9.1 to 14.8 (16 cores, TCP), and the
-engine needs processors too. `resp_num_threads` asks for more."""
+"""What a load uses of a server with as many threads: over 4 come 10 to 14 GB/s, over 8 10 to 22 (16 cores, TCP;
+bench/results/server-2026-11-28-16-cores-threads.json), and the engine needs processors too. `resp_num_threads` asks for
+more."""
 PIPELINE_MAX: Final = 256
 """Commands sent before their answers are read; these are short, so that neither side waits for the other to read."""
 
 
 class Node:
     """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and those
-    that are borrowed: up to `connections` for what is stored, and those of a load (lanes_beside). As many as both need
+    that are borrowed: up to `connections` for what is stored, and those of a load (lanes_with). As many as both need
     stay open when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to the server's
     memory (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
     """
@@ -136,10 +137,11 @@ class Node:
             raise
         return borrowed
 
-    def lanes_beside(self, connection: Connection) -> int:
-        """How many connections a load uses, `connection` being the first of them. That one is enough where it does not
-        carry the bodies, and over loopback to a server with one thread: that is what takes the time there, and to go
-        from socket to socket costs both ends 7-18 % more of their processors' time (2 MiB, 576 KiB; 4 connections)."""
+    def lanes_with(self, connection: Connection) -> int:
+        """How many connections a load uses, `connection` being the first of them, and so many stay open from now on.
+        That one is enough where it does not carry the bodies, and over loopback to a server with one thread: that is
+        what takes the time there, and to go from socket to socket costs both ends 7-18 % more of their processors' time
+        (2 MiB, 576 KiB; 4 connections)."""
         if isinstance(connection, AttachedConnection):
             return 1
         if connection.io_threads > 1 and not connection.is_local and not self._is_asked_for:

@@ -1,10 +1,10 @@
 """Large replies sent by threads, where several clients take some at the same time: Redis' `io-threads`.
 
 The kernel copies what is sent, on the processor of who sends it and outside of the interpreter's lock. The loop is one
-thread, and so one processor's copying was the bound for all clients together: over TCP 5.5 GB/s of 32 MiB values on the
-16 cores of an H100's host, where four threads beside the loop brought 11.9 to four connections, and eight 14.8 to eight
-(2 MiB: 4.7, 9.1 and 10.7). So while a client is behind with a large reply, the next one's goes to a thread. The first
-stays with the loop: alone it would gain nothing, and wait for two threads to wake.
+thread, and so one processor's copying was the bound for all clients together: over TCP 4.6 GB/s of 32 MiB values on 16
+cores, where seven threads beside the loop bring 14.4 to four connections and 22.3 to eight (2 MiB: 4.5, 11.1 and 10.2;
+bench/results/server-2026-11-28-16-cores-threads.json). So while a client is behind with a large reply, the next one's
+goes to a thread. The first stays with the loop: alone it would gain nothing, and wait for two threads to wake.
 
 What a thread may do: give the kernel the bytes of one reply. All else of the session is the loop's, and the session
 rests meanwhile, as if its transport held a rest (outgoing.py): it runs no command and is written to by nobody. Leases
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -31,22 +32,23 @@ if TYPE_CHECKING:
     from .outgoing import Outgoing
     from .stats import ServerStats
 
-THREADS_MAX: Final = 128
-"""Redis' bound on io-threads."""
+log = logging.getLogger(__name__)
+
 THREADS_AUTO_MAX: Final = 8
 PROCESSORS_MIN: Final = 8
+"""With fewer, who receives on this host and the engine beside it have none to spare. Measured on 16 alone."""
 REPLY_BYTES_MIN: Final = 512 * 1024
 """Shorter replies are sent before a thread would have woken up."""
 IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
 IDLE_MS: Final = 20
+"""Who reads on takes something sooner, however busy its machine is."""
 AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 def threads_for(asked: int | str) -> int:
     """How many threads `io_threads` means, the loop's own among them: of "auto" half of the processors that this
-    process may use, at most THREADS_AUTO_MAX, since who receives on this host needs some too; and where there are few
-    the loop's alone. On two, several connections took half as long again as one."""
+    process may use, at most THREADS_AUTO_MAX, and where there are less than PROCESSORS_MIN the loop's alone."""
     if isinstance(asked, int):
         return asked
     processors = len(os.sched_getaffinity(0))
@@ -73,7 +75,10 @@ class Sending:
         """Send it, in a thread, and have `done` called in the loop."""
         try:
             self.rest = self._send()
-        except Exception:  # the client has gone, as a rule; whatever it is, the rest of the reply is lost
+        except OSError:  # the client has gone
+            self.has_failed = True
+        except Exception:  # a mistake of ours: nothing that is understood can follow half a reply
+            log.exception("a thread failed in a reply; its client %s is closed", self.client.addr)
             self.has_failed = True
         self._buffers = ()
         with contextlib.suppress(RuntimeError):  # a loop that was closed meanwhile: nobody waits any more

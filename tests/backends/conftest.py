@@ -110,11 +110,12 @@ def redis_server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def tls_url() -> Iterator[str]:
-    """A kvredis with TLS, shared by the tests of a file."""
+    """A kvredis with TLS, and with threads that only plain sockets have, shared by the tests of a file."""
     with tempfile.TemporaryDirectory() as folder:
         papers = make_papers(Path(folder))
         options = ["--tls-port", "free", "--tls-auth-clients", "no", "--tls-ca-cert-file", papers.path("ca")]
         options += ["--tls-cert-file", papers.path("server"), "--tls-key-file", papers.path("server_key")]
+        options += ["--io-threads", "4"]
         server = start_server("kvredis", Path(folder), *options)
         yield f"rediss://{server.tls_address}?ssl_ca_certs={papers.path('ca')}"
         server.kill()

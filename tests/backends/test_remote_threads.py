@@ -5,11 +5,11 @@ from contextlib import closing
 import pytest
 
 from kvredis.backends import remote_load
-from kvredis.backends.address import parse_url
+from kvredis.backends.address import Address, parse_url
 from kvredis.backends.connection import Connection
 from kvredis.backends.remote import RemoteBackend
 
-from .conftest import StartServer, small_store
+from .conftest import ServerProcess, StartServer, small_store
 from .fake_server import FakeServer, Leave, polite
 from .verbs import content, keys_of, loaded, put_through
 
@@ -23,6 +23,15 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_load, "TOGETHER_S", 60.0)
 
 
+def filled(server: ServerProcess) -> Address:
+    """Where it is, now that another engine has stored all keys there."""
+    address = parse_url(server.tcp_url)
+    with closing(RemoteBackend(address, small_store(), timeout_s=20.0)) as writer:
+        for key in KEYS:
+            assert put_through(writer, key, CONTENT[key])
+    return address
+
+
 @pytest.mark.parametrize(
     ("threads", "connections", "lanes"),
     [(1, None, 1), (2, None, 2), (3, None, 3), (4, None, 4), (8, None, 4), (4, 2, 2), (4, 6, 6), (1, 6, 1)],
@@ -30,11 +39,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_load_uses_as_many_connections_as_the_server_has_threads(
     threads: int, connections: int | None, lanes: int, server_of: StartServer
 ) -> None:
-    server = server_of("kvredis", "--io-threads", str(threads))
-    address = parse_url(server.tcp_url)
-    with closing(RemoteBackend(address, small_store(), timeout_s=20.0)) as writer:
-        for key in KEYS:
-            assert put_through(writer, key, CONTENT[key])
+    address = filled(server_of("kvredis", "--io-threads", str(threads)))
     with closing(RemoteBackend(address, small_store(128 << 20), connections=connections, timeout_s=20.0)) as backend:
         for _ in range(3):  # over the same connections each time
             assert loaded(backend, KEYS) == [*CONTENT.values()]
@@ -48,10 +53,8 @@ def test_a_load_uses_as_many_connections_as_the_server_has_threads(
 
 
 def test_loads_at_once_get_their_own_bytes_from_threads_that_both_need(server_of: StartServer) -> None:
-    server = server_of("kvredis", "--io-threads", "3")
-    with closing(RemoteBackend(parse_url(server.tcp_url), small_store(128 << 20), timeout_s=20.0)) as backend:
-        for key in KEYS:
-            assert put_through(backend, key, CONTENT[key])
+    address = filled(server_of("kvredis", "--io-threads", "4"))
+    with closing(RemoteBackend(address, small_store(128 << 20), timeout_s=20.0)) as backend:
         loads = [backend.load(KEYS), backend.load(KEYS[::-1])]
         for wanted in zip(KEYS, KEYS[::-1], strict=True):
             for key, load in zip(wanted, loads, strict=True):
@@ -59,13 +62,13 @@ def test_loads_at_once_get_their_own_bytes_from_threads_that_both_need(server_of
                 assert lease is not None
                 with lease:
                     assert lease.view == CONTENT[key]
+        assert [list(load) for load in loads] == [[], []]
+        assert backend.stats()["connections"] == 6, "those of one load and of what is stored stay open"
 
 
 def test_a_server_that_is_killed_while_threads_send_is_a_miss(server_of: StartServer) -> None:
     server = server_of("kvredis", "--io-threads", "4")
-    with closing(RemoteBackend(parse_url(server.tcp_url), small_store(128 << 20), timeout_s=5.0)) as backend:
-        for key in KEYS:
-            assert put_through(backend, key, CONTENT[key])
+    with closing(RemoteBackend(filled(server), small_store(128 << 20), timeout_s=5.0)) as backend:
         leases = backend.load(KEYS)
         first = next(leases)
         assert first is not None

@@ -3,14 +3,17 @@
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from kvredis.server.sending import THREADS_AUTO_MAX, threads_for
+from kvredis.server import sending
+from kvredis.server.replies import Buffer
+from kvredis.server.sending import THREADS_AUTO_MAX, Sending, threads_for
 from kvredis.server.server import ServerOptions
 from tests.server.feed import request
-from tests.server.live import MIB, Client, LiveServer, pattern, run_on, until
+from tests.server.live import LIMIT_S, MIB, Client, LiveServer, pattern, run_on, until
 
 THREADS = 3
 RECEIVE_BYTES = 4096
@@ -23,6 +26,15 @@ async def behind(live: LiveServer, value: bytes) -> Client:
     await client.send("GET", "behind")
     await until(lambda: live.server.senders.behind)
     return client
+
+
+async def sent_by_a_thread(live: LiveServer, value: bytes, receive_bytes: int = RECEIVE_BYTES) -> tuple[Client, Client]:
+    """One who is behind, and one to whom a thread sends the same value."""
+    first = await behind(live, value)
+    second = await live.connect("tcp", receive_bytes=receive_bytes)
+    await second.send("GET", "behind")
+    await until(lambda: live.server.senders.is_active)
+    return first, second
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
@@ -91,10 +103,7 @@ def test_a_value_that_is_overwritten_while_a_thread_sends_it_arrives_as_it_was(l
     async def story() -> None:
         async with LiveServer(tmp_path, 32 * MIB, io_threads=THREADS) as live:
             value = pattern(6 * MIB)
-            first = await behind(live, value)
-            second = await live.connect("tcp", receive_bytes=RECEIVE_BYTES)
-            await second.send("GET", "behind")
-            await until(lambda: live.server.stats.threaded_writes)
+            first, second = await sent_by_a_thread(live, value)
             writer = await live.connect()
             assert await writer.ask("DEL", "behind") == b":1\r\n"
             for number in range(30):
@@ -109,10 +118,7 @@ def test_a_value_that_is_overwritten_while_a_thread_sends_it_arrives_as_it_was(l
 def test_a_client_that_goes_while_a_thread_sends_leaves_no_lease(way: str, loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
-            first = await behind(live, pattern(20 * MIB))
-            second = await live.connect("tcp")
-            await second.send("GET", "behind")
-            await until(lambda: live.server.senders.is_active)
+            first, second = await sent_by_a_thread(live, pattern(20 * MIB), receive_bytes=0)
             if way == "kill":
                 live.sessions()[-1].close()
             else:
@@ -125,14 +131,71 @@ def test_a_client_that_goes_while_a_thread_sends_leaves_no_lease(way: str, loop:
     run_on(loop, story())
 
 
+def test_a_client_that_is_killed_gets_no_more_of_what_a_thread_sends(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
+            monkeypatch.setattr(sending, "IDLE_MS", LIMIT_S * 1000)
+            value = pattern(20 * MIB)
+            first, second = await sent_by_a_thread(live, value)
+            live.sessions()[-1].close()
+            await until(lambda: not live.server.senders.is_active)
+            assert len(await second.read_all()) < len(value)
+            assert await first.read_bulk() == value
+
+    run_on(loop, story())
+
+
+def test_what_a_thread_sends_is_leased_until_it_is_done_though_the_client_has_gone(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def slow(one: Sending) -> Sequence[Buffer]:
+        assert may_go_on.wait(LIMIT_S)
+        raise BrokenPipeError
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
+            monkeypatch.setattr(Sending, "_send", slow)
+            first, _ = await sent_by_a_thread(live, pattern(6 * MIB))
+            live.sessions()[-1].close()
+            await until(lambda: len(live.sessions()) == 1)
+            first.reset()
+            await until(lambda: not live.sessions())
+            assert live.store.leases == 1
+            may_go_on.set()
+            await until(lambda: not live.store.leases)
+
+    run_on(loop, story())
+
+
+def test_a_mistake_in_a_thread_closes_its_client_alone_and_is_told(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(one: Sending) -> Sequence[Buffer]:
+        raise ZeroDivisionError
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
+            value = pattern(6 * MIB)
+            monkeypatch.setattr(Sending, "_send", broken)
+            first, second = await behind(live, value), await live.connect("tcp")
+            await second.send("GET", "behind")
+            assert await second.read_all() == b""
+            assert await first.read_bulk() == value
+            assert len(live.complaints) == 1
+            assert "a thread failed in a reply" in live.complaints.pop()
+
+    run_on(loop, story())
+
+
 def test_messages_go_behind_the_reply_that_a_thread_sends(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
             value = pattern(8 * MIB)
-            first = await behind(live, value)
-            second = await live.connect("tcp", receive_bytes=RECEIVE_BYTES)
-            await second.send("GET", "behind")
-            await until(lambda: live.server.senders.is_active)
+            first, second = await sent_by_a_thread(live, value)
             session = live.sessions()[-1]
             assert session.unsent_bytes > MIB
             session.push(b">1\r\n+news\r\n")
@@ -147,13 +210,12 @@ def test_commands_behind_a_reply_that_a_thread_sends_wait_for_it(loop: str, tmp_
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
             value = pattern(8 * MIB)
-            first = await behind(live, value)
-            second = await live.connect("tcp", receive_bytes=RECEIVE_BYTES)
-            await second.send("GET", "behind")
-            await until(lambda: live.server.senders.is_active)
+            first, second = await sent_by_a_thread(live, value)
             await second.send_raw(request("SET", "late", "1") + request("GET", "late") + request("QUIT"))
             witness = await live.connect()
             assert await witness.ask("EXISTS", "late") == b":0\r\n"
+            await witness.send("INFO", "stats")
+            assert b"io_threaded_writes_processed:1\r\n" in (await witness.read_bulk() or b"")
             assert await second.read_bulk() == value
             assert await second.read_all() == b"+OK\r\n$1\r\n1\r\n+OK\r\n"
             assert await first.read_bulk() == value
@@ -165,10 +227,7 @@ def test_a_server_that_stops_ends_what_its_threads_send(loop: str, tmp_path: Pat
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
             live.server.drain_s = 0.0
-            await behind(live, pattern(20 * MIB))
-            second = await live.connect("tcp", receive_bytes=RECEIVE_BYTES)
-            await second.send("GET", "behind")
-            await until(lambda: live.server.senders.is_active)
+            await sent_by_a_thread(live, pattern(20 * MIB))
             await live.server.stop()
             assert not live.store.leases
             assert not [each for each in threading.enumerate() if each.name == "kvredis sends"]
@@ -195,14 +254,14 @@ def test_without_a_descriptor_for_a_thread_the_loop_sends(
     run_on(loop, story())
 
 
-@pytest.mark.parametrize(("threads", "told"), [(1, None), (4, 4)])
-def test_a_server_tells_by_how_many_threads_it_sends(threads: int, told: int | None, loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_server_tells_by_how_many_threads_it_sends(threads: int, loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, io_threads=threads) as live:
             client = await live.connect()
             await client.send_raw(request("HELLO", "2") + request("CONFIG", "GET", "io-threads") + request("QUIT"))
             answer = await client.read_all()
-            assert (b"$10\r\nio-threads\r\n:4\r\n" in answer) == (told is not None)
+            assert (b"$10\r\nio-threads\r\n:%d\r\n" % threads in answer) == (threads > 1)
             assert b"$10\r\nio-threads\r\n$1\r\n%d\r\n" % threads in answer
 
     run_on(loop, story())
