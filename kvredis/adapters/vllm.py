@@ -15,6 +15,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 
 # pyright: reportMissingImports=false
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvredis.backends.config import Config
 from kvredis.backends.layered import LayeredBackend
-from kvredis.storage.errors import ConfigError
+from kvredis.storage.errors import ConfigError, LayoutError
 
 from .engine import AUTO
 from .engine_config import for_device, of_rank
+from .handshake import Handshake, agreed_groups, engine_facts
 from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results, delete_prefixes
@@ -36,10 +38,12 @@ from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
-from .vllm_metadata import StepMetadata, StoredMetadata
+from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
 from .worth import Worth
+
+logger = logging.getLogger(__name__)
 
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
@@ -71,6 +75,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
         self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._facts = engine_facts(kv_cache_config, self._groups)
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise
         self._ranks = int(parallel.tensor_parallel_size)  # of a layout only those that do not hold the same
@@ -94,10 +99,20 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._requests: dict[str, Any] = {}
         self._scheduling: Scheduling | None = None
         self._worth: Worth | None = None
-        if is_scheduler:
-            self._schedule(self._shared, config)
+        self._has_told_of_no_handshake = False
 
     # -- the scheduler's half ----------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
+        half and a worker, or two workers, know the engine differently."""
+        workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
+        groups = agreed_groups(self._facts, workers)
+        if self._scheduling is not None and groups != self._groups:
+            raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
+        self._groups = groups
+        if self._scheduling is None and self._shared is not None:
+            self._schedule(self._shared, self._config)
 
     def _schedule(self, shared: Shared, config: Config) -> None:
         least = config.min_retrieve_tokens
@@ -127,6 +142,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load behind those that vLLM has; True: while other requests are computed."""
         prompt = prompt_of(request, generated=self._config.save_decode_cache)
+        if self._scheduling is None and not self._has_told_of_no_handshake:
+            self._has_told_of_no_handshake = True
+            logger.error("vLLM has not handed over what its workers tell of their layers: no KV is loaded or stored")
         if prompt is None or self._scheduling is None:
             return 0, False
         tokens = self._scheduling.match(prompt, num_computed_tokens)
@@ -150,7 +168,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return StepMetadata(Step())
         counts = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._scheduling.scheduled(
@@ -172,7 +191,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduling.events is not None and isinstance(told, StoredMetadata):
             self._scheduling.events.over(told.requests)
@@ -240,6 +260,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._shared.forget = self._worker.forget
         if not self._loads_ahead:
             self._shared.lease_ahead = self._worker.lease_ahead
+
+    def get_handshake_metadata(self) -> HandshakeMetadata:
+        """What the scheduler's half must know of this worker before the first request."""
+        return HandshakeMetadata(Handshake(tuple(self._groups), self._facts))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step is written. What is loaded by layers begins now, while vLLM prepares the step,
