@@ -8,7 +8,7 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This, vllm_events.py, vllm_metadata.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are
+This and the files named vllm_*.py, but for vllm_reading.py and vllm_views.py, alone import vLLM. Of it only names are
 imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
@@ -41,6 +41,7 @@ from .vllm_events import events_of
 from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
+from .vllm_worker import call_around_sleep, worker_of
 from .worth import Worth
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ logger = logging.getLogger(__name__)
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
+
+_TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+"""Since 0.33."""
 
 UNDER_WAY = ("loading_chunks", "storing_chunks")
 """What a worker counts that does not only grow."""
@@ -260,6 +264,25 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._shared.forget = self._worker.forget
         if not self._loads_ahead:
             self._shared.lease_ahead = self._worker.lease_ahead
+        if getattr(self._vllm_config.model_config, "enable_sleep_mode", False) and not _TELLS_OF_SLEEP:
+            worker = worker_of(self._vllm_config)
+            if worker is None:
+                text = "nothing tells this connector when vLLM unmaps the KV cache: its worker was not found"
+                raise ConfigError("enable_sleep_mode", "True", "vLLM", text)
+            call_around_sleep(worker, self.unregister_kv_caches, self.restore_kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether vLLM may unmap the KV cache and map it again, as it asks since 0.33."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before the KV cache is unmapped: nothing reads or writes it from here on. A second call does nothing."""
+        if self._worker is not None:
+            self._worker.rest()
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped where it was, with other bytes in it: what has been loaded has failed by then."""
 
     def get_handshake_metadata(self) -> HandshakeMetadata:
         """What the scheduler's half must know of this worker before the first request."""

@@ -31,8 +31,8 @@ DOORS = ("vllm", "vllm_events", "vllm_metadata", "vllm_metrics")
 class Half:
     """KVConnectorBase_V1, as far as its parts here go."""
 
-    def __init__(self, *_: object) -> None:
-        self.metadata: Any = None
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
 
 
 class Role(Enum):
