@@ -29,8 +29,6 @@ class Shared:
     lease_ahead: Callable[[Step], None] | None = None
     """What a worker in this process is told of a step that is scheduled and not begun, where its loads come by
     layers."""
-    forget: Callable[[set[bytes]], None] | None = None
-    """What a worker in this process is told when the weights change, with what the keys begin with."""
 
 
 _lock = threading.Lock()
