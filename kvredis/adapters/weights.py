@@ -192,25 +192,27 @@ def _odd(device: torch.device) -> torch.Tensor:
 # -- probes ------------------------------------------------------------------------------------------------------------
 
 
-class _Known(NamedTuple):
-    """A tensor as it was when the weights were added up. Neither it nor its module is kept alive: a model that another
-    one takes the place of is to be freed."""
+_Known = tuple[ref[torch.nn.Module], str, str, ref[torch.Tensor], int, int]
+"""A tensor as it was when the weights were added up: its module, which of its dictionaries has it under which key, its
+address, and how often torch has counted a write. Nothing is kept alive: a model that another one takes the place of is
+to be freed."""
 
-    module: ref[torch.nn.Module]
-    key: str
-    tensor: ref[torch.Tensor]
-    address: int
-    version: int
 
-    def is_same(self) -> bool:
-        """Whether it is there still, and was not written through torch, which counts that."""
-        module = self.module()
-        if module is None:
+def _known(weight: Weight) -> _Known:
+    held = "_buffers" if weight.key in weight.module._buffers else "_parameters"
+    tensor = weight.tensor
+    return ref(weight.module), held, weight.key, ref(tensor), tensor.data_ptr(), _version(tensor)
+
+
+def _are_same(every: Sequence[_Known]) -> bool:
+    """Whether they are there still, and were not written through torch. A microsecond each, of the engine's time."""
+    for module, held, key, known, address, version in every:
+        tensor: torch.Tensor | None = getattr(module(), held, {}).get(key)
+        if tensor is None or tensor is not known():
             return False
-        tensor = module._buffers.get(self.key) if self.key in module._buffers else module._parameters.get(self.key)
-        if tensor is None or tensor is not self.tensor():
+        if tensor.data_ptr() != address or _version(tensor) != version:
             return False
-        return tensor.data_ptr() == self.address and _version(tensor) == self.version
+    return True
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -264,16 +266,13 @@ class Prober:
         self._models = [ref(model) for model in models]
         with torch.no_grad():
             weights = list(weights_of(models))
-            self._known = [
-                _Known(ref(each.module), each.key, ref(each.tensor), each.tensor.data_ptr(), _version(each.tensor))
-                for each in weights
-            ]
+            self._known = list(map(_known, weights))
             self._windows = list(_opened([each.tensor for each in weights]))
 
     def probe(self, models: Sequence[torch.nn.Module]) -> Probe | None:
         """A look behind what the current stream was given; None where a model or a tensor is another, or was written
         through torch. Takes a microsecond for each tensor, and waits for nothing."""
-        if [model() for model in self._models] != list(models) or not all(known.is_same() for known in self._known):
+        if [model() for model in self._models] != list(models) or not _are_same(self._known):
             return None
         with torch.no_grad():
             return Probe([window.read() for window in self._windows])
