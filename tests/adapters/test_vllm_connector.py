@@ -12,7 +12,7 @@ import pytest
 from kvredis.adapters.keys import key_prefix
 from kvredis.adapters.scheduling_options import Prompt
 from kvredis.backends.layered import LayeredBackend
-from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, MLAAttentionSpec, names
+from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, names
 from tests.adapters.test_vllm_reading import engine
 from tests.backends.nodes import free_ports
 
@@ -79,20 +79,6 @@ def opened(door: Any, role: str, spec: object, ranks: int = 2, *, name: str = ""
     )
     caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec)], num_blocks=40)
     return door.KVRedisConnector(told, Role[role], caches)
-
-
-@pytest.mark.parametrize("spec", [FullAttentionSpec(), MLAAttentionSpec()])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_tell_each_other_what_has_come_by_layers_though_they_hold_the_same(
-    spec: object, ranks: int, door: Any
-) -> None:
-    connector, asked = opened(door, "WORKER", spec, ranks, use_layerwise=True), list[Any]()
-    connector._worker = SimpleNamespace(
-        mover=SimpleNamespace(end_loads=asked.append), results=lambda: door.Results(), close=lambda: None
-    )
-    connector.get_finished(set())
-    assert asked == [door._least if ranks > 1 else None]
-    connector.shutdown()
 
 
 def test_workers_elsewhere_look_on_the_server_too_and_hear_of_new_weights_with_the_next_step(door: Any) -> None:
