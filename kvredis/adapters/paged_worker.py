@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
 """How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
-
-
+REST_WAIT_S = 30.0
+"""How long an engine that goes to sleep waits for stores under way before it breaks them."""
 IDLE_WAIT_S = 0.006
 """An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
 wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
@@ -191,6 +191,17 @@ class PagedWorker:
                 self._results.loaded.add(name)
         results, self._results = self._results, Results()
         return results
+
+    def rest(self) -> None:
+        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
+        be over have failed, and stores have ended. Until the next step no page is touched."""
+        for name in self._waited_for:
+            self._spoilt.add(name)
+            self.mover.cancel(name)
+        if not self.mover.settle(REST_WAIT_S):
+            logger.error("A store is not over after %d s: the engine sleeps without it", REST_WAIT_S)
+        for name in list(self._storing):
+            self._end_stores(name)
 
     def close(self) -> None:
         """End what is under way, and give the transfers' memory back."""

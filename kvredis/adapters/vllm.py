@@ -8,13 +8,14 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This, vllm_events.py, vllm_metadata.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are
+This and the files named vllm_*.py, but for vllm_reading.py and vllm_views.py, alone import vLLM. Of it only names are
 imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 
 # pyright: reportMissingImports=false
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -25,10 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvredis.backends.config import Config
 from kvredis.backends.layered import LayeredBackend
-from kvredis.storage.errors import ConfigError
+from kvredis.storage.errors import ConfigError, LayoutError
 
 from .engine import AUTO
 from .engine_config import for_device, of_rank
+from .handshake import Handshake, agreed_groups, engine_facts
 from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results, delete_prefixes
@@ -36,14 +38,20 @@ from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
-from .vllm_metadata import StepMetadata, StoredMetadata
+from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
+from .vllm_worker import call_around_sleep, worker_of
 from .worth import Worth
+
+logger = logging.getLogger(__name__)
 
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
+
+_TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+"""Since 0.33."""
 
 UNDER_WAY = ("loading_chunks", "storing_chunks")
 """What a worker counts that does not only grow."""
@@ -71,6 +79,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
         self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._facts = engine_facts(kv_cache_config, self._groups)
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
@@ -92,10 +101,20 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._requests: dict[str, Any] = {}
         self._scheduling: Scheduling | None = None
         self._worth: Worth | None = None
-        if is_scheduler:
-            self._schedule(self._shared, config)
+        self._has_told_of_no_handshake = False
 
     # -- the scheduler's half ----------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
+        half and a worker, or two workers, know the engine differently."""
+        workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
+        groups = agreed_groups(self._facts, workers)
+        if self._scheduling is not None and groups != self._groups:
+            raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
+        self._groups = groups
+        if self._scheduling is None and self._shared is not None:
+            self._schedule(self._shared, self._config)
 
     def _schedule(self, shared: Shared, config: Config) -> None:
         least = config.min_retrieve_tokens
@@ -125,6 +144,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load behind those that vLLM has; True: while other requests are computed."""
         prompt = prompt_of(request, generated=self._config.save_decode_cache)
+        if self._scheduling is None and not self._has_told_of_no_handshake:
+            self._has_told_of_no_handshake = True
+            logger.error("vLLM has not handed over what its workers tell of their layers: no KV is loaded or stored")
         if prompt is None or self._scheduling is None:
             return 0, False
         tokens = self._scheduling.match(prompt, num_computed_tokens)
@@ -146,7 +168,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return StepMetadata(Step())
         counts = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._scheduling.scheduled(
@@ -165,7 +188,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduling.events is not None and isinstance(told, StoredMetadata):
             self._scheduling.events.over(told.requests)
@@ -231,6 +255,29 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         pages = self._kv_cache_config.num_blocks
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
         self._shared.forget = self._worker.forget
+        if getattr(self._vllm_config.model_config, "enable_sleep_mode", False) and not _TELLS_OF_SLEEP:
+            worker = worker_of(self._vllm_config)
+            if worker is None:
+                text = "nothing tells this connector when vLLM unmaps the KV cache: its worker was not found"
+                raise ConfigError("enable_sleep_mode", "True", "vLLM", text)
+            call_around_sleep(worker, self.unregister_kv_caches, self.restore_kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether vLLM may unmap the KV cache and map it again, as it asks since 0.33."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before the KV cache is unmapped: nothing reads or writes it from here on. A second call does nothing."""
+        if self._worker is not None:
+            self._worker.rest()
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped where it was, with other bytes in it: what has been loaded has failed by then."""
+
+    def get_handshake_metadata(self) -> HandshakeMetadata:
+        """What the scheduler's half must know of this worker before the first request."""
+        return HandshakeMetadata(Handshake(tuple(self._groups), self._facts))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step is written."""
