@@ -17,6 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kvredis.bench.vllm_worker import Ranks
+
 Answer = dict[str, Any]
 SETTLE_S = 60.0
 RESET_TRIES = 200
@@ -49,16 +51,18 @@ class Engine:
         ended, and for every token the log-probs of the best ones."""
         from vllm import SamplingParams
 
-        engine, answers, names = self._llm.llm_engine, [Answer() for _ in prompts], {}
+        engine, answers = self._llm.llm_engine, [Answer() for _ in prompts]
+        names: dict[str, int] = {}
         began_s = time.monotonic()
         for place, prompt in enumerate(prompts):
             sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=TOP)
             names[self._add(prompt, sampling)] = place
         while engine.has_unfinished_requests():
             for output in engine.step():
-                place = names.get(output.request_id.partition("-")[0])
-                if place is None:  # of a request that was aborted
+                name = output.request_id.partition("-")[0]
+                if name not in names:  # a request that was aborted
                     continue
+                place = names[name]
                 made = output.outputs[0]
                 if made.token_ids and "first_s" not in answers[place]:
                     answers[place]["first_s"] = time.monotonic() - began_s
@@ -89,7 +93,7 @@ class Engine:
 
     def settle(self) -> Answer:
         """Wait until all that was computed is stored."""
-        if not all(self._llm.collective_rpc(settled, args=(SETTLE_S,))):
+        if not Ranks(self._llm).settle(SETTLE_S):
             raise RuntimeError(f"not everything was stored within {SETTLE_S:.0f} s")
         return {}
 
@@ -111,8 +115,7 @@ class Engine:
 
     def counters(self) -> Answer:
         """Of the worker's half of our connector, all ranks added up."""
-        ranks = self._llm.collective_rpc(counted)
-        return {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
+        return Ranks(self._llm).counters
 
     def _add(self, prompt: list[int], sampling: Any) -> str:
         """Hand a request over, and give its name, behind which vLLM may put random digits of its own."""
@@ -146,25 +149,6 @@ def has_core_apart() -> bool:
     return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0"
 
 
-def settled(_worker: Any, wait_s: float) -> bool:
-    """Asked within a worker: whether its stores have ended. It names nothing of this file, which workers do not
-    import."""
-    from vllm.distributed import kv_transfer
-
-    if not kv_transfer.has_kv_transfer_group():
-        return True
-    return bool(kv_transfer.get_kv_transfer_group().settle(wait_s))
-
-
-def counted(_worker: Any) -> dict[str, float]:
-    """Asked within a worker: the connector's counters."""
-    from vllm.distributed import kv_transfer
-
-    if not kv_transfer.has_kv_transfer_group():
-        return {}
-    return {name: float(value) for name, value in kv_transfer.get_kv_transfer_group().counters.items()}
-
-
 def saved(folder: Path, config: Answer) -> Path:
     """The checkpoint in `folder`, made if it is not there. `embedding_scale` in `config` makes embeddings smaller:
     Gemma uses one matrix twice, and would have it drown everything else."""
@@ -180,7 +164,8 @@ def saved(folder: Path, config: Answer) -> Path:
         scale = config.pop("embedding_scale", 1.0)
         torch.manual_seed(7)
         described: Any = AutoConfig.for_model(config.pop("model_type"), **config)
-        weights: Any = AutoModelForCausalLM.from_config(described).to(torch.bfloat16)
+        made: Any = AutoModelForCausalLM
+        weights: Any = made.from_config(described).to(torch.bfloat16)
         if scale != 1.0:
             weights.get_input_embeddings().weight.data.mul_(scale)
         scratch = folder.with_suffix(".scratch")
