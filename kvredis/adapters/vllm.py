@@ -35,7 +35,7 @@ from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results, delete_prefixes
 from .scheduling import Scheduling
-from .scheduling_options import SchedulingOptions
+from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
 from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
