@@ -154,6 +154,13 @@ class Behind(Generic[Job]):
             job.end(job.tokens)
         return is_queued
 
+    def following(self, accept: Callable[[Job], bool]) -> Job | None:
+        """Give the job that is done next, for the running one to begin it; None where there is none, or `accept`, which
+        is asked while no job can be cancelled, refuses it."""
+        with self._changed:
+            job = self._queue[0] if self._queue and not self._closed else None
+            return job if job is not None and not job.cancelled and accept(job) else None
+
     def settle(self) -> None:
         """Wait until all that was added before is done."""
         if not self._home.is_here():

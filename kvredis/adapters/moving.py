@@ -44,8 +44,16 @@ class _Turn(Later):
     def __init__(self, errand: Errand, work: ChunkLoading | ChunkStoring) -> None:
         super().__init__(0)
         self.errands = [errand]
+        self.work = work
         self.run = work.run
         self.behind = work.behind
+        self.began_s = 0.0
+        """When it was begun, on the thread's clock; 0 before."""
+
+    def cancel(self) -> None:
+        """As Later.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
+        if not self.began_s:
+            super().cancel()
 
 
 Turn = _Turn | LayerLoads | LayerStores
@@ -229,8 +237,25 @@ class ChunkMover:
     def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> Errand:
         errand = Errand(job.request, job.moves)
         if self._admit(errand):
-            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after)))
+            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after, self._begin_following)))
         return errand
+
+    def _begin_following(self, left_bytes: int) -> None:
+        """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
+
+        def accept(turn: Turn | LeasesAhead) -> bool:
+            if not isinstance(turn, _Turn):
+                return False
+            with self._changed:
+                if turn.errands[0].over:
+                    return False
+                turn.errands[0].started = True
+            turn.began_s = turn.began_s or time.monotonic()
+            return True
+
+        turn = self._loader.following(accept)
+        if isinstance(turn, _Turn) and isinstance(turn.work, ChunkLoading):
+            turn.work.begin(left_bytes)
 
     def _wait_for(self, errands: Sequence[Errand]) -> None:
         """Until they are over; what is done behind them goes on."""
@@ -295,6 +320,8 @@ class ChunkMover:
             for errand in errands:
                 errand.started = not errand.over
         began_s, has_begun = time.monotonic(), any(errand.started for errand in errands)
+        if isinstance(turn, _Turn):
+            began_s = turn.began_s = turn.began_s or began_s
         error = self._error_of(turn.run) if has_begun else None
         seconds = time.monotonic() - began_s
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})

@@ -9,6 +9,7 @@ pages that are written from now on (`Step.taken`), and a worker ends whatever st
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -107,6 +108,8 @@ class Scheduling:
         added, or all of them where they were given `anew`."""
         self._step.is_idle = False
         request = self._requests.get(name)
+        if tables is None and (request is None or computed + count < request.quiet_until):
+            return  # a step that decodes, as most do
         if request is not None and tables is not None and (anew or not request.tables):
             request.tables = [[] for _ in tables]
         for number, table in enumerate(tables or ()):
@@ -124,6 +127,8 @@ class Scheduling:
             if moves := [move for part in parts for move in part]:
                 self.counters["store_tokens"] += max(map(self._tokens_of, parts))
                 self._step.moves.stores.append(StoreJob(name, moves, done))
+        if request is not None:
+            request.quiet_until = self._next_stored(request)
 
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
@@ -137,7 +142,7 @@ class Scheduling:
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
-            request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+            self._offer_again(request)
         elif request is not None:
             self._count_loaded(request)
 
@@ -145,7 +150,7 @@ class Scheduling:
         """These pages of the only group hold nothing: what their requests have is offered for storing again."""
         for request in self._requests.values():
             if request.tables and not pages.isdisjoint(request.tables[0]):
-                request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+                self._offer_again(request)
 
     def finished(self, name: str) -> None:
         """The request has ended, or was given up; a load that is under way is not wanted any more."""
@@ -184,6 +189,7 @@ class Scheduling:
             self._requests[prompt.request] = request
         if earlier is not None and earlier.prompt.attempt != prompt.attempt:
             request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
+            request.quiet_until = 0
         request.prompt = prompt
         return request
 
@@ -366,6 +372,18 @@ class Scheduling:
             if len(pages) * group.page_tokens == chunk.stop - chunk.start and NO_PAGE not in pages:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
+
+    def _next_stored(self, request: Request) -> float:
+        """How many tokens a request has when the next chunk of it is complete."""
+        if not self.options.stores:
+            return math.inf
+        left = (keys[at].stop for keys, at in zip(request.keys, request.next, strict=True) if at < len(keys))
+        return min(left, default=math.inf)
+
+    def _offer_again(self, request: Request) -> None:
+        """What was loaded is not there: all that the request has is offered for storing."""
+        request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+        request.quiet_until = 0
 
     def _offer(self, events: StoredEvents, request: Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
         tokens = request.prompt.tokens

@@ -58,6 +58,8 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     next: list[int] = field(default_factory=list)
     """Of each group, the first chunk that has not been handed over for storing."""
+    quiet_until: float = 0
+    """Before it has so many tokens nothing of it is stored."""
 
 
 @dataclass(slots=True)

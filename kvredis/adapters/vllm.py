@@ -366,6 +366,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> "KVRedisStats | None":
         """What has been counted since the last question, by this half."""
         counters = self.counters
+        if counters == self._told and not any(self._seen.values()):
+            return None  # a step that moves nothing, as most do
         grown: dict[str, Any] = {name: value - self._told.get(name, 0) for name, value in counters.items()}
         self._told.update(counters)
         grown = {name: value for name, value in grown.items() if value > 0 and name not in UNDER_WAY}
