@@ -226,7 +226,8 @@ class CachedModel:
                 call.identity = identity_of(self.model)
                 why = self._why_not_behind(call)
             if why:
-                self._say(f"generate() neither loads nor stores KV: {why}")
+                if self._is_new(why):
+                    logger.warning("generate() neither loads nor stores KV: %s (said once)", why)
                 if past is not None:  # what is put into it now is not of the model alone
                     note_origin(past, Origin("", input_ids, mask))
                 return self._plainly(call, options)
@@ -320,7 +321,8 @@ class CachedModel:
             return True
         if not self._why_not(options) and identity_of(self.model) == call.identity:
             return True
-        self._say("A prompt is not stored: the model's weights or settings changed while it was computed")
+        if self._is_new("changed"):
+            logger.warning("A prompt is not stored: its model changed while it was computed (said once)")
         return False
 
     def _note(self, call: Call, cache: Cache, result: Any) -> None:
@@ -338,10 +340,11 @@ class CachedModel:
         own = {} if call.past is None else {CACHE: call.past}
         return cast(Any, self.model).generate(call.input_ids, **own, **options)
 
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning("%s (said once)", text)
+    def _is_new(self, reason: str) -> bool:
+        """Whether this reason to do without the store has not been said yet."""
+        is_new = reason not in self._said
+        self._said.add(reason)
+        return is_new
 
     # -- loading -----------------------------------------------------------------------------------------------------
 

@@ -304,7 +304,7 @@ def _precision() -> list[str]:
     found = []
     for owner, attribute in PRECISIONS:
         try:
-            found.append(str(getattr(owner, attribute, None)))
+            found.append(str(getattr(owner, attribute, None)).replace("none", "ieee"))  # as "none" is taken
         except RuntimeError:  # set by the older way and asked for by the newer
             found.append("another way")
     try:
