@@ -465,10 +465,10 @@ KILLED = tuple(f"killed-{at}" for at in range(4))
 
 
 def cold(run: Run) -> Finding:
-    """Prompts that are new to the engine, one by one; another prefix before the same last tokens must give others."""
+    """Prompts that are new to the engine, one by one, before it has loaded anything; another prefix before the same
+    last tokens must give other ones."""
     found, tail = Finding(), run.size.chunk
-    run.learn(BASIC)
-    run.learn(["control"])
+    run.learn([*BASIC, "control", *DAMAGED, *KILLED, "asleep"])
     same = run.prompt(BASIC[0])[-tail:]
     run.prompts["other prefix"] = run.prompt("control")[:-tail] + same
     (other,) = run.ask(["other prefix"])["answers"]
@@ -493,11 +493,11 @@ def own(run: Run) -> Finding:
     found, before = Finding(), run.counters()
     answers = [run.ask([name])["answers"][0] for name in BASIC]
     compared = [compare(run.cold[name], answer) for name, answer in zip(BASIC, answers, strict=True)]
+    if run.moved(found, before).loaded_chunks:
+        return Finding(SKIPPED, "vLLM has no prefix cache of its own for this model here")
     run.own_mean, run.own_most = max(one.mean for one in compared), max(one.most for one in compared)
-    run.judge(found, BASIC, answers, hits=True)
-    run.moved(found, before)
     found.details["own_most"] = run.own_most
-    return found
+    return run.judge(found, BASIC, answers, hits=True)
 
 
 def warm(run: Run) -> Finding:
@@ -568,7 +568,6 @@ def abort(run: Run) -> Finding:
 
 def damaged(run: Run, name: str, which: str) -> Finding:
     """Some of a prompt's stored blocks are damaged: the request is right or fails, and what is stored then is right."""
-    run.learn([name])
     run.forget()
     keys = run.keys[name]
     if not keys:
@@ -591,8 +590,7 @@ def fresh(run: Run) -> Finding:
     """Another process, which has computed none of it, finds what the first one stored, after damage too."""
     run.settle()
     before, found = run.counters(run.b), Finding()
-    names = [name for name in (*BASIC, *DAMAGED, "control") if name in run.cold]
-    for name in names:
+    for name in (*BASIC, *DAMAGED, "control"):
         run.judge(found, [name], run.ask([name], run.b)["answers"], hits=name in BASIC)
     if CROWD[0] in run.cold:
         run.judge(found, CROWD, run.ask(CROWD, run.b)["answers"], hits=True)
@@ -603,7 +601,6 @@ def fresh(run: Run) -> Finding:
 def sleep(run: Run) -> Finding:
     """Asleep and awake again: idle, with stores under way, with vLLM's own cache and without."""
     found = Finding()
-    run.learn(["asleep"])
     found.details |= run.a.ask("sleep", run.limit_s)
     run.judge(found, BASIC[:2], [run.ask([name])["answers"][0] for name in BASIC[:2]], hits=False)
     run.forget()
@@ -646,9 +643,8 @@ def killed_during(run: Run) -> Finding:
     found = Finding()
     tries: list[tuple[float, bool, int, int]] = []
     again(run)
-    for name in KILLED:
-        run.prompt(name)
-    run.learn(KILLED)
+    run.forget()
+    run.ask(KILLED)
     run.forget()
     first_s = run.ask(KILLED, tokens=1)["seconds"]
     for share in (0.0, 0.2, 0.5):
