@@ -468,10 +468,10 @@ def cold(run: Run) -> Finding:
     """Prompts that are new to the engine, one by one, before it has loaded anything; another prefix before the same
     last tokens must give other ones."""
     found, tail = Finding(), run.size.chunk
-    run.learn([*BASIC, "control", *DAMAGED, *KILLED, "asleep"])
-    same = run.prompt(BASIC[0])[-tail:]
-    run.prompts["other prefix"] = run.prompt("control")[:-tail] + same
+    run.learn(["control", *DAMAGED, *KILLED, "asleep"])
+    run.prompts["other prefix"] = run.prompt("control")[:-tail] + run.prompt(BASIC[0])[-tail:]
     (other,) = run.ask(["other prefix"])["answers"]
+    run.learn(BASIC)  # last, so that vLLM's own cache has them
     one = compare(run.cold[BASIC[0]], other)
     found.details = {"control_same_tokens": one.same, "control_deviation": one.mean}
     if one.is_equal:
