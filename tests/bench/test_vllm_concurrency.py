@@ -1,5 +1,5 @@
-"""`kvredis bench vllm --concurrency`: which engines are opened, what they are told, and what follows from their answers.
-The engines are a process that answers by its arm; tests/compat has the real one."""
+"""`kvredis bench vllm --concurrency`: which engines are opened, what they are told, and what follows from what they
+answer. They are a process that answers by its arm; tests/compat has the real one."""
 
 from __future__ import annotations
 
