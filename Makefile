@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 EXTENSIONS := storage/_native.c storage/_leasing.c backends/_recvmsg.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check coverage bench docs docs-serve fuzz crash clean
+.PHONY: demo test check coverage bench gpu-check docs docs-serve fuzz crash clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -36,6 +36,12 @@ crash: $(VENV)/test.stamp
 bench: $(VENV)/bench.stamp
 	scripts/system-packages
 	$(BIN)/kvredis bench server
+
+# On a machine with a GPU, within 8 minutes: that no token of real vLLM is wrong (scripts/gpu_check.py). vLLM is installed
+# into .venv, or found in SITE, a folder of packages, by PYTHON as it is. CHECK="--only dense" asks for a part of it.
+gpu-check: $(if $(SITE),,$(VENV)/vllm.stamp)
+	PYTHONPATH=$${PYTHONPATH:-$(CURDIR)} $(if $(SITE),$(PYTHON),$(BIN)/python) scripts/gpu_check.py \
+	    $(if $(SITE),--site $(SITE)) $(CHECK)
 
 # The documentation site, into site/; docs-serve shows it at http://127.0.0.1:8000 while you write.
 docs: $(VENV)/docs.stamp

@@ -27,6 +27,8 @@ from .store_overhead_result import SCHEMA as STORE_OVERHEAD
 from .store_overhead_result import picture as draw_store_overhead
 from .transport_report import picture as draw_transport
 from .transport_result import SCHEMA as TRANSPORT
+from .vllm_concurrency import SCHEMA as VLLM_CONCURRENCY
+from .vllm_concurrency import picture as draw_vllm_concurrency
 from .vllm_result import SCHEMA as VLLM
 from .vllm_result import picture as draw_vllm
 
@@ -144,4 +146,5 @@ _PAINTERS: Final[Mapping[str, Callable[[Mapping[str, Any], Path], None]]] = {
     STORE_OVERHEAD: draw_store_overhead,
     ENGINE_TABLES: draw_engine_tables,
     VLLM: draw_vllm,
+    VLLM_CONCURRENCY: draw_vllm_concurrency,
 }

@@ -15,14 +15,14 @@ from .servers import child_environment
 from .shapes import ModelShape
 from .store_overhead_compute import WIDTHS
 from .vllm_result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
-from .vllm_worker import Opening, Served
+from .vllm_worker import Opening, Served, Together
 
 ANSWER_S: Final = 240.0
 _GIB: Final = 1 << 30
 _BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
 PREFAULT_THREADS: Final = 8
 _GRAPH_TOKENS: Final = (1, 8, 16, 48, 256)
-"""Of a pass that is a graph at most: what is left of a prompt that is a hit; layer by layer a chunk."""
+"""Of a pass that is a graph at most: what is left of a prompt that is a hit, and a chunk."""
 
 TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)
 """Of the model that stands in where there is no GPU; its numbers are exact enough for tokens to be equal."""
@@ -72,13 +72,17 @@ def model_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_bytes(shape: ModelShape, tokens: int) -> int:
-    """What an engine takes of a GPU's memory: weights, KV of three of the longest prompts, and what else there is."""
+def weight_bytes(shape: ModelShape) -> int:
+    """What a model's weights take, two bytes each."""
     hidden, heads, intermediate = _WIDTHS[shape.name]
     attention = 2 * hidden * (heads + shape.kv_heads) * shape.head_dim
     vocabulary = _VOCABULARY.get(shape.name, _VOCABULARY_ELSE)
-    weights = 2 * (shape.layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden)
-    return weights + 3 * shape.block_bytes(tokens) + _BESIDE_BYTES
+    return 2 * (shape.layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden)
+
+
+def engine_bytes(shape: ModelShape, tokens: int) -> int:
+    """What an engine takes of a GPU's memory: weights, KV of three of the longest prompts, and what else there is."""
+    return weight_bytes(shape) + 3 * shape.block_bytes(tokens) + _BESIDE_BYTES
 
 
 def room_bytes(shape: ModelShape, tokens: int) -> int:
@@ -106,12 +110,13 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     }  # fmt: skip
 
 
-def launching(arm: str) -> dict[str, Any]:
+def launching(arm: str, requests: int = 1) -> dict[str, Any]:
     """vLLM's options for short passes as CUDA graphs, as it has them by default, but without torch.compile, which every
-    engine would wait for. A whole graph leaves the hooks of single layers out; another kind, which breaks off for
-    attention, calls them (_BREAKS)."""
+    engine would wait for; so many requests that decode are a graph, too. A whole graph leaves the hooks of single
+    layers out; another kind, which breaks off for attention, calls them (_BREAKS)."""
     mode = "PIECEWISE" if LAYERS in arm else "FULL"
-    return {"compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": [*_GRAPH_TOKENS]}}
+    sizes = sorted({*_GRAPH_TOKENS, requests})
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
 
 
 def facts_of(where: Where, folder: Path) -> dict[str, Any]:
@@ -157,6 +162,10 @@ class EngineProcess(LineProcess):
     def measure(self, seed: int, tokens: int, answer: int = 0) -> Served:
         """Have a prompt served."""
         return cast(Served, self._ask({"do": "measure", "seed": seed, "tokens": tokens, "answer": answer}))
+
+    def together(self, **asked: int) -> Together:
+        """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
+        return cast(Together, self._ask({"do": "together", **asked}))
 
     def counters(self) -> dict[str, float]:
         """Of our connector."""

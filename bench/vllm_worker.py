@@ -18,6 +18,8 @@ from typing import Any, Final, TypedDict, cast
 RESETS_MAX: Final = 100
 SETTLE_S: Final = 60.0
 _SHORT_TOKENS: Final = 40
+_SETTLED_STEPS: Final = 8  # of a request that decodes, before its steps are timed
+_BATCHES: Final = 1000  # the first seed of prompts that are served at once
 _SPREAD, _APART = 7919, 104_729  # primes
 _LIVELY: Final = 300.0  # vLLM's dummy weights are within 0.001 of 0: what comes out hardly depends on what goes in
 
@@ -46,6 +48,57 @@ class Served(TypedDict):
     answers: list[list[int]]  # tokens generated: cold, own and warm; where asked for, a longer answer
 
 
+class Batch(TypedDict):
+    """Requests that were served at once."""
+
+    rate: float  # requests a second until all were answered; of a step that moves nothing tokens a second
+    cached_tokens: int  # of all prompts
+    loaded_bytes: int  # by our connector
+    answers: list[list[int]]
+
+
+class Together(TypedDict):
+    """Batches by their kind: "cold", "stored", "half" and "step"."""
+
+    batches: dict[str, Batch]
+
+
+class Ranks:
+    """The worker's halves of our connector in processes of their own."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def settle(self, wait_s: float) -> bool:
+        """Whether all of them have stored everything within so many seconds."""
+        return all(self._llm.collective_rpc(settled, args=(wait_s,)))
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Of all ranks together."""
+        ranks = self._llm.collective_rpc(counted)
+        return {name: sum(rank.get(name, 0.0) for rank in ranks) for name in ranks[0]}
+
+
+def settled(_worker: Any, wait_s: float) -> bool:
+    """Asked within a worker: whether its connector has stored everything within so many seconds. It names nothing of
+    this file, which may be another process' main module."""
+    from vllm.distributed import kv_transfer
+
+    if not kv_transfer.has_kv_transfer_group():
+        return True
+    return bool(kv_transfer.get_kv_transfer_group().settle(wait_s))
+
+
+def counted(_worker: Any) -> dict[str, float]:
+    """Asked within a worker: its connector's counters."""
+    from vllm.distributed import kv_transfer
+
+    if not kv_transfer.has_kv_transfer_group():
+        return {}
+    return {name: float(value) for name, value in kv_transfer.get_kv_transfer_group().counters.items()}
+
+
 class Engine:
     """The engine that is open."""
 
@@ -65,9 +118,13 @@ class Engine:
         )  # fmt: skip
         if told["is_lively"]:
             self._llm.apply_model(enliven)
+        self._number = 0
         self._has_connector = told["connector"] is not None
         self._ours: Any = None
-        if self._has_connector:
+        if int(options.get("tensor_parallel_size", 1)) > 1:
+            connector = told["connector"] or {}
+            self._ours = Ranks(self._llm) if connector.get("kv_connector") == "KVRedisConnector" else None
+        elif self._has_connector:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             group = get_kv_transfer_group()
@@ -98,6 +155,67 @@ class Engine:
         if answer:
             made["answers"].append(self._generate(prompt, answer)[2])
         return made
+
+    def together(self, seed: int, count: int, tokens: int, answer: int, steps: int) -> Together:
+        """Serve `count` prompts at once, which are new to the engine; again, of what is stored; others that share a
+        stored first half; and short ones for `steps` steps. Before each its own cache is emptied."""
+        first = _BATCHES + seed * (2 * count + 1)
+        prompts = [self._prompt(first + place, tokens) for place in range(count)]
+        shared = self._prompt(first + count, tokens // 2)
+        halves = [shared + self._prompt(first + count + 1 + at, tokens - tokens // 2) for at in range(count)]
+        self._reset()
+        batches = {"cold": self._batch(prompts, answer)}
+        self._settle()
+        self._reset()
+        batches["stored"] = self._batch(prompts, answer)
+        self._reset()
+        self._generate(shared, 1)
+        self._settle()
+        self._reset()
+        batches["half"] = self._batch(halves, answer)
+        self._settle()
+        self._reset()
+        batches["step"] = self._steps([self._prompt(first + at, _SHORT_TOKENS) for at in range(count)], steps)
+        return Together(batches=batches)
+
+    def _batch(self, prompts: list[list[int]], count: int) -> Batch:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        asked, loaded = [{"prompt_token_ids": prompt} for prompt in prompts], self._counter("loaded_bytes")
+        began_s = time.perf_counter()
+        made = self._llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began_s
+        return Batch(
+            rate=len(prompts) / seconds,
+            cached_tokens=sum(int(each.num_cached_tokens or 0) for each in made),
+            loaded_bytes=self._counter("loaded_bytes") - loaded,
+            answers=[list(each.outputs[0].token_ids) for each in made],
+        )
+
+    def _steps(self, prompts: list[list[int]], steps: int) -> Batch:
+        """Tokens a second, from when each request has some on."""
+        from vllm import SamplingParams
+
+        engine, loaded = self._llm.llm_engine, self._counter("loaded_bytes")
+        sampling = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True, detokenize=False)
+        for place, prompt in enumerate(prompts):
+            self._number += 1
+            engine.add_request(f"step{place}-{self._number}", {"prompt_token_ids": prompt}, sampling)
+        answers: dict[int, list[int]] = {}
+        began_s, began = 0.0, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[int(output.request_id.partition("-")[0][4:])] = list(output.outputs[0].token_ids)
+            if not began and len(answers) == len(prompts) and min(map(len, answers.values())) >= _SETTLED_STEPS:
+                began_s, began = time.perf_counter(), sum(map(len, answers.values()))
+        made = sum(map(len, answers.values())) - began
+        return Batch(
+            rate=made / (time.perf_counter() - began_s),
+            cached_tokens=0,
+            loaded_bytes=self._counter("loaded_bytes") - loaded,
+            answers=[answers[place] for place in range(len(prompts))],
+        )
 
     def counters(self) -> dict[str, float]:
         """Of our connector; {} without it."""
@@ -148,7 +266,7 @@ def enliven(model: Any) -> None:
 
 
 def device() -> dict[str, Any]:
-    """What computes: its name, and the memory of a GPU in bytes, 0 without one."""
+    """What computes: its name, the memory of a GPU in bytes, 0 without one, and how many there are."""
     import torch
     import vllm
 
@@ -156,7 +274,7 @@ def device() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"device": "cpu", "memory_bytes": 0} | said
     facts = torch.cuda.get_device_properties(0)
-    return {"device": facts.name, "memory_bytes": facts.total_memory} | said
+    return {"device": facts.name, "memory_bytes": facts.total_memory, "devices": torch.cuda.device_count()} | said
 
 
 def main() -> None:
@@ -175,10 +293,8 @@ def main() -> None:
         try:
             if engine is None:
                 engine, answer = Engine(cast(Opening, told)), {}
-            elif told.pop("do") == "measure":
-                answer = engine.measure(**told)
             else:
-                answer = engine.counters()
+                answer = getattr(engine, told.pop("do"))(**told)
         except Exception as error:  # of any kind: the bench goes on with its other arms
             import traceback
 

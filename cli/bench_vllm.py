@@ -1,4 +1,4 @@
-"""`kvredis bench vllm`: the first token of a prompt seen before, in a real vLLM."""
+"""`kvredis bench vllm`: the first token of a prompt seen before, or many requests at once, in a real vLLM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import click
 
 from kvredis.bench.vllm import VLLMPlan, run
+from kvredis.bench.vllm_concurrency import ConcurrencyPlan
+from kvredis.bench.vllm_concurrency import run as run_concurrency
+from kvredis.bench.vllm_concurrency import table_lines as concurrency_lines
 from kvredis.bench.vllm_engine import Where
 from kvredis.bench.vllm_result import ARMS, table_lines
 
@@ -22,15 +25,35 @@ from .numbers import Number
     "vllm",
     epilog="""\b
 Example: kvredis bench vllm --json h200.json --gate
-Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --limit-s 300""",
+Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --limit-s 300
+Example: kvredis bench vllm --concurrency 8 --json qps.json --gate""",
 )
 @click.option("--quick", is_flag=True, help="One repeat, of the longest prompt alone.")
-@click.option("--arms", callback=words_of(ARMS), metavar="LIST", help=f"Any of {', '.join(ARMS)}; default all.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(2, 256),
+    help="Measure so many requests at once, instead of the first token of one alone.",
+)
+@click.option(
+    "--tensor-parallel",
+    "ranks",
+    type=click.IntRange(1, 8),
+    help="With --concurrency: ranks of each engine, each with a GPU of its own; default 1.",
+)
+@click.option(
+    "--arms",
+    callback=words_of(ARMS),
+    metavar="LIST",
+    help=f"Any of {', '.join(ARMS)}; default all, with --concurrency none, offloading, lane, lane+layers and tcp.",
+)
 @click.option(
     "--shape", callback=one_shape, metavar="NAME", help="32b, 7b, 3b, glm or 8b; default 8b, tiny without a GPU."
 )
 @click.option(
-    "--prompt-tokens", callback=numbers_of, metavar="LIST", help="Default 1024,8192,15400; less without a GPU."
+    "--prompt-tokens",
+    callback=numbers_of,
+    metavar="LIST",
+    help="Default 1024,8192,15400, with --concurrency one, 4096; less without a GPU.",
 )
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256, CPU: 64.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Prompts of each length; default 5.")
@@ -48,6 +71,8 @@ Example: kvredis bench vllm --arms none,lane,lane+layers --prompt-tokens 8192 --
 @click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
 def vllm(
     quick: bool,
+    concurrency: int | None,
+    ranks: int | None,
     python: str | None,
     site: str | None,
     backend: str,
@@ -61,12 +86,31 @@ def vllm(
 
     One engine for each way of keeping KV, beside vLLM's own OffloadingConnector; TTFT by the prompt's length. Generated
     tokens and hits are compared. vLLM is looked for in this environment unless --python or --site names another.
+
+    With --concurrency N: requests a second, N at once. Cold: no one has seen them. All stored: the same again. Half
+    shared and stored: the first half of each prompt is a prefix that all N share and that is stored, the second half is
+    its own and new. vLLM's own cache is emptied before each of these rounds, in every arm, so that within a round it
+    works as always. A step that moves nothing: N short requests decode, tokens a second beside those of an engine
+    without a connector that is launched in the same way. Ratios are to `none` and to `offloading`.
     """
-    plan = VLLMPlan(**{name: value for name, value in given.items() if value is not None})
-    if quick:
-        plan = replace(plan, repeats=1, prompt_tokens=plan.prompt_tokens[-1:])
+    settings = {name: value for name, value in given.items() if value is not None}
     kept = logs.resolve() if logs else None
     where = Where(python or sys.executable, str(Path(site).resolve()) if site else "", kept, backend)
+    if concurrency is not None:
+        lengths = settings.pop("prompt_tokens", (None,))
+        if len(lengths) > 1:
+            raise click.UsageError("--concurrency measures prompts of one length")
+        settings |= {"prompt_tokens": lengths[0], "ranks": ranks or 1} | ({"repeats": 1} if quick else {})
+        many = ConcurrencyPlan(concurrency, **settings)
+        with measuring(many.steps(), "engines begin") as step:
+            served = run_concurrency(many, where, step)
+        Telling("vllm-concurrency", json_path, picture, judge).tell(served, concurrency_lines(served))
+        return
+    if ranks is not None:
+        raise click.UsageError("--tensor-parallel goes with --concurrency")
+    plan = VLLMPlan(**settings)
+    if quick:
+        plan = replace(plan, repeats=1, prompt_tokens=plan.prompt_tokens[-1:])
     with measuring(plan.steps(), "engines begin") as step:
         result = run(plan, where, step)
     Telling("vllm", json_path, picture, judge).tell(result, table_lines(result))

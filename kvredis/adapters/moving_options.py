@@ -152,15 +152,10 @@ class Errand:
 
 @dataclass(slots=True)
 class StepLoads:
-    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them, on
-    all ranks."""
+    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them."""
 
     errands: list[Errand] = field(default_factory=list)
     is_known: bool = True
-
-
-Least = Callable[[Sequence[int]], Sequence[int]]
-"""Of numbers that every rank of an engine asks with in its turn, the least of all ranks, one by one."""
 
 
 class Counters:

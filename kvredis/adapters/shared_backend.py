@@ -5,7 +5,6 @@ of its own, and the scheduler would look for blocks where no worker puts any.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvredis.backends.base import Backend
@@ -15,7 +14,6 @@ from kvredis.backends.opening import open_backend
 from .deciding import BreakEven
 from .layout import ChunkLayout
 from .probing import Probes
-from .scheduling_options import Step
 
 
 @dataclass(slots=True)
@@ -26,9 +24,6 @@ class Shared:
     break_even: BreakEven
     probes: Probes
     users: int = 0
-    lease_ahead: Callable[[Step], None] | None = None
-    """What a worker in this process is told of a step that is scheduled and not begun, where its loads come by
-    layers."""
 
 
 _lock = threading.Lock()

@@ -18,8 +18,8 @@ class Changing(Halves):
     def open(self, backend: object = None) -> None:
         self.model = torch.nn.Linear(64, 64)
         self.watch = WeightsWatch(lambda: [self.model])
-        weights, options = KeyWeights({0: self.watch.look()}), SchedulingOptions(loads_ahead=self.ahead)
-        self.scheduling = Scheduling(self.groups, self.backend, options, None, weights)
+        weights = KeyWeights({0: self.watch.look()})
+        self.scheduling = Scheduling(self.groups, self.backend, SchedulingOptions(), None, weights)
         self.worker = PagedWorker(self.backend, self.groups, self.caches, PAGES, MovingOptions(), self.watch)
 
     def step(self, forward: object = lambda: None) -> None:
@@ -244,11 +244,10 @@ def test_a_load_is_over_when_it_is_known_whose_weights_it_is_of(
     halves.close()
 
 
-@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("by_layers", [True, False])
 def test_a_store_whose_probe_answers_later_is_dropped_where_the_weights_were_others(
-    ahead: bool, monkeypatch: pytest.MonkeyPatch
+    by_layers: bool, halves: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halves = Changing(ahead=ahead)
     slow = Slow()
     monkeypatch.setattr(halves.watch._prober, "probe", lambda models: slow)
     halves.watch._seen = (2,)
@@ -258,7 +257,7 @@ def test_a_store_whose_probe_answers_later_is_dropped_where_the_weights_were_oth
     halves.worker.before(step)
     jobs = halves.worker.stores(step)
     assert len(jobs[0].moves) == 4
-    if ahead:
+    if not by_layers:
         halves.worker.store(jobs)
     else:
         for place in (0, 1):

@@ -17,7 +17,6 @@ from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.paged_specs import (
     FullAttentionSpec,
     KVCacheGroup,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     names,
@@ -94,20 +93,6 @@ def opened(
     if role == "SCHEDULER" and shake:  # as vLLM does with what it has asked its workers for
         half.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), half.get_handshake_metadata()))
     return half
-
-
-@pytest.mark.parametrize("spec", [FullAttentionSpec(), MLAAttentionSpec()])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_tell_each_other_what_has_come_by_layers_though_they_hold_the_same(
-    spec: object, ranks: int, door: Any
-) -> None:
-    connector, asked = opened(door, "WORKER", spec, ranks, use_layerwise=True), list[Any]()
-    connector._worker = SimpleNamespace(
-        mover=SimpleNamespace(end_loads=asked.append), results=lambda: door.Results(), close=lambda: None
-    )
-    connector.get_finished(set())
-    assert asked == [door._least if ranks > 1 else None]
-    connector.shutdown()
 
 
 def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:

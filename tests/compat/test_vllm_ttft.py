@@ -5,6 +5,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from kvredis.bench.vllm_concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm_result import SCHEMA, VLLMResult
 from kvredis.cli.bench import bench
 from tests.compat.vllm_process import site
@@ -24,9 +25,26 @@ def test_a_real_engine_finds_every_prompt_again_by_each_way_and_generates_the_sa
         (sample,) = row["samples"]
         assert sample["own_bytes"] == 0, "what vLLM has itself is not loaded"
         hit = 0 if arm == "none" else tokens // 64 * 64
-        if arm != "none" and tokens == 640:  # layer by layer the last token's chunk is computed
-            hit -= 64 * ("layers" in arm)
+        if tokens == 640:  # vLLM computes the last block of a prompt that it has whole
             assert sample["own_tokens"] == 608
         assert (sample["warm_tokens"], sample["warm_bytes"]) == (hit, hit * result["options"]["bytes_per_token"])
         assert sample["stored_bytes"] == (0 if arm == "none" else tokens // 64 * 64 * 4096)
     assert result["counters"]["lane+layers"]["failed_chunks"] == 0
+
+
+def test_real_engines_serve_many_prompts_at_once_and_find_what_is_stored_of_them(tmp_path: Path) -> None:
+    path, arms = tmp_path / "result.json", ("none", "lane+layers")
+    options = ("--concurrency", "3", "--arms", ",".join(arms), "--prompt-tokens", "256", "--quick", "--together", "1")
+    done = CliRunner().invoke(bench, ("vllm", "--site", str(site()), *options, "--json", str(path), "--gate"))
+    assert done.exit_code == 0, done.output
+    result: ConcurrencyResult = json.loads(path.read_text())
+    rows = {(row["arm"], row["kind"]): row for row in result["rows"]}
+    assert set(rows) == {(arm, kind) for arm in (*arms, "none+layers") for kind in KINDS}
+    assert all(row["equal"] == 1 for row in rows.values())
+    assert rows["none", "cold"]["cached_share"] == 0
+    assert rows["none", "half"]["cached_share"] > 0.2, "within a round vLLM's own cache has the shared half"
+    ours = {kind: rows["lane+layers", kind] for kind in KINDS}
+    assert ours["stored"]["cached_share"] > 0.7
+    assert ours["half"]["cached_share"] > rows["none", "half"]["cached_share"]
+    assert ours["stored"]["loaded_gb"] > ours["half"]["loaded_gb"] > 0
+    assert ours["cold"]["loaded_gb"] == ours["step"]["loaded_gb"] == 0
