@@ -38,7 +38,6 @@ from .vllm_engine import (
 from .vllm_result import (
     ARMS,
     LANE,
-    LAYERS,
     NONE,
     OFFLOADING,
     REFERENCES,
@@ -103,10 +102,8 @@ class Setting:
         return self.is_gpu and not self.plan.eager
 
     def can_hit(self, arm: str, tokens: int) -> int:
-        """Tokens of a prompt that an arm can load: whole chunks, layer by layer of all tokens but the last."""
-        if arm == NONE:
-            return 0
-        return (tokens - 1 if LAYERS in arm else tokens) // self.chunk_tokens * self.chunk_tokens
+        """Tokens of a prompt that an arm can load: whole chunks."""
+        return 0 if arm == NONE else tokens // self.chunk_tokens * self.chunk_tokens
 
     def options(self) -> dict[str, Any]:
         """Give what a reader must know to repeat it."""

@@ -22,7 +22,7 @@ _GIB: Final = 1 << 30
 _BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
 PREFAULT_THREADS: Final = 8
 _GRAPH_TOKENS: Final = (1, 8, 16, 48, 256)
-"""Of a pass that is a graph at most: what is left of a prompt that is a hit; layer by layer a chunk."""
+"""Of a pass that is a graph at most: what is left of a prompt that is a hit, and a chunk."""
 
 TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)
 """Of the model that stands in where there is no GPU; its numbers are exact enough for tokens to be equal."""

@@ -10,7 +10,7 @@ Arms
     lane        KVRedisConnector, to a kvredis serve process on this host, through shared memory
     tcp         the same over TCP
     +trusted    without checksums (verify_blocks: false)
-    +layers     layer by layer (use_layerwise: true)
+    +layers     stored layer by layer (use_layerwise: true)
 Figures: medians over the samples, _min and _max the spread
     factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
     ratio       warm / warm of offloading, in the same way
@@ -42,9 +42,8 @@ REFERENCES: Final = (NONE, OFFLOADING)
 
 RATIO_MOST: Final = 1.05
 FACTOR_LEAST: Final = 6.5
-FACTOR_LAYERS_LEAST: Final = 8.0
 FACTOR_TOKENS: Final = 15_000
-"""The factors are judged for the 8b shape and prompts from this length on."""
+"""The factor is judged for the 8b shape and prompts from this length on."""
 
 
 class Sample(TypedDict):
@@ -150,9 +149,8 @@ def gate_of(result: VLLMResult) -> list[GateRow]:
             passed = row["ratio"] is not None and row["ratio"] <= RATIO_MOST
             judged.append(GateRow(f"/ offloading   {name}", f"<= {RATIO_MOST:.2f}x", row["ratio"], passed))
         if kind in (LANE, MEMORY) and row["tokens"] >= FACTOR_TOKENS and result["options"]["shape"] == "8b":
-            least = FACTOR_LAYERS_LEAST if LAYERS in words else FACTOR_LEAST
-            passed = (row["factor"] or 0) >= least
-            judged.append(GateRow(f"cold / warm    {name}", f">= {least:.2f}x", row["factor"], passed))
+            passed = (row["factor"] or 0) >= FACTOR_LEAST
+            judged.append(GateRow(f"cold / warm    {name}", f">= {FACTOR_LEAST:.2f}x", row["factor"], passed))
     return judged
 
 

@@ -19,12 +19,10 @@ class ChunkMove:
 
 @dataclass(slots=True)
 class LoadJob:
-    """Chunks that a request waits for: head first, one group behind the other. `rest` are the pages of the only group
-    that are computed behind them in the same step, where layers are loaded one by one."""
+    """Chunks that a request waits for: head first, one group behind the other."""
 
     request: str
     moves: list[ChunkMove]
-    rest: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -49,9 +49,9 @@ class CacheEngine:
     """KV of token prefixes behind one Backend, which the engine owns from here on.
 
     The configuration's chunk_size replaces the layout's; `layout` shows the outcome. One thread at a time may call it,
-    beside which the engine's own load, store and probe: `retrieve_later` and `store_later` give tensors away until the
-    Load or Save is done, and everything else (counters, learnt speeds, the backend) is shared safely. `stats` may be
-    read at any time.
+    which callers in several threads see to by holding `turn`. Beside it the engine's own threads load, store and probe:
+    `retrieve_later` and `store_later` give tensors away until the Load or Save is done, and everything else (counters,
+    learnt speeds, the backend) is shared safely. `stats` may be read at any time.
 
     Raises what open_backend raises when no backend is passed and the configured one cannot be made, ConfigError for an
     unknown `role`, ValueError for an unknown pre_caching_hash_algorithm.
@@ -73,6 +73,7 @@ class CacheEngine:
         self.role = role
         self.layout = replace(layout, chunk_tokens=config.chunk_size)
         self.backend = open_backend(config) if backend is None else backend
+        self.turn = threading.RLock()
         self.stats = EngineStats()
         self.break_even = BreakEven(self.layout, clock)
         """What is known of the speeds of tiers and model."""
@@ -81,9 +82,7 @@ class CacheEngine:
         self._saver = Behind(self._save_later, "kvredis stores", steps_aside=True)
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
-        self._recent = RecentKeys(
-            self.layout, unfull=config.save_unfull_chunk, algorithm=config.pre_caching_hash_algorithm
-        )
+        self._recent = self._recent_keys()
         self._failing = False
         self._refusal_told = False
 
@@ -91,6 +90,16 @@ class CacheEngine:
     def from_env(cls, layout: ChunkLayout, *, role: Role = "kv_both") -> Self:
         """An engine configured by LMCACHE_CONFIG_FILE and LMCACHE_* alone. Raises ConfigError."""
         return cls(Config.load(), layout, role=role)
+
+    def use_model(self, model: str) -> None:
+        """Use the keys of another model with KV of the same shape from here on: its weights have changed, say.
+
+        Takes no time, asks no backend, deletes nothing: when the model is used again, its KV is found again. Loads and
+        stores in the background keep the model that they began with.
+        """
+        if model != self.layout.model:
+            self.layout = replace(self.layout, model=model)
+            self._recent = self._recent_keys()
 
     # -- what is there -----------------------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class CacheEngine:
         if not keys or self.role == "kv_consumer":
             return 0
         check_kv(kv, self.layout, keys[-1].stop)
-        return self._store(Save(keys, len(tokens), kv, request))
+        return self._store(Save(keys, len(tokens), kv, request, self.layout))
 
     def store_later(self, tokens: Tokens, kv: KV, *, request: str = "-") -> Save:
         """As `store`, in the background and behind the stores asked for before; answers at once, and waits for nothing.
@@ -162,7 +171,7 @@ class CacheEngine:
         keys = [] if self.role == "kv_consumer" else self._keys(tokens)
         if keys:
             check_kv(kv, self.layout, keys[-1].stop)
-        save = Save(keys, len(tokens), kv, request)
+        save = Save(keys, len(tokens), kv, request, self.layout)
         if not keys:
             save.end(0)
             return save
@@ -174,7 +183,7 @@ class CacheEngine:
 
     def _store(self, save: Save) -> int:
         keys, request, started_s = save.keys, save.request, time.perf_counter()
-        storing = Storing(self.backend, self.layout, save.kv)
+        storing = Storing(self.backend, save.layout, save.kv)
         with self._forgiving("store"), save.on_stream():
             present = self.backend.match([chunk.key for chunk in keys])
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
@@ -206,7 +215,7 @@ class CacheEngine:
         layout.
         """
         span = self._span(tokens, out, start, stop, request, together)
-        return start if span is None else self._load(Load(span))
+        return start if span is None else self._load(Load(span, self.layout))
 
     def retrieve_later(
         self, tokens: Tokens, out: KV, *, start: int = 0, stop: int | None = None, request: str = "-", together: int = 1
@@ -218,7 +227,7 @@ class CacheEngine:
         with `start` tokens, and counted.
         """
         span = self._span(tokens, out, start, stop, request, together)
-        load = Load(Span([], 0, out, start, start, request, 0) if span is None else span)
+        load = Load(Span([], 0, out, start, start, request, 0) if span is None else span, self.layout)
         if span is None:
             load.end(start)
             return load
@@ -339,7 +348,7 @@ class CacheEngine:
 
     def _load(self, load: Load) -> int:
         span, started_s = load.span, time.perf_counter()
-        loading = Loading(self.backend, self.layout, span, lambda: load.cancelled)
+        loading = Loading(self.backend, load.layout, span, lambda: load.cancelled)
         with self._forgiving("retrieve"), load.on_stream():
             if self.config.min_retrieve_tokens == AUTO:
                 loading.run_while_worth(self.break_even)
@@ -363,6 +372,10 @@ class CacheEngine:
         return stored
 
     # -- shared ------------------------------------------------------------------------------------------------------
+
+    def _recent_keys(self) -> RecentKeys:
+        config = self.config
+        return RecentKeys(self.layout, unfull=config.save_unfull_chunk, algorithm=config.pre_caching_hash_algorithm)
 
     def _keys(self, tokens: Tokens) -> list[ChunkKey]:
         """The prompt's keys; the latest are kept, because a request looks up, loads and stores the same tokens."""

@@ -16,6 +16,7 @@ from kvredis.backends.forks import Home
 from kvredis.storage.time_slices import take_long_slices
 
 from .keys import ChunkKey
+from .layout import ChunkLayout
 from .loading import Span
 from .tensors import KV, event_on, gpus_of
 
@@ -93,18 +94,20 @@ class _Copied(Later):
 
 
 class Load(_Copied):
-    """A load; the tensors are its own from its first token on."""
+    """A load of KV of `layout`; the tensors are its own from its first token on."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, layout: ChunkLayout) -> None:
         super().__init__(span.start, span.out)
         self.span = span
+        self.layout = layout
 
 
 class Save(_Copied):
-    """A store of `kv`, of a prompt of `total` tokens."""
+    """A store of `kv` of `layout`, of a prompt of `total` tokens."""
 
-    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str) -> None:
+    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str, layout: ChunkLayout) -> None:
         super().__init__(0, kv)
+        self.layout = layout
         self.keys = keys
         self.total = total
         self.request = request
@@ -153,6 +156,13 @@ class Behind(Generic[Job]):
             job.refused = True
             job.end(job.tokens)
         return is_queued
+
+    def following(self, accept: Callable[[Job], bool]) -> Job | None:
+        """Give the job that is done next, for the running one to begin it; None where there is none, or `accept`, which
+        is asked while no job can be cancelled, refuses it."""
+        with self._changed:
+            job = self._queue[0] if self._queue and not self._closed else None
+            return job if job is not None and not job.cancelled and accept(job) else None
 
     def settle(self) -> None:
         """Wait until all that was added before is done."""

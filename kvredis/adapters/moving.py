@@ -27,7 +27,7 @@ from .later import Behind, Later
 from .layer_loading import LayerLoads
 from .layer_storing import LayerStores
 from .leases_ahead import LeasesAhead, NextLeases
-from .moving_options import Counters, Errand, Finished, Least, Means, MovingOptions, StepLoads
+from .moving_options import Counters, Errand, Finished, Means, MovingOptions, StepLoads
 from .moving_options import PagedGroup as PagedGroup
 from .tensors import DeviceEvent, event_on
 
@@ -44,8 +44,16 @@ class _Turn(Later):
     def __init__(self, errand: Errand, work: ChunkLoading | ChunkStoring) -> None:
         super().__init__(0)
         self.errands = [errand]
+        self.work = work
         self.run = work.run
         self.behind = work.behind
+        self.began_s = 0.0
+        """When it was begun, on the thread's clock; 0 before."""
+
+    def cancel(self) -> None:
+        """As Later.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
+        if not self.began_s:
+            super().cancel()
 
 
 Turn = _Turn | LayerLoads | LayerStores
@@ -172,16 +180,13 @@ class ChunkMover:
             if errands:
                 self._submit(self._storer, self._layer_stores)
 
-    def end_loads(self, least: Least | None = None) -> None:
+    def end_loads(self) -> None:
         """The forward pass of the step is over: waits for the loads of `begin_layers`, so that the next `finished` says
-        which of them have failed. A chunk that one rank lacks has failed on all of them, whose hidden states come of
-        it: where there are several `least` tells, and each asks it once in a step with loads."""
+        which of them have failed."""
         step = self._step_loads
         if step.is_known:
             return
         self._wait_for(step.errands)
-        if least is not None:
-            self._lower(step.errands, least)
         self._know(step)
 
     def end_layers(self) -> None:
@@ -232,8 +237,25 @@ class ChunkMover:
     def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> Errand:
         errand = Errand(job.request, job.moves)
         if self._admit(errand):
-            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after)))
+            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after, self._begin_following)))
         return errand
+
+    def _begin_following(self, left_bytes: int) -> None:
+        """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
+
+        def accept(turn: Turn | LeasesAhead) -> bool:
+            if not isinstance(turn, _Turn):
+                return False
+            with self._changed:
+                if turn.errands[0].over:
+                    return False
+                turn.errands[0].started = True
+            turn.began_s = turn.began_s or time.monotonic()
+            return True
+
+        turn = self._loader.following(accept)
+        if isinstance(turn, _Turn) and isinstance(turn.work, ChunkLoading):
+            turn.work.begin(left_bytes)
 
     def _wait_for(self, errands: Sequence[Errand]) -> None:
         """Until they are over; what is done behind them goes on."""
@@ -241,7 +263,7 @@ class ChunkMover:
             self._changed.wait_for(lambda: all(errand.over for errand in errands))
 
     def _have_come(self, step: StepLoads) -> bool:
-        """Whether a step's loads have come whole, on all ranks; waits until that is known."""
+        """Whether a step's loads have come whole; waits until that is known."""
         with self._changed:
             self._changed.wait_for(lambda: step.is_known)
         return all(errand.come == len(errand.moves) for errand in step.errands)
@@ -250,20 +272,6 @@ class ChunkMover:
         with self._changed:
             step.is_known = True
             self._changed.notify_all()
-
-    def _lower(self, errands: Sequence[Errand], least: Least) -> None:
-        """Of each load that is over only so much has come as on the rank that has got the least of it."""
-        try:
-            counts = least([errand.come for errand in errands])
-        except Exception as error:
-            logger.warning("The other ranks do not say what they have loaded: %s", error, exc_info=error)
-            self.counters.add(errors=1)
-            counts = [0] * len(errands)
-        with self._changed:
-            for errand, count in zip(errands, counts, strict=True):
-                if count < errand.come:
-                    lost, errand.come = errand.moves[count : errand.come], count
-                    self._fail(errand, lost)
 
     def _admit(self, errand: Errand) -> bool:
         """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -312,6 +320,8 @@ class ChunkMover:
             for errand in errands:
                 errand.started = not errand.over
         began_s, has_begun = time.monotonic(), any(errand.started for errand in errands)
+        if isinstance(turn, _Turn):
+            began_s = turn.began_s = turn.began_s or began_s
         error = self._error_of(turn.run) if has_begun else None
         seconds = time.monotonic() - began_s
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
@@ -362,22 +372,18 @@ class ChunkMover:
         self._chunks[errand.is_load] -= len(errand.moves)
         self.counters.add(cancelled_jobs=errand.cancelled, stores=not errand.is_load)
         if errand.is_load:
-            self._end_load(errand)
+            self._end_load(errand, errand.moves[errand.come :])
         elif not any(not other.is_load for other in mine):
             self._finished.stored.add(errand.request)
         self._changed.notify_all()
 
-    def _end_load(self, errand: Errand) -> None:
+    def _end_load(self, errand: Errand, missing: Sequence[ChunkMove]) -> None:
         self.counters.add(loads=1)
-        self._fail(errand, errand.moves[errand.come :])
-
-    def _fail(self, errand: Errand, moves: Sequence[ChunkMove]) -> None:
-        """Of a load that is over these have not come; holds the lock."""
         self._finished.loaded.add(errand.request)
-        if moves and not errand.cancelled:
-            self.counters.add(failed_chunks=len(moves))
+        if missing and not errand.cancelled:
+            self.counters.add(failed_chunks=len(missing))
             pages = self._finished.failed_pages.setdefault(errand.request, [])
-            pages += [(move.group, page) for move in moves for page in move.pages]
+            pages += [(move.group, page) for move in missing for page in move.pages]
 
     def _log(self, errand: Errand, seconds: float) -> None:
         if errand.come and logger.isEnabledFor(logging.INFO):

@@ -1,7 +1,7 @@
 """What moving chunks is given and what it tells: groups of an engine's layers, bounds, outcomes and counters."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -137,15 +137,10 @@ class Errand:
 
 @dataclass(slots=True)
 class StepLoads:
-    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them, on
-    all ranks."""
+    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them."""
 
     errands: list[Errand] = field(default_factory=list)
     is_known: bool = True
-
-
-Least = Callable[[Sequence[int]], Sequence[int]]
-"""Of numbers that every rank of an engine asks with in its turn, the least of all ranks, one by one."""
 
 
 class Counters:

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
 """How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
-
-
+REST_WAIT_S = 30.0
+"""How long an engine that goes to sleep waits for stores under way before it breaks them."""
 IDLE_WAIT_S = 0.006
 """An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
 wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
@@ -93,13 +93,10 @@ class PagedWorker:
         self._transfers = [group.transfer for group in paged_groups]
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
-        self._in_step: dict[str, LoadJob] = {}
-        self._leased_ahead: tuple[Step | None, list[LoadJob]] = (None, [])
         self._storing: dict[str, set[tuple[int, int]]] = {}
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
-        self._unheard: set[int] = set()  # pages that layers have not come into, of which no scheduler knows yet
         self._results = Results()
         self._warm_up(backend)
 
@@ -129,44 +126,25 @@ class PagedWorker:
             logger.error("A copy of request %s is stuck: its pages are used all the same", name)
         del self._storing[name]
 
-    def lease_ahead(self, step: Step) -> None:
-        """The step's loads come by layers, and begin when the engine has prepared it: meanwhile their chunks are
-        leased. May be called by the scheduler's thread."""
-        jobs = [self._load_job(job) for job in step.moves.loads]
-        self._leased_ahead = step, jobs
-        self.mover.lease_ahead(jobs)
-
     def launched(self) -> torch.cuda.Event | None:
         """What the engine has given its GPU until now; None on a CPU."""
         return event_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
 
-    def load(self, step: Step, after: torch.cuda.Event | None = None, *, ahead: bool) -> None:
-        """Begin the step's loads: `ahead` of the step in which their requests run, or by layers beside this one.
-        `after` is what was launched before the step: an engine that schedules ahead of its GPU has given pages anew
-        that a forward pass under way still writes."""
-        (of, jobs), self._leased_ahead = self._leased_ahead, (None, [])
-        if of is not step:
-            jobs = [self._load_job(job) for job in step.moves.loads]
-        if not ahead:
-            self._in_step = {job.request: job for job in jobs}
-            if jobs:
-                self.mover.begin_layers(jobs, after)
-            return
-        for job in jobs:
+    def load(self, step: Step, after: torch.cuda.Event | None = None) -> None:
+        """Begin the step's loads. Their requests run in a later step: a load is over, and its bytes are known to be
+        those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
+        engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
+        for job in step.moves.loads:
+            job = replace(job, moves=[self._move(move) for move in job.moves])
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         if step.is_idle and self._waited_for:
             self.mover.wait_loaded(IDLE_WAIT_S)
 
     def stores(self, step: Step) -> list[StoreJob]:
-        """The step's stores as this rank has them, none of a step that was described before its scheduler has heard of
-        a failed load beside an earlier one. Its pages are watched from here on."""
+        """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
-        self._unheard -= step.lost
-        if self._unheard:
-            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
-            return jobs
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -196,7 +174,7 @@ class PagedWorker:
             if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
         for name in over.loaded:
-            job, in_step = self._waited_for.pop(name, None), self._in_step.pop(name, None)
+            job = self._waited_for.pop(name, None)
             bad = over.failed_pages.get(name, [])
             asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
             if name in self._cancelled:  # before anybody knew what has come
@@ -207,14 +185,23 @@ class PagedWorker:
                 bad = asked_for
             if bad:
                 self._results.failed.add(name)
-                self._clear([*bad, *self._beside(in_step)])
-                pages = {page // self._ratios[group] for group, page in bad}
-                self._results.failed_pages |= pages
-                self._unheard |= pages if in_step is not None else set()
-            if job is not None and in_step is None:
+                self._clear(bad)
+                self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
+            if job is not None:
                 self._results.loaded.add(name)
         results, self._results = self._results, Results()
         return results
+
+    def rest(self) -> None:
+        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
+        be over have failed, and stores have ended. Until the next step no page is touched."""
+        for name in self._waited_for:
+            self._spoilt.add(name)
+            self.mover.cancel(name)
+        if not self.mover.settle(REST_WAIT_S):
+            logger.error("A store is not over after %d s: the engine sleeps without it", REST_WAIT_S)
+        for name in list(self._storing):
+            self._end_stores(name)
 
     def close(self) -> None:
         """End what is under way, and give the transfers' memory back."""
@@ -231,19 +218,10 @@ class PagedWorker:
 
     # -- shared ------------------------------------------------------------------------------------------------------
 
-    def _load_job(self, job: LoadJob) -> LoadJob:
-        """A load as this rank has it."""
-        return replace(job, moves=[self._move(move) for move in job.moves])
-
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""
         key = key_of_rank(move.key, self.groups[move.group].layout.rank)
         return ChunkMove(key, move.group, self._kernel_pages(move.group, move.pages))
-
-    def _beside(self, job: LoadJob | None) -> list[tuple[int, int]]:
-        """Pages that were computed from what a load beside the step has brought."""
-        rest = () if job is None else job.rest
-        return [(group, page) for group in range(len(self.groups)) for page in self._kernel_pages(group, rest)]
 
     def _clear(self, pages: Collection[tuple[int, int]]) -> None:
         """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page

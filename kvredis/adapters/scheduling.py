@@ -9,6 +9,7 @@ pages that are written from now on (`Step.taken`), and a worker ends whatever st
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -63,13 +64,15 @@ class Scheduling:
         self._page_tokens = max(group.page_tokens for group in groups)
         self._requests: dict[str, Request] = {}
         self._step = Step()
-        self._loading: dict[str, int] = {}  # chunks under way
+        self._loading: dict[str, frozenset[bytes]] = {}
+        """The keys of the chunks that are on their way, by request."""
 
     # -- a request comes ---------------------------------------------------------------------------------------------
 
     def match(self, prompt: Prompt, computed: int) -> int | None:
         """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
-        that is under way is over. Asks the backend once for each attempt of a request, and changes nothing."""
+        that is under way is over, since it leaves no room for this one or brings the same chunks. Asks the backend once
+        for each attempt of a request, and changes nothing."""
         request = self.follow(prompt)
         if not self.options.loads or self._step.forget:
             return 0
@@ -94,10 +97,8 @@ class Scheduling:
         stop = request.computed + external
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
-        beside = request.tables[0][-(-stop // self._tokens_of_page(0)) :]
-        self._step.moves.loads.append(LoadJob(name, moves, () if self.options.loads_ahead else tuple(beside)))
-        if self.options.loads_ahead:
-            self._loading[name] = len(moves)
+        self._step.moves.loads.append(LoadJob(name, moves))
+        self._loading[name] = frozenset(move.key for move in moves)
         self._step.taken |= {(self.groups[move.group].group, page) for move in moves for page in move.pages}
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -107,6 +108,8 @@ class Scheduling:
         added, or all of them where they were given `anew`."""
         self._step.is_idle = False
         request = self._requests.get(name)
+        if tables is None and (request is None or computed + count < request.quiet_until):
+            return  # a step that decodes, as most do
         if request is not None and tables is not None and (anew or not request.tables):
             request.tables = [[] for _ in tables]
         for number, table in enumerate(tables or ()):
@@ -124,6 +127,8 @@ class Scheduling:
             if moves := [move for part in parts for move in part]:
                 self.counters["store_tokens"] += max(map(self._tokens_of, parts))
                 self._step.moves.stores.append(StoreJob(name, moves, done))
+        if request is not None:
+            request.quiet_until = self._next_stored(request)
 
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
@@ -137,17 +142,15 @@ class Scheduling:
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
-            request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+            self._offer_again(request)
         elif request is not None:
             self._count_loaded(request)
 
     def lost(self, pages: set[int]) -> None:
-        """These pages of the only group hold nothing: what their requests have is offered for storing again, none of
-        which any rank has stored in the step of the load, or in a step that was on its way."""
-        self._step.lost |= pages
+        """These pages of the only group hold nothing: what their requests have is offered for storing again."""
         for request in self._requests.values():
             if request.tables and not pages.isdisjoint(request.tables[0]):
-                request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+                self._offer_again(request)
 
     def finished(self, name: str) -> None:
         """The request has ended, or was given up; a load that is under way is not wanted any more."""
@@ -155,7 +158,7 @@ class Scheduling:
         if name in self._loading:
             self._step.moves.cancelled.append(name)
         elif request is not None:
-            self._count_loaded(request)  # layers that came one by one are told of only where they failed
+            self._count_loaded(request)
 
     def forget(self, prefixes: set[bytes]) -> None:
         """All keys that begin so are to be forgotten before the next step, by its workers too: other weights follow."""
@@ -168,9 +171,8 @@ class Scheduling:
 
     @property
     def chunks_loading(self) -> int:
-        """Of all requests, outside of the batch or beside the step that is being put together."""
-        beside = () if self.options.loads_ahead else self._step.moves.loads
-        return sum(self._loading.values()) + sum(len(job.moves) for job in beside)
+        """Of all requests."""
+        return sum(map(len, self._loading.values()))
 
     # -- keys and what is there --------------------------------------------------------------------------------------
 
@@ -187,6 +189,7 @@ class Scheduling:
             self._requests[prompt.request] = request
         if earlier is not None and earlier.prompt.attempt != prompt.attempt:
             request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
+            request.quiet_until = 0
         request.prompt = prompt
         return request
 
@@ -217,7 +220,7 @@ class Scheduling:
         if (
             count
             and request.keys[0][-1].stop == total
-            and (not self.options.loads_ahead or any(group.first_kept(total) == total for group in self.groups))
+            and any(group.first_kept(total) == total for group in self.groups)
         ):
             count -= 1  # the last token is computed for its logits, and sees a window that is let go of behind it
         found = self._with_windows(request, self._find_whole(request, count))
@@ -328,7 +331,15 @@ class Scheduling:
         chunks = (stop - first) * len(self.groups)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
             return None
+        if self.options.waits_for_shared and self._is_coming(request, range(first, stop)):
+            return None
         return request.answer
+
+    def _is_coming(self, request: Request, chunks: range) -> bool:
+        """Whether one load that is under way brings half of these chunks or more. When it is over the engine has them
+        in its own pages: 32 requests that share a prefix load it once."""
+        wanted = {keys[at].key for keys in request.keys for at in chunks if at < len(keys)}
+        return any(2 * len(wanted & coming) >= len(wanted) for coming in self._loading.values()) if wanted else False
 
     # -- chunks and pages --------------------------------------------------------------------------------------------
 
@@ -361,6 +372,18 @@ class Scheduling:
             if len(pages) * group.page_tokens == chunk.stop - chunk.start and NO_PAGE not in pages:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
+
+    def _next_stored(self, request: Request) -> float:
+        """How many tokens a request has when the next chunk of it is complete."""
+        if not self.options.stores:
+            return math.inf
+        left = (keys[at].stop for keys, at in zip(request.keys, request.next, strict=True) if at < len(keys))
+        return min(left, default=math.inf)
+
+    def _offer_again(self, request: Request) -> None:
+        """What was loaded is not there: all that the request has is offered for storing."""
+        request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+        request.quiet_until = 0
 
     def _offer(self, events: StoredEvents, request: Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
         tokens = request.prompt.tokens

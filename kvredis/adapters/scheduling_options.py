@@ -25,18 +25,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingOptions:
-    """Bounds and habits. `loads_ahead`: requests wait for their loads outside of the batch, so that a prompt may be
-    found to its last token. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither
-    are fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None."""
+    """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
+    fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
+    waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages."""
 
     loads: bool = True
     stores: bool = True
-    loads_ahead: bool = True
     unfull: bool = False
     algorithm: str = DEFAULT_ALGORITHM
     min_load_tokens: int = 0
     min_rest_tokens: int | None = None
     max_load_chunks: int = 1024
+    waits_for_shared: bool = False
 
 
 @dataclass(slots=True)
@@ -58,17 +58,17 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     next: list[int] = field(default_factory=list)
     """Of each group, the first chunk that has not been handed over for storing."""
+    quiet_until: float = 0
+    """Before it has so many tokens nothing of it is stored."""
 
 
 @dataclass(slots=True)
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
-    forward or loads write; `lost` are those of the only group of which the scheduler has heard meanwhile that nothing
-    has come into them; keys that begin as one of `forget` are of weights that are no more; `is_idle`: it computes
+    forward or loads write; keys that begin as one of `forget` are of weights that are no more; `is_idle`: it computes
     nothing."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[tuple[int, int]] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
     forget: set[bytes] = field(default_factory=set)
     is_idle: bool = True

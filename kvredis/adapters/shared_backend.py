@@ -15,7 +15,6 @@ from kvredis.backends.opening import open_backend
 from .deciding import BreakEven
 from .layout import ChunkLayout
 from .probing import Probes
-from .scheduling_options import Step
 
 
 @dataclass(slots=True)
@@ -26,9 +25,6 @@ class Shared:
     break_even: BreakEven
     probes: Probes
     users: int = 0
-    lease_ahead: Callable[[Step], None] | None = None
-    """What a worker in this process is told of a step that is scheduled and not begun, where its loads come by
-    layers."""
     forget: Callable[[set[bytes]], None] | None = None
     """What a worker in this process is told when the weights change, with what the keys begin with."""
 

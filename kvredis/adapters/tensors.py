@@ -6,9 +6,11 @@ A view made here borrows: it is valid only while the reservation or lease that l
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +29,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "u8": torch.uint8,
     }
 )
+
+Made = TypeVar("Made")
 
 WORD = torch.complex128
 """The widest element that torch copies: 16 bytes."""
@@ -167,6 +171,30 @@ def in_words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torc
     ):
         return one.view(WORD), other.view(WORD)
     return one, other
+
+
+def outside_pools(make: Callable[[], Made]) -> Made:
+    """What `make` returns or raises, called in a thread of its own: it takes a GPU's memory from where torch always
+    does, not from a pool that this thread has chosen.
+
+    An engine registers its KV within a pool that sleeps with it, and whatever is taken there is unmapped then. A pool
+    is its own thread's alone (torch.cuda.use_mem_pool says so), as is the device that is chosen.
+    """
+    made: list[Made] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="kvredis outside pools")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return made[0]
 
 
 def gpus_of(kv: KV) -> list[torch.device]:

@@ -15,7 +15,7 @@ import torch
 from kvredis.storage.errors import LayoutError
 
 from .paged import PagedKV
-from .tensors import borrow
+from .tensors import borrow, outside_pools
 
 _READ_ONLY = attrgetter("memory.readonly")
 
@@ -143,11 +143,12 @@ class Transfer(Protocol):
 
 
 def open_transfer(paged: PagedKV, *, sums: bool = False) -> Transfer:
-    """The transfer that is right for where the engine's KV is; with `sums` it finds checksums, where it can."""
+    """The transfer that is right for where the engine's KV is; with `sums` it finds checksums, where it can. Its memory
+    on a GPU is not the engine's: it stays where it is when the engine's KV is unmapped."""
     if paged.device.type == "cuda":
         from .transfer_cuda import RingTransfer  # compiles kernels, where there is Triton
 
-        return RingTransfer(paged, sums=sums)
+        return outside_pools(lambda: RingTransfer(paged, sums=sums))
     return HostTransfer(paged)
 
 

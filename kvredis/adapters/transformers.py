@@ -1,20 +1,27 @@
 """transformers' generate() with prompts' KV taken from the store, and put there for the next time.
 
 It serves what it can serve exactly: models whose layers attend to everything or to a sliding window, with or without
-linear attention between them; one prompt or a batch of them. Anything else is a ValueError that names it, because a
-wrong prefix would be wrong silently. For transformers 4.57 and later.
+linear attention between them; one prompt or a batch of them. Anything else is a ValueError that names it, or is
+computed without the store, because a wrong prefix would be wrong silently. identity.py lists what a prompt's KV depends
+on and which of it is in the keys. For transformers 4.57 and later.
 """
 
+import logging
+import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any, Final, NamedTuple, cast
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.backends.config import Config
+from kvredis.storage.errors import LayoutError
 
 from .engine import AUTO, CacheEngine, Role
 from .engine_config import for_device
@@ -23,22 +30,51 @@ from .stats import LoadPlan
 from .tensors import KV
 from .transformers_cache import (
     CACHE,
+    Origin,
     Room,
     attention_layers,
     fresh_cache,
     kept_tokens,
     linear_layers,
+    note_origin,
+    origin_of,
     token_major,
 )
 from .transformers_cache import RoomyLayer as RoomyLayer
-from .transformers_model import active_adapters, counts_columns, forget_deltas, inferred_mask, setting, with_deltas
+from .transformers_model import (
+    DIGITS,
+    UNSET,
+    counts_columns,
+    forget_deltas,
+    identity_of,
+    inferred_mask,
+    layout_with,
+    setting,
+    why_not_now,
+    with_deltas,
+)
 from .transformers_model import layout_of as layout_of
 from .transformers_state import Snapshots
+
+logger = logging.getLogger(__name__)
 
 WRONG_BEHIND_KV = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "prefill_chunk_size")
 """With these transformers gives other tokens behind KV that it has not computed, without us too: assisted generation of
 5.17 and 5.23, prefill in chunks of 4.57 to 5.17."""
 
+NEEDS_ALL_POSITIONS: Final = ("output_hidden_states", "output_attentions", "penalty_alpha", "dola_layers")
+"""With these generate() gives back or uses more of a prompt's positions than their KV, so all of them are computed."""
+WAYS_OF_ITS_OWN: Final = ("custom_generate", "cache_implementation")
+"""With these generate() keeps KV where we do not see it."""
+GENERATION: Final = frozenset(
+    {*signature(vars(GenerationMixin)["generate"]).parameters, *vars(UNSET)}
+    | {"attention_mask", "tokenizer", "assistant_tokenizer", "trust_remote_code", "use_model_defaults"}
+    | {"logits_to_keep", "num_logits_to_keep", "return_dict", "output_router_logits"}
+)
+"""Options that say how to generate and are no input of the model, beside its tokens and their mask."""
+
+OWN_DIGITS: Final = re.compile(rf"\+[0-9a-f]{{{DIGITS}}}$")
+"""What layout_of has put behind a model's name."""
 ONE_AT_A_TIME = "one prompt at a time, without padding, for a model with linear attention"
 
 NEW_TOKENS = 256
@@ -56,12 +92,43 @@ class Row(NamedTuple):
     tokens: list[int]
 
 
+@dataclass(slots=True)
+class Call:
+    """One generate() under way: what it was asked, and what it knows."""
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    rows: list[Row]
+    past: Cache | None
+    request: str
+    identity: str = ""
+    """Of the model, when it began."""
+    plans: list[LoadPlan] = field(default_factory=list)
+
+    @property
+    def cached(self) -> int:
+        """Columns that the caller's cache has already."""
+        return 0 if self.past is None else int(self.past.get_seq_length())
+
+
 class CachedModel:
     """A causal language model whose prompts' KV outlives the request, the process and the machine.
 
-    `last_plans` is what the latest generate() found for each prompt, and `last_loaded` how many tokens, of all prompts
-    together, it then took from the store. With `behind` (the default where the model is not on a CPU) prompts are
-    stored behind generate()'s back, unless the caller has their cache too; flush() of the engine waits for that.
+    Before each prompt it reads all weights and settings of the model (transformers_weights.py says what that costs),
+    and uses keys of exactly these: after a training step, with another adapter or another attention implementation a
+    prompt is computed, and what the earlier ones stored is found again when they are back. The engine's layout may name
+    the model as it likes.
+
+    Several threads may call generate() at a time: loads and stores take turns, generation runs side by side, except
+    that of models that keep positions on themselves (M-RoPE), which take turns as a whole.
+
+    `last_plans` is what the latest generate() of any thread found for each prompt, and `last_loaded` how many tokens,
+    of all prompts together, it then took from the store. With `behind` (the default where the model is not on a CPU)
+    prompts are stored in the background while generate() returns, unless the caller has their cache too; flush() of the
+    engine waits for that.
+
+    Raises LayoutError as layout_of does, for an engine whose layout has another shape than the model's KV, for weights
+    that are offloaded or on several devices, and for linear attention that cannot go on from a stored state.
     """
 
     def __init__(self, model: PreTrainedModel, engine: CacheEngine, *, behind: bool | None = None) -> None:
@@ -71,15 +138,24 @@ class CachedModel:
         self.last_loaded = 0
         self._behind = model.device.type != "cpu" if behind is None else behind
         self._saves: list[tuple[list[int], Save]] = []
-        self._adapters = active_adapters(model)
         self._counts_columns = counts_columns(model)
         self._with_deltas = with_deltas(model)
+        self._said: set[str] = set()
+        self._in_flight = 0
+        devices = {weight.device for weight in model.parameters()}
+        if len(devices) > 1 or model.device.type == "meta":
+            named = ", ".join(sorted(map(str, devices)))
+            raise LayoutError(f"{type(model).__name__}: its weights are on {named}: offloading and several devices are"
+                              " not supported")  # fmt: skip
+        self._name = OWN_DIGITS.sub("", engine.layout.model)
+        self._served: set[str] = set()
+        self._use(identity_of(model))
         kinds = fresh_cache(model.config)
         self._has_windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in kinds.layers)
         self._snapshots = None
         if linear_layers(kinds):
             forget_deltas(self._with_deltas, [0])  # it tries the model, behind KV too
-            self._snapshots = Snapshots(model, engine)
+            self._snapshots = Snapshots(model, engine, self._name)
 
     @classmethod
     def open(
@@ -87,11 +163,15 @@ class CachedModel:
     ) -> "CachedModel":
         """A cached model with an engine of its own, configured by the environment unless `config` is given.
 
-        Raises ValueError as layout_of does and for linear attention that cannot go on from a stored state, ConfigError
-        as Config.load and CacheEngine do.
+        Raises LayoutError (a ValueError) as layout_of and the class do, ConfigError as Config.load and CacheEngine do.
         """
         config = for_device(config or Config.load(), model.device.type)
-        return cls(model, CacheEngine(config, layout_of(model, name), role=kv_role))
+        engine = CacheEngine(config, layout_of(model, name), role=kv_role)
+        try:
+            return cls(model, engine)
+        except BaseException:
+            engine.close()
+            raise
 
     @property
     def last_plan(self) -> LoadPlan:
@@ -115,68 +195,167 @@ class CachedModel:
         ends where that was done before.
 
         `past_key_values` (a DynamicCache), or `cache`, as transformers calls it since 5.24, may hold the KV of the
-        first columns: they are kept, and only what is behind them is loaded. Where it has forgotten some of it (a
-        window that is transformers' own, a state), it is used as it is, and nothing is loaded or stored. Prompts are
-        stored when generate() is done, so a streamer gets its tokens first; with save_decode_cache that of the
-        generated tokens too, for a conversation's next turn. With use_cache=False nothing is loaded or stored either.
+        first columns: they are kept, and only what is behind them is loaded. What follows is stored if this method has
+        given that cache back and the model is as it was then; if the model is another now, nothing is loaded or stored.
+        Where the cache has forgotten some of it (a window that is transformers' own, a state), it is used as it is, and
+        nothing is loaded or stored. Prompts are stored when generate() is done, so a streamer gets its tokens first;
+        with save_decode_cache that of the generated tokens too, for a conversation's next turn.
+
+        Nothing is loaded or stored, and all is as model.generate() does it: with use_cache=False, for hidden states and
+        attentions (which would lack the positions that are loaded) and what else NEEDS_ALL_POSITIONS and
+        WAYS_OF_ITS_OWN name, under torch.autocast, in training mode, and with hooks that were registered by the
+        application. The log says each reason once.
+
         Without attention_mask it is what transformers infers: pad_token_id is padding, unless it is an eos_token_id.
         Raises ValueError for beams, padding elsewhere or of a model whose positions are columns, input that is not
-        tokens, a cache of another kind, or two, and where adapters are active that were not when it was opened.
+        tokens, a cache of another kind, or two, and LayoutError where the model was changed into one that layout_of
+        refuses.
         """
         if cache is not None and past_key_values is not None:
             raise ValueError("cache and past_key_values are two words for one argument: give one")
         past = past_key_values if cache is None else cache
-        if active_adapters(self.model) != self._adapters:
-            now = ", ".join(active_adapters(self.model)) or "none"
-            raise ValueError(f"other adapters than when it was opened: now {now}; open the model anew, with its layout")
         is_mask_inferred = options.get("attention_mask") is None
         mask = inferred_mask(self.model, input_ids, options) if is_mask_inferred else options["attention_mask"]
         rows = self._rows(input_ids, past, mask, options, is_mask_inferred=is_mask_inferred)
-        cached = 0 if past is None else past.get_seq_length()
-        if setting(self.model, options, "use_cache") is False:  # a cache of ours would be used all the same
-            self.last_plans = [LoadPlan(len(row.tokens), 0, 0) for row in rows]
-            self.last_loaded = 0
-            own = {} if past is None else {CACHE: past}
-            return cast(Any, self.model).generate(input_ids, **own, **options)
-        if past is not None and cached and (self._snapshots or kept_tokens(past) < cached):
-            self.last_plans = [LoadPlan(len(row.tokens), min(cached, len(row.tokens)), cached) for row in rows]
-            self.last_loaded = 0
-            return cast(Any, self.model).generate(input_ids, **{CACHE: past}, **options)
-        if not cached:
-            forget_deltas(self._with_deltas, [row.pad for row in rows])
-        self._wait_for_heads(rows)
-        self.last_plans = [
-            self.engine.plan(row.tokens, cached=max(cached - row.pad, 0), request=request, together=len(rows))
-            for row in rows
-        ]
-        cache, room = self._filled(rows, past, self._room_tokens(input_ids.shape[1], options), request)
-        options["attention_mask"] = mask
-        with self._timed(cache, len(rows)):
-            snapshots = self._advance(input_ids, cache, rows[0])
-            result = cast(Any, self.model).generate(input_ids, **{CACHE: cache}, **options)
-        is_ours = past is None and isinstance(result, torch.Tensor)
-        self._store(rows, cache, room, result, is_ours=is_ours, request=request)
-        for stop, taken in snapshots.items():
-            assert self._snapshots is not None
-            self._snapshots.store(rows[0].tokens[:stop], taken)
+        call = Call(input_ids, mask, rows, past, request)
+        with self.engine.turn if self._with_deltas else nullcontext():
+            if setting(self.model, options, "use_cache") is False:  # a cache of ours would be used all the same
+                return self._plainly(call, options)
+            why = self._why_not(options)
+            if not why:
+                call.identity = identity_of(self.model)
+                why = self._why_not_behind(call)
+            if why:
+                if self._is_new(why):
+                    logger.warning("generate() neither loads nor stores KV: %s (said once)", why)
+                if past is not None:  # what is put into it now is not of the model alone
+                    note_origin(past, Origin("", input_ids, mask))
+                return self._plainly(call, options)
+            if past is not None and call.cached and (self._snapshots or kept_tokens(past) < call.cached):
+                return self._plainly(call, options)
+            return self._served_by_store(call, options)
+
+    def _served_by_store(self, call: Call, options: dict[str, Any]) -> Any:
+        is_known = not call.cached or self._is_ours(call)
+        with self.engine.turn:
+            self._in_flight += 1
+        try:
+            with self.engine.turn:
+                self._use(call.identity)
+                if not call.cached:
+                    forget_deltas(self._with_deltas, [row.pad for row in call.rows])
+                self._wait_for_heads(call.rows)
+                call.plans = self.last_plans = [
+                    self.engine.plan(
+                        row.tokens,
+                        cached=max(call.cached - row.pad, 0),
+                        request=call.request,
+                        together=len(call.rows),
+                    )
+                    for row in call.rows
+                ]
+                cache, room = self._filled(call, self._room_tokens(call.input_ids.shape[1], options))
+            options["attention_mask"] = call.mask
+            with self._timed(cache, len(call.rows)):
+                snapshots = self._advance(call, cache)
+                result = cast(Any, self.model).generate(call.input_ids, **{CACHE: cache}, **options)
+        finally:
+            with self.engine.turn:
+                self._in_flight -= 1
+        if is_known and self._is_as_it_was(call, options):
+            self._note(call, cache, result)
+            with self.engine.turn:
+                self._use(call.identity)
+                self._store(call, cache, room, result)
+                for stop, taken in snapshots.items():
+                    assert self._snapshots is not None
+                    self._snapshots.store(call.rows[0].tokens[:stop], taken)
         return result
 
     def close(self) -> None:
-        """Waits until what was stored behind its back has been handed over, and closes the engine; the model is the
+        """Waits until what is stored in the background has been handed over, and closes the engine; the model is the
         caller's."""
         for _, save in self._saves:
             save.wait()
         self.engine.close()
 
+    # -- what is served, and by which keys ---------------------------------------------------------------------------
+
+    def _use(self, identity: str) -> None:
+        """Have the engine use the keys of the model as it is now. Raises LayoutError where it cannot be served so."""
+        layout = self.engine.layout
+        if identity not in self._served:
+            made = layout_with(self.model, self._name or type(self.model).__name__, identity, layout.chunk_tokens)
+            own = replace(made, model=layout.model, rank=layout.rank, world_size=layout.world_size, part=layout.part)
+            if own != layout:
+                raise LayoutError(f"{self._name}: the engine's layout is {layout}, that of the model's KV {own}")
+            self._served.add(identity)
+        self.engine.use_model(f"{self._name}+{identity}")
+
+    def _why_not(self, options: Mapping[str, Any]) -> str:
+        for name in NEEDS_ALL_POSITIONS:
+            if setting(self.model, options, name):
+                return f"{name} asks for more of a prompt than its KV"
+        for name in WAYS_OF_ITS_OWN:
+            if setting(self.model, options, name) is not None:
+                return f"{name} keeps KV in another way"
+        return why_not_now(self.model)
+
+    def _why_not_behind(self, call: Call) -> str:
+        origin = None if call.past is None or not call.cached else origin_of(call.past)
+        if origin is None or origin.identity == call.identity:
+            return ""
+        return f"{CACHE} holds KV of other weights or settings, or what was computed without the store"
+
+    def _is_ours(self, call: Call) -> bool:
+        """Whether the caller's cache is one that generate() has given back, of the model as it is now."""
+        origin = None if call.past is None else origin_of(call.past)
+        return origin is not None and origin.is_of(call.identity, call.input_ids, call.mask, call.cached)
+
+    def _is_as_it_was(self, call: Call, options: Mapping[str, Any]) -> bool:
+        """Whether the model is still what it was when the call began; not asked where all is stored already."""
+        chunk, config = self.engine.layout.chunk_tokens, self.engine.config
+        ends = (len(row.tokens) if config.save_unfull_chunk else len(row.tokens) // chunk * chunk for row in call.rows)
+        is_new = any(end > plan.hit for end, plan in zip(ends, call.plans, strict=True))
+        if self.engine.role == "kv_consumer" or not (is_new or config.save_decode_cache):
+            return True
+        if not self._why_not(options) and identity_of(self.model) == call.identity:
+            return True
+        if self._is_new("changed"):
+            logger.warning("A prompt is not stored: its model changed while it was computed (said once)")
+        return False
+
+    def _note(self, call: Call, cache: Cache, result: Any) -> None:
+        """Note on the cache whose KV it holds, if the caller can have it."""
+        if call.past is None and isinstance(result, torch.Tensor):
+            return
+        ids = result if isinstance(result, torch.Tensor) else result.sequences
+        ones = call.mask.new_ones(len(ids), ids.shape[1] - call.mask.shape[1])
+        note_origin(cache, Origin(call.identity, ids, torch.cat([call.mask, ones], dim=1)))
+
+    def _plainly(self, call: Call, options: dict[str, Any]) -> Any:
+        """Generate as the model does without us."""
+        self.last_plans = [LoadPlan(len(row.tokens), 0, min(call.cached, len(row.tokens))) for row in call.rows]
+        self.last_loaded = 0
+        own = {} if call.past is None else {CACHE: call.past}
+        return cast(Any, self.model).generate(call.input_ids, **own, **options)
+
+    def _is_new(self, reason: str) -> bool:
+        """Whether this reason to do without the store has not been said yet."""
+        is_new = reason not in self._said
+        self._said.add(reason)
+        return is_new
+
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    def _filled(self, rows: list[Row], past: Cache | None, width: int, request: str) -> tuple[Cache, Room | None]:
-        """The cache to generate with (`past` if there is one), with room for `width` columns; None: `past` as it was.
+    def _filled(self, call: Call, width: int) -> tuple[Cache, Room | None]:
+        """The cache to generate with (the caller's if there is one), with room for `width` columns; None: the caller's
+        as it was.
 
         Whatever is loaded is counted in last_loaded.
         """
-        cached = 0 if past is None else past.get_seq_length()
-        stop = min(row.pad + plan.stop for row, plan in zip(rows, self.last_plans, strict=True))
+        rows, past, cached = call.rows, call.past, call.cached
+        stop = min(row.pad + plan.stop for row, plan in zip(rows, call.plans, strict=True))
         self.last_loaded = 0
         if past is not None and cached and stop <= cached and not self._has_windows:
             return past, None
@@ -193,7 +372,7 @@ class CachedModel:
             if stop - row.pad > own:
                 kv = room.row(number, row.pad)
                 loaded = self.engine.retrieve(
-                    row.tokens, kv, start=own, stop=stop - row.pad, request=request, together=len(rows)
+                    row.tokens, kv, start=own, stop=stop - row.pad, request=call.request, together=len(rows)
                 )
                 reached = min(reached, row.pad + loaded)
         if state is not None and reached < stop:  # a state without the KV before it is worth nothing
@@ -206,7 +385,7 @@ class CachedModel:
         room.furnish(cache, kinds, reached)
         return cache, room
 
-    def _advance(self, input_ids: torch.Tensor, cache: Cache, row: Row) -> dict[int, torch.Tensor]:
+    def _advance(self, call: Call, cache: Cache) -> dict[int, torch.Tensor]:
         """With linear attention: compute up to the ends of chunks where the state is worth storing, and give these.
 
         These are where the KV that was found ends, since others share that prefix, and the prompt's last whole chunk.
@@ -214,8 +393,8 @@ class CachedModel:
         if self._snapshots is None or self.engine.role == "kv_consumer":
             return {}
         chunk, start = self.engine.layout.chunk_tokens, cache.get_seq_length()
-        taken = {}
-        for stop in sorted({self.last_plan.hit // chunk * chunk, (len(row.tokens) - 1) // chunk * chunk}):
+        input_ids, taken = call.input_ids, {}
+        for stop in sorted({call.plans[0].hit // chunk * chunk, (len(call.rows[0].tokens) - 1) // chunk * chunk}):
             if stop <= start:
                 continue
             with torch.no_grad():
@@ -231,7 +410,7 @@ class CachedModel:
         return taken
 
     def _wait_for_heads(self, rows: list[Row]) -> None:
-        """Let what begins as these prompts do be stored before anybody looks for it."""
+        """Let what begins as these prompts do be stored before it is looked for."""
         chunk = self.engine.layout.chunk_tokens
         heads = [row.tokens[:chunk] for row in rows]
         for head, save in self._saves:
@@ -241,10 +420,9 @@ class CachedModel:
 
     # -- storing -----------------------------------------------------------------------------------------------------
 
-    def _store(
-        self, rows: list[Row], cache: Cache, room: Room | None, result: Any, *, is_ours: bool, request: str
-    ) -> None:
-        computed = kept_tokens(cache)
+    def _store(self, call: Call, cache: Cache, room: Room | None, result: Any) -> None:
+        rows, request, computed = call.rows, call.request, kept_tokens(cache)
+        is_ours = call.past is None and isinstance(result, torch.Tensor)
         in_room = room is not None and room.holds(cache)
         for number, row in enumerate(rows):
             kv: KV = room.row(number, row.pad) if room and in_room else token_major(cache, number, row.pad)
@@ -279,7 +457,7 @@ class CachedModel:
         if self.engine.config.min_retrieve_tokens != AUTO:
             yield
             return
-        device = self.model.device
+        device, thread = self.model.device, threading.get_ident()
         before, began_s, left = 0, 0.0, 2
 
         def now_s() -> float:
@@ -289,11 +467,15 @@ class CachedModel:
 
         def begin(*_: object) -> None:
             nonlocal before, began_s
-            before, began_s = cache.get_seq_length(), now_s()
+            if threading.get_ident() == thread:  # the hooks see other threads' passes too
+                before, began_s = cache.get_seq_length(), now_s()
 
         def end(*_: object) -> None:
             nonlocal left
-            self.engine.prefill_took(rows * (cache.get_seq_length() - before), now_s() - began_s)
+            if threading.get_ident() != thread or not left:
+                return
+            if self._in_flight == 1:  # beside another pass it would have taken longer
+                self.engine.prefill_took(rows * (cache.get_seq_length() - before), now_s() - began_s)
             left -= 1
             if not left:
                 begins.remove()
@@ -353,13 +535,11 @@ class CachedModel:
 
 
 def _refuse_other_input(options: Mapping[str, Any]) -> None:
-    """Keys name tokens alone: what else the KV would depend on must not be there."""
+    """Keys name tokens alone: what else the KV would depend on must not be there, be it pictures, positions, embeddings
+    or the names of adapters."""
     for name, value in options.items():
-        is_input = isinstance(value, torch.Tensor) or name == "inputs_embeds"
-        if value is None or not is_input or name == "attention_mask" or name.startswith("negative_prompt"):
+        if value is None or name in GENERATION:
             continue
-        if name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            continue
-        if name == "token_type_ids" and not bool(value.any()):
+        if name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not bool(value.any()):
             continue
         raise ValueError(f"{name}: the KV of a prompt with more input than its tokens cannot be cached")

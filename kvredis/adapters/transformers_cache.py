@@ -9,11 +9,13 @@ Written for transformers 4.57 and later: cache.layers[i].keys of [batch, kv_head
 
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvredis.storage.errors import LayoutError
 
 from .layout import ChunkLayout
 from .tensors import empty_kv
@@ -30,6 +32,32 @@ class _NeverMade:
 
 LINEAR_ATTENTION: type = getattr(cache_utils, "LinearAttentionLayer", _NeverMade)
 """In older transformers models with linear attention bring caches of their own, and are refused."""
+
+
+class Origin(NamedTuple):
+    """Where the KV of a cache that generate() has given back comes from: a model's identity ("" where something else
+    took part), and the columns' token ids and mask, [prompts, columns]."""
+
+    identity: str
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    def is_of(self, identity: str, ids: torch.Tensor, mask: torch.Tensor, columns: int) -> bool:
+        """Whether the first `columns` are of that model and those tokens."""
+        if identity != self.identity or columns > self.ids.shape[1] or len(ids) != len(self.ids):
+            return False
+        pairs = ((self.ids, ids), (self.mask, mask))
+        return all(torch.equal(own[:, :columns], given[:, :columns].to(own)) for own, given in pairs)
+
+
+def origin_of(cache: Cache) -> Origin | None:
+    """What was noted of a cache; None for one that was made elsewhere."""
+    return getattr(cache, "_kvredis_origin", None)
+
+
+def note_origin(cache: Cache, origin: Origin) -> None:
+    """Note it on the cache itself, so that a copy has it too."""
+    cast(Any, cache)._kvredis_origin = origin
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -192,13 +220,13 @@ class Room:
 
 
 def attention_layers(cache: Cache, name: str = "the cache") -> list[DynamicLayer]:
-    """The layers that keep K and V by token. Raises ValueError that names the first of a kind that is not known."""
+    """The layers that keep K and V by token. Raises LayoutError that names the first of a kind that is not known."""
     layers = []
     for index, layer in enumerate(cache.layers):
         if type(layer) is LINEAR_ATTENTION or type(layer).__name__ == "DummyLayer":  # that one keeps nothing
             continue
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer, RoomyWindow):
-            raise ValueError(f"{name}: layer {index} has a {type(layer).__name__}, which is not supported")
+            raise LayoutError(f"{name}: layer {index} has a {type(layer).__name__}, which is not supported")
         assert isinstance(layer, DynamicLayer)
         layers.append(layer)
     return layers

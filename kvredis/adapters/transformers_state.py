@@ -12,10 +12,13 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import Cache
+
+from kvredis.storage.errors import LayoutError
 
 from .block import block_bytes, checksum_of, encode_header, open_block
 from .engine import CacheEngine
@@ -23,6 +26,7 @@ from .keys import ChunkKey, keys_of_bytes, token_bytes
 from .layout import ChunkLayout
 from .tensors import borrow, view_tensor
 from .transformers_cache import CACHE, fresh_cache, linear_layers
+from .transformers_model import as_served
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +36,9 @@ TRIES_MAX = 32
 PROBE_TOKENS = 12
 PROBE_CUT = 10
 PROBE_SHARE_MAX = 0.25
-"""A state of a prompt that was computed in two parts may differ from that of the whole by so much of what the second
-part alone would; of a model that forgets the first part it differs by about all of it."""
+"""A state of a prompt that was computed in two parts, and the logits behind it, may differ from those of the whole by
+so much of what the second part alone would; of a model that forgets the first part they differ by about all of it."""
+CANNOT_GO_ON = "with this transformers the model's linear attention cannot go on from a stored one"
 
 
 class State(NamedTuple):
@@ -59,20 +64,25 @@ class State(NamedTuple):
 class Snapshots:
     """The states of one model, stored beside the KV that `engine` stores.
 
-    Raises ValueError for a model that does not go on from its state when it is given several tokens at once.
+    They are those of the model that the engine uses when it is asked. Raises LayoutError for a model that does not go
+    on from its state when it is given several tokens at once.
     """
 
-    def __init__(self, model: Any, engine: CacheEngine) -> None:
+    def __init__(self, model: Any, engine: CacheEngine, name: str) -> None:
         self._engine = engine
         self._device = model.device
-        self._states = probed(model, engine.layout.model.rpartition("+")[0] or engine.layout.model)
+        self._states = probed(model, name)
         self._nbytes = sum(state.room_bytes for state in self._states)
         chunk = engine.layout.chunk_tokens
         shapes = hashlib.sha256(repr(self._states).encode()).hexdigest()[:8]
-        self.layout = ChunkLayout(
+        self._layout = ChunkLayout(
             1, 1, -(-self._nbytes // chunk), "u8", chunk, engine.layout.model, planes=1, part=f"state-{shapes}"
         )
-        self._length = block_bytes(self.layout, chunk, is_checked=True)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """The layout of a snapshot's block."""
+        return replace(self._layout, model=self._engine.layout.model)
 
     def find(self, tokens: list[int], stop: int) -> tuple[int, torch.Tensor | None]:
         """The last place at or before `stop` of which there is a snapshot, and the snapshot; 0 and None without one."""
@@ -108,21 +118,20 @@ class Snapshots:
 
     def store(self, tokens: list[int], taken: torch.Tensor) -> bool:
         """Store what was taken behind `tokens`, whole chunks of them; says whether it is there or taken over."""
-        key = self._keys(tokens)[-1].key
-        backend = self._engine.backend
+        key, layout = self._keys(tokens)[-1].key, self.layout
+        length, backend = block_bytes(layout, layout.chunk_tokens, is_checked=True), self._engine.backend
         try:
             if backend.match([key]):
                 return True
-            reservation = backend.reserve(key, self._length)
+            reservation = backend.reserve(key, length)
             if reservation is None:
                 return False
             with reservation:
-                chunk = self.layout.chunk_tokens
-                room = reservation.view[self._length - self.layout.chunk_bytes() :]
-                block = view_tensor(room, self.layout, chunk).view(-1)
+                room = reservation.view[length - layout.chunk_bytes() :]
+                block = view_tensor(room, layout, layout.chunk_tokens).view(-1)
                 block[: self._nbytes].copy_(taken)
                 block[self._nbytes :] = 0
-                header = encode_header(self.layout, chunk, checksum_of(room))
+                header = encode_header(layout, layout.chunk_tokens, checksum_of(room))
                 reservation.view[: len(header)] = header
                 del block, room  # the room's view ends with the reservation
                 reservation.commit()
@@ -159,29 +168,54 @@ def states_of(cache: Cache) -> Iterator[tuple[State, torch.Tensor]]:
                     yield State(place, kind, number, tuple(tensor.shape), tensor.dtype), tensor
 
 
-@torch.no_grad()
 def probed(model: Any, name: str) -> tuple[State, ...]:
     """The states of a model, found by having it read a few tokens: at once, in two parts, and the second part alone.
 
-    Raises ValueError when two parts do not come to the same: many a model forgets its state unless tokens come singly;
-    and when the cache holds none.
+    Raises LayoutError when two parts do not come to the same, be it in the states or in the logits of the second part:
+    many a model forgets its state unless tokens come singly. So it does when a state is not read at all, which shows
+    when the second part comes out the same behind zeros in its place (Mamba-1's scan in Jamba); when the cache holds no
+    state; and when the model cannot do any of that.
     """
+    try:
+        with as_served(model):
+            return _probed(model, name)
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"{name}: its linear attention cannot go on from a state that it is given: {error}"
+        ) from error
+
+
+def _probed(model: Any, name: str) -> tuple[State, ...]:
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+    head, tail = ids[:, :PROBE_CUT], ids[:, PROBE_CUT:]
+
+    def read(cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, **{CACHE: cache}, use_cache=True).logits
+        return logits[:, PROBE_CUT - PROBE_TOKENS :]
+
     whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
-    model(input_ids=ids, **{CACHE: whole}, use_cache=True)
-    model(input_ids=ids[:, :PROBE_CUT], **{CACHE: parts}, use_cache=True)
-    model(input_ids=ids[:, PROBE_CUT:], **{CACHE: parts}, use_cache=True)
-    model(input_ids=ids[:, PROBE_CUT:], **{CACHE: alone}, use_cache=True)
-    found = []
-    for (state, right), (_, got), (_, other) in zip(states_of(whole), states_of(parts), states_of(alone), strict=True):
-        right, got, other = right.double(), got.double(), other.double()
-        rounding = torch.finfo(model.dtype).eps * right.norm()
-        if not (right - got).norm() <= PROBE_SHARE_MAX * (right - other).norm() + rounding:
-            raise ValueError(
-                f"{name}: the {state.kind} state of a prompt computed in two parts is another: with this transformers "
-                "the model's linear attention cannot go on from a stored one"
-            )
-        found.append(state)
+    right = [read(whole, ids)]
+    read(parts, head)
+    got, other = [read(parts, tail)], [read(alone, tail)]
+    found = [state for state, _ in states_of(whole)]
+    for cache, values in ((whole, right), (parts, got), (alone, other)):
+        values.extend(tensor for _, tensor in states_of(cache))
     if not found:
-        raise ValueError(f"{name}: its linear attention keeps its state elsewhere than in the cache; not supported")
+        raise LayoutError(f"{name}: its linear attention keeps its state elsewhere than in the cache; not supported")
+    what = ["what follows a prompt", *(f"the {state.kind} state of a prompt" for state in found)]
+    for one, *tensors in zip(what, right, got, other, strict=True):
+        first, second, apart = (tensor.double() for tensor in tensors)
+        rounding = torch.finfo(model.dtype).eps * first.norm()
+        if not (first - second).norm() <= PROBE_SHARE_MAX * (first - apart).norm() + rounding:
+            raise LayoutError(f"{name}: {one} computed in two parts is another: {CANNOT_GO_ON}")
+    for kind in sorted({state.kind for state in found}):
+        blank = fresh_cache(model.config)
+        read(blank, head)
+        for state, tensor in states_of(blank):
+            if state.kind == kind:
+                tensor.zero_()
+        if torch.equal(read(blank, tail), got[0]):
+            raise LayoutError(f"{name}: several tokens behind a {kind} state do not read it: {CANNOT_GO_ON}")
     return tuple(found)

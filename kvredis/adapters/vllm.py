@@ -8,16 +8,17 @@ makes one object for its scheduler and one for each worker; what a step needs go
 metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This, vllm_events.py, vllm_metadata.py, vllm_metrics.py and vllm_tier.py alone import vLLM. Of it only names are
+This and the files named vllm_*.py, but for vllm_reading.py and vllm_views.py, alone import vLLM. Of it only names are
 imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 
 # pyright: reportMissingImports=false
 
+import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvredis.backends.config import Config
 from kvredis.backends.layered import LayeredBackend
-from kvredis.storage.errors import ConfigError
+from kvredis.storage.errors import ConfigError, LayoutError
 
 from .engine import AUTO
 from .engine_config import for_device, of_rank
+from .handshake import Handshake, agreed_groups, engine_facts
 from .keys import key_prefix
 from .moving_options import options_of
 from .paged_worker import PagedWorker, Results, delete_prefixes
@@ -36,14 +38,20 @@ from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
-from .vllm_metadata import StepMetadata, StoredMetadata
+from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
+from .vllm_worker import call_around_sleep, worker_of
 from .worth import Worth
+
+logger = logging.getLogger(__name__)
 
 _TransferResults = getattr(base, "KVConnectorTransferResults", None)
 _Hybrid: Any = base.SupportsHMA if _TransferResults else object
 """Before 0.30 a failed load of a model with several groups cannot be reported: vLLM then makes one group of them."""
+
+_TELLS_OF_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
+"""Since 0.33."""
 
 UNDER_WAY = ("loading_chunks", "storing_chunks")
 """What a worker counts that does not only grow."""
@@ -71,10 +79,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
         self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._facts = engine_facts(kv_cache_config, self._groups)
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise
-        self._ranks = int(parallel.tensor_parallel_size)  # of a layout only those that do not hold the same
-        self._loads_ahead = not (config.use_layerwise and self._is_single)
+        self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
         self._tells_events = bool(events is not None and events.enable_kv_cache_events)
@@ -90,14 +98,23 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
         self._launched: torch.cuda.Event | None = None  # behind what was launched before a step with loads
-        self._loaded_step: Step | None = None  # whose loads have begun
         self._requests: dict[str, Any] = {}
         self._scheduling: Scheduling | None = None
         self._worth: Worth | None = None
-        if is_scheduler:
-            self._schedule(self._shared, config)
+        self._has_told_of_no_handshake = False
 
     # -- the scheduler's half ----------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
+        half and a worker, or two workers, know the engine differently."""
+        workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
+        groups = agreed_groups(self._facts, workers)
+        if self._scheduling is not None and groups != self._groups:
+            raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
+        self._groups = groups
+        if self._scheduling is None and self._shared is not None:
+            self._schedule(self._shared, self._config)
 
     def _schedule(self, shared: Shared, config: Config) -> None:
         least = config.min_retrieve_tokens
@@ -106,12 +123,12 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
             stores=self._role_name != "kv_consumer",
-            loads_ahead=self._loads_ahead,
             unfull=config.save_unfull_chunk,
             algorithm=config.pre_caching_hash_algorithm,
             min_load_tokens=least if isinstance(least, int) else 0,
             min_rest_tokens=least if isinstance(least, int) and least else None,  # a number given is the user's word
             max_load_chunks=config.max_load_chunks,
+            waits_for_shared=self._shares_pages,
         )
         narrow = self._worth.narrow if self._worth else None
         self._scheduling = Scheduling(self._groups, shared.backend, options, narrow)
@@ -127,6 +144,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load behind those that vLLM has; True: while other requests are computed."""
         prompt = prompt_of(request, generated=self._config.save_decode_cache)
+        if self._scheduling is None and not self._has_told_of_no_handshake:
+            self._has_told_of_no_handshake = True
+            logger.error("vLLM has not handed over what its workers tell of their layers: no KV is loaded or stored")
         if prompt is None or self._scheduling is None:
             return 0, False
         tokens = self._scheduling.match(prompt, num_computed_tokens)
@@ -136,21 +156,20 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             tokens = 0
         if self._config.save_decode_cache:
             self._requests[request.request_id] = request
-        return tokens, bool(tokens) and self._loads_ahead
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given a request pages, and says how many tokens of what matched it wants."""
         if self._scheduling is not None and num_external_tokens > 0:
             self._scheduling.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
-            if self._loads_ahead:
-                self._loads[request.request_id] = time.perf_counter(), num_external_tokens
+            self._loads[request.request_id] = time.perf_counter(), num_external_tokens
             if self._worth is not None:
-                begin = self._worth.load_began if self._loads_ahead else self._worth.load_beside
-                begin(request.request_id)
+                self._worth.load_began(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return StepMetadata(Step())
         counts = scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self._scheduling.scheduled(
@@ -165,14 +184,12 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.scheduled(name, pages, computed, counts[name], anew=name in cached.resumed_req_ids)
         if self._worth is not None:
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
-        step = self._scheduling.step()
-        if step.moves.loads and self._shared is not None and self._shared.lease_ahead is not None:
-            self._shared.lease_ahead(step)
-        return StepMetadata(step)
+        return StepMetadata(self._scheduling.step())
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
-        assert self._scheduling is not None
+        if self._scheduling is None:
+            return
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if self._scheduling.events is not None and isinstance(told, StoredMetadata):
             self._scheduling.events.over(told.requests)
@@ -190,7 +207,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             if self._worth is not None:
                 self._worth.load_over(name, failed=has_failed)
         if self._worth is not None:
-            self._worth.step_over(failed=has_failed)
+            self._worth.step_over()
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that were stored, and that lookups have found gone, where kv_events_config asks for events. A store
@@ -238,16 +255,34 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         pages = self._kv_cache_config.num_blocks
         self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
         self._shared.forget = self._worker.forget
-        if not self._loads_ahead:
-            self._shared.lease_ahead = self._worker.lease_ahead
+        if getattr(self._vllm_config.model_config, "enable_sleep_mode", False) and not _TELLS_OF_SLEEP:
+            worker = worker_of(self._vllm_config)
+            if worker is None:
+                text = "nothing tells this connector when vLLM unmaps the KV cache: its worker was not found"
+                raise ConfigError("enable_sleep_mode", "True", "vLLM", text)
+            call_around_sleep(worker, self.unregister_kv_caches, self.restore_kv_caches)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Whether vLLM may unmap the KV cache and map it again, as it asks since 0.33."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before the KV cache is unmapped: nothing reads or writes it from here on. A second call does nothing."""
+        if self._worker is not None:
+            self._worker.rest()
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache is mapped where it was, with other bytes in it: what has been loaded has failed by then."""
+
+    def get_handshake_metadata(self) -> HandshakeMetadata:
+        """What the scheduler's half must know of this worker before the first request."""
+        return HandshakeMetadata(Handshake(tuple(self._groups), self._facts))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before anything of the step is written. What is loaded by layers begins now, while vLLM prepares the step,
-        unless it zeroes pages then."""
+        """Before anything of the step is written."""
         if self._worker is not None:
             self._worker.before(kv_connector_metadata.step)
-            if not self._loads_ahead and not getattr(self._kv_cache_config, "needs_kv_cache_zeroing", False):
-                self._load(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step begins, and is not launched yet: newer vLLM asks for its loads only behind that."""
@@ -258,38 +293,27 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
                 self._launched = self._worker.launched()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the step's loads, unless they have begun."""
-        step = self._get_connector_metadata().step
-        if step is not self._loaded_step:
-            self._load(step, self._launched)
-
-    def _load(self, step: Step, after: torch.cuda.Event | None = None) -> None:
+        """Begin the step's loads, whose requests run in a later one."""
         if self._worker is not None:
-            self._loaded_step, self._launched = step, None
-            if after is None and step.moves.loads:
-                after = self._worker.launched()
-            self._worker.load(step, after, ahead=self._loads_ahead)
+            self._worker.load(self._get_connector_metadata().step, self._launched)
+            self._launched = None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Let what is launched from now on come behind that layer, where layers are loaded one by one."""
-        if self._by_layers and not self._loads_ahead and self._worker is not None and layer_name in self._worker.places:
-            self._worker.mover.wait_layer(self._worker.places[layer_name])
+        """Nothing: a load is over, and checked, before the step that reads it begins.
+
+        A load beside the forward pass that reads it can fail when it is too late: vLLM's model runner V2 rolls back the
+        CPU's copy of a request's position alone, and async scheduling has launched the next step by then."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """That layer's attention has run: let it leave, where layers are stored one by one."""
         if self._by_layers and self._jobs and self._worker is not None and layer_name in self._worker.places:
             self._worker.mover.save_layer(self._worker.places[layer_name], self._jobs)
 
-    def _end_loads(self) -> None:
-        assert self._worker is not None
-        self._worker.mover.end_loads(_least if self._ranks > 1 else None)
-
     def wait_for_save(self) -> None:
         """The forward pass is launched: hand its stores over. Waits for none of them."""
         if self._worker is None:
             return
         if self._by_layers:
-            self._end_loads()
             self._worker.mover.end_layers()
         else:
             self._worker.store(self._jobs)
@@ -298,7 +322,6 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
         if self._worker is not None:
-            self._end_loads()  # with speculative decoding the step is not over yet: draft layers follow
             self._results = self._worker.results()
             if self._tells_events:
                 self._stored |= self._results.stored
@@ -343,6 +366,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> "KVRedisStats | None":
         """What has been counted since the last question, by this half."""
         counters = self.counters
+        if counters == self._told and not any(self._seen.values()):
+            return None  # a step that moves nothing, as most do
         grown: dict[str, Any] = {name: value - self._told.get(name, 0) for name, value in counters.items()}
         self._told.update(counters)
         grown = {name: value for name, value in grown.items() if value > 0 and name not in UNDER_WAY}
@@ -373,18 +398,9 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:
-            self._shared.lease_ahead = self._shared.forget = None
+            self._shared.forget = None
             leave(self._engine)
         self._worker = self._shared = None
-
-
-def _least(counts: Sequence[int]) -> list[int]:
-    """Of all ranks of a tensor-parallel engine, number by number; each asks in the same step."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    least = torch.tensor(counts, dtype=torch.int64, device="cpu")
-    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return [int(count) for count in least]
 
 
 def _rank() -> int:

@@ -1,4 +1,4 @@
-"""What the halves of the connector (vllm.py) send each other with every step; vLLM pickles it."""
+"""What the halves of the connector (vllm.py) send each other, at the start and with every step; vLLM pickles it."""
 
 # pyright: reportMissingImports=false
 
@@ -6,9 +6,18 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from .handshake import Handshake
 from .scheduling_options import Step
 
 _WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
+_HandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", object)
+
+
+class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
+    """What a worker's half sends to the scheduler's before the first request."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
 
 
 class StoredMetadata(_WorkerMetadata):  # type: ignore[misc]

@@ -27,12 +27,11 @@ class Worth:
     def __init__(self, shared: Shared, clock: Callable[[], float] = time.perf_counter) -> None:
         self._shared = shared
         self._clock = clock
-        self._steps: deque[tuple[float, int, list[Piece]]] = deque()
+        self._steps: deque[tuple[float, int]] = deque()
         self._over_s = 0.0
         self._loads: dict[str, tuple[float, Tier, int]] = {}
         self._latest: list[Piece] | None = None  # chosen, and not yet said for whom
         self._chosen: dict[str, list[Piece]] = {}
-        self._beside: list[Piece] = []  # loaded by layers in the next step
 
     def narrow(self, keys: Sequence[bytes], tokens: int, rest: int) -> int:
         """Of these chunks of `tokens` tokens each, how many to load, from the first on, where `rest` tokens are to be
@@ -65,10 +64,6 @@ class Worth:
         if chosen:
             self._loads[request] = (self._clock(), *_farthest(chosen))
 
-    def load_beside(self, request: str) -> None:
-        """They are loaded by layers beside the next step, and cost what that takes longer than computing does."""
-        self._beside += self._chosen.pop(request, [])
-
     def load_over(self, request: str, *, failed: bool) -> None:
         """That load is over; a failed one says nothing of its tier's speed."""
         began_s, tier, nbytes = self._loads.pop(request, (0.0, "memory", 0))
@@ -84,23 +79,15 @@ class Worth:
         """A step that computes so many tokens is handed to the workers. One of none, in which an engine waits for loads
         alone, is not noted: vLLM tells of its output only where there is news in it."""
         if tokens:
-            self._steps.append((self._clock(), tokens, self._beside))
-            self._beside = []
+            self._steps.append((self._clock(), tokens))
 
-    def step_over(self, *, failed: bool = False) -> None:
-        """The output of the oldest step has come; with `failed` not all that was to be loaded beside it has."""
+    def step_over(self) -> None:
+        """The output of the oldest step has come."""
         now_s = self._clock()
         if self._steps:
-            began_s, tokens, beside = self._steps.popleft()
-            self._step_took(tokens, beside, now_s - max(began_s, self._over_s), failed=failed)
+            began_s, tokens = self._steps.popleft()
+            self._shared.break_even.prefill_took(tokens, now_s - max(began_s, self._over_s))
         self._over_s = now_s
-
-    def _step_took(self, tokens: int, beside: Sequence[Piece], seconds: float, *, failed: bool) -> None:
-        break_even = self._shared.break_even
-        if not beside:
-            break_even.prefill_took(tokens, seconds)
-        elif not failed and (computed_s := break_even.prefill_s(tokens)) is not None:
-            break_even.load_took(*_farthest(beside), max(seconds - computed_s, 0.0))
 
 
 def _farthest(pieces: Sequence[Piece]) -> tuple[Tier, int]:

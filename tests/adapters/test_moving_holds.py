@@ -216,40 +216,6 @@ def test_what_was_computed_from_layers_that_have_not_come_is_not_stored(is_refus
     assert all(backend.values[move.key] == block_for(engine, move) for move in moves[3:])
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_one_rank_lacks_has_failed_on_all_of_them_and_nothing_computed_beside_it_is_stored(fails: bool) -> None:
-    source, engine, backend, moves = PagedEngine(50, groups=1), PagedEngine(groups=1), FakeBackend(), moves_of("a", 6)
-    for move in moves[:5]:
-        backend.put(move.key, block_for(source, move))
-    asked: list[list[int]] = []
-
-    def least(counts: Sequence[int]) -> list[int]:
-        asked.append(list(counts))
-        if fails:
-            raise ConnectionResetError("a rank has gone")
-        return [1, 2]
-
-    with mover_on(backend, engine) as mover:
-        mover.begin_layers([LoadJob("r", moves[:3]), LoadJob("s", moves[3:5])])
-        for place in range(4):
-            mover.wait_layer(place)
-            mover.save_layer(place, [StoreJob("r", moves[5:], 6 * CHUNK)])
-        assert not mover.settle(0), "nobody knows yet whether this may be stored"
-        for _ in range(2):
-            mover.end_loads(least)
-        mover.end_layers()
-        assert mover.settle(WAIT_S)
-        finished, stats = mover.finished(), mover.stats()
-    assert asked == [[3, 2]]
-    assert finished.loaded == {"r", "s"}
-    lost = {"r": moves[:3], "s": moves[3:5]} if fails else {"r": moves[1:3]}
-    assert {name: set(pages) for name, pages in finished.failed_pages.items()} == {
-        name: pages_in(mine) for name, mine in lost.items()
-    }
-    assert moves[5].key not in backend.values
-    assert (stats["dropped_stores"], stats["failed_chunks"], stats["errors"]) == (1, 5 if fails else 2, fails)
-
-
 def test_a_step_that_nobody_ends_holds_up_neither_the_next_nor_the_end() -> None:
     source, engine, backend, moves = PagedEngine(50, groups=1), PagedEngine(groups=1), FakeBackend(), moves_of("a", 4)
     for move in moves[:2]:

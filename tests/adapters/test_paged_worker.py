@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
-from tests.backends.nodes import wait_until
 
 PAGES, PAGE, CHUNK, HEADS, DIM = 40, 16, 64, 2, 8
 TOKENS = list(range(300))
@@ -29,7 +27,7 @@ WAIT_S = 30
 class Halves:
     """One engine's two halves. `caches` are (pages, heads, tokens, K and V), a tensor a layer, filled by `compute`."""
 
-    def __init__(self, windows: tuple[int | None, ...] = (None,), split: int = 1, ahead: bool = True) -> None:
+    def __init__(self, windows: tuple[int | None, ...] = (None,), split: int = 1) -> None:
         specs = [
             SlidingWindowSpec(PAGE, HEADS, DIM, sliding_window=window)
             if window
@@ -45,12 +43,12 @@ class Halves:
             for name in group.names
         }
         self.backend = FakeBackend(10_000)
-        self.ahead, self.split = ahead, split
+        self.split = split
         self.open()
 
     def open(self, backend: object = None) -> None:
         chosen: FakeBackend = self.backend if backend is None else backend  # type: ignore[assignment]
-        self.scheduling = Scheduling(self.groups, chosen, SchedulingOptions(loads_ahead=self.ahead))
+        self.scheduling = Scheduling(self.groups, chosen, SchedulingOptions())
         self.worker = PagedWorker(chosen, self.groups, self.caches, PAGES, MovingOptions())
 
     def page(self, name: str, page: int) -> torch.Tensor:
@@ -70,10 +68,9 @@ class Halves:
         assert found is not None
         if found:
             self.scheduling.allocated(name, tables, found)
-            if self.ahead:
-                self.step()
-                self.until(lambda results: name in results.loaded)
-                self.scheduling.loaded(name)
+            self.step()
+            self.until(lambda results: name in results.loaded)
+            self.scheduling.loaded(name)
         self.scheduling.scheduled(name, tables, found, len(tokens) - found, anew=True)
         self.step(lambda: self.compute(tables, found, len(tokens)))
         self.scheduling.finished(name)
@@ -84,7 +81,7 @@ class Halves:
         step = self.scheduling.step()
         self.worker.before(step)
         jobs = self.worker.stores(step)
-        self.worker.load(step, ahead=self.ahead)
+        self.worker.load(step)
         forward()
         self.worker.store(jobs)
 
@@ -236,26 +233,19 @@ def spoil(halves: Halves, key: bytes) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("ahead", [True, False])
-def test_what_was_damaged_leaves_no_numbers_that_are_none_in_any_page(ahead: bool, split: int) -> None:
-    halves = Halves(ahead=ahead, split=split)
+def test_what_was_damaged_leaves_no_numbers_that_are_none_in_any_page(split: int) -> None:
+    halves = Halves(split=split)
     halves.prompt("a", tables_of(halves, 1), TOKENS[:256])
     assert halves.worker.mover.settle(WAIT_S)
     spoil(halves, halves.backend.written[1])  # of the third chunk: the last was stored first
     tables, scheduling = tables_of(halves, 20), halves.scheduling
     assert scheduling.match(Prompt("b", TOKENS), 0) == 256
     scheduling.allocated("b", tables, 256)
-    scheduling.scheduled("b", tables, 256, 44, anew=True)
-    if ahead:
-        halves.step()
-        halves.until(lambda results: "b" in results.failed)
-    else:
-        halves.step(lambda: halves.compute(tables, 256, 288))
-        halves.worker.mover.end_layers()
-        assert halves.worker.results().failed == {"b"}
+    halves.step()
+    halves.until(lambda results: "b" in results.failed)
     assert halves.holds([tables[0][:8]], 128)
-    for name in halves.caches:  # layer by layer, of what was computed beside it as well
-        assert all(bool((halves.page(name, page) == 0).all()) for page in range(28, 36 if ahead else 38))
+    for name in halves.caches:
+        assert all(bool((halves.page(name, page) == 0).all()) for page in range(28, 36))
     halves.close()
 
 
@@ -273,57 +263,6 @@ def test_a_load_that_is_given_up_leaves_zeros() -> None:
     halves.until(lambda results: "b" in results.loaded)
     for name in halves.caches:
         assert all(bool((halves.page(name, page) == 0).all()) for page in range(20, 36))
-    halves.close()
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_no_step_is_stored_that_was_described_before_its_scheduler_heard_of_a_load_that_failed(elsewhere: bool) -> None:
-    halves = Halves(ahead=False)
-    halves.prompt("a", tables_of(halves, 1), TOKENS[:192])
-    assert halves.worker.mover.settle(WAIT_S)
-    tables, scheduling, worker = tables_of(halves, 20), halves.scheduling, halves.worker
-    assert scheduling.match(Prompt("b", TOKENS), 0) == 192
-    if not elsewhere:
-        halves.backend.delete([halves.backend.written[0]])  # the third chunk, which was stored first
-    scheduling.allocated("b", tables, 192)
-    scheduling.scheduled("b", tables, 192, 16, anew=True)
-    halves.step()
-    worker.mover.end_loads((lambda counts: [2]) if elsewhere else None)  # another rank lacks it
-    worker.mover.end_layers()
-    lost = worker.results().failed_pages
-    assert lost == set(range(28, 32))
-    for hears in (False, True):
-        if hears:
-            scheduling.lost(lost)
-        computed = 128 if hears else 208  # else it goes on behind what has not come
-        scheduling.scheduled("b", None, computed, 256 - computed)
-        step = scheduling.step()
-        worker.before(step)
-        jobs = worker.stores(step)
-        assert [len(job.moves) for job in jobs] == ([4] if hears else [])
-    assert worker.mover.stats()["dropped_stores"] == 1
-    halves.close()
-
-
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_step_s_chunks_are_leased_when_it_is_scheduled_and_come_when_it_begins(is_same: bool) -> None:
-    halves = Halves(ahead=False)
-    halves.prompt("a", tables_of(halves, 1))
-    assert halves.worker.mover.settle(WAIT_S)
-    tables, worker = tables_of(halves, 20), halves.worker
-    assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
-    halves.scheduling.allocated("b", tables, 256)
-    halves.scheduling.scheduled("b", tables, 256, 44, anew=True)
-    step = halves.scheduling.step()
-    worker.lease_ahead(step)
-    wait_until(lambda: halves.backend.leases == 4, "all four are leased")
-    worker.before(step)
-    worker.load(step if is_same else replace(step), ahead=False)  # as it may come from another process
-    worker.mover.end_loads()
-    assert worker.results().failed == set()
-    assert halves.holds(tables, 256)
-    assert worker.mover.stats()["leased_ahead_chunks"] == 4
-    worker.mover.end_layers()
     halves.close()
 
 

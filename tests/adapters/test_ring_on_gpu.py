@@ -12,6 +12,7 @@ import pytest
 import torch
 import xxhash
 
+from kvredis.adapters import cuda_device
 from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.tensors import event_on
 from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
@@ -112,4 +113,34 @@ def test_on_a_gpu_an_engine_s_copy_comes_between_two_buffers_and_not_behind_all_
     event_on(torch.cuda.current_stream()).synchronize()
     assert not moving.done
     moving.wait()
+    transfer.close()
+
+
+def held_in(pool: torch.cuda.MemPool) -> set[tuple[int, int]]:
+    """Where the pool's segments begin, and how much of each is taken."""
+    segments: list[dict[str, int]] = pool.snapshot()  # type: ignore[no-untyped-call]
+    return {(segment["address"], segment["allocated_size"]) for segment in segments}
+
+
+@pytest.mark.parametrize("kernels", [None, "torch"])
+def test_on_a_gpu_none_of_our_memory_is_in_the_pool_in_which_an_engine_registers_its_pages(
+    kernels: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels is not None:
+        monkeypatch.setattr(cuda_device, "find_spec", lambda name: None)
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        layers = [torch.zeros((256, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+        theirs = held_in(pool)
+        transfer = open_transfer(PagedKV(layers), sums=True)
+        assert held_in(pool) == theirs
+    assert isinstance(transfer, RingTransfer)
+    held = torch.zeros((256, 4 * layers[0][0].nbytes), dtype=torch.uint8, pin_memory=True)
+    parts = [Part([page], held[page].numpy().data) for page in range(256)]
+    for layer in layers:
+        layer.normal_()
+    transfer.store(parts).wait()
+    transfer.load(parts).wait()
+    assert all(true(layers, part) for part in parts)
+    assert held_in(pool) == theirs
     transfer.close()

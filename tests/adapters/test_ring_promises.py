@@ -109,7 +109,7 @@ def test_kv_of_layers_on_several_gpus_is_copied_behind_the_streams_of_all(monkey
     monkeypatch.setattr(later, "event_on", lambda stream: f"event on {stream}")
     on = [SimpleNamespace(device=torch.device("cuda", number)) for number in range(2)]
     kv: Any = [(each, each) for each in (on[0], on[1], on[1])]
-    save = later.Save([], 0, kv, "r")
+    save = later.Save([], 0, kv, "r", ChunkLayout(1, 1, 1, "u8"))
     save.follow()
     assert asked == ["cuda:0", "cuda:1"]
     made = list[tuple[str, str]]()

@@ -133,12 +133,11 @@ def test_the_backend_is_asked_once_for_each_attempt_and_a_failed_load_is_not_tri
     assert asked == [15, 15]
 
 
-def test_a_full_hit_leaves_the_last_token_where_requests_do_not_wait_outside_of_the_batch() -> None:
-    for ahead, found in ((True, 640), (False, 576)):
-        engine = Engine(loads_ahead=ahead)
-        engine.put(engine.compute(TOKENS[:640])[0].moves.stores[0].moves)
-        assert engine.match(TOKENS[:640], name="s") == found
-        assert engine.match(TOKENS[:641], name="t") == 640
+def test_a_prompt_is_found_to_its_last_token() -> None:
+    engine = Engine()
+    engine.put(engine.compute(TOKENS[:640])[0].moves.stores[0].moves)
+    assert engine.match(TOKENS[:640], name="s") == 640
+    assert engine.match(TOKENS[:641], name="t") == 640
 
 
 def test_an_unfull_chunk_is_made_of_whole_pages() -> None:
@@ -222,6 +221,50 @@ def test_loads_beyond_the_bound_wait_for_those_under_way() -> None:
             engine.scheduling.allocated(name, engine.tables(960), 960)
     engine.scheduling.loaded("a")
     assert engine.match(TOKENS, name="b") == 960
+
+
+def test_requests_that_share_a_prefix_load_it_once_where_the_engine_shares_its_pages() -> None:
+    engine = Engine(waits_for_shared=True)
+    engine.put(engine.compute(TOKENS)[0].moves.stores[0].moves)
+    assert engine.match(TOKENS, name="first") == 960
+    engine.scheduling.allocated("first", engine.tables(960), 960)
+    others = {f"r{number}": [*TOKENS[:640], *range(5000, 5000 + 100 * number)] for number in range(1, 32)}
+    assert {engine.match(tokens, name=name) for name, tokens in others.items()} == {None}
+    engine.scheduling.loaded("first")
+    assert {engine.match(tokens, 640, name=name) for name, tokens in others.items()} == {0}
+    assert sum(len(job.moves) for job in engine.scheduling.step().moves.loads) == 15
+
+
+def test_a_request_whose_first_half_is_loaded_by_another_loads_the_rest_behind_it() -> None:
+    engine = Engine(waits_for_shared=True)
+    engine.put(engine.compute(TOKENS)[0].moves.stores[0].moves)
+    assert engine.match(TOKENS[:512], name="first") == 512
+    engine.scheduling.allocated("first", engine.tables(512), 512)
+    assert engine.match(TOKENS, name="longer") is None
+    engine.scheduling.loaded("first")
+    assert engine.match(TOKENS, 512, name="longer") == 960 - 512
+
+
+def test_a_request_that_shares_little_of_what_another_loads_does_not_wait_for_it() -> None:
+    engine = Engine(waits_for_shared=True)
+    engine.put(engine.compute(TOKENS)[0].moves.stores[0].moves)
+    assert engine.match(TOKENS[:256], name="short") == 256
+    engine.scheduling.allocated("short", engine.tables(256), 256)
+    assert engine.match(TOKENS, name="long") == 960
+
+
+def test_a_shared_load_that_fails_or_is_given_up_leaves_the_others_to_load_for_themselves() -> None:
+    for end in ("failed", "given up"):
+        engine = Engine(waits_for_shared=True)
+        engine.put(engine.compute(TOKENS)[0].moves.stores[0].moves)
+        assert engine.match(TOKENS, name="first") == 960
+        engine.scheduling.allocated("first", engine.tables(960), 960)
+        assert engine.match(TOKENS, name="second") is None
+        if end == "given up":
+            engine.scheduling.finished("first")
+            assert engine.match(TOKENS, name="second") is None, "its pages are being written still"
+        engine.scheduling.loaded("first", failed=end == "failed")
+        assert engine.match(TOKENS, name="second") == 960
 
 
 def test_a_load_of_a_request_that_ends_is_cancelled_and_one_that_is_over_is_not() -> None:
@@ -324,13 +367,6 @@ def test_what_was_offered_asked_for_and_came_whole_is_counted_in_tokens() -> Non
     engine.scheduling.finished("gone")
     assert (counters["load_tokens"], counters["loaded_tokens"]) == (4 * 960, 960)
     assert list(engine.scheduling.hit_rates) == [0.96] * 4
-    by_layers = Engine(loads_ahead=False)
-    by_layers.put(by_layers.compute(TOKENS)[0].moves.stores[0].moves)
-    by_layers.match(TOKENS, name="s")
-    by_layers.scheduling.allocated("s", by_layers.tables(960), 960)
-    assert by_layers.scheduling.counters["loaded_tokens"] == 0, "it is not known yet"
-    by_layers.scheduling.finished("s")
-    assert by_layers.scheduling.counters["loaded_tokens"] == 960
 
 
 def test_a_broken_backend_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:

@@ -368,7 +368,7 @@ def test_the_layout_is_read_off_the_model(llama: PreTrainedModel) -> None:
     layout = layout_of(llama, "tiny", 32)
     assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (3, 2, 16, "fp32")
     assert layout.chunk_tokens == 32
-    assert re.fullmatch(r"tiny\+[0-9a-f]{8}", layout.model)
+    assert re.fullmatch(r"tiny\+[0-9a-f]{16}", layout.model)
     cache = DynamicCache(config=llama.config)
     with torch.no_grad():
         llama(prompt(8), **{CACHE: cache})

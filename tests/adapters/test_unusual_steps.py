@@ -38,7 +38,7 @@ def drafting_step(halves: Halves, forward: Callable[[], object]) -> None:
     step = halves.scheduling.step()
     halves.worker.before(step)
     jobs = halves.worker.stores(step)
-    halves.worker.load(step, ahead=True)
+    halves.worker.load(step)
     forward()
     halves.worker.results()
     halves.worker.store(jobs)
@@ -138,19 +138,15 @@ def test_nothing_is_loaded_where_the_bound_is_below_a_chunk_of_each_group() -> N
     assert engine.match(TOKENS, name="again") == 0
 
 
-@pytest.mark.parametrize(("loads_ahead", "chunks"), [(True, 16), (False, 15)])
-def test_requests_that_come_together_ask_for_no_more_chunks_than_the_workers_take(
-    loads_ahead: bool, chunks: int
-) -> None:
+def test_requests_that_come_together_ask_for_no_more_chunks_than_the_workers_take() -> None:
     tokens, computed = MANY[:976], 48  # of a chunk, so that it and the last one, which is not full, are both loaded
-    bound = 2 * chunks - 1
-    engine = Engine(loads_ahead=loads_ahead, max_load_chunks=bound, unfull=True, min_rest_tokens=1)
+    engine = Engine(max_load_chunks=31, unfull=True, min_rest_tokens=1)
     engine.put(engine.compute(tokens)[0].moves.stores[0].moves)
     found = engine.match(tokens, computed, name="a")
     assert found
     engine.scheduling.allocated("a", engine.tables(976), found)
     assert engine.match(tokens, computed, name="b") is None, "it is asked again, and not refused with its pages given"
-    assert [len(job.moves) for job in engine.scheduling.step().moves.loads] == [chunks]
+    assert [len(job.moves) for job in engine.scheduling.step().moves.loads] == [16]
     engine.scheduling.loaded("a")
     assert engine.match(tokens, computed, name="b") == found
 
@@ -177,26 +173,24 @@ def with_drafts(draft: str) -> tuple[list[LayerGroup], list[str]]:
     return layer_groups([KVCacheGroup(every[::-1], FullAttentionSpec(PAGE, 2, 8))], BASE, "auto"), every
 
 
-def test_layers_of_a_draft_model_come_behind_the_model_s_and_are_stored_and_loaded_one_by_one() -> None:
+def test_layers_of_a_draft_model_come_behind_the_model_s_and_are_stored_one_by_one() -> None:
     groups, every = with_drafts("draft_model.model.layers.0.self_attn.attn")
     assert [name for group in groups for name in group.names] == every
     assert groups[0].layout.part, "keys of their own: earlier versions had the layers in another order"
     assert not with_drafts("model.layers.2.self_attn.attn")[0][0].layout.part
     caches = {name: torch.zeros(PAGES, 2, PAGE, 16, dtype=torch.bfloat16) for name in every}
     backend = FakeBackend(1000)
-    scheduling = Scheduling(groups, backend, SchedulingOptions(loads_ahead=False))
+    scheduling = Scheduling(groups, backend, SchedulingOptions())
     worker = PagedWorker(backend, groups, caches, PAGES, MovingOptions())
 
     def step(filled: Callable[[int], object]) -> None:
         told = scheduling.step()
         worker.before(told)
         jobs = worker.stores(told)
-        worker.load(told, ahead=False)
+        worker.load(told)
         for at, name in enumerate(every):
-            worker.mover.wait_layer(worker.places[name])
             filled(at)
             worker.mover.save_layer(worker.places[name], jobs)
-        worker.mover.end_loads()
         worker.results()
         worker.mover.end_layers()
         assert worker.mover.settle(WAIT_S)
@@ -207,14 +201,13 @@ def test_layers_of_a_draft_model_come_behind_the_model_s_and_are_stored_and_load
     assert len(backend.values) == 4
     assert scheduling.match(Prompt("b", TOKENS), 0) == 256
     scheduling.allocated("b", [list(range(20, 39))], 256)
-    scheduling.scheduled("b", [list(range(20, 39))], 256, 44, anew=True)
     step(lambda at: None)
     assert all(bool((caches[name][20:36] == at + 1.0).all()) for at, name in enumerate(every))
     worker.close()
 
 
 def test_a_layer_that_drafts_several_times_a_step_is_stored_once() -> None:
-    halves = Halves(ahead=False)
+    halves = Halves()
     assert halves.scheduling.match(Prompt("a", TOKENS), 0) == 0
     halves.scheduling.scheduled("a", tables_of(halves, 1), 0, 300, anew=True)
     step = halves.scheduling.step()

@@ -153,35 +153,3 @@ def test_steps_in_which_an_engine_only_waits_for_loads_are_not_taken_for_others(
     warm(speeds, backend)
     assert break_even.tokens_per_s == pytest.approx(1023 / (0.1 - 0.001))
     assert not speeds._steps, "none is left behind"
-
-
-def beside(speeds: Worth, backend: SlowBackend, seconds: float, *, failed: bool = False) -> int:
-    """A load by layers beside the step that computes the rest of its prompt, which takes so long in all."""
-    count = speeds.narrow(KEYS, 256, REST)
-    speeds.asked("r")
-    speeds.load_beside("r")
-    speeds.step_began(REST - count * 256)
-    backend.now_s += seconds
-    speeds.step_over(failed=failed)
-    return count
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(0.05, 10), (0.5, 0)])
-def test_a_load_by_layers_costs_what_its_step_takes_longer_than_computing(seconds: float, expected: int) -> None:
-    speeds, backend, break_even = worth()
-    warm(speeds, backend)  # ten chunks are computed in 0.25 s
-    rate = break_even.tokens_per_s
-    beside(speeds, backend, 50.0, failed=True)
-    assert break_even.unmeasured(["remote"]) == ["remote"], "a failed one says nothing of the tier"
-    assert beside(speeds, backend, seconds) == 10
-    assert break_even.tokens_per_s == rate, "and its step nothing of computing"
-    pace, rest_s = break_even._speeds["remote"].seconds_per_byte, 0.0176  # 172 tokens
-    assert pace == pytest.approx((seconds - rest_s) / (10 * block_bytes(LAYOUT, 256)), rel=0.02)
-    assert beside(speeds, backend, seconds) == expected
-
-
-def test_a_load_by_layers_that_hides_behind_the_step_costs_nothing() -> None:
-    speeds, backend, break_even = worth()
-    warm(speeds, backend)
-    assert [beside(speeds, backend, 0.01) for _ in range(4)] == [10] * 4
-    assert break_even.given_up() == []
