@@ -11,9 +11,11 @@ import copy
 import fcntl
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,12 +183,9 @@ def facts() -> Answer:
 
     names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     driver = ""
-    if names:
-        from vllm.third_party import pynvml
-
-        pynvml.nvmlInit()
-        said = pynvml.nvmlSystemGetDriverVersion()
-        driver = said.decode() if isinstance(said, bytes) else said
+    with suppress(OSError):
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.partition("\n")[0].strip()
     return {"devices": names, "driver": driver, "vllm": vllm.__version__, "torch": torch.__version__}
 
 

@@ -90,6 +90,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -161,11 +162,12 @@ def test_a_token_that_was_as_near_as_rounding_is_a_tie_and_no_other_one(script: 
     def answer(tokens: list[int], logprobs: list[dict[str, float]]) -> Any:
         return {"tokens": tokens, "logprobs": logprobs}
 
+    compare = sys.modules["gpu_check_scenarios"].compare
     cold = answer([5, 6], [{"5": -0.1, "6": -3.0}, {"6": -1.0, "7": -1.0005}])
-    near = script.compare(cold, answer([5, 7], [{"5": -0.1, "6": -3.0}, {"7": -1.0, "6": -1.0005}]))
+    near = compare(cold, answer([5, 7], [{"5": -0.1, "6": -3.0}, {"7": -1.0, "6": -1.0005}]))
     assert (near.same, near.total, near.is_equal) == (1, 2, False)
     assert near.gap == pytest.approx(0.0005)
-    far = script.compare(cold, answer([6, 7], [{"6": -0.1, "5": -3.0}, {"7": -1.0, "6": -1.5}]))
+    far = compare(cold, answer([6, 7], [{"6": -0.1, "5": -3.0}, {"7": -1.0, "6": -1.5}]))
     assert (far.same, far.gap) == (0, pytest.approx(2.9))
     assert far.most == pytest.approx(2.9)
-    assert script.compare(cold, cold).mean == 0
+    assert compare(cold, cold).mean == 0
