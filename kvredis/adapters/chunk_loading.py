@@ -190,7 +190,7 @@ class ChunkLoading:
             while not self._is_sent:
                 self._take()
             while self._under_way and not self._gap:
-                if self._lease_s < NEAR_S * self._leased and not self._means.bandwidth.is_bound:
+                if self._has_time:
                     self._meanwhile(self._means.options.window_bytes - self._under_way_bytes)
                 self._settle()
         finally:
@@ -236,6 +236,12 @@ class ChunkLoading:
             while self._under_way and not self._gap and ((self._waits and self._is_full) or self._is_known):
                 self._settle()
         return not self._gap
+
+    @property
+    def _has_time(self) -> bool:
+        """Whether the next load can be begun at once while a device still copies for this one."""
+        is_near = self._lease_s < NEAR_S * self._leased
+        return is_near and not self._means.bandwidth.is_bound and not self._under_way[-1][1].done
 
     @property
     def _is_full(self) -> bool:

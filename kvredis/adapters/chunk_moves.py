@@ -4,6 +4,7 @@ An engine decides in one process and computes in others, so these are plain valu
 of whole pages; one of which a page is missing (a sliding window has let go of it) is not moved at all.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
@@ -28,11 +29,13 @@ class LoadJob:
 @dataclass(slots=True)
 class StoreJob:
     """Chunks of a request that have been computed, or will be when this step's forward pass is over: head first, one
-    group behind the other. `total` is the prompt's length so far in tokens, for the log."""
+    group behind the other. `total` is the prompt's length so far in tokens, for the log. A worker that learns only
+    later whether what is computed may be stored gives `is_sound`, which waits for that; a scheduler does not."""
 
     request: str
     moves: list[ChunkMove]
     total: int
+    is_sound: Callable[[], bool] | None = None
 
 
 @dataclass(slots=True)

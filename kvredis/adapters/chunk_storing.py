@@ -138,6 +138,9 @@ class ChunkStoring:
         """Nothing is left to do."""
 
     def _run(self) -> None:
+        if not self._errand.is_sound():
+            self._means.counters.add(dropped_stores=len(self._errand.moves))
+            return
         try:
             for moves in by_group(self._errand.moves):
                 if self._errand.cancelled:

@@ -10,12 +10,13 @@ runs, and hands the answers to the scheduler's half before the first request; 0.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvredis.storage.errors import LayoutError
 
 from .vllm_views import LayerGroup
+from .weights import Table
 
 DIFFERENCE_CHARS_MAX = 200
 """Of each side's value in an error."""
@@ -23,10 +24,11 @@ DIFFERENCE_CHARS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """One worker's answer: its groups of layers, and what it knows of the engine, by name."""
+    """One worker's answer: its groups of layers, what it knows of the engine, by name, and its weights."""
 
     groups: tuple[LayerGroup, ...]
     facts: Mapping[str, Any]
+    weights: Table = field(default_factory=dict)
 
 
 def engine_facts(kv_cache_config: Any, groups: Sequence[LayerGroup]) -> dict[str, Any]:

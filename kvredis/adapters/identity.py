@@ -28,7 +28,8 @@ DOORS: Final = ("transformers", "vllm", "sglang", "engine")
 _VLLM = "tests/adapters/test_vllm_reading.py::"
 _VIEWS = "tests/adapters/test_vllm_views.py::"
 _SGLANG = "tests/compat/test_sglang.py::"
-_WALK = "tests/adapters/test_transformers_identity.py::test_each_dependence_is_treated_as_the_list_says"
+_HERE = "tests/adapters/test_transformers_identity.py::"
+_WALK = f"{_HERE}test_each_dependence_is_treated_as_the_list_says"
 _ARGUMENTS = f"{_SGLANG}test_what_an_engine_with_other_arguments_has_stored_is_not_found"
 _POOLS = f"{_SGLANG}test_what_is_stored_under_another_configuration_is_not_found"
 _GROUPS = f"{_VIEWS}test_groups_differ_in_their_layouts_and_so_in_their_keys"
@@ -39,6 +40,9 @@ _REQUEST = f"{_VLLM}test_a_request_is_its_tokens_and_whatever_else_its_kv_depend
 _SPREAD = f"{_VLLM}test_a_model_that_is_spread_in_an_unknown_way_is_refused"
 _M_ROPE = (
     "tests/adapters/test_transformers_other.py::test_with_m_rope_a_hit_does_not_take_the_positions_of_the_prompt_before"
+)
+_PADDED = (
+    "tests/adapters/test_transformers_kinds.py::test_what_a_batch_stored_serves_a_prompt_alone_and_the_other_way_round"
 )
 _RANKS = "tests/adapters/test_keys.py::test_ranks_share_one_chain_and_differ_in_the_readable_part"
 
@@ -62,8 +66,8 @@ class Dependence(NamedTuple):
     engine: Answer
 
 
-def _walked(how: How, what: str) -> Answer:
-    return Answer(how, what, _WALK)
+def _walked(how: How, what: str, own: str = "") -> Answer:
+    return Answer(how, what, f"{_HERE}{own}" if own else _WALK)
 
 
 CALLER: Final = Answer("by name", "ChunkLayout.model, which the caller gives; CacheEngine.use_model changes it")
@@ -75,7 +79,11 @@ DEPENDENCES: Final = (
     Dependence(
         "shape and type of KV",
         "a block of other heads, layers, sizes or types is other bytes",
-        _walked("in the key", "the layout, checked against the KV of two tokens at open"),
+        _walked(
+            "in the key",
+            "the layout, checked against the KV of two tokens at open",
+            "test_an_engine_whose_layout_is_of_another_shape_is_refused",
+        ),
         Answer("in the key", "the layout of each group of layers", _GROUPS),
         Answer(
             "in the key",
@@ -101,7 +109,11 @@ DEPENDENCES: Final = (
     Dependence(
         "weights that change while a prompt is computed",
         "its KV is of neither",
-        _walked("not stored", "the checksum is made again before a new prompt is stored"),
+        _walked(
+            "not stored",
+            "the checksum is made again before a new prompt is stored",
+            "test_a_prompt_whose_weights_change_while_it_is_computed_is_not_stored",
+        ),
         Answer("by name", "as weights"),
         Answer("by name", "as weights"),
         CALLER,
@@ -221,7 +233,11 @@ DEPENDENCES: Final = (
     Dependence(
         "padding",
         "columns are not positions",
-        _walked("harmless", "a padded prompt's KV is that of the prompt alone; refused where positions are columns"),
+        Answer(
+            "harmless",
+            "a padded prompt's KV is that of the prompt alone; refused where positions are columns",
+            _PADDED,
+        ),
         Answer("harmless", "requests are not padded"),
         Answer("harmless", "requests are not padded"),
         CALLER,
@@ -229,7 +245,11 @@ DEPENDENCES: Final = (
     Dependence(
         "a cache that the caller brings",
         "what it holds may be of other weights, of autocast, of other tokens",
-        _walked("not stored", "unless generate() has given it back and the model is as it was"),
+        _walked(
+            "not stored",
+            "unless generate() has given it back and the model is as it was",
+            "test_a_cache_from_elsewhere_is_used_and_what_follows_it_is_not_stored",
+        ),
         Answer("harmless", "requests bring none"),
         Answer("harmless", "requests bring none"),
         CALLER,
@@ -261,7 +281,11 @@ DEPENDENCES: Final = (
     Dependence(
         "several devices",
         "each rank has its part of the heads or layers",
-        _walked("refused", "and offloaded weights too"),
+        _walked(
+            "refused",
+            "and offloaded weights too",
+            "test_offloaded_weights_are_refused",
+        ),
         Answer("in the key", "rank and size of tensor parallelism; other kinds are refused", _SPREAD),
         Answer("in the key", "rank and size of each kind", _POOLS),
         Answer("in the key", "rank and world_size of the layout", _RANKS),
@@ -269,7 +293,11 @@ DEPENDENCES: Final = (
     Dependence(
         "kind of device",
         "a CPU's and a GPU's kernels round in other ways",
-        _walked("in the key", "cpu, cuda, mps"),
+        _walked(
+            "in the key",
+            "cpu, cuda, mps",
+            "test_another_kind_of_device_has_keys_of_its_own",
+        ),
         _ROUNDING,
         _ROUNDING,
         CALLER,
@@ -285,7 +313,11 @@ DEPENDENCES: Final = (
     Dependence(
         "other prompts in the batch, and where a prompt is cut",
         "matrices of other sizes are multiplied by other kernels",
-        _walked("harmless", "rounding; linear attention that goes on otherwise from a state is refused at open"),
+        _walked(
+            "harmless",
+            "rounding; linear attention that goes on otherwise from a state is refused at open",
+            "test_a_batch_and_a_cut_change_kv_by_rounding_alone",
+        ),
         _ROUNDING,
         _ROUNDING,
         Answer("harmless", "rounding"),

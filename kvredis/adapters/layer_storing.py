@@ -99,7 +99,8 @@ class LayerStores(Later):
                 self._moving.append((places, []))
                 self._send(places, after, self._moving[-1][1])
                 self._wanted = self._together()
-            if list(self.stored_s) == self._places and self._is_sound():
+            is_whole = list(self.stored_s) == self._places
+            if is_whole and self._is_sound() and all(errand.is_sound() for errand in self.errands):
                 self._commit()
             elif self._rooms:
                 self._means.counters.add(dropped_stores=len(self._rooms))

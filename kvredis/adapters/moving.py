@@ -98,7 +98,7 @@ class ChunkMover:
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
-        errand = Errand(job.request, job.moves, total=job.total)
+        errand = Errand(job.request, job.moves, total=job.total, is_sound=job.is_sound)
         if self._admit(errand):
             self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after)))
 
@@ -173,7 +173,7 @@ class ChunkMover:
         if stores is None or not stores.computed(place, self._launched()):
             if stores is not None:
                 stores.finish()
-            errands = [Errand(job.request, job.moves, total=job.total) for job in jobs]
+            errands = [Errand(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
             errands = [errand for errand in errands if self._admit(errand)]
             self._layer_stores = LayerStores(self._means, errands, partial(self._have_come, self._step_loads))
             self._layer_stores.computed(place, self._launched())

@@ -1,7 +1,7 @@
 """What moving chunks is given and what it tells: groups of an engine's layers, bounds, outcomes and counters."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -116,18 +116,33 @@ class Finished:
     failed_pages: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
+def _yes() -> bool:
+    return True
+
+
 class Errand:
     """One job of one request under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of
-    the prompt so far. `cancelled` may be read without a lock, `come` and what follows it is for who does the work, and
-    the rest the mover's."""
+    the prompt so far. `is_sound` says whether it may be stored, and may wait for that. `cancelled` may be read without
+    a lock, `come` and what follows it is for who does the work, and the rest the mover's."""
 
-    __slots__ = ("cancelled", "come", "is_load", "moves", "nbytes", "over", "request", "started", "tokens", "total")
+    __slots__ = (
+        *("cancelled", "come", "is_load", "is_sound", "moves", "nbytes", "over", "request", "started", "tokens"),
+        "total",
+    )
 
-    def __init__(self, request: str, moves: list[ChunkMove], *, total: int | None = None) -> None:
+    def __init__(
+        self,
+        request: str,
+        moves: list[ChunkMove],
+        *,
+        total: int | None = None,
+        is_sound: Callable[[], bool] | None = None,
+    ) -> None:
         self.request = request
         self.moves = moves
         self.total = total or 0
         self.is_load = total is None
+        self.is_sound: Callable[[], bool] = _yes if is_sound is None else is_sound
         self.come = 0
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0

@@ -43,6 +43,8 @@ class PageStore:
         self._counts: dict[str, int | float] = dict.fromkeys(COUNTERS, 0)
         self._counts |= {"bytes_in": 0, "bytes_out": 0, "load_s": 0.0, "store_s": 0.0}
         self._failing = False
+        self.is_paused = False
+        """While it is set nothing is found, loaded or stored: the engine changes what its pages mean."""
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
@@ -142,12 +144,6 @@ class PageStore:
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
-    def clear(self, prefix: bytes) -> int:
-        """Take away every page whose key begins with `prefix`; how many there were. Raises BackendError where some may
-        be left: nobody goes on as before after a failure of this."""
-        self.backend.flush()
-        return self.backend.delete_prefix(prefix)
-
     def stats(self) -> dict[str, int | float]:
         """Counters since the start: pages by COUNTERS, bytes, and seconds of loading and storing."""
         with self._lock:
@@ -164,6 +160,8 @@ class PageStore:
 
     def _tried(self, doing: str, work: Callable[[], T], otherwise: T) -> T:
         """What `work` gives, or `otherwise` when it raises; the first of a spell of failures is logged."""
+        if self.is_paused:
+            return otherwise
         try:
             result = work()
         except Exception:

@@ -23,6 +23,7 @@ from .scheduling_options import Step
 from .tensors import event_on
 from .transfer import open_transfer
 from .vllm_views import LayerGroup, in_order, paged_view
+from .weights import Check, WeightsWatch
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +49,6 @@ class Results:
     failed_pages: set[int] = field(default_factory=set)
 
 
-def delete_prefixes(backend: Backend, prefixes: Collection[bytes]) -> bool:
-    """Delete what begins with any of them, here and on the server, what is on its way too; whether that was done. The
-    log is told why not."""
-    backend.flush()
-    done = True
-    for prefix in prefixes:
-        try:
-            backend.delete_prefix(prefix)
-        except Exception as error:
-            logger.error("KV of weights that are no more may still be stored: %s", error, exc_info=error)
-            done = False
-    return done
-
-
 class PagedWorker:
     """One rank's KV memory and what moves in and out of it. Methods come from one thread: the engine's."""
 
@@ -72,14 +59,21 @@ class PagedWorker:
         caches: Mapping[str, torch.Tensor],
         pages: int,
         options: MovingOptions,
+        weights: WeightsWatch | None = None,
+        rank: int = 0,
     ) -> None:
-        """`caches` are the engine's tensors by layer name, of `pages` pages. Raises LayoutError where they are not what
-        `groups` say."""
+        """`caches` are the engine's tensors by layer name, of `pages` pages. `weights` are this rank's, which are
+        compared with those that a step's keys are of. Raises LayoutError where tensors are not what `groups` say."""
         self.groups = list(groups)
         names = sorted((name for group in groups for name in group.names), key=in_order)
         self.places = {name: place for place, name in enumerate(names)}
         """Each layer's number in the order of the forward pass."""
-        self._backend = backend
+        self.weights = weights
+        self._rank = rank
+        self._check: Check | None = None  # of the step that is described
+        self._checks: dict[str, Check] = {}  # of loads
+        self._refused: list[str] = []  # loads of other weights, which have not begun
+        self._undecided: dict[str, list[tuple[int, int]]] = {}  # loads that are over, and what has failed of them
         self._device = caches[names[0]].device
         self._ratios: list[int] = []
         paged_groups = []
@@ -104,8 +98,7 @@ class PagedWorker:
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
-        if step.forget:
-            self.forget(step.forget)
+        self._check = self._compared(step)
         for name in step.moves.cancelled:
             self.mover.cancel(name)  # its pages are its own until it is told of
             self._cancelled |= {name} & self._waited_for.keys()
@@ -113,11 +106,23 @@ class PagedWorker:
             if not pages.isdisjoint(step.taken):
                 self._end_stores(name)
 
-    def forget(self, prefixes: Collection[bytes]) -> None:
-        """The weights change: end all stores, and delete what begins so, here and on the server."""
-        for name in list(self._storing):
-            self._end_stores(name)
-        delete_prefixes(self._backend, prefixes)
+    def _compared(self, step: Step) -> Check | None:
+        """Whether the weights are those of the step's keys; None where it moves nothing and nothing is asked."""
+        if self.weights is None or not step.weights:
+            return None
+        if not (step.moves.loads or step.moves.stores or step.check_weights or self.weights.is_suspect):
+            return None
+        try:
+            return self.weights.begin(step.number, step.weights[self._rank], is_full=step.check_weights)
+        except Exception as error:
+            logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
+            self.mover.counters.add(errors=1)
+            self.weights.suspect()
+            return self.weights.failed()
+
+    def _is_stale(self) -> bool:
+        """Whether it is known that the step's keys are of other weights."""
+        return self._check is not None and self._check.done() and not self._check.holds()
 
     def _end_stores(self, name: str) -> None:
         if name in self._waited_for:
@@ -137,6 +142,12 @@ class PagedWorker:
         for job in step.moves.loads:
             job = replace(job, moves=[self._move(move) for move in job.moves])
             self._waited_for[job.request] = job
+            if self._is_stale():
+                self._refused.append(job.request)
+                self._spoilt.add(job.request)
+                continue
+            if self._check is not None:
+                self._checks[job.request] = self._check
             self.mover.load(job, after)
         if step.is_idle and self._waited_for:
             self.mover.wait_loaded(IDLE_WAIT_S)
@@ -145,6 +156,9 @@ class PagedWorker:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
+        if self._is_stale():
+            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
+            return jobs
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -152,7 +166,8 @@ class PagedWorker:
             self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
             watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
-            jobs.append(replace(job, moves=[self._move(move) for move in ours]))
+            is_sound = None if self._check is None else self._check.holds
+            jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
         return jobs
 
     def store(self, jobs: Sequence[StoreJob]) -> None:
@@ -173,9 +188,18 @@ class PagedWorker:
             # for results before it hands the step's stores over.
             if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
-        for name in over.loaded:
+        ended = {name: over.failed_pages.get(name, []) for name in over.loaded}
+        ended |= {name: [] for name in self._refused}
+        ended, self._refused, self._undecided = self._undecided | ended, [], {}
+        for name, bad in ended.items():
+            check = self._checks.get(name)
+            if check is not None and not check.done():
+                self._undecided[name] = bad
+                continue
+            if check is not None:
+                del self._checks[name]
+                self._spoilt |= set() if check.holds() else {name}
             job = self._waited_for.pop(name, None)
-            bad = over.failed_pages.get(name, [])
             asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
             if name in self._cancelled:  # before anybody knew what has come
                 self._cancelled.discard(name)
@@ -202,6 +226,8 @@ class PagedWorker:
             logger.error("A store is not over after %d s: the engine sleeps without it", REST_WAIT_S)
         for name in list(self._storing):
             self._end_stores(name)
+        if self.weights is not None:
+            self.weights.suspect()
 
     def close(self) -> None:
         """End what is under way, and give the transfers' memory back."""

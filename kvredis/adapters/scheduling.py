@@ -11,16 +11,19 @@ pages that are written from now on (`Step.taken`), and a worker ends whatever st
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kvredis.backends.base import Backend
 from kvredis.backends.remote_blocks import RemoteBlocks
 
 from .chunk_moves import ChunkMove, LoadJob, StoreJob
+from .key_weights import FreshPages, KeyWeights
 from .keys import ChunkKey, key_of_rank, keys_of_bytes, token_bytes
 from .scheduling_options import REST_TOKENS, Prompt, Request, SchedulingOptions, Step
 from .stored_events import Offered, StoredEvents, digest_of
 from .vllm_views import LayerGroup
+from .weights import WeightsReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +52,17 @@ class Scheduling:
     """One engine's requests. One thread calls it: the scheduler's."""
 
     def __init__(
-        self, groups: Sequence[LayerGroup], backend: Backend, options: SchedulingOptions, narrow: Narrow | None = None
+        self,
+        groups: Sequence[LayerGroup],
+        backend: Backend,
+        options: SchedulingOptions,
+        narrow: Narrow | None = None,
+        weights: KeyWeights | None = None,
     ) -> None:
         self.groups = list(groups)
+        self.weights = KeyWeights({}) if weights is None else weights
+        """Which ones keys are of."""
+        self._fresh = FreshPages()
         self.options = options
         self.counters = dict.fromkeys((*COUNTERS, *(f"{place}_tokens" for place in PLACES)), 0)
         self.hit_rates: deque[float] = deque(maxlen=HIT_RATES_MAX)
@@ -64,6 +75,7 @@ class Scheduling:
         self._page_tokens = max(group.page_tokens for group in groups)
         self._requests: dict[str, Request] = {}
         self._step = Step()
+        self._steps = 0
         self._loading: dict[str, frozenset[bytes]] = {}
         """The keys of the chunks that are on their way, by request."""
 
@@ -71,11 +83,13 @@ class Scheduling:
 
     def match(self, prompt: Prompt, computed: int) -> int | None:
         """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
-        that is under way is over, since it leaves no room for this one or brings the same chunks. Asks the backend once
-        for each attempt of a request, and changes nothing."""
+        that is under way is over, since it leaves no room for this one or brings the same chunks, or when workers have
+        told which weights there are. Asks the backend once for each attempt of a request, and changes nothing."""
         request = self.follow(prompt)
-        if not self.options.loads or self._step.forget:
+        if not self.options.loads or self.weights.is_unknown:
             return 0
+        if self.weights.is_waiting:
+            return None  # a step is on its way that tells
         if request.loaded_attempt == prompt.attempt:
             return 0  # that load has failed: what is missing is computed
         if request.asked_attempt != prompt.attempt or request.computed != computed:
@@ -99,7 +113,9 @@ class Scheduling:
         self.counters["load_tokens"] += external
         self._step.moves.loads.append(LoadJob(name, moves))
         self._loading[name] = frozenset(move.key for move in moves)
-        self._step.taken |= {(self.groups[move.group].group, page) for move in moves for page in move.pages}
+        pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
+        self._step.taken |= pages
+        self._fresh.loaded(pages)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -107,9 +123,10 @@ class Scheduling:
         """The step computes `count` tokens of a request behind the first `computed`. `tables` are the pages that were
         added, or all of them where they were given `anew`."""
         self._step.is_idle = False
-        request = self._requests.get(name)
+        request = self._current(name)
         if tables is None and (request is None or computed + count < request.quiet_until):
             return  # a step that decodes, as most do
+        taken: set[tuple[int, int]] = set()
         if request is not None and tables is not None and (anew or not request.tables):
             request.tables = [[] for _ in tables]
         for number, table in enumerate(tables or ()):
@@ -118,8 +135,11 @@ class Scheduling:
             if request is not None:
                 begin = len(request.tables[number])
                 request.tables[number].extend(table)
-            self._step.taken |= {(number, page) for page in table[max(before - begin, 0) :] if page != NO_PAGE}
-        if request is not None and self.options.stores:
+            taken |= {(number, page) for page in table[max(before - begin, 0) :] if page != NO_PAGE}
+        self._step.taken |= taken
+        is_stale = self._is_stale(request, computed, anew=anew)
+        self._fresh.written(name, computed, frozenset(taken), anew=anew, is_stale=is_stale)
+        if request is not None and self.options.stores and not is_stale:
             done = min(computed + count, len(request.prompt.tokens))
             parts = [self._stores(request, place, computed, done) for place in range(len(self.groups))]
             if self.events is not None:
@@ -133,6 +153,9 @@ class Scheduling:
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
         step, self._step = self._step, Step()
+        self._steps += 1
+        step.number, step.weights, step.check_weights = self._steps, self.weights.digests, self.weights.step()
+        self._fresh.step(step.number)
         return step
 
     # -- a request goes ----------------------------------------------------------------------------------------------
@@ -160,9 +183,14 @@ class Scheduling:
         elif request is not None:
             self._count_loaded(request)
 
-    def forget(self, prefixes: set[bytes]) -> None:
-        """All keys that begin so are to be forgotten before the next step, by its workers too: other weights follow."""
-        self._step.forget |= prefixes
+    def weights_told(self, reports: Mapping[int, WeightsReport]) -> None:
+        """What workers have told of their weights, by rank."""
+        since = self.weights.heard(reports)
+        if since is not None:
+            logger.info(
+                "The model's weights have changed: keys end their model's name with %s now", self.weights.suffix
+            )
+            self._fresh.changed(since)
 
     def tell_events(self) -> None:
         """From now on note which blocks are stored and which are gone."""
@@ -179,19 +207,45 @@ class Scheduling:
     def follow(self, prompt: Prompt) -> Request:
         """Note what a request is, or that its tokens have become more."""
         earlier = request = self._requests.get(prompt.request)
-        if request is None or len(request.prompt.tokens) != len(prompt.tokens):
-            request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups))
-            if earlier is not None:
+        epoch = self.weights.epoch
+        if request is None or len(request.prompt.tokens) != len(prompt.tokens) or request.epoch != epoch:
+            request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups), epoch=epoch)
+            if earlier is not None and earlier.epoch != epoch:
+                request.tables, request.computed = earlier.tables, earlier.computed
+                request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
+            elif earlier is not None:
                 whole = len(earlier.prompt.tokens) // self.groups[0].layout.chunk_tokens  # one that was not is another
                 request.tables, request.found = earlier.tables, min(earlier.found, whole)
                 request.next = [min(at, whole) for at in earlier.next]
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
+                request.is_stale, request.stale_epoch = earlier.is_stale, earlier.stale_epoch
             self._requests[prompt.request] = request
         if earlier is not None and earlier.prompt.attempt != prompt.attempt:
             request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
             request.quiet_until = 0
         request.prompt = prompt
         return request
+
+    def _current(self, name: str) -> Request | None:
+        """The request, under keys of the present weights."""
+        request = self._requests.get(name)
+        if request is not None and request.epoch != self.weights.epoch:
+            return self.follow(request.prompt)
+        return request
+
+    def _is_stale(self, request: Request | None, computed: int, *, anew: bool) -> bool:
+        """Whether KV of other weights is among what a request has computed before this step."""
+        if request is None or self._fresh.are_all:
+            return request is None
+        if anew or request.stale_epoch != request.epoch:
+            request.stale_epoch = request.epoch
+            request.is_stale = not self._fresh.cover(
+                (number, page)
+                for number, table in enumerate(request.tables)
+                for page in table[: -(-computed // self._tokens_of_page(number))]
+                if page != NO_PAGE
+            )
+        return request.is_stale
 
     def has_grown(self, name: str, tokens: int) -> bool:
         """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
@@ -204,11 +258,12 @@ class Scheduling:
         keys = []
         for group in self.groups:
             chunk = group.layout.chunk_tokens
+            layout = replace(group.layout, model=group.layout.model + self.weights.suffix)
             extras: dict[int, bytes] = {}
             for position, extra in prompt.extras:
                 extras[position // chunk] = extras.get(position // chunk, b"") + extra
             unfull, algorithm = self.options.unfull, self.options.algorithm
-            keys.append(keys_of_bytes(data, group.layout, unfull=unfull, algorithm=algorithm, extras=extras))
+            keys.append(keys_of_bytes(data, layout, unfull=unfull, algorithm=algorithm, extras=extras))
         return keys
 
     def _find(self, request: Request) -> int:
@@ -375,7 +430,7 @@ class Scheduling:
 
     def _next_stored(self, request: Request) -> float:
         """How many tokens a request has when the next chunk of it is complete."""
-        if not self.options.stores:
+        if not self.options.stores or request.is_stale:
             return math.inf
         left = (keys[at].stop for keys, at in zip(request.keys, request.next, strict=True) if at < len(keys))
         return min(left, default=math.inf)

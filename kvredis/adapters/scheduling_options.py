@@ -60,15 +60,22 @@ class Request:
     """Of each group, the first chunk that has not been handed over for storing."""
     quiet_until: float = 0
     """Before it has so many tokens nothing of it is stored."""
+    epoch: int = 0
+    """Of which weights its keys are (KeyWeights)."""
+    stale_epoch: int = 0
+    is_stale: bool = False
+    """Whether some of its KV was computed with other weights, as was found out in that epoch: none of it is stored."""
 
 
 @dataclass(slots=True)
 class Step:
     """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
-    forward or loads write; keys that begin as one of `forget` are of weights that are no more; `is_idle`: it computes
-    nothing."""
+    forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
+    (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
 
     moves: Moves = field(default_factory=Moves)
     taken: set[tuple[int, int]] = field(default_factory=set)
-    forget: set[bytes] = field(default_factory=set)
     is_idle: bool = True
+    number: int = 0
+    weights: tuple[str, ...] = ()
+    check_weights: bool = False

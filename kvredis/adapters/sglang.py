@@ -10,23 +10,35 @@ without, SGLang copies each page itself first.
 
 SGLang calls this from its own threads for prefetch and backup, which may wait, and takes what is False for a miss: no
 call raises. Pages of one key are one value, whatever the pool's layout cuts them into.
+
+What a page's bytes depend on beside its tokens is in its key:
+
+    the engine's arguments (SERVED_AS, DRAFT_SERVED_AS)      the model's path and configuration
+    its weights, and a draft's where its KV is in the page   the ranks, and the layers that are theirs
+    the pool: class, layout, page, widths, every dtype       SGLang's version, where only its kernels know the bytes
+
+LoRA adapters, `extra_key` and images are in SGLang's own hash of a page's tokens. How large the pools are, when pages
+are written (hicache-write-policy), which data-parallel replica writes them, and which attention backend computes them
+(but for rounding) changes no byte's meaning.
 """
 
 # pyright: reportMissingImports=false
 
 import logging
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvredis.backends.opening import open_backend
-from kvredis.storage.errors import BackendError
 
 from .engine_config import config_from, of_rank
 from .page_store import Page, PageStore
-from .sglang_pools import FlatPages, PoolPages, is_logical, pool_facts
+from .sglang_pools import FlatPages, PoolPages, anchor_of, has_draft_layers, is_logical, is_opaque, pool_facts
+from .sglang_weights import EngineWeights, caller
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +50,26 @@ OWN_ARGUMENTS: Final = frozenset({"backend_name", "module_path", "class_name", "
 REPLICATED_CLASSES: Final = ("MLA", "DeepSeekV4")
 """In the name of a draft pool's class: all ranks hold the same, as they do of the model's own pool."""
 SERVED_AS: Final = {
-    "kv_cache_dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None,
+    "kv_cache_dtype": "auto", "dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None,
+    "quantization_param_path": None, "modelopt_quant": None, "torchao_config": None, "rl_quant_profile": None,
+    "quantize_and_serve": False, "kt_method": None, "kt_weight_path": None, "context_length": None,
+    "model_impl": "auto", "enable_tf32_matmul": False, "rl_on_policy_target": None,
+    "mamba_ssm_dtype": None, "enable_int8_mamba_checkpoint": False, "enable_mamba_cache_stochastic_rounding": False,
+    "enable_deepseek_v4_fp4_indexer": False,
 }  # fmt: skip
 """What else of an engine's arguments its KV depends on, and what stands for nothing. A pool of fp8 says uint8,
 whichever of the fp8 types its bytes are."""
+STATE_SERVED_AS: Final = dict.fromkeys(
+    ("mamba_backend", "linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend")
+)
+"""Arguments that choose the kernels which lay out a Mamba state."""
+DRAFT_SERVED_AS: Final = dict.fromkeys((
+    "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
+    "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
+))  # fmt: skip
+"""What the KV of a draft model depends on, beside its target's."""
+BLOCK_GROUPS: Final = getattr(PoolHitPolicy, "BLOCK_GROUPS", None)
+"""Since 0.5.23."""
 GIGA: Final = 1e9
 
 
@@ -64,7 +92,11 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._config = storage_config
         self._model = str(storage_config.model_name or "")
         self._namespace = namespace
-        self._served = _served(self._model)
+        self._served = _served(SERVED_AS | {"model_path": self._model})
+        self._generation = ""
+        self._weights = self._weights_of_engine()
+        self._anchor_pool: Any = None
+        self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, PoolPages] = {}
         self._anchor: PoolPages | None = None
         self._is_anchor_logical = False
@@ -80,17 +112,55 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             logger.warning(
                 "This SGLang does not say which fp8 its KV is: give engines of each a namespace of their own"
             )
-        facts = self._facts(str(PoolName.KV))
-        self._is_anchor_logical = is_logical(mem_pool_host)
-        self._flat = FlatPages(self._model, {**facts, **pool_facts(mem_pool_host)})
-        self._anchor = None if self._is_anchor_logical else PoolPages(mem_pool_host, self._model, facts)
+        self._anchor_pool = anchor_of(mem_pool_host)
+        self._is_anchor_logical = is_logical(self._anchor_pool)
+        self._call_keys()
+        if self._weights is not None:
+            _call_after(self._anchor_pool, self._flushed)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Take one of the pools of a hybrid model."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if not is_logical(host_pool):
-            name = str(host_pool_name)
-            self._pools[name] = PoolPages(host_pool, self._model, self._facts(name, host_pool))
+            self._host_pools[str(host_pool_name)] = host_pool
+            self._call_keys()
+
+    def _call_keys(self) -> None:
+        """Give all pools the keys of what the engine is now. A call under way goes on with those that it began with."""
+        name = str(PoolName.KV)
+        if self._anchor_pool is not None:
+            facts = self._facts(name, self._anchor_pool)
+            self._flat = FlatPages(self._model, {**facts, **pool_facts(self._anchor_pool)})
+            self._anchor = None if self._is_anchor_logical else PoolPages(self._anchor_pool, self._model, facts)
+        self._pools = {
+            name: PoolPages(pool, self._model, self._facts(name, pool)) for name, pool in self._host_pools.items()
+        }
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def _weights_of_engine(self) -> EngineWeights | None:
+        scheduler = caller()
+        if scheduler is not None:
+            return EngineWeights(scheduler, self._pause)
+        if not self._namespace:
+            self._generation = uuid.uuid4().hex
+            logger.warning(
+                "This SGLang does not show kvredis its model: its KV is found by no other engine without a namespace"
+            )
+        return None
+
+    def _pause(self) -> None:
+        """Leave the store alone: weights are about to change, and host memory has pages of the old ones."""
+        self._store.is_paused = True
+
+    def _flushed(self) -> None:
+        """Go on with the keys of the weights as they are. SGLang has emptied its cache, on all ranks at the same time,
+        and what its storage threads do from now on is of these weights."""
+        if not self._store.is_paused or self._weights is None or self._weights.are_away:
+            return
+        self._weights.refresh()
+        self._call_keys()
+        self._store.is_paused = False
 
     def _facts(self, pool: str, host_pool: Any = None) -> dict[str, Any]:
         """What a page's bytes depend on beside its tokens and its pool. Where all ranks of tensor parallelism hold the
@@ -105,6 +175,17 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         facts["dcp_page"] = getattr(config, "logical_page_size", None)
         if self._served:
             facts["served"] = self._served
+        facts["generation"] = self._generation
+        weights, draft_weights = self._weights.facts if self._weights is not None else ("", "")
+        facts["weights"] = weights
+        if host_pool is None:
+            return facts
+        if has_draft_layers(host_pool, pool):
+            facts["draft"] = [draft_weights, _served(DRAFT_SERVED_AS)]
+        if pool == PoolName.MAMBA:
+            facts["state"] = _served(STATE_SERVED_AS)
+        if is_opaque(host_pool):
+            facts["sglang"] = sglang.__version__
         return facts
 
     @staticmethod
@@ -145,11 +226,14 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
                 hits[transfer.name] = boundary
             if possible is not None:
                 restorable &= possible
-        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+        found_pages = max(restorable, default=0)
+        if "restorable_prefix_pages" not in PoolTransferResult.__dataclass_fields__:  # 0.5.17
+            return PoolTransferResult(found_pages, hits)
+        return PoolTransferResult(found_pages, hits, sorted(restorable))
 
     def _pool_keys(self, transfer: Any, keys: Sequence[str]) -> list[bytes]:
         pool = self._pool(transfer.name)
-        names = (transfer.keys or ()) if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS else keys
+        names = (transfer.keys or ()) if transfer.hit_policy == BLOCK_GROUPS else keys
         return [] if pool is None else [pool.key(name) for name in names]
 
     def _kv_keys(self, keys: Sequence[str]) -> list[bytes]:
@@ -254,17 +338,11 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
     # -- the rest ------------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Take away all pages of this rank, whoever has stored them. Raises BackendError where some may be left: that
-        alone SGLang hears."""
-        known = [self._flat.prefix, *(pool.prefix for pool in (self._anchor, *self._pools.values()) if pool)]
-        failure: BackendError | None = None
-        for prefix in dict.fromkeys(known):
-            try:
-                self._store.clear(prefix)
-            except BackendError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        """Find nothing that has been stored until now: this engine's keys are others from here on, which needs no
+        server. Other engines keep theirs; `kvredis rm --match` deletes for all."""
+        mine = [uuid.uuid4().hex]
+        self._generation = (self._weights.agreed(mine) if self._weights is not None else mine)[0]
+        self._call_keys()
         return True
 
     def get_stats(self) -> Any:
@@ -292,7 +370,7 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
 
 def _restorable(transfer: Any, there: Sequence[bool], kv_pages: int) -> set[int] | None:
     """Of which lengths a prefix can be restored as far as this pool goes; None: it has no say (BLOCK_GROUPS)."""
-    if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+    if transfer.hit_policy == BLOCK_GROUPS:
         return None
     if not there:
         return set()  # of a pool that nobody has registered
@@ -308,19 +386,28 @@ def _groups_boundary(transfer: Any, there: Sequence[bool]) -> int:
     return int(whole * transfer.block_pages)
 
 
-def _served(model: str) -> dict[str, str] | None:
-    """Of SERVED_AS what is another, and whose weights they are where `model` is only what clients call it
-    (--served-model-name, which SGLang gives storage for the model's name); None where this SGLang has another door to
-    its arguments."""
+def _served(usual: Mapping[str, Any]) -> dict[str, str] | None:
+    """Of the engine's arguments named in `usual` those that are given and are another. None where this SGLang has
+    another door to its arguments."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         arguments = get_server_args()
-        return {
-            name: str(value)
-            for name, usual in {**SERVED_AS, "model_path": model}.items()
-            if (value := getattr(arguments, name)) not in (usual, "")
-        }
+        if arguments is None:
+            return None
+        given = {name: getattr(arguments, name, value) for name, value in usual.items()}
+        return {name: str(value) for name, value in given.items() if value not in (usual[name], "", None)}
     except Exception as error:  # whatever another release says, or one that serves nothing yet
         logger.debug("SGLang's arguments are not known: %s", error)
         return None
+
+
+def _call_after(host_pool: Any, then: Callable[[], None]) -> None:
+    """Have `then` called when SGLang has cleared a host pool."""
+    clear = host_pool.clear
+
+    def clear_and_tell() -> None:
+        clear()
+        then()
+
+    host_pool.clear = clear_and_tell

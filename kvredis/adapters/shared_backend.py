@@ -5,7 +5,6 @@ of its own, and the scheduler would look for blocks where no worker puts any.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvredis.backends.base import Backend
@@ -25,8 +24,6 @@ class Shared:
     break_even: BreakEven
     probes: Probes
     users: int = 0
-    forget: Callable[[set[bytes]], None] | None = None
-    """What a worker in this process is told when the weights change, with what the keys begin with."""
 
 
 _lock = threading.Lock()

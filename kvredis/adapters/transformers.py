@@ -73,6 +73,8 @@ GENERATION: Final = frozenset(
 )
 """Options that say how to generate and are no input of the model, beside its tokens and their mask."""
 
+IDENTITIES_MAX: Final = 256
+"""Models as they were, of which is known that they can be served: training makes a new one with each step."""
 OWN_DIGITS: Final = re.compile(rf"\+[0-9a-f]{{{DIGITS}}}$")
 """What layout_of has put behind a model's name."""
 ONE_AT_A_TIME = "one prompt at a time, without padding, for a model with linear attention"
@@ -262,8 +264,11 @@ class CachedModel:
         finally:
             with self.engine.turn:
                 self._in_flight -= 1
-        if is_known and self._is_as_it_was(call, options):
-            self._note(call, cache, result)
+        if not is_known:
+            return result
+        is_same = self._is_as_it_was(call, options)
+        self._note(call, cache, result, call.identity if is_same else "")
+        if is_same:
             with self.engine.turn:
                 self._use(call.identity)
                 self._store(call, cache, room, result)
@@ -289,6 +294,8 @@ class CachedModel:
             own = replace(made, model=layout.model, rank=layout.rank, world_size=layout.world_size, part=layout.part)
             if own != layout:
                 raise LayoutError(f"{self._name}: the engine's layout is {layout}, that of the model's KV {own}")
+            if len(self._served) >= IDENTITIES_MAX:
+                self._served.clear()
             self._served.add(identity)
         self.engine.use_model(f"{self._name}+{identity}")
 
@@ -325,13 +332,13 @@ class CachedModel:
             logger.warning("A prompt is not stored: its model changed while it was computed (said once)")
         return False
 
-    def _note(self, call: Call, cache: Cache, result: Any) -> None:
+    def _note(self, call: Call, cache: Cache, result: Any, identity: str) -> None:
         """Note on the cache whose KV it holds, if the caller can have it."""
         if call.past is None and isinstance(result, torch.Tensor):
             return
         ids = result if isinstance(result, torch.Tensor) else result.sequences
         ones = call.mask.new_ones(len(ids), ids.shape[1] - call.mask.shape[1])
-        note_origin(cache, Origin(call.identity, ids, torch.cat([call.mask, ones], dim=1)))
+        note_origin(cache, Origin(identity, ids, torch.cat([call.mask, ones], dim=1)))
 
     def _plainly(self, call: Call, options: dict[str, Any]) -> Any:
         """Generate as the model does without us."""

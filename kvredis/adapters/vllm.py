@@ -31,17 +31,18 @@ from kvredis.storage.errors import ConfigError, LayoutError
 from .engine import AUTO
 from .engine_config import for_device, of_rank
 from .handshake import Handshake, agreed_groups, engine_facts
-from .keys import key_prefix
+from .key_weights import KeyWeights
 from .moving_options import options_of
-from .paged_worker import PagedWorker, Results, delete_prefixes
+from .paged_worker import PagedWorker, Results
 from .scheduling import Scheduling
 from .scheduling_options import SchedulingOptions, Step
 from .shared_backend import Shared, join, leave
 from .vllm_events import events_of
-from .vllm_metadata import HandshakeMetadata, StepMetadata, StoredMetadata
+from .vllm_metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from .vllm_metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
-from .vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
-from .vllm_worker import call_around_sleep, worker_of
+from .vllm_reading import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
+from .vllm_worker import call_around_sleep, models_of, worker_of
+from .weights import WeightsWatch
 from .worth import Worth
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._facts = engine_facts(kv_cache_config, self._groups)
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise
+        self._rank = 0 if is_scheduler or not is_apart else _rank()
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
@@ -114,9 +116,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
         self._groups = groups
         if self._scheduling is None and self._shared is not None:
-            self._schedule(self._shared, self._config)
+            tables = {rank: told.weights for rank, told in workers.items()}
+            tables = tables if all(tables.values()) else {}
+            self._schedule(self._shared, self._config, KeyWeights(tables))
 
-    def _schedule(self, shared: Shared, config: Config) -> None:
+    def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
         if least == AUTO:
             self._worth = Worth(shared)
@@ -131,7 +135,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             waits_for_shared=self._shares_pages,
         )
         narrow = self._worth.narrow if self._worth else None
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow)
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
             self._scheduling.tell_events()
@@ -191,8 +195,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._scheduling is None:
             return
         told = getattr(connector_output, "kv_connector_worker_meta", None)
-        if self._scheduling.events is not None and isinstance(told, StoredMetadata):
-            self._scheduling.events.over(told.requests)
+        if isinstance(told, WorkerMetadata):
+            self._scheduling.weights_told(told.weights)
+            if self._scheduling.events is not None:
+                self._scheduling.events.over(told.requests)
         failed = getattr(connector_output, "failed_recving", None) or set()
         if self._is_single and connector_output.invalid_block_ids:
             self._scheduling.lost(set(connector_output.invalid_block_ids))
@@ -233,18 +239,13 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """Forget all that is stored of this model, whoever has stored it: its weights may have changed. Slow. Workers
-        in other processes do so before the next step, and until then nothing is found. False: some may be left."""
-        if self._shared is None:
-            return False
-        algorithm = self._config.pre_caching_hash_algorithm
-        prefixes = {key_prefix(group.layout, algorithm).partition(b"{")[0] for group in self._groups}
-        if self._shared.forget is not None:
-            self._shared.forget(prefixes)
-        elif self._scheduling is not None:
-            self._scheduling.forget(prefixes)
-        # Here too: a worker only logs what fails, and one elsewhere comes to it later.
-        return delete_prefixes(self._shared.backend, prefixes)
+        """The weights may have changed, or be about to: what is found from now on is of those that the workers have
+        then. Nothing is deleted, and no server is asked. Where a user has asked for it by
+        reset_prefix_cache(reset_connector=True), and the weights turn out to be the same, this engine finds nothing of
+        what is stored; behind sleep and pause, which call this too, it finds all of it."""
+        if self._scheduling is not None:
+            self._scheduling.weights.reset(forgets=not is_pause())
+        return True
 
     # -- a worker's half ---------------------------------------------------------------------------------------------
 
@@ -253,10 +254,13 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         assert self._shared is not None
         options = options_of(self._config, self._role_name)  # type: ignore[arg-type]
         pages = self._kv_cache_config.num_blocks
-        self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options)
-        self._shared.forget = self._worker.forget
+        worker = worker_of(self._vllm_config)
+        if worker is None or not models_of(worker):
+            text = "vLLM's model was not found, whose weights are in keys: what this engine stores no other one finds"
+            logger.warning(text)
+        watch = WeightsWatch(lambda: models_of(worker))
+        self._worker = PagedWorker(self._shared.backend, self._groups, kv_caches, pages, options, watch, self._rank)
         if getattr(self._vllm_config.model_config, "enable_sleep_mode", False) and not _TELLS_OF_SLEEP:
-            worker = worker_of(self._vllm_config)
             if worker is None:
                 text = "nothing tells this connector when vLLM unmaps the KV cache: its worker was not found"
                 raise ConfigError("enable_sleep_mode", "True", "vLLM", text)
@@ -277,7 +281,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> HandshakeMetadata:
         """What the scheduler's half must know of this worker before the first request."""
-        return HandshakeMetadata(Handshake(tuple(self._groups), self._facts))
+        table = {} if self._worker is None or self._worker.weights is None else self._worker.weights.look()
+        return HandshakeMetadata(Handshake(tuple(self._groups), self._facts, table))
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Before anything of the step is written."""
@@ -334,12 +339,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         failed = set() if self._is_single else self._results.failed & self._results.loaded
         return _TransferResults(finished_recving=self._results.loaded, failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> StoredMetadata | None:
-        """What its scheduler's half is told behind a step, where events are wanted."""
-        if self._worker is None or not self._tells_events:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, and of
+        the weights, where they were looked at."""
+        if self._worker is None:
             return None
         stored, self._stored = self._stored, set()
-        return StoredMetadata(stored) if stored else None
+        report = None if self._worker.weights is None else self._worker.weights.report()
+        weights = {} if report is None else {self._rank: report}
+        return WorkerMetadata(stored, weights) if stored or weights else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""
@@ -398,7 +406,6 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:
-            self._shared.forget = None
             leave(self._engine)
         self._worker = self._shared = None
 

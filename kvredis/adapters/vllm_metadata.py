@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from .handshake import Handshake
 from .scheduling_options import Step
+from .weights import WeightsReport
 
 _WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
 _HandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", object)
@@ -20,15 +21,17 @@ class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
         self.handshake = handshake
 
 
-class StoredMetadata(_WorkerMetadata):  # type: ignore[misc]
-    """What the workers' half sends back: requests whose stores so far are over."""
+class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
+    """What the workers' half sends back: requests whose stores so far are over, and by rank what is to be known of the
+    weights."""
 
-    def __init__(self, requests: set[str]) -> None:
+    def __init__(self, requests: set[str], weights: dict[int, WeightsReport]) -> None:
         self.requests = requests
+        self.weights = weights
 
-    def aggregate(self, other: Any) -> "StoredMetadata":
+    def aggregate(self, other: Any) -> "WorkerMetadata":
         """Those of several workers."""
-        return StoredMetadata(self.requests | other.requests)
+        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]

@@ -4,6 +4,7 @@ They are read by their attributes, as vllm_views.py reads specs, so that tests c
 """
 
 import hashlib
+import inspect
 import json
 import logging
 import math
@@ -123,6 +124,18 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
     # The list of all tokens grows beneath whoever holds it: a copy says what there was.
     tokens = list(request.all_token_ids) if generated else request.prompt_token_ids
     return Prompt(request.request_id, tokens, spelled, request.num_preemptions)
+
+
+def is_pause() -> bool:
+    """Whether vLLM's EngineCore empties caches of its own accord: for `sleep` and `pause`, behind which weights may be
+    others or the same. A connector is told so and of a user's reset_prefix_cache by the same call, so that only who
+    calls whom tells them apart (v1/engine/core.py, _reset_caches, 0.26 to 0.33)."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_reset_caches":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def log_as_vllm_does() -> None:

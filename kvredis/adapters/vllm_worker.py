@@ -27,6 +27,14 @@ def worker_of(vllm_config: Any) -> Any:
     return None
 
 
+def models_of(worker: Any) -> list[Any]:
+    """The model that a worker runs, and the one that drafts for it; none where there is no worker, or no model yet."""
+    if worker is None:
+        return []
+    found = [getattr(worker, name, lambda: None)() for name in ("get_model", "get_draft_model")]
+    return [model for model in found if hasattr(model, "named_modules")]
+
+
 def call_around_sleep(worker: Any, before: Callable[[], None], behind: Callable[[], None]) -> None:
     """Have `before` called before the worker's memory is unmapped, and `behind` when its KV cache is mapped again, as
     vLLM calls unregister_kv_caches and restore_kv_caches since 0.33."""

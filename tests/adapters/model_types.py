@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -33,10 +33,10 @@ SIZES: dict[str, Any] = {
 """What is small, for whichever of these a configuration has."""
 
 
-def tiny_config(kind: str, **own: Any) -> PretrainedConfig:
+def tiny_config(kind: str, **own: Any) -> Any:
     """A small configuration of this type. Raises whatever the type does where its sizes depend on each other in a way
     that SIZES does not know."""
-    made = CONFIG_MAPPING[kind]
+    made: Any = CONFIG_MAPPING[kind]
     usual: Any = made()
     text = usual.get_text_config(decoder=True)
     known = {*vars(text), *getattr(type(text), "attribute_map", {})}
@@ -47,12 +47,13 @@ def tiny_config(kind: str, **own: Any) -> PretrainedConfig:
     return made(**{part: sizes})
 
 
-def tiny_of(kind: str, **own: Any) -> PreTrainedModel:
+def tiny_of(kind: str, **own: Any) -> Any:
     """A small model of this type, the same weights each time."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(kind, **own))
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(tiny_config(kind, **own))
     model.train(False)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _value(config: Any, name: str) -> Any:

@@ -323,3 +323,23 @@ def test_stats_count_lookups_and_hits_in_tokens(engine: CacheEngine) -> None:
     assert (engine.stats.lookups, engine.stats.lookup_tokens, engine.stats.hit_tokens) == (2, 200, 96)
     assert (engine.stats.stored_tokens, engine.stats.stored_bytes) == (96, 96 * LAYOUT.bytes_per_token)
     assert engine.stats.store_seconds > 0
+
+
+def test_another_model_has_keys_of_its_own_and_the_first_finds_its_own_again(
+    engine: CacheEngine, backend: FakeBackend
+) -> None:
+    tokens, kv, out = list(range(64)), kv_of(64), torch.zeros(3, 2, 64, 2, 8, dtype=torch.bfloat16)
+    engine.store(tokens, kv)
+    save = engine.store_later(tokens[:32], kv)
+    engine.use_model("tiny/llama+step1")
+    assert engine.lookup(tokens) == 0
+    assert engine.retrieve(tokens, out) == 0
+    engine.store(tokens, kv + 1)
+    assert engine.retrieve(tokens, out) == 64
+    assert torch.equal(out, kv + 1)
+    engine.use_model("tiny/llama")
+    assert engine.lookup(tokens) == 64
+    assert engine.retrieve(tokens, out) == 64
+    assert torch.equal(out, kv)
+    assert save.wait(10)
+    assert len(backend.values) == 8

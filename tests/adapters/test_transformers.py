@@ -2,7 +2,9 @@
 
 import logging
 import re
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -344,6 +346,26 @@ def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
     static = StaticCache(config=llama.config, max_cache_len=32)
     with pytest.raises(ValueError, match="StaticLayer"):
         greedy(cached_over(llama, FakeBackend()), prompt(8), **{CACHE: static})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_calls_of_a_thread_pool_give_each_prompt_its_own_tokens(kind: str) -> None:
+    model, backend = tiny(kind), FakeBackend()
+    shapes = ((1, 20), (1, 200), (2, 50), (3, 130), (1, 64), (1, 17))
+    prompts = [prompt(tokens, seed).expand(rows, -1) for seed, (rows, tokens) in enumerate(shapes)]
+    expected = [greedy(model, ids) for ids in prompts]
+    cached = CachedModel(model, CacheEngine(Config(chunk_size=CHUNK), layout_of(model, "tiny"), backend), behind=True)
+    order = [(first + step) % len(prompts) for first in range(6) for step in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads change within a call
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda place: greedy(cached, prompts[place]), order))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [expected[place] for place in order]
+    cached.close()
+    assert cached.engine.stats.loaded_tokens > 0
 
 
 def test_models_that_would_be_wrong_silently_are_refused_by_name() -> None:

@@ -1,12 +1,11 @@
 """What an engine does now and then: drafts, embeddings, prompts that grow, new weights, fewer loads than there were."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
-from kvredis.adapters.keys import chunk_keys, key_prefix
+from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.moving_options import MovingOptions
 from kvredis.adapters.paged_worker import PagedWorker
@@ -219,54 +218,4 @@ def test_a_layer_that_drafts_several_times_a_step_is_stored_once() -> None:
     assert halves.worker.mover.settle(WAIT_S)
     stats = halves.worker.mover.stats()
     assert (stats["stores"], stats["stored_chunks"], stats["present_chunks"]) == (1, 4, 0)
-    halves.close()
-
-
-def prefixes_of(halves: Halves) -> set[bytes]:
-    return {key_prefix(group.layout).partition(b"{")[0] for group in halves.groups}
-
-
-def test_stores_under_way_do_not_outlive_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves, gate = at_gate()
-    halves.prompt("a", tables_of(halves, 1))
-    asked = opened_by_cancel(halves, gate, monkeypatch)
-    halves.worker.forget(prefixes_of(halves))
-    assert asked == ["a"]
-    assert halves.worker.mover.settle(WAIT_S)
-    assert not gate.values
-    assert halves.prompt("b", tables_of(halves, 1)) == 0
-    assert halves.worker.mover.settle(WAIT_S)
-    assert halves.prompt("c", tables_of(halves, 20)) == 256
-    halves.close()
-
-
-def test_workers_elsewhere_forget_before_the_next_step_and_nothing_is_found_until_then() -> None:
-    halves, apart = Halves(), FakeBackend(1000)
-    halves.prompt("a", tables_of(halves, 1))
-    assert halves.worker.mover.settle(WAIT_S)
-    apart.values |= halves.backend.values  # what a scheduler asks that shares no memory with its workers
-    asking = Scheduling(halves.groups, apart, SchedulingOptions())
-    asking.forget(prefixes_of(halves))
-    assert asking.match(Prompt("b", TOKENS), 0) == 0
-    step = asking.step()
-    halves.worker.before(step)
-    assert not halves.backend.values
-    assert asking.match(Prompt("b", TOKENS, attempt=1), 0) == 256, "it is the scheduler's backend that answers then"
-    assert not asking.step().forget
-    halves.close()
-
-
-def test_a_backend_that_does_not_forget_is_no_error_of_the_engine(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    halves, asked = Halves(), list[bytes]()
-
-    def lost(prefix: bytes) -> int:
-        asked.append(prefix)
-        raise ConnectionError("nobody is there")
-
-    monkeypatch.setattr(halves.backend, "delete_prefix", lost)
-    halves.worker.before(replace(halves.scheduling.step(), forget=prefixes_of(halves)))
-    assert "weights that are no more" in caplog.text
-    assert {*asked} == prefixes_of(halves)
     halves.close()

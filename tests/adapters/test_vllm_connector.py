@@ -8,11 +8,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvredis.adapters.keys import key_prefix
 from kvredis.adapters.scheduling_options import Prompt
 from kvredis.backends.layered import LayeredBackend
-from kvredis.storage.errors import LayoutError
+from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.paged_specs import (
     FullAttentionSpec,
     KVCacheGroup,
@@ -24,7 +25,7 @@ from tests.adapters.test_vllm_reading import engine, request
 from tests.backends.nodes import free_ports
 
 SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
-DOORS = ("vllm", "vllm_events", "vllm_metadata", "vllm_metrics")
+DOORS = ("vllm", "vllm_events", "vllm_metadata", "vllm_metrics", "vllm_worker")
 
 
 class Half:
@@ -94,18 +95,13 @@ def opened(
     return half
 
 
-def test_workers_elsewhere_look_on_the_server_too_and_hear_of_new_weights_with_the_next_step(door: Any) -> None:
+def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:
     worker = opened(door, "WORKER", FullAttentionSpec())
     assert isinstance(worker._shared.backend, LayeredBackend)
     assert worker._shared.backend.asks_far
     alone = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
     assert not alone._shared.backend.asks_far
-    scheduler = opened(door, "SCHEDULER", FullAttentionSpec())
-    assert scheduler.reset_cache() is False, "the server that is not there may have some"
-    assert scheduler._scheduling.match(Prompt("a", list(range(300))), 0) == 0
-    step = scheduler._scheduling.step()
-    assert step.forget == {key_prefix(scheduler._groups[0].layout).partition(b"{")[0]}
-    for half in (worker, alone, scheduler):
+    for half in (worker, alone):
         half.shutdown()
 
 
@@ -123,21 +119,123 @@ def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(
         half.shutdown()
 
 
-def test_a_worker_in_the_scheduler_s_process_forgets_at_once(door: Any) -> None:
-    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1)
-    told = list[set[bytes]]()
-    scheduler._shared.forget = told.append
-    assert scheduler.reset_cache() is False, "the server that is not there may have some"
-    assert told == [{key_prefix(scheduler._groups[0].layout).partition(b"{")[0]}]
-    assert not scheduler._scheduling.step().forget
+@pytest.mark.parametrize("is_pause", [True, False])
+def test_a_reset_needs_no_server_and_gives_keys_of_their_own_where_a_user_asks_for_it(
+    is_pause: bool, door: Any
+) -> None:
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec())
+
+    def _reset_caches() -> object:  # as vLLM's EngineCore calls it for sleep and pause
+        return scheduler.reset_cache()
+
+    assert (_reset_caches() if is_pause else scheduler.reset_cache()) is True
+    assert scheduler._scheduling.weights.suffix.startswith("+reset") != is_pause
     scheduler.shutdown()
-    assert scheduler.reset_cache() is False
-
-
-def test_memory_alone_is_forgotten_and_that_is_said(door: Any) -> None:
-    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1, remote_url=None, local_cpu=True)
     assert scheduler.reset_cache() is True
-    scheduler.shutdown()
+
+
+class Runner:
+    """A worker of vLLM's, whose model is one matrix."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(64, 64)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+
+def caches_of(spec: FullAttentionSpec) -> dict[str, torch.Tensor]:
+    shape = (40, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    return {name: torch.zeros(shape, dtype=spec.dtype) for name in names(2)}
+
+
+def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reaches_them(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners, workers = [Runner(), Runner()], []
+    for rank, runner in enumerate(runners):
+        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(door, "worker_of", lambda config, runner=runner: runner)
+        worker = opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}")
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+        workers.append(worker)
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), shake=False)
+    scheduler.set_xfer_handshake_metadata(dict(enumerate(each.get_handshake_metadata() for each in workers)))
+    suffix = scheduler._scheduling.weights.suffix
+    assert suffix.startswith("+w")
+    prompt = Prompt("a", list(range(300)))
+    assert suffix.replace("+", "_").encode() in scheduler._scheduling.follow(prompt).keys[0][0].key
+    runners[1].model.weight.data.neg_()
+    assert scheduler.reset_cache() is True
+    assert scheduler._scheduling.match(prompt, 0) is None
+    step = scheduler._scheduling.step()
+    for worker in workers:
+        worker.handle_preemptions(SimpleNamespace(step=step))
+    told = workers[0].build_connector_worker_meta().aggregate(workers[1].build_connector_worker_meta())
+    assert {rank: report.table is not None for rank, report in told.weights.items()} == {0: False, 1: True}
+    scheduler.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids=set(), finished_recving=None)
+    )
+    assert scheduler._scheduling.weights.suffix not in ("", suffix)
+    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert workers[0].build_connector_worker_meta() is None
+    for half in (*workers, scheduler):
+        half.shutdown()
+
+
+def test_an_engine_whose_model_is_not_found_says_so_and_keeps_what_it_stores_to_itself(
+    door: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "worker_of", lambda config: None)
+    suffixes = []
+    for name in ("one", "other"):
+        worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1, name=name)
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+        scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1, name=name, shake=False)
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+        suffixes.append(scheduler._scheduling.weights.suffix)
+        worker.shutdown()
+        scheduler.shutdown()
+    assert suffixes[0] != suffixes[1]
+    assert "vLLM's model was not found, whose weights are in keys" in caplog.text
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_copies_are_clear_of_pages_that_sleep_takes_away_whichever_way_vllm_tells(
+    tells: bool, door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = Runner()
+    runner.sleep, runner.wake_up = (lambda level=1: "asleep"), (lambda tags=None: "awake")
+    monkeypatch.setattr(door, "_TELLS_OF_SLEEP", tells)
+    monkeypatch.setattr(door, "worker_of", lambda config: runner)
+    worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    worker._vllm_config.model_config.enable_sleep_mode = True
+    worker.register_kv_caches(caches_of(FullAttentionSpec()))
+    worker.get_handshake_metadata()
+    assert worker.supports_sleep_mode(None)
+    if tells:
+        worker.unregister_kv_caches()
+        worker.unregister_kv_caches()
+        worker.restore_kv_caches()
+    else:
+        assert (runner.sleep(level=2), runner.wake_up()) == ("asleep", "awake")
+    assert worker._worker.weights.is_suspect
+    before = worker._worker.weights.table
+    assert worker.get_handshake_metadata().handshake.weights is before, "0.33 asks while weights may be unmapped still"
+    worker.shutdown()
+    worker.unregister_kv_caches()
+
+
+def test_vllm_that_does_not_tell_of_sleep_is_refused_where_its_worker_is_not_found(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_TELLS_OF_SLEEP", False)
+    monkeypatch.setattr(door, "worker_of", lambda config: None)
+    worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    worker._vllm_config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+    worker.shutdown()
 
 
 def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(door: Any) -> None:

@@ -11,11 +11,14 @@ from tests.compat.other_versions import ROOT, passed
 from tests.compat.side_packages import COMPILED_ONCE, packages
 
 VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"))
-TESTS = tuple(f"tests/adapters/test_transformers{kind}.py" for kind in ("", "_kinds", "_other", "_layout"))
+TESTS = tuple(
+    f"tests/adapters/test_transformers{kind}.py" for kind in ("", "_kinds", "_other", "_layout", "_identity", "_types")
+)
 CORE = (
     "second_process or restored or shorter_prefix or batch_of_several or what_the_engine_has or roomy or in_its_room"
     " or refused_by_name or new_word or conversation or generated_tokens or forgets_its_state or without_a_state"
     " or m_rope or pad_and_eos or opened_in_another_way or positions_are_columns or looked_at"
+    " or list_says or recurrent_states or another_kind_is_served or gave_back or thread_pool"
 )
 WITHIN_S = 300
 

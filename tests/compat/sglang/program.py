@@ -49,6 +49,7 @@ import transformers.utils  # noqa: E402, F401  # before the stub: it asks whethe
 sys.meta_path.append(Torchvision())
 import torch  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheStorageConfig,
     PoolHitPolicy,
@@ -56,6 +57,8 @@ from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     PoolTransfer,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
@@ -95,8 +98,45 @@ def host_pool(kind: str, layout: str, dtype: torch.dtype) -> Any:
     return MHATokenToKVPoolHost(mha._mha_buffer_info(), 2.0, 0, PAGE_TOKENS, layout, **ours, **span)
 
 
+def mamba_pool(ssm: str = "float32", conv: str = "bfloat16", layers: int = 3, width: int = 16) -> Any:
+    """A host pool of Mamba states, a page each."""
+    temporal = torch.zeros(layers, 17, 4, width, 16, dtype=getattr(torch, ssm))
+    states = (torch.zeros(layers, 17, 96, 3, dtype=getattr(torch, conv)),)
+    info = MambaStateBufferInfo(temporal=temporal, conv=states)
+    return MambaPoolHost(info, 2.0, 0, device_capacity=16, pin_memory=False, layout="page_first")
+
+
+def paged_pool(name: str = "deepseek_v4_c4", item_bytes: int = 512, tokens: int = PAGE_TOKENS) -> Any:
+    """A host pool of DeepSeek V4, of rows of bytes."""
+    buffers = [torch.zeros(8, item_bytes, dtype=torch.uint8) for _ in range(LAYERS)]
+    return DeepSeekV4PagedHostPool(name, buffers, item_bytes, 8, tokens, layout="page_first", pin_memory=False)
+
+
+class Updater:
+    """Changes weights as SGLang's WeightUpdater does, whose imports need a GPU."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def update_weights_from_tensor(self, seed: int) -> None:
+        """Make all weights others."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for weight in self._model.parameters():
+                weight.data.normal_()
+
+
+def runner(seed: int) -> Any:
+    """A ModelRunner, as far as kvredis asks for it."""
+    model = torch.nn.Linear(8, 8)
+    updater = Updater(model)
+    updater.update_weights_from_tensor(seed)
+    return types.SimpleNamespace(model=model, weight_updater=updater)
+
+
 class Worker:
-    """A storage backend as SGLang's factory makes it, and the pools that it knows."""
+    """A storage backend as SGLang's factory makes it, beneath a scheduler as SGLang's (0.5.23) as far as kvredis looks
+    at it, and the pools that it knows."""
 
     def __init__(
         self,
@@ -107,7 +147,14 @@ class Worker:
         dtype: str = "bfloat16",
         sidecars: Sequence[tuple[str, str]] = (),
         served: dict[str, Any] | None = None,
+        weights: int | None = 1,
+        draft_weights: int | None = None,
     ) -> None:
+        if weights is not None:
+            self.tp_worker = types.SimpleNamespace(model_runner=runner(weights))
+        if draft_weights is not None:
+            draft = runner(draft_weights)
+            self.draft_worker = types.SimpleNamespace(weight_update_runners=lambda: [("draft", draft)])
         runtime_context.get_server_args = lambda: None if served is None else types.SimpleNamespace(**SERVED | served)
         names = {"backend_name": "kvredis", "module_path": "kvredis.adapters.sglang", "class_name": "KVRedisHiCache"}
         whole = CONFIG | {"is_page_first_layout": layout == "page_first", "is_mla_model": kind == "mla"} | config
@@ -120,6 +167,24 @@ class Worker:
             self.pools[name] = host_pool(pool_kind, "page_first", torch.bfloat16)
             self.backend.register_mem_host_pool_v2(self.pools[name], PoolName(name))
         self.backend.on_host_pools_registered()
+
+    def keys_of(self, pool: str, name: str, **shape: Any) -> dict[str, Any]:
+        """What the keys of pages of a pool begin with that is registered under this name."""
+        makers: dict[str, Any] = {"mamba": mamba_pool, "paged": paged_pool}
+        made = makers[pool](**shape)
+        self.backend.register_mem_host_pool_v2(made, PoolName(name))
+        return {"keys": self.backend._pools[name].prefix.decode()}
+
+    def update_weights(self, seed: int) -> dict[str, Any]:
+        """Change the weights, and do not flush yet."""
+        self.tp_worker.model_runner.weight_updater.update_weights_from_tensor(seed)
+        return {}
+
+    def flush(self) -> dict[str, Any]:
+        """Clear the host pools, as SGLang does when it flushes its cache."""
+        for pool in self.pools.values():
+            pool.clear()
+        return {}
 
     # -- the ways that SGLang takes ----------------------------------------------------------------------------------
 

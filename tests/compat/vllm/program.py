@@ -201,6 +201,22 @@ class Program:
         """Forget vLLM's own prefix cache, and what its connector has."""
         return {"reset": self._llm.reset_prefix_cache(reset_connector=connector)}
 
+    def change(self, how: str) -> Answer:
+        """Change the weights in place, in each rank, as somebody does who trains between two requests: `step` (by
+        torch, as an optimizer), `load` (behind torch's back, as vLLM's loaders), `column` (one of one matrix), `keep`
+        what there is for later, `back` to that."""
+        self._llm.collective_rpc(change_weights, args=(how,))
+        return {}
+
+    def identity(self) -> Answer:
+        """What the scheduler's keys say of the weights."""
+        return {"suffix": self._llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduling.weights.suffix}
+
+    def pause(self) -> Answer:
+        """Empty all caches as `sleep` and `pause` do."""
+        self._llm.llm_engine.engine_core.engine_core._reset_caches()
+        return {}
+
     def close(self) -> Answer:
         """Close the engine."""
         if self._llm is not None:
@@ -244,6 +260,25 @@ def rank_answer(worker: Any, question: str) -> Any:
     if question == "stats":
         return dict(half._worker.mover.stats())
     return half._worker.mover.settle(60), half._shared.backend.flush()
+
+
+def change_weights(worker: Any, how: str) -> None:
+    """Asked within a worker, as rank_answer."""
+    import torch
+
+    model = worker.get_model()
+    with torch.no_grad():
+        if how == "keep":
+            worker.kept = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        for name, tensor in model.named_parameters():
+            if how == "step" and tensor.ndim > 1:
+                tensor.mul_(-1.25)
+            elif how == "load":
+                tensor.data.copy_(tensor.data * 0.5)
+            elif how == "column" and name.endswith("layers.0.mlp.down_proj.weight"):
+                tensor.data[:, 17] += 4
+            elif how == "back":
+                tensor.data.copy_(worker.kept[name])
 
 
 def saved(model: str) -> Path:
