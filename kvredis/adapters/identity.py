@@ -44,6 +44,7 @@ _M_ROPE = (
 _PADDED = (
     "tests/adapters/test_transformers_kinds.py::test_what_a_batch_stored_serves_a_prompt_alone_and_the_other_way_round"
 )
+_WEIGHTS = "tests/compat/test_vllm_weights.py::"
 _RANKS = "tests/adapters/test_keys.py::test_ranks_share_one_chain_and_differ_in_the_readable_part"
 
 
@@ -87,8 +88,8 @@ DEPENDENCES: Final = (
         Answer("in the key", "the layout of each group of layers", _GROUPS),
         Answer(
             "in the key",
-            "the pool's class, layout, sizes and type; a Mamba pool's temporal type is being added",
-            _POOLS,
+            "the pool's class, layout, sizes and every type in it, a Mamba pool's temporal one too",
+            "tests/adapters/test_sglang_pools.py::test_every_dtype_that_a_pool_or_what_it_mirrors_has_is_a_fact",
         ),
         Answer("in the key", "the layout", "tests/adapters/test_keys.py::test_everything_in_the_layout_is_in_the_key"),
     ),
@@ -97,12 +98,15 @@ DEPENDENCES: Final = (
         "training, a merge or one edited column makes other KV under the same name",
         _walked("in the key", "a checksum of all bytes of parameters and buffers, before each generate()"),
         Answer(
-            "by name", "model and revision; a checksum of the weights as loaded is being added (issue 37, 4)", _NAMES
+            "in the key",
+            "a sum of the weights as loaded, looked at again before each step that moves KV, and behind a reset",
+            f"{_WEIGHTS}test_weights_that_change_in_place_between_two_requests_find_nothing_and_find_what_is_theirs_when_"
+            "they_are_back",
         ),
         Answer(
-            "by name",
-            "model path, served name, revision and `namespace`; weights updated in place are not seen",
-            _ARGUMENTS,
+            "in the key",
+            "a sum of the weights as loaded; `update_weights_*` is heard of, other changes in place are not",
+            "tests/adapters/test_sglang_weights.py::test_weights_that_change_are_seen_when_they_are_looked_at_again",
         ),
         CALLER,
     ),
@@ -114,8 +118,16 @@ DEPENDENCES: Final = (
             "the checksum is made again before a new prompt is stored",
             "test_a_prompt_whose_weights_change_while_it_is_computed_is_not_stored",
         ),
-        Answer("by name", "as weights"),
-        Answer("by name", "as weights"),
+        Answer(
+            "not stored",
+            "the step's stores are dropped, and what is computed behind old pages is not stored",
+            "tests/adapters/test_weights.py::test_a_step_is_told_whether_its_keys_are_of_the_weights_that_it_computes_with",
+        ),
+        Answer(
+            "not stored",
+            "the store is left alone from the change's begin until SGLang's cache is flushed",
+            "tests/adapters/test_sglang_weights.py::test_a_change_is_told_before_it_is_made",
+        ),
         CALLER,
     ),
     Dependence(
