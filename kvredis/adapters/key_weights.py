@@ -49,7 +49,7 @@ class KeyWeights:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody has said so in time."""
+        """Whether no worker has told in time."""
         return bool(self._unheard) and not self.is_waiting
 
     def reset(self, *, forgets: bool) -> None:

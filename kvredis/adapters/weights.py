@@ -366,7 +366,7 @@ class WeightsReport:
 @dataclass(slots=True)
 class WeightsWatch:
     """One rank's weights: what they are, and whether they still are that. `models` gives the modules, none where they
-    cannot be found: then keys are this process' own until its weights may have changed, and nobody else's.
+    cannot be found: then keys are of this process alone, until its weights may have changed.
 
     `begin` is the engine's; what it returns may be asked by any thread.
     """
