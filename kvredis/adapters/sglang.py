@@ -59,11 +59,11 @@ SERVED_AS: Final = {
 }  # fmt: skip
 """What else of an engine's arguments its KV depends on, and what stands for nothing. A pool of fp8 says uint8,
 whichever of the fp8 types its bytes are."""
-STATE_SERVED_AS: Final = dict.fromkeys(
+STATE_SERVED_AS: Final[Mapping[str, Any]] = dict.fromkeys(
     ("mamba_backend", "linear_attn_backend", "linear_attn_prefill_backend", "linear_attn_decode_backend")
 )
 """Arguments that choose the kernels which lay out a Mamba state."""
-DRAFT_SERVED_AS: Final = dict.fromkeys((
+DRAFT_SERVED_AS: Final[Mapping[str, Any]] = dict.fromkeys((
     "speculative_algorithm", "speculative_draft_model_path", "speculative_draft_model_revision",
     "speculative_draft_model_quantization", "speculative_draft_kv_cache_dtype", "speculative_draft_window_size",
 ))  # fmt: skip
@@ -185,7 +185,7 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         if pool == PoolName.MAMBA:
             facts["state"] = _served(STATE_SERVED_AS)
         if is_opaque(host_pool):
-            facts["sglang"] = sglang.__version__
+            facts["sglang"] = str(getattr(sglang, "__version__", ""))
         return facts
 
     @staticmethod

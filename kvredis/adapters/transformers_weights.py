@@ -149,12 +149,13 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _flattened(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that a tensor of a class of its own (torchao's, quanto's) is made of; itself if it is plain."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
+    own: Any = tensor  # torch.Tensor itself has neither
+    if hasattr(own, "__tensor_flatten__"):
+        names, _ = own.__tensor_flatten__()
         for name in names:
-            yield from _flattened(getattr(tensor, name))
-    elif hasattr(tensor, "to_local"):
-        yield from _flattened(tensor.to_local())
+            yield from _flattened(getattr(own, name))
+    elif hasattr(own, "to_local"):
+        yield from _flattened(own.to_local())
     else:
         yield tensor.as_subclass(torch.Tensor)
 

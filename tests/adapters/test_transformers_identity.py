@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.identity import DEPENDENCES, DOORS, WORDS, Dependence, table
@@ -118,9 +119,7 @@ def implementation(name: str) -> Change:
 
 
 def half_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
-    out, weights = transformers.integrations.sdpa_attention.sdpa_attention_forward(
-        module, query, key, value * 0.5, mask, **kwargs
-    )
+    out, weights = sdpa_attention_forward(module, query, key, value * 0.5, mask, **kwargs)
     return out, weights
 
 
@@ -353,7 +352,7 @@ def test_the_documentation_has_the_list() -> None:
 def test_an_engine_whose_layout_is_of_another_shape_is_refused() -> None:
     layout = layout_of(tiny("llama"), "tiny")
     for other in ({"layers": 2}, {"kv_heads": 1}, {"dtype": "bf16"}):
-        facts = {name: getattr(layout, name) for name in ("layers", "kv_heads", "head_dim", "dtype")} | other
+        facts: Any = {name: getattr(layout, name) for name in ("layers", "kv_heads", "head_dim", "dtype")} | other
         with pytest.raises(LayoutError, match="the engine's layout is"):
             CachedModel(tiny("llama"), CacheEngine(Config(chunk_size=CHUNK), ChunkLayout(**facts), FakeBackend()))
 
