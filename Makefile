@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 EXTENSIONS := storage/_native.c storage/_leasing.c backends/_recvmsg.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check coverage bench gpu-check docs docs-serve fuzz crash clean
+.PHONY: demo test check coverage bench gpu-check gpu-check-sglang docs docs-serve fuzz crash clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -42,6 +42,11 @@ bench: $(VENV)/bench.stamp
 gpu-check: $(if $(SITE),,$(VENV)/vllm.stamp)
 	PYTHONPATH=$${PYTHONPATH:-$(CURDIR)} $(if $(SITE),$(PYTHON),$(BIN)/python) scripts/gpu_check.py \
 	    $(if $(SITE),--site $(SITE)) $(CHECK)
+
+# The same of SGLang, within 5 minutes, which PYTHON or SITE has (scripts/gpu_check_sglang.py). CHECK="--pages 64 --door url"
+# asks for a part of it, or for another way.
+gpu-check-sglang:
+	PYTHONPATH=$${PYTHONPATH:-$(CURDIR)} $(PYTHON) scripts/gpu_check_sglang.py $(if $(SITE),--site $(SITE)) $(CHECK)
 
 # The documentation site, into site/; docs-serve shows it at http://127.0.0.1:8000 while you write.
 docs: $(VENV)/docs.stamp

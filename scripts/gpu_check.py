@@ -295,13 +295,19 @@ HEADING = (
 
 def facts_of(plan: Plan) -> Answer:
     """Devices, driver and versions, as the engines' interpreter says them."""
-    command = [plan.python, str(ENGINE), "--facts"]
     environment = environment_of(plan, Case("", "", ""), 0)
     if not plan.on_cpu:
         environment.pop("CUDA_VISIBLE_DEVICES")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=OPEN_S, check=False)
+    return told_facts("vLLM", [plan.python, str(ENGINE)], environment)
+
+
+def told_facts(engine: str, command: Sequence[str], environment: Mapping[str, str]) -> Answer:
+    """What an engine's program says with --facts. BenchError when it cannot load its engine."""
+    done = subprocess.run(
+        [*command, "--facts"], capture_output=True, text=True, env=environment, timeout=OPEN_S, check=False
+    )
     if done.returncode:
-        raise BenchError(f"vLLM cannot be loaded (--python, --site): {done.stderr.strip().splitlines()[-1:]}")
+        raise BenchError(f"{engine} cannot be loaded (--python, --site): {done.stderr.strip().splitlines()[-1:]}")
     said: Answer = json.loads(done.stdout)
     return said
 
@@ -333,14 +339,14 @@ def checked(plan: Plan, commit: str, facts: Answer) -> Answer:
     }
 
 
-def result_path(facts: Answer, *, on_cpu: bool) -> Path:
-    """bench/results/gpu-check-DEVICE-DATE.json of this checkout."""
+def result_path(facts: Answer, *, on_cpu: bool, name: str = "gpu-check") -> Path:
+    """bench/results/NAME-DEVICE-DATE.json of this checkout."""
     device = (
         "cpu" if on_cpu else re.sub(r"[^a-z0-9]+", "-", facts["devices"][0].lower().replace("nvidia", "")).strip("-")
     )
     count = f"-x{len(facts['devices'])}" if len(facts["devices"]) > 1 else ""
     folder = Path(__file__).resolve().parents[1] / "bench" / "results"
-    return folder / f"gpu-check-{device}{count}-{time.strftime('%Y-%m-%d')}.json"
+    return folder / f"{name}-{device}{count}-{time.strftime('%Y-%m-%d')}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -373,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not plan.devices:
             sys.exit("there is no GPU here: --on-cpu checks with tiny models")
         plan.together = given.together or (1 if given.on_cpu else 4 * plan.devices)
-        result = checked(plan, given.commit or _head(), facts)
+        result = checked(plan, given.commit or head(), facts)
         path = given.json or result_path(facts, on_cpu=given.on_cpu)
         save(result, path)
     print(HEADING)
@@ -384,7 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(result["counts"][FAILED]) or not result["counts"][PASSED])
 
 
-def _head() -> str:
+def head() -> str:
     """This checkout's commit; "" where there is none."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     with suppress(OSError):

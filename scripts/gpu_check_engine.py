@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ class Engine:
     """The engine that is open in this process."""
 
     def __init__(self) -> None:
+        from vllm import LLM as LLM  # before it is asked for: that takes as long as opening an engine
+
         self._llm: Any = None
         self._number = 0
 
@@ -176,29 +180,26 @@ def saved(folder: Path, config: Answer) -> Path:
     return folder
 
 
-def facts() -> Answer:
-    """What computes, and with what."""
+def facts(package: str) -> Answer:
+    """What computes, and with what; `package` is the engine's."""
     import torch
-    import vllm
 
     names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
     driver = ""
     with suppress(OSError):
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.partition("\n")[0].strip()
-    return {"devices": names, "driver": driver, "vllm": vllm.__version__, "torch": torch.__version__}
+    return {"devices": names, "driver": driver, package: import_module(package).__version__, "torch": torch.__version__}
 
 
-def main() -> None:
-    """Serve lines until stdin ends; with --facts say what computes."""
+def serve(package: str, make: Callable[[], object]) -> None:
+    """Have what `make` gives do what lines say until stdin ends; with --facts say what computes."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     if sys.argv[1:] == ["--facts"]:
-        answers.write(json.dumps(facts()) + "\n")
+        answers.write(json.dumps(facts(package)) + "\n")
         return
-    from vllm import LLM as LLM  # before it is asked for: that takes as long as opening an engine
-
-    engine = Engine()
+    engine = make()
     for line in sys.stdin:
         told = json.loads(line)
         try:
@@ -210,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve("vllm", Engine)

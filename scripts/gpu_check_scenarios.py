@@ -216,7 +216,7 @@ class Server:
 
 
 class EngineProcess(LineProcess):
-    """gpu_check_engine.py, with all processes that vLLM makes of it: none is left behind."""
+    """An engine's program, with all processes that its engine makes of it: none is left behind."""
 
     def __exit__(self, *_: object) -> None:
         self.kill()
