@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvredis.adapters import shared_backend
 from tests.adapters.fake_backend import FakeBackend, FakeLease
@@ -60,9 +61,12 @@ class Connected:
         )
         self.backend = backend
         self.scheduler, self.worker = (door.KVRedisConnector(told, role, caches) for role in Role)
-        if hasattr(self.scheduler, "set_xfer_handshake_metadata"):
-            self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
+        weights = torch.nn.Linear(8, 8)
+        torch.nn.init.ones_(weights.weight)
+        torch.nn.init.zeros_(weights.bias)
+        door.worker_of = lambda config: SimpleNamespace(get_model=lambda: weights)
         self.engine = Engine(self.scheduler, self.worker, budget=budget)
+        self.scheduler.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
 
     def generate(self, *prompts: list[int]) -> list[list[int]]:
         """Complete prompts side by side, and wait until all is stored."""
