@@ -132,7 +132,7 @@ class ChunkLoading:
     more. `behind` is called in any case: until then the last leases are held.
 
     Behind its last copies a device would rest until the next load has leased its chunks, planned and asked for the
-    first: of eight loads of 537 MB on an H200 2.4 ms each. So `run` has the next one `begin` (`meanwhile` is told how
+    first. So `run` has the next one `begin` (`meanwhile` is told how
     many bytes may be under way) while its own last copies move."""
 
     def __init__(
