@@ -49,6 +49,7 @@ def test_the_second_process_is_served_by_the_store() -> None:
         assert re.fullmatch(pattern, line)
 
 
+@pytest.mark.nightly
 def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB"]
     with subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
@@ -67,6 +68,7 @@ def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
     assert "not cold: 299 tokens were stored already; another --salt" in again.stderr
 
 
+@pytest.mark.nightly
 def test_the_local_tier_needs_no_server() -> None:
     done = run("--tier", "cpu", "--json")
     assert done.returncode == 0, done.stderr
