@@ -263,7 +263,7 @@ def _value(value: Any) -> Any:
 def _address(url: str | None, config_file: Path | None) -> RemoteAddress:
     if url is not None:
         return parse_remote(url if "://" in url else f"redis://{url}", key="url", source="-u")
-    return parse_remote(load_config(config_file).remote_url or URL_DEFAULT)
+    return parse_remote(load_config(config_file, server=False).remote_url or URL_DEFAULT)
 
 
 def _logged_in(address: RemoteAddress, user: str | None, askpass: bool) -> RemoteAddress:
