@@ -289,12 +289,14 @@ class Ledger:
         if self._put_off_entries:
             self._catch_up()
         oldest = self.turn - GRACE_TURNS
-        return self._in_order(policy) if self.affirmed_turn < oldest else self._spared_last(policy, oldest)
+        if self.affirmed_turn >= oldest:
+            return self._spared_last(policy, oldest)
+        return self._in_order(policy) if policy.selective else policy.victims()
 
     def _in_order(self, policy: Policy) -> Iterator[Entry]:
-        if policy.selective and self.tiering is not None:
-            return merge(policy.victims(), policy.others(), key=policy.warmth)
-        return policy.victims()
+        if not policy.selective or self.tiering is None:
+            return policy.victims()
+        return merge(policy.victims(), policy.others(), key=policy.warmth)
 
     def _droppable(self) -> Iterator[Entry]:
         """Who may leave the arena, written or not."""
