@@ -41,7 +41,7 @@ def _policies(found: Found) -> None:
     """cache_policy and maxmemory_policy may both be given, and must not name different ones."""
     given = found.values.get("cache_policy")
     policy = found.values.get("maxmemory_policy", "")
-    if given is not None and ALLKEYS.get(policy, given) != given:
+    if given is not None and policy not in ("", "noeviction") and ALLKEYS.get(policy) != given:
         reason = f"{found.origin['cache_policy']} says cache_policy: {given}"
         found.errors.append(ConfigError("maxmemory_policy", policy, found.origin["maxmemory_policy"], reason))
 

@@ -23,7 +23,7 @@ from typing import Any, Self
 from kvredis.storage.arena import HugepageMode
 from kvredis.storage.disk_recovery import DiskOptions
 from kvredis.storage.options import GIB, StoreOptions
-from kvredis.storage.policy import POLICIES
+from kvredis.storage.policy import POLICIES, REDIS_POLICIES
 
 from . import values
 from .checks import ALLKEYS, check_all
@@ -205,9 +205,9 @@ class Config:
     # -- the server: what it does
     maxmemory_policy: str = _server(
         "allkeys-lru",
-        values.choice(*ALLKEYS, "noeviction"),
+        values.choice(*REDIS_POLICIES, "noeviction"),
         "NAME",
-        "make room in a full arena (allkeys-lru and so on, as cache_policy), or refuse",
+        "make room in a full arena, in Redis' words (allkeys-lru and so on, as cache_policy), or noeviction: refuse",
         engine=True,
     )
     notify_keyspace_events: str = _server(
@@ -312,7 +312,9 @@ class Config:
         """Return the store's policy: `cache_policy`, unless only `maxmemory_policy` was given and names another."""
         if self.origin.get("cache_policy", DEFAULT_ORIGIN) != DEFAULT_ORIGIN or self.cache_policy != "LRU":
             return self.cache_policy
-        return ALLKEYS.get(self.maxmemory_policy, self.cache_policy)
+        if self.maxmemory_policy == "noeviction":
+            return self.cache_policy
+        return ALLKEYS.get(self.maxmemory_policy, self.maxmemory_policy)
 
     @property
     def effective_remote_url(self) -> str | None:

@@ -115,7 +115,7 @@ class Carrier:
         small = [(facts, value) for facts, value, _ in blocks if value is not None]
         if len(small) < 2:
             return None
-        records, left = self._disk.write_together(small, evict=self._store.evicts)
+        records, left = self._disk.write_together(small, evict=self._store.disk_evicts)
         self._have_left(left)
         return records
 
@@ -125,7 +125,7 @@ class Carrier:
         else:
             image = scratch(facts.length)
             image[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
-        place, left = self._disk.place(facts.length, evict=self._store.evicts)
+        place, left = self._disk.place(facts.length, evict=self._store.disk_evicts)
         self._have_left(left)
         return None if place is None else self._disk.write(place, image, facts)
 
@@ -255,8 +255,7 @@ class Carrier:
                 if extent is not None:
                     store.reserved_bytes += nbytes
                     return extent
-                found = store.allocator.window(nbytes, store._victims(store.policy))
-                standing = [] if found is None else [each for each in found[1] if not store._may_leave(each)]
+                standing = [each for each in store._standing_at(nbytes) if not store._may_leave(each)]
             if not standing or not all(self.write_out([entry])[0] for entry in standing):
                 break
         if not drop:

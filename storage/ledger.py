@@ -5,7 +5,7 @@ or calls out. Store adds the lock and the verbs.
 """
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heappop, heappush, merge
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,9 @@ leave at once."""
 INLINE_LOOK_ENTRIES_MAX = 64
 """How many of the coldest small values are looked at for some that the disk has, while most wait to be written."""
 
+SHRINK_ENTRIES_MAX = 1000
+"""How many entries leave at a time for a bound that was lowered: a few milliseconds."""
+
 LONG_AGO_MS = 1
 """When what is stored too late has expired."""
 
@@ -64,6 +67,10 @@ class Ledger:
         self.policy: Policy = LRU() if policy is None else policy
         self.inline_policy: Policy = type(self.policy)()
         self.inline_bytes_high = max(arena.nbytes // INLINE_SHARE, INLINE_BYTES_LOW)
+        self.bound_bytes = 0
+        """What all values may hold together where that is less than the arena (Redis' maxmemory); 0 = the arena."""
+        self.beside_bytes = 0
+        """What counts against that bound and is no value: what a server's clients hold, as it was told last."""
         self.allocator = Allocator(arena.nbytes)
         self.live_bytes: int = 0
         """Extents of visible entries."""
@@ -95,14 +102,28 @@ class Ledger:
         """What has changed since somebody last looked, in order; None while nobody wants to know."""
         self.end_holds: Callable[[], object] = lambda: None
         """Called before room is looked for: leases that somebody has no more need of can end."""
-        self.evicts = True
-        """False: a full store refuses new values instead of letting old ones go (Redis' noeviction)."""
+        self._evicts = True
+        self.may_refuse = self.policy.selective
+        """Whether a small value may find no room: nothing leaves, or not everything may, or there is a bound."""
         self.turn = GRACE_TURNS + 1
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
         self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)
+
+    @property
+    def evicts(self) -> bool:
+        """False: a full store refuses new values instead of letting old ones go (Redis' noeviction)."""
+        return self._evicts
+
+    @evicts.setter
+    def evicts(self, evicts: bool) -> None:
+        self._evicts = evicts
+        self._note_refusals()
+
+    def _note_refusals(self) -> None:
+        self.may_refuse = bool(not self._evicts or self.policy.selective or self.bound_bytes)
 
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
@@ -236,22 +257,24 @@ class Ledger:
     def _place(self, length: int, *, drop: bool = True) -> Extent | None:
         """An extent of `length` bytes, by eviction if need be. Without `drop` nobody leaves whom the disk shall have
         and has not yet."""
+        if self.bound_bytes and not self._shrink(length, drop=drop):
+            return None
         extent = self.allocator.allocate(length)
         lossless = self.tiering is not None and (not drop or not self.evicts)
         if extent is not None or length > self.arena.nbytes or not (self.evicts or lossless):
             return extent
         found = None
         if self.tiering is not None:
-            found = self.allocator.window(length, self._ready_victims(drop=drop))
+            found = self.allocator.window(length, self._ready_victims(self._victims(self.policy), drop=drop))
             if found is None and lossless:
                 return None
         if found is None:
-            found = self.allocator.window(length, self._victims(self.policy))
+            found = self.allocator.window(length, self._droppable())
         if found is None and self._revoke_overdue():
             extent = self.allocator.allocate(length)  # what was revoked may have been deleted before: then it is free
             if extent is not None:
                 return extent
-            found = self.allocator.window(length, self._victims(self.policy))
+            found = self.allocator.window(length, self._droppable())
         if found is None:
             return None
         extent, leaving = found
@@ -261,11 +284,34 @@ class Ledger:
         return extent
 
     def _victims(self, policy: Policy) -> Iterator[Entry]:
-        """Who may leave, coldest first; those whose presence was affirmed a moment ago come last of all."""
+        """Who may leave memory, coldest first; those whose presence was affirmed a moment ago come last of all. With a
+        disk below everything may, though not everything may be dropped."""
         if self._put_off_entries:
             self._catch_up()
         oldest = self.turn - GRACE_TURNS
-        return policy.victims() if self.affirmed_turn < oldest else self._spared_last(policy, oldest)
+        if self.affirmed_turn >= oldest:
+            return self._spared_last(policy, oldest)
+        return self._in_order(policy) if policy.selective else policy.victims()
+
+    def _in_order(self, policy: Policy) -> Iterator[Entry]:
+        if not policy.selective or self.tiering is None:
+            return policy.victims()
+        return merge(policy.victims(), policy.others(), key=policy.warmth)
+
+    def _droppable(self) -> Iterator[Entry]:
+        """Who may leave the arena, written or not."""
+        victims = self._victims(self.policy)
+        return filter(self._may_drop, victims) if self.policy.selective else victims
+
+    def _victims_of_both(self) -> Iterator[Entry]:
+        """The same of small values and the others together."""
+        return merge(self._victims(self.policy), self._victims(self.inline_policy), key=self._warmth)
+
+    def _policy_of(self, entry: Entry) -> Policy:
+        return self.policy if entry.value is None else self.inline_policy
+
+    def _warmth(self, entry: Entry) -> float:
+        return self._policy_of(entry).warmth(entry)
 
     def _spared_last(self, policy: Policy, oldest: int) -> Iterator[Entry]:
         """The policy's victims; behind all others those that were affirmed in turn `oldest` or later, as far as the
@@ -274,7 +320,7 @@ class Ledger:
         room_bytes = self.arena.nbytes if policy is self.policy else self.inline_bytes_high
         spared: list[tuple[int, int, Entry]] = []
         spared_bytes = 0
-        for place, entry in enumerate(policy.victims()):
+        for place, entry in enumerate(self._in_order(policy)):
             twin = self._twin(entry)
             turn = entry.affirmed_turn if twin is None else max(entry.affirmed_turn, twin.affirmed_turn)
             if turn < oldest:
@@ -289,29 +335,48 @@ class Ledger:
         while spared:
             yield heappop(spared)[2]
 
-    def _ready_victims(self, *, drop: bool) -> Iterator[Entry]:
-        """Who may leave at once, coldest first. Those who are to be written first are passed over, but not many: behind
-        them are blocks that are used, and a look through a full arena would take longer than the disk. Who will drop
-        some of them otherwise looks further."""
+    def _ready_victims(self, victims: Iterator[Entry], *, drop: bool) -> Iterator[Entry]:
+        """Which of `victims` may leave at once, coldest first. Those who are to be written first are passed over, but
+        not many: behind them are blocks that are used, and a look through a full arena would take longer than the disk.
+        Who will drop some of them otherwise looks further."""
         passed = passed_bytes = 0
-        for entry in self._victims(self.policy):
+        for entry in victims:
             if self._may_leave(entry):
                 yield entry
                 continue
-            passed, passed_bytes = passed + 1, passed_bytes + entry.extent.length
+            passed, passed_bytes = passed + 1, passed_bytes + self._held_bytes(entry)
             if passed > UNWRITTEN_PASSED_MAX or (not drop and passed_bytes * UNWRITTEN_PART > self.arena.nbytes):
                 return
 
+    def _standing_at(self, nbytes: int) -> list[Entry]:
+        """Who would leave memory for an extent of `nbytes`, written or not; nothing changes."""
+        excess = self._excess_bytes(nbytes) if self.bound_bytes else 0
+        if excess <= 0:
+            found = self.allocator.window(nbytes, self._victims(self.policy))
+            return [] if found is None else found[1]
+        standing: list[Entry] = []
+        for entry in islice(self._victims_of_both(), SHRINK_ENTRIES_MAX):
+            standing.append(entry)
+            excess -= self._held_bytes(entry)
+            if excess <= 0:
+                break
+        return standing
+
     def _may_leave(self, entry: Entry) -> bool:
         """Whether an entry can go without being written: the disk has it, or never shall."""
-        return entry.record is not None or (self.evicts and not self._is_due(entry))
+        return self._may_drop(entry) and not self._is_due(entry)
+
+    def _may_drop(self, entry: Entry) -> bool:
+        """Whether an entry can go, written or not, by the policy in force."""
+        if entry.record is not None:
+            return True
+        return self.evicts and (not self.policy.selective or entry.expire_at_ms != 0)
 
     def _is_due(self, entry: Entry) -> bool:
         """Whether the disk shall have an entry before it leaves, and has not yet."""
         if entry.record is not None or self.tiering is None or not self.tiering.storable(entry):
             return False
-        policy = self.policy if entry.value is None else self.inline_policy
-        return policy.spills(entry) or not self.evicts
+        return self._policy_of(entry).spills(entry) or not self._may_drop(entry)
 
     def _evict(self, entry: Entry) -> None:
         if entry.record is not None:
@@ -338,7 +403,8 @@ class Ledger:
     def _twin(self, entry: Entry) -> Entry | None:
         """The other half of what LMCache keeps under two keys, if there is one."""
         other = other_half(entry.key)
-        return None if other is None else self.index.get(other, entry.space)
+        twin = None if other is None else self.index.get(other, entry.space)
+        return None if twin is None or (self.policy.selective and not twin.expire_at_ms) else twin
 
     def _unload(self, entry: Entry) -> None:
         """Drop a block from memory that is on disk too: it stays visible."""
@@ -362,9 +428,58 @@ class Ledger:
         growth = ENTRY_OVERHEAD_BYTES + length
         if old is not None and old.value is not None:
             growth -= old.memory_bytes
-        if growth > 0 and self.tiering is not None and self.inline_bytes + growth > self.inline_bytes_high:
-            self._evict_inline(old, growth)
-        return growth <= 0 or self.inline_bytes + growth <= self.inline_bytes_high
+        return growth <= 0 or self._grows_inline(growth, old)
+
+    def _grows_inline(self, growth: int, newest: Entry | None = None) -> bool:
+        """Whether small values may take `growth` bytes more, after those have left who may; `newest` stays."""
+        if self.bound_bytes and not self._shrink(growth, newest=newest):
+            return False
+        selective = self.policy.selective
+        if self.evicts and not selective:
+            return True  # what is too much leaves when the value is there
+        if (selective or self.tiering is not None) and self.inline_bytes + growth > self.inline_bytes_high:
+            self._evict_inline(newest, growth)
+        return self.inline_bytes + growth <= self.inline_bytes_high
+
+    def _shrink(self, coming_bytes: int = 0, *, newest: Entry | None = None, drop: bool = True) -> bool:
+        """Bring what is held and what is coming within `bound_bytes`, the coldest of all leaving; `newest` stays. False
+        when who may leave is not enough. True also when SHRINK_ENTRIES_MAX have left and others go on, later: a bound
+        that was lowered far is reached step by step, and refuses nothing meanwhile."""
+        excess = self._excess_bytes(coming_bytes)
+        if excess <= 0:
+            return True
+        if coming_bytes > self.bound_bytes:
+            return False
+        for lossless in (True, False):
+            if lossless and self.tiering is None:
+                continue
+            victims = self._victims_of_both()
+            if lossless:
+                victims = self._ready_victims(victims, drop=drop)
+            elif not (drop and self.evicts):
+                break
+            leaving: list[Entry] = []
+            for entry in victims:
+                if entry is newest or not self._may_drop(entry):
+                    continue
+                leaving.append(entry)
+                excess -= self._held_bytes(entry)
+                if excess <= 0 or len(leaving) == SHRINK_ENTRIES_MAX:
+                    break
+            for entry in leaving:
+                self._evict(entry)
+            excess = self._excess_bytes(coming_bytes)
+            if excess <= 0 or len(leaving) == SHRINK_ENTRIES_MAX:
+                return True
+        return bool(self._revoke_overdue()) and self._excess_bytes(coming_bytes) <= 0
+
+    @staticmethod
+    def _held_bytes(entry: Entry) -> int:
+        """What `used_bytes` has for an entry."""
+        return entry.extent.length if entry.value is None else entry.memory_bytes
+
+    def _excess_bytes(self, coming_bytes: int) -> int:
+        return self.used_bytes + self.beside_bytes + coming_bytes - self.bound_bytes
 
     def _evict_inline(self, newest: Entry | None, coming_bytes: int = 0) -> None:
         """Bring small values within their bound, less what is coming; `newest` stays."""
@@ -373,10 +488,11 @@ class Ledger:
         excess = self.inline_bytes + coming_bytes - self.inline_bytes_high
         # They cannot wait for the disk, which is slower than small values come: a quarter more is its head start.
         lossless = self.tiering is not None and (excess * 4 < self.inline_bytes_high or not self.evicts)
+        check = self._may_leave if lossless else self._may_drop if self.policy.selective else None
         for entry in islice(victims, INLINE_LOOK_ENTRIES_MAX) if lossless and self.evicts else victims:
             if excess <= 0:
                 break
-            if entry is not newest and not (lossless and not self._may_leave(entry)):
+            if entry is not newest and (check is None or check(entry)):
                 leaving.append(entry)
                 excess -= entry.memory_bytes
         for entry in leaving:
@@ -388,6 +504,22 @@ class Ledger:
             self._release(entry)
         self.stats.leases_revoked += len(revoked)
         return len(revoked)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What values may hold: the arena, or less (`bound_bytes`)."""
+        return self.bound_bytes or self.arena.nbytes
+
+    @property
+    def disk_evicts(self) -> bool:
+        """Whether the disk's coldest records leave for new ones: it does not ask who of them has an end."""
+        return self.evicts and not self.policy.selective
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more the arena may take without anything leaving it, fragmentation aside."""
+        free = self.allocator.free_bytes
+        return max(0, min(free, -self._excess_bytes(0))) if self.bound_bytes else free
 
     @property
     def used_bytes(self) -> int:

@@ -23,6 +23,10 @@ AGE_TURNOVERS = 10
 """Shorter forgets what is rare but steady; longer is slow to learn."""
 
 
+_SECONDS_MAX = 1e10
+"""More than a monotonic clock tells: with it one number orders by uses first and by time then."""
+
+
 class _Cohort(OrderedDict[Entry, None]):
     """Entries that have been used equally often, the one that has been so longest in front."""
 
@@ -37,6 +41,7 @@ class LFU:
     """Least frequently used first; among equals the one that has been their equal longest."""
 
     name = "LFU"
+    selective = False
     __slots__ = ("_asked", "_cohorts", "_gone", "_gone_uses", "_ladder", "_lock")
 
     def __init__(self) -> None:
@@ -55,6 +60,14 @@ class LFU:
         written_over = (entry.key, entry.space) == self._gone
         with self._lock:
             self._join(entry, min(self._gone_uses + 1, USES_MAX) if written_over else 1)
+
+    def restore(self, entry: Entry, uses: int) -> None:
+        """As Policy."""
+        with self._lock:
+            self._join(entry, max(1, min(uses, USES_MAX)))
+
+    def end_changed(self, entry: Entry) -> None:
+        """As Policy: an end changes nothing here."""
 
     def touch(self, entry: Entry) -> None:
         """As Policy."""
@@ -85,6 +98,14 @@ class LFU:
             self._asked = 0
             self._halve()
         return self._walk()
+
+    def others(self) -> Iterator[Entry]:
+        """As Policy: every entry may leave."""
+        return iter(())
+
+    def warmth(self, entry: Entry) -> float:
+        """As Policy: the uses, and among equals the last of them."""
+        return (self.uses(entry) or 0) * _SECONDS_MAX + entry.accessed_s
 
     def spills(self, entry: Entry) -> bool:
         """As Policy: always."""

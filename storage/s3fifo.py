@@ -48,6 +48,7 @@ class S3FIFO:
     """Newcomers that nobody uses first, then the oldest of the others that have not been used lately."""
 
     name = "S3FIFO"
+    selective = False
     __slots__ = ("_ghosts", "_gone", "_main", "_small")
 
     def __init__(self) -> None:
@@ -66,6 +67,13 @@ class S3FIFO:
             self._main[entry] = _Seat()
         else:
             self._small[entry] = _Seat()
+
+    def restore(self, entry: Entry, uses: int) -> None:
+        """As Policy: what was used again goes to the main queue."""
+        (self._main if uses > 1 else self._small)[entry] = _Seat()
+
+    def end_changed(self, entry: Entry) -> None:
+        """As Policy: an end changes nothing here."""
 
     def touch(self, entry: Entry) -> None:
         """As Policy."""
@@ -95,6 +103,14 @@ class S3FIFO:
         """As Policy. Asking turns the queues as far as the first victim, for good; from there on it only foresees."""
         self._turn()
         return self._foreseen()
+
+    def others(self) -> Iterator[Entry]:
+        """As Policy: every entry may leave."""
+        return iter(())
+
+    def warmth(self, entry: Entry) -> float:
+        """As Policy: the time of the last use, which is near enough between two stores of one kind."""
+        return entry.accessed_s
 
     def spills(self, entry: Entry) -> bool:
         """As Policy: not when it has not been used since it came, and is new."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import takewhile
+from operator import attrgetter
 
 from . import survey
 from .arena import Arena
@@ -154,7 +155,7 @@ class Store(Moves, Flushes, Leasing):
             return reservation.commit(expire_at_ms)
         with self._lock:
             entry = self._spaces[space].get(key)
-            if not self.evicts and not self._fits_inline(entry, len(key) + len(value)):
+            if self.may_refuse and not self._fits_inline(entry, len(key) + len(value)):
                 self.stats.refused += 1
                 return False
             if (
@@ -196,6 +197,8 @@ class Store(Moves, Flushes, Leasing):
                 self.stats.deleted += 1
             else:
                 self._remember_expiry(entry)
+                if entry.is_resident:
+                    self._policy_of(entry).end_changed(entry)
                 if self.tiering is not None:
                     self.tiering.set_expiry(entry)
                 self._renumber(entry)
@@ -359,6 +362,50 @@ class Store(Moves, Flushes, Leasing):
             self.tiering.close(save=save)
         self._memory.release()
         self.arena.close()
+
+    # ---- what leaves for what is new -----------------------------------------------------------------------------
+
+    def set_eviction(self, policy: Policy | None) -> None:
+        """Let `policy`, a fresh one, decide from now on who leaves, or with None nobody leave (Redis' noeviction; the
+        order stays what it was). A policy of another kind takes over what the entries themselves know: when each was
+        used last, and how often."""
+        with self._lock:
+            self.evicts = policy is not None
+            if policy is not None and policy.name != self.policy.name:
+                self._catch_up()
+                old = self.policy, self.inline_policy
+                self.policy, self.inline_policy = policy, type(policy)()
+                resident = [entry for entry in self.index if entry.is_resident]
+                resident.sort(key=attrgetter("created_s" if policy.name == "FIFO" else "accessed_s"))
+                for entry in resident:
+                    uses = old[entry.value is not None].uses(entry)
+                    self._policy_of(entry).restore(entry, entry.hits + 1 if uses is None else uses)
+            self._note_refusals()
+
+    def set_bound(self, nbytes: int) -> None:
+        """Let all values together hold `nbytes` at most (Redis' maxmemory), 0 or the arena's size being no bound beside
+        the arena. What is held beyond it leaves by `shrink`."""
+        with self._lock:
+            self.bound_bytes = nbytes if nbytes < self.arena.nbytes else 0
+            self._note_refusals()
+
+    def shrink(self) -> bool:
+        """Let some of the coldest leave while more is held than the bound; whether there is more to leave. To be called
+        when the bound was lowered, and every so often, since what is leased or being written stays."""
+        if not self.bound_bytes:
+            return False
+        with self._lock:
+            before = self.stats.evicted + (0 if self.tiering is None else self.tiering.stats.unloaded)
+            self._shrink()
+            after = self.stats.evicted + (0 if self.tiering is None else self.tiering.stats.unloaded)
+            return after > before and self._excess_bytes(0) > 0
+
+    def admits_inline(self, growth_bytes: int) -> bool:
+        """Whether small values may take so many bytes more; who may leave for them leaves now."""
+        if growth_bytes <= 0 or not self.may_refuse:
+            return True
+        with self._lock:
+            return self._grows_inline(growth_bytes)
 
     # ---- looking around ------------------------------------------------------------------------------------------
 

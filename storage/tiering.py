@@ -213,6 +213,8 @@ class Tiering:
     def make_inline_room(self, newest: Entry) -> None:
         """The same for small values, of which `newest` has just arrived."""
         store, high = self._store, self._store.inline_bytes_high
+        if store.bound_bytes:
+            high = min(high, store.inline_bytes + store.room_bytes)
         self._inline_taken_bytes += newest.memory_bytes
         if not store.keep:
             self.spill([newest])
@@ -244,10 +246,10 @@ class Tiering:
     def _plan(self, wanted_bytes: int) -> list[Entry]:
         """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
         store = self._store
-        found = store.allocator.window(wanted_bytes, store._victims(store.policy)) if wanted_bytes else None
-        plan = [] if found is None else [entry for entry in found[1] if store._is_due(entry)]
+        standing = store._standing_at(wanted_bytes) if wanted_bytes else []
+        plan = [entry for entry in standing if store._is_due(entry)]
         ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
-        short_bytes = ahead_bytes - store.allocator.free_bytes
+        short_bytes = min(ahead_bytes, store.limit_bytes // AHEAD_PART) - store.room_bytes
         if short_bytes > 0:
             for entry in islice(store._victims(store.policy), AHEAD_ENTRIES_MAX):
                 if store._is_due(entry):
@@ -314,7 +316,7 @@ class Tiering:
         job = self.jobs.open(deadline_s, kind)
         if job is None:
             return None
-        left_bytes = store.arena.nbytes - store.retired_bytes - store.reserved_bytes - self._listed_bytes
+        left_bytes = store.limit_bytes - store.retired_bytes - store.reserved_bytes - self._listed_bytes
         here: list[bytes] = []
         wanted: list[bytes] = []
         wanted_bytes = missing = no_room = 0

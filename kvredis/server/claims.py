@@ -71,7 +71,7 @@ class Claims:
     @property
     def share_bytes(self) -> int:
         """What all values on their way may hold of the arena."""
-        return self._store.arena.nbytes // SHARE
+        return self._store.limit_bytes // SHARE
 
     @property
     def receiving(self) -> int:
@@ -116,7 +116,7 @@ class Claims:
         if length < INLINE_BYTES_MAX:
             return self._store.reserve(key, length, session.space) or REFUSED
         held = self._server.parts.of(session).held_bytes
-        if held and held + extent_length(length) > self._store.arena.nbytes // CLIENT_SHARE:
+        if held and held + extent_length(length) > self._store.limit_bytes // CLIENT_SHARE:
             return REFUSED
         return self._room(session, key, length)
 
@@ -139,7 +139,7 @@ class Claims:
         """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
         may."""
         wanted = extent_length(length)
-        held, arena_bytes = self._store.reserved_bytes, self._store.arena.nbytes
+        held, arena_bytes = self._store.reserved_bytes, self._store.limit_bytes
         if held + wanted > self.share_bytes or (self.queue and session not in self._called):
             if wanted > arena_bytes:
                 return REFUSED
@@ -224,7 +224,7 @@ class Claims:
     def _wait_for_reader(self, session: Session, length: int) -> Refused | Later:
         """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
         let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
-        if extent_length(length) > self._store.arena.nbytes:
+        if extent_length(length) > self._store.limit_bytes:
             return REFUSED
         slow = min(self._server.sessions.values(), key=lambda each: each.slow_since_s, default=None)
         if slow is None or not self._store.evicts or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:

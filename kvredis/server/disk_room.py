@@ -40,7 +40,7 @@ class DiskRoom:
     def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Later | None:
         """Room for a value, LATER when the client waits, or None: there is none, however long one waits."""
         tiering = self._store.tiering
-        if tiering is None or extent_length(length) > self._store.arena.nbytes:
+        if tiering is None or extent_length(length) > self._store.limit_bytes:
             return self._store.reserve(key, length, session.space)
         now_s = self._server.now_s()
         since_s, _ = self._waiting.get(session, (now_s, None))

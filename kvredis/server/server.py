@@ -153,6 +153,7 @@ class Server:
             self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
         self._tick: asyncio.TimerHandle | None = None
         self._expiry: asyncio.Handle | None = None
+        self._shrinking: asyncio.Handle | None = None
         self._turns = 0
         self._http_told_s = -HTTP_TOLD_S
         self._stopped = asyncio.Event()
@@ -218,7 +219,7 @@ class Server:
         self.splicing.close()
         if self.http is not None:
             await self.http.close()
-        for later in (self._tick, self._expiry):
+        for later in (self._tick, self._expiry, self._shrinking):
             if later is not None:
                 later.cancel()
         self._stopped.set()
@@ -254,6 +255,7 @@ class Server:
         store.turn += 1
         self._collect_expired()
         store.revoke_overdue()
+        self.shrink()
         self.splicing.collect()
         if store.tiering is not None:
             store.tiering.tick()
@@ -285,6 +287,14 @@ class Server:
                 self._expiry = asyncio.get_running_loop().call_soon(self._collect_expired)
             self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
             self.drain_journal(None)
+
+    def shrink(self) -> None:
+        """Let the coldest leave while more is held than maxmemory: some now, some in each of the loop's next turns."""
+        if self._shrinking is not None:
+            self._shrinking.cancel()
+            self._shrinking = None
+        if self.store.shrink() and self._tick is not None:
+            self._shrinking = asyncio.get_running_loop().call_soon(self.shrink)
 
     def _hang_up_idle(self) -> None:
         """Close clients that have been silent for `timeout` seconds and wait for nothing."""

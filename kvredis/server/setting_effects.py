@@ -9,6 +9,8 @@ import logging
 import resource
 from typing import TYPE_CHECKING
 
+from kvredis.storage.policy import make_policy
+
 from .setting_checks import parse_limits
 
 if TYPE_CHECKING:
@@ -89,16 +91,18 @@ def set_lane_limit(server: Server, milliseconds: str) -> None:
 
 
 def set_policy(server: Server, policy: str) -> None:
-    """maxmemory-policy: whether anything leaves for what is new. In which order was decided at the start."""
-    own = policy_in_force(server)
-    if policy not in (own, "noeviction"):
-        raise ValueError(f"of the policies there are {own} and noeviction here")
-    server.store.evicts = policy == own
+    """maxmemory-policy: who leaves for what is new, if anyone."""
+    server.store.set_eviction(None if policy == "noeviction" else make_policy(policy))
 
 
-def policy_in_force(server: Server) -> str:
-    """What maxmemory-policy is while blocks leave: Redis' name for the store's policy, or one made as Redis would."""
-    return f"allkeys-{server.store.policy.name.lower()}"
+def set_maxmemory(server: Server, nbytes: str) -> None:
+    """maxmemory: up to the arena, which was made at the start; 0 means all of it, since Redis' "no limit" is more than
+    there is. What is held beyond it leaves in the loop's next turns."""
+    arena_bytes = server.store.arena.nbytes
+    if int(nbytes) > arena_bytes:
+        raise ValueError(f"argument must be at most {arena_bytes}, the memory that was set aside at the start")
+    server.store.set_bound(int(nbytes))
+    server.shrink()
 
 
 def set_slow_threshold(server: Server, microseconds: str) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.index import SPACES
-from kvredis.storage.policy import POLICIES
+from kvredis.storage.policy import REDIS_POLICIES, redis_name
 
 from . import events, splicing, tracking
 from .lane import LEASE_MS_MAX
@@ -37,7 +37,6 @@ from .setting_checks import (
 )
 from .setting_effects import (
     LOG_LEVELS,
-    policy_in_force,
     set_acl_log,
     set_body_timeout,
     set_bulk_bytes_max,
@@ -48,6 +47,7 @@ from .setting_effects import (
     set_latency_threshold,
     set_latency_tracking,
     set_log_level,
+    set_maxmemory,
     set_output_limits,
     set_password,
     set_policy,
@@ -148,7 +148,9 @@ def begin(server: Server) -> None:
     options = server.options
     own = {
         "client-output-buffer-limit": options.client_output_buffer_limit,
-        "maxmemory-policy": "noeviction" if options.maxmemory_policy == "noeviction" else policy_in_force(server),
+        "maxmemory-policy": "noeviction"
+        if options.maxmemory_policy == "noeviction"
+        else redis_name(server.store.policy),
         "notify-keyspace-events": options.notify_keyspace_events,
     }
     further = {name.lower(): str(text) for name, text in options.settings.items()}
@@ -177,8 +179,8 @@ def _working_folder() -> str:
 
 
 def _policy(text: str) -> str:
-    """One that Redis knows or that a store may have; which of them there is here is seen when it shall take effect."""
-    if text.lower() in {f"allkeys-{name.lower()}" for name in POLICIES}:
+    """A policy of Redis or of ours; who is refused is told of Redis' alone, in its words."""
+    if text.lower() in REDIS_POLICIES:
         return text.lower()
     return one_of(
         "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl",
@@ -200,9 +202,8 @@ def _ignored(check: Check, **defaults: str) -> dict[str, Setting]:
 
 
 def _made_of() -> dict[str, Setting]:
-    """What the server is made of; maxmemory is the arena."""
+    """What the server is made of."""
     return {
-        "maxmemory": _fixed(read=lambda server: str(server.store.arena.nbytes)),
         "databases": _fixed(str(SPACES)),
         "port": _fixed(read=lambda server: str(server.tcp_port)),
         "bind": _fixed(read=lambda server: " ".join(server.options.bind)),
@@ -251,8 +252,11 @@ def _changeable() -> dict[str, Setting]:
         ),
         "maxclients": _live(number(1, 2**32 - 1), set_clients_max, lambda server: str(server.maxclients)),
         "protected-mode": _live(yes_no, set_protected_mode, lambda server: "yes" if server.protected_mode else "no"),
+        "maxmemory": _live(memory(), set_maxmemory, lambda server: str(server.store.limit_bytes)),
         "maxmemory-policy": _live(
-            _policy, set_policy, lambda server: policy_in_force(server) if server.store.evicts else "noeviction"
+            _policy,
+            set_policy,
+            lambda server: redis_name(server.store.policy) if server.store.evicts else "noeviction",
         ),
         "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
         "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.backends.checks import ALLKEYS
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.policy import POLICIES
+from kvredis.storage.policy import POLICIES, REDIS_POLICIES, make_policy, redis_name
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -26,6 +27,12 @@ def test_a_policy_that_there_is_not_names_those_that_there_are() -> None:
 def test_a_policy_in_redis_words_is_that_of_the_store(name: str) -> None:
     config = Config.load(env={"KVREDIS_MAXMEMORY_POLICY": f"allkeys-{name.lower()}"})
     assert config.store_options().cache_policy == name
+
+
+@pytest.mark.parametrize("name", [name for name in REDIS_POLICIES if name not in ALLKEYS])
+def test_a_policy_that_redis_alone_has_is_that_of_the_store_too(name: str) -> None:
+    options = Config.load(env={"KVREDIS_MAXMEMORY_POLICY": name}).store_options()
+    assert redis_name(make_policy(options.cache_policy)) == name
 
 
 def test_noeviction_leaves_the_order_to_cache_policy() -> None:

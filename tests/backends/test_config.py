@@ -194,7 +194,7 @@ def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
         ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "pubsub 32mb many 60"),
         ("KVREDIS_CLIENT_OUTPUT_BUFFER_LIMIT", "pubsub 32mb 8mb soon"),
         ("KVREDIS_BODY_TIMEOUT", "0"),
-        ("KVREDIS_MAXMEMORY_POLICY", "volatile-ttl"),
+        ("KVREDIS_MAXMEMORY_POLICY", "volatile-fifo"),
         ("KVREDIS_NOTIFY_KEYSPACE_EVENTS", "KEQ"),
         ("KVREDIS_ENABLE_DEBUG_COMMAND", "true"),
         ("KVREDIS_SETTINGS", "slowlog-max-len=1"),

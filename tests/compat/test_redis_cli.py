@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -128,6 +129,17 @@ def test_hotkeys_is_refused_because_no_frequencies_are_kept(kvredis: RunningServ
     done = run(kvredis, "--hotkeys")
     assert done.returncode == 1
     assert done.stderr.startswith(b"Error: ERR An LFU maxmemory policy is not selected, access frequency not tracked.")
+
+
+def test_hotkeys_names_the_key_that_was_read_most_under_an_lfu_policy(kvredis: RunningServer) -> None:
+    cli(kvredis, "CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
+    try:
+        cli(kvredis, "MSET", "cold", "v", "hot", "v")
+        for _ in range(9):
+            cli(kvredis, "GET", "hot")
+        assert re.search(rb"hot key found with counter: 14\s+keyname: \"?hot", cli(kvredis, "--hotkeys"))
+    finally:
+        cli(kvredis, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
 
 
 def test_stat_shows_what_goes_on(kvredis: RunningServer) -> None:

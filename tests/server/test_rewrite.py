@@ -139,7 +139,7 @@ def test_a_server_that_starts_from_what_was_written_is_what_the_first_one_was(tm
         "client-query-buffer-limit": "4194304", "client-output-buffer-limit": "pubsub 1mb 0 0", "body-timeout": "2.5",
         "notify-keyspace-events": "KEx", "maxmemory-policy": "noeviction", "protected-mode": "no", "save": "900 1",
         "requirepass": "123", "slowlog-log-slower-than": "-1", "latency-tracking-info-percentiles": "50 99.9",
-        "loglevel": "warning",
+        "loglevel": "warning", "maxmemory": "2097152",
     }  # fmt: skip
     for name, value in changed.items():
         assert first.ask([b"CONFIG", b"SET", name.encode(), value.encode()]) == b"+OK\r\n"
@@ -154,6 +154,16 @@ def test_a_server_that_starts_from_what_was_written_is_what_the_first_one_was(tm
     assert {name: value_of(second, name) for name in live} == {name: value_of(first.server, name) for name in live}
     store.close()
     first.store.close()
+
+
+def test_a_policy_set_while_it_ran_does_not_contradict_the_cache_policy_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    file.write_text("cache_policy: LRU\nkvredis:\n  maxmemory_policy: allkeys-lru\n")
+    session = session_of(file)
+    session.ask("CONFIG SET maxmemory-policy volatile-ttl")
+    assert session.ask("CONFIG REWRITE") == b"+OK\r\n"
+    session.store.close()
+    assert Config.load(file, {}).settings == {"maxmemory-policy": "volatile-ttl"}
 
 
 @pytest.mark.parametrize("number", ["0", "1", "86400", "86401", "600000", "999999999", str(2**31 - 1), str(2**63 - 1)])

@@ -58,6 +58,8 @@ class Walk:
         self.numbers = count()
         self.retired = 0
         """Steps after which a reader held what is under no key any more."""
+        self.lasting = 0.7
+        """What part of the values has no end."""
         self.left = 0
         """Keys that have been seen to be evicted or expired."""
 
@@ -71,7 +73,7 @@ class Walk:
         return content(next(self.numbers), int(1024 * 2048 ** self.rng.random()))
 
     def expiry_ms(self) -> int:
-        return NEVER_MS if self.rng.random() < 0.7 else self.clock.ms() + self.rng.randrange(1, 20_000)
+        return NEVER_MS if self.rng.random() < self.lasting else self.clock.ms() + self.rng.randrange(1, 20_000)
 
     def now_in_model(self, name: Name) -> Value | None:
         """The model's value, unless its time has come."""
@@ -100,8 +102,10 @@ class Walk:
 
     def commit(self, reservation: Reservation, data: bytes) -> None:
         expire_at_ms = self.expiry_ms()
-        reservation.commit(expire_at_ms)
-        self.model[reservation.key, reservation.space] = Value(data, expire_at_ms)
+        if reservation.commit(expire_at_ms):
+            self.model[reservation.key, reservation.space] = Value(data, expire_at_ms)
+        else:
+            reservation.abort()
 
     def finish_writing(self) -> None:
         """Commit or abort what was begun earlier."""
@@ -232,13 +236,16 @@ class Walk:
     # ---- what must agree afterwards ------------------------------------------------------------------------------
 
     def longest_run_without_holds(self) -> int:
-        """The longest stretch of the arena that no reader within its time and no writer holds."""
+        """The longest stretch of the arena that no reader within its time and no writer holds, nor a key without an end
+        under a policy that lets only the others leave."""
         staying = [reservation.extent for reservation, _ in self.writers]
         staying += [
             reader.lease.entry.extent
             for reader in self.readers
             if not reader.lease.released and reader.limit_at_s > self.clock.now_s
         ]
+        if self.store.policy.selective:
+            staying += [entry.extent for entry in self.store.index if not entry.expire_at_ms]
         best = at = 0
         for extent in sorted(staying):
             best = max(best, extent.offset - at)

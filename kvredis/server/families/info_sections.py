@@ -119,7 +119,7 @@ def memory(server: Server) -> Iterator[Field]:
     """What values hold, what the process has, and how full the arena is."""
     store = server.store
     told = memory_figures(server)
-    used, peak, capacity = store.used_bytes, server.stats.used_peak_bytes, store.arena.nbytes
+    used, peak, capacity = store.used_bytes, server.stats.used_peak_bytes, store.limit_bytes
     dataset = store.live_bytes + store.inline_bytes
     rss, machine = resident_bytes(), machine_bytes()
     yield "used_memory", used

@@ -20,6 +20,11 @@ _SWITCHING = (
 NO_LFU = error(f"ERR An LFU maxmemory policy is not selected, access frequency not tracked. {_SWITCHING}")
 LFU = error(f"ERR An LFU maxmemory policy is selected, idle time not tracked. {_SWITCHING}")
 
+NEW_FREQ = 5
+FREQ_MAX = 255
+"""What OBJECT FREQ says of a value that was stored a moment ago, and at most: Redis' LFU_INIT_VAL and its eight bits.
+Redis' counter is logarithmic and drawn by lot (lfu-log-factor); ours counts uses, and ages as storage/lfu.py says."""
+
 container("object", since="2.2.3", complexity="Depends on subcommand.", summary="How a value is kept.")
 
 
@@ -82,7 +87,7 @@ def object_freq(session: Session, args: list[bytes]) -> Reply:
     if entry is None:
         return session.nil
     uses = _uses(session, entry)
-    return NO_LFU if uses is None else integer(uses)
+    return NO_LFU if uses is None else integer(min(uses - 1 + NEW_FREQ, FREQ_MAX))
 
 
 @subcommand(

@@ -43,6 +43,8 @@ def with_settings(text: str, settings: Mapping[str, str]) -> str:
     wanted = _unshared(_loaded(text))
     for name, value in settings.items():
         place, key = _place(name)
+        if name == "maxmemory-policy" and "cache_policy" in wanted:
+            place, key = (SECTION, MORE), name  # as a key it would contradict that one, and the server would not start
         bare = _is_number(name, value)
         _into(wanted, place)[key] = int(value) if bare else value
         text = _with_value(text, place, key, value if bare else _quoted(name, value))

@@ -133,10 +133,10 @@ def placed(session: Session, key: bytes, value: bytes | Reservation) -> bytes | 
 
 
 def small_ones_fit(session: Session, pairs: Sequence[tuple[bytes, object]]) -> bool:
-    """Whether the values among `pairs` that are bytes can be stored together where nobody is evicted for them. With a
-    disk that is not known before: it is asked for each, and whoever came before one that is refused stays."""
+    """Whether the values among `pairs` that are bytes can be stored together where not everything leaves for them. With
+    a disk that is not known before: it is asked for each, and whoever came before one that is refused stays."""
     store = session.store
-    if store.evicts or store.tiering is not None:
+    if not store.may_refuse or store.tiering is not None:
         return True
     growth = 0
     for key, value in pairs:
@@ -145,7 +145,7 @@ def small_ones_fit(session: Session, pairs: Sequence[tuple[bytes, object]]) -> b
         old = store.find(key, session.space)
         held = 0 if old is None or old.value is None else old.memory_bytes
         growth += max(0, ENTRY_OVERHEAD_BYTES + len(key) + len(value) - held)  # who shrinks may come after who grows
-    return growth <= 0 or store.inline_bytes + growth <= store.inline_bytes_high
+    return store.admits_inline(growth)
 
 
 def give_back(args: list[bytes]) -> None:
