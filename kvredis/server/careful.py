@@ -62,6 +62,10 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
             session.server.stats.query_limit_disconnections += 1
             session.close_after_reply = True
             return b""
+        if session.server.client_memory.alone_exceeds(session):
+            session.server.client_memory.note_evicted(session, session.held().total)
+            session.close_after_reply = True
+            return b""
         return _spoken(session, QUEUED)
     held: list[Lease] = []
     if session.store.tiering is not None and (command.reads or command.name == "exec"):

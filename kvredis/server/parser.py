@@ -65,9 +65,9 @@ class Parser:
     """
 
     __slots__ = (
-        "_after_payload", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries", "_gathered",
-        "_head_view", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch", "_start",
-        "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
+        "_after_payload", "_arena_bytes", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries",
+        "_gathered", "_head_view", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch",
+        "_start", "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
     )  # fmt: skip
 
     def __init__(
@@ -82,7 +82,7 @@ class Parser:
         self._takes_payload = takes_payload
         self.bulk_bytes_max = bulk_bytes_max
         self.query_bytes_max = query_bytes_max
-        """What the arguments of one command may take outside the arena: client-query-buffer-limit."""
+        """What the arguments of one command may take, in the arena or not: client-query-buffer-limit."""
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
         self._scratch = bytearray(SCRATCH_BYTES)
@@ -95,7 +95,7 @@ class Parser:
         self._gather_tries = 0  # for naught, since the last command
         self._plain = True  # what the scratch holds has been plain so far
         self._args: list[Argument] = []
-        self._held_bytes = 0  # of those arguments, as far as they lie outside the arena
+        self._held_bytes = self._arena_bytes = 0  # of those arguments and the bulk being read; what is in the arena
         self._remaining = 0  # arguments still missing from the command being read
         self._length = -1  # of the bulk being read, -1 = its header comes next
         self._body: memoryview | None = None  # where that bulk is being received, when not in the scratch
@@ -163,7 +163,7 @@ class Parser:
             if isinstance(arg, Reservation):
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
-        self._start = self._end = self._held_bytes = 0
+        self._start = self._end = self._held_bytes = self._arena_bytes = 0
         self._open_payload = lambda args, length: None
 
     def rest(self) -> bool:
@@ -179,9 +179,35 @@ class Parser:
         return not self._remaining
 
     @property
+    def unread_bytes(self) -> int:
+        """Bytes received and not yet made into arguments: `qbuf` of CLIENT LIST."""
+        return self._end - self._start + self._filled
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for more of them: `qbuf-free`."""
+        return len(self._scratch) - (self._end - self._start)
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the arguments of a command take that is not complete: `argv-mem`."""
+        return self._complete_bytes + ARGUMENT_BYTES * len(self._args)
+
+    @property
+    def _complete_bytes(self) -> int:
+        """Of `_held_bytes`, those of complete arguments."""
+        return self._held_bytes - (self._length if self._body is not None and self._body_hold is not REFUSED else 0)
+
+    @property
+    def arena_bytes(self) -> int:
+        """How much of both lies in the arena."""
+        coming = isinstance(self._body_hold, Reservation)
+        return self._arena_bytes - (self._length - self._filled if coming else 0)
+
+    @property
     def pending_bytes(self) -> int:
-        """Bytes received and not yet part of an executed command: `qbuf` of CLIENT LIST."""
-        return self._end - self._start + self._filled + self._held_bytes
+        """Bytes received and not yet part of an executed command."""
+        return self.unread_bytes + self._complete_bytes
 
     @property
     def missing(self) -> int:
@@ -260,7 +286,7 @@ class Parser:
         while True:
             if not self._remaining:
                 if self._args:
-                    args, self._args, self._held_bytes = self._args, [], 0
+                    args, self._args, self._held_bytes, self._arena_bytes = self._args, [], 0, 0
                     return args
                 if self._start == self._end:
                     return None
@@ -337,6 +363,8 @@ class Parser:
         self._body_hold = cast("Reservation | Refused | None", hold)
         if isinstance(hold, Reservation):
             self._body = hold.view_with_slack
+            self._arena_bytes += length
+            self._hold(length)
         else:
             if hold is None:
                 self._hold(length)
@@ -352,8 +380,7 @@ class Parser:
         return self._finish_body()
 
     def _hold(self, length: int) -> None:
-        """Count what an argument takes outside the arena; too much of it ends the connection without a word, as it
-        does with Redis."""
+        """Count what an argument takes; too much of it ends the connection without a word, as it does with Redis."""
         self._held_bytes += length
         if self._held_bytes + ARGUMENT_BYTES * len(self._args) > self.query_bytes_max:
             raise QueryBufferLimit("")

@@ -18,6 +18,7 @@ from kvredis.storage.store import Store
 from .acl import Acl
 from .away import Away
 from .claims import Claims
+from .client_memory import ClientMemory
 from .cluster import Cluster
 from .events import publish_event
 from .families import load_families
@@ -84,6 +85,9 @@ PROTECTED = (
 class Server:
     """A Store behind the Redis protocol. `start` binds, `stop` hangs up; in between it lives on the running loop."""
 
+    _expiry: asyncio.Handle | None = None
+    _shrinking: asyncio.Handle | None = None
+
     def __init__(self, store: Store, options: ServerOptions) -> None:
         load_families()
         self.store: Store = store
@@ -106,6 +110,7 @@ class Server:
         self.senders = Senders(options.io_threads, self.stats)
         self.away = Away(self)
         self.pause = Pause(self)
+        self.client_memory = ClientMemory(self)
         self.monitors: dict[int, Session] = {}
         self.watchers: dict[tuple[int, bytes], set[Session]] = {}
         """Who watches which key of which database."""
@@ -152,8 +157,6 @@ class Server:
         if options.metrics_port != 0:
             self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
         self._tick: asyncio.TimerHandle | None = None
-        self._expiry: asyncio.Handle | None = None
-        self._shrinking: asyncio.Handle | None = None
         self._turns = 0
         self._http_told_s = -HTTP_TOLD_S
         self._stopped = asyncio.Event()
@@ -255,6 +258,7 @@ class Server:
         store.turn += 1
         self._collect_expired()
         store.revoke_overdue()
+        self.client_memory.tick()
         self.shrink()
         self.splicing.collect()
         if store.tiering is not None:
@@ -340,6 +344,7 @@ class Server:
         whoever does that does it often."""
         if isinstance(broken, QueryBufferLimit):
             self.stats.query_limit_disconnections += 1
+            return
         now_s = self.now_s()
         if not str(broken) and now_s - self._http_told_s >= HTTP_TOLD_S:
             self._http_told_s = now_s
@@ -380,6 +385,7 @@ class Server:
         self.tracking.forget(session)
         self.claims.forget(session)
         self.away.forget(session)
+        self.client_memory.forget(session)
         self.blocked.pop(session.id, None)
         self.stop_monitoring(session)
         unwatch_all(session)

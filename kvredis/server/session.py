@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Final, cast
@@ -18,7 +19,9 @@ from kvredis.storage.entry import Lease, Reservation
 
 from .acl_users import User
 from .careful import run_with_care
+from .client_memory import WATCHED_BYTES, Held
 from .commands import SPELLINGS, Command, Handler, takes_payload
+from .intake import ARGUMENT_BYTES
 from .listeners import address_of, unix_name
 from .low_water import LowWater
 from .outgoing import REPLY_BYTES_HIGH, Outgoing
@@ -148,8 +151,31 @@ class Session(Outgoing):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes received and not yet run: `qbuf` of CLIENT LIST."""
+        """Bytes received and not yet run."""
         return self._parser.pending_bytes
+
+    def held(self) -> Held:
+        """What this client holds beside values, by kind."""
+        parser, queued = self._parser, self.transaction
+        argv = parser.argument_bytes
+        if self._paused or self.waiting is not None:
+            for args in copy(self._commands):  # it goes on from where it is
+                argv += sum(ARGUMENT_BYTES + len(arg) for arg in args if isinstance(arg, bytes))
+        reserved = self.server.parts.of(self).held_bytes
+        lent = sum([lease.length for lease in self._lent if lease.offset is not None])
+        unsent = self.unsent_bytes
+        in_queue = 0 if queued is None else queued.arena_bytes
+        return Held(
+            qbuf=parser.unread_bytes,
+            qbuf_free=parser.free_bytes,
+            argv=argv,
+            multi=(0 if queued is None else queued.held_bytes) + WATCHED_BYTES * len(self.watching),
+            rbs=self._reply_bytes,
+            omem=unsent,
+            subscribed=WATCHED_BYTES * self.subscriptions,
+            reserved=reserved,
+            arena=parser.arena_bytes + in_queue + reserved + min(lent, unsent + self._reply_bytes),
+        )
 
     @property
     def reservations(self) -> list[Reservation]:

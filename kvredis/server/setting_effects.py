@@ -47,6 +47,11 @@ def set_clients_max(server: Server, clients: str) -> None:
     server.maxclients = int(clients)
 
 
+def set_clients_bytes(server: Server, limit: str) -> None:
+    """maxmemory-clients."""
+    server.client_memory.limit = limit
+
+
 def set_protected_mode(server: Server, switch: str) -> None:
     """protected-mode."""
     server.protected_mode = switch == "yes"

@@ -40,6 +40,7 @@ from .setting_effects import (
     set_acl_log,
     set_body_timeout,
     set_bulk_bytes_max,
+    set_clients_bytes,
     set_clients_max,
     set_idle_timeout,
     set_keepalive,
@@ -253,6 +254,7 @@ def _changeable() -> dict[str, Setting]:
         "maxclients": _live(number(1, 2**32 - 1), set_clients_max, lambda server: str(server.maxclients)),
         "protected-mode": _live(yes_no, set_protected_mode, lambda server: "yes" if server.protected_mode else "no"),
         "maxmemory": _live(memory(), set_maxmemory, lambda server: str(server.store.limit_bytes)),
+        "maxmemory-clients": _live(memory_or_share, set_clients_bytes, lambda server: server.client_memory.limit),
         "maxmemory-policy": _live(
             _policy,
             set_policy,
@@ -295,7 +297,6 @@ def _without_effect() -> dict[str, Setting]:
     """What is taken and steers nothing."""
     return {
         "save": Setting("", save_points),
-        "maxmemory-clients": Setting("0", memory_or_share),
         "hz": Setting("10", clamped(1, 500)),
         "appendfsync": Setting("everysec", one_of("everysec", "always", "no")),
         "oom-score-adj": Setting("no", one_of("no", "yes", "relative", "absolute")),

@@ -32,14 +32,14 @@ _FLAGS = "noscript loading stale fast"
 class Transaction:
     """What a client has queued since MULTI."""
 
-    __slots__ = ("broken", "commands", "held_bytes")
+    __slots__ = ("arena_bytes", "broken", "commands", "held_bytes")
 
     def __init__(self) -> None:
         self.commands: list[tuple[Command, list[Argument]]] = []
         self.broken = False
         """A command was refused when it should have been queued, so EXEC will run none."""
-        self.held_bytes = 0
-        """Arguments outside the arena: `multi-mem` of CLIENT LIST."""
+        self.held_bytes = self.arena_bytes = 0
+        """What the arguments take: `multi-mem` of CLIENT LIST; and how much of it lies in the arena."""
 
     def queue(self, queued: Command, args: list[Argument]) -> None:
         """Remember a command for EXEC, with all that it holds; nothing, as in Redis, when EXEC will run none."""
@@ -49,7 +49,13 @@ class Transaction:
                     arg.abort()
             return
         self.commands.append((queued, args))
-        self.held_bytes += sum(len(arg) + ARGUMENT_BYTES for arg in args if isinstance(arg, bytes))
+        for arg in args:
+            if isinstance(arg, bytes):
+                self.held_bytes += len(arg)
+            elif isinstance(arg, Reservation):
+                self.held_bytes += arg.length
+                self.arena_bytes += 0 if arg.offset is None else arg.length
+        self.held_bytes += ARGUMENT_BYTES * len(args)
 
     @property
     def reservations(self) -> list[Reservation]:

@@ -3,6 +3,7 @@
 from typing import cast
 
 from kvredis.server.acl_users import User
+from kvredis.server.client_memory import Held
 from kvredis.server.commands import Command, lookup
 from kvredis.server.pending import Pending
 from kvredis.server.replies import NULL, NULL_BULK, joined
@@ -34,6 +35,7 @@ class FakeSession:
         self.authenticated = self.user.needs_no_password
         self.no_evict = self.no_touch = False
         self.close_after_reply = False
+        self.fd = 10 + number
         self.addr = f"127.0.0.1:{5000 + number}"
         self.laddr = "127.0.0.1:6379"
         self.created_s = self.last_command_s = 0.0
@@ -59,6 +61,10 @@ class FakeSession:
         self.reconsidered = 0
         self.unsaved_since = 0
         server.sessions[number] = cast(Session, self)
+
+    def held(self) -> Held:
+        multi = 0 if self.transaction is None else self.transaction.held_bytes
+        return Held(qbuf=self.pending_bytes, omem=self.unsent_bytes, multi=multi)
 
     def speak(self, resp: int) -> None:
         self.resp = resp

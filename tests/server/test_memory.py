@@ -65,7 +65,7 @@ def test_the_doctor_finds_what_is_wrong(session: FakeSession) -> None:
     session.store.inline_bytes += 6 << 20
     text = report(session.server)
     assert "7 values found no room" in text
-    assert "bytes are buffered for clients" in text
+    assert "bytes are held by clients" in text
     session.store.stats.refused = session.pending_bytes = 0
     assert report(session.server) == "There is nothing to complain about.\n"
     session.store.inline_bytes -= 6 << 20

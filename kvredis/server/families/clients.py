@@ -194,11 +194,9 @@ def type_of(session: Session) -> bytes:
 
 
 def describe(session: Session) -> bytes:
-    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break.
-
-    `fd` is the event loop's own affair, so it is -1 as for Redis' clients without a socket.
-    """
+    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break."""
     now_s = time.monotonic()
+    held = session.held()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
     queued, lane = session.transaction, session.server.lane.of(session)
     letters = "".join(
@@ -221,7 +219,7 @@ def describe(session: Session) -> bytes:
         ("id", session.id),
         ("addr", session.addr),
         ("laddr", session.laddr),
-        ("fd", -1),
+        ("fd", session.fd),
         ("name", session.name.decode("latin-1")),
         ("age", int(now_s - session.created_s)),
         ("idle", int(now_s - session.last_command_s)),
@@ -231,16 +229,16 @@ def describe(session: Session) -> bytes:
         ("psub", len(session.patterns)),
         ("ssub", len(session.shard_channels)),
         ("multi", -1 if queued is None else len(queued.commands)),
-        ("qbuf", session.pending_bytes),
-        ("qbuf-free", 0),
-        ("argv-mem", 0),
-        ("multi-mem", 0 if queued is None else queued.held_bytes),
-        ("rbs", 0),
-        ("rbp", 0),
-        ("obl", 0),
-        ("oll", 0),
-        ("omem", session.unsent_bytes),
-        ("tot-mem", session.pending_bytes + session.unsent_bytes),
+        ("qbuf", held.qbuf),
+        ("qbuf-free", held.qbuf_free),
+        ("argv-mem", held.argv),
+        ("multi-mem", held.multi),
+        ("rbs", held.rbs),
+        ("rbp", held.rbs),
+        ("obl", held.rbs),
+        ("oll", int(held.omem > 0)),
+        ("omem", held.omem),
+        ("tot-mem", held.total),
         ("events", "r"),
         ("cmd", session.last_command),
         ("user", session.user.name.decode("latin-1")),

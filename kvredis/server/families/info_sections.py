@@ -19,7 +19,6 @@ from kvredis import __version__
 from kvredis.server.settings import value_of
 
 from .connection import REDIS_VERSION
-from .memory import clients_bytes
 from .memory import figures as memory_figures
 from .process import machine_bytes, resident_bytes, resident_peak_bytes
 
@@ -119,7 +118,9 @@ def memory(server: Server) -> Iterator[Field]:
     """What values hold, what the process has, and how full the arena is."""
     store = server.store
     told = memory_figures(server)
-    used, peak, capacity = store.used_bytes, server.stats.used_peak_bytes, store.limit_bytes
+    used, peak, capacity = told["total.allocated"], told["peak.allocated"], store.limit_bytes
+    assert isinstance(used, int)
+    assert isinstance(peak, int)
     dataset = store.live_bytes + store.inline_bytes
     rss, machine = resident_bytes(), machine_bytes()
     yield "used_memory", used
@@ -162,7 +163,7 @@ def memory(server: Server) -> Iterator[Field]:
         yield field, f"{told[name]:.2f}" if isinstance(told[name], float) else told[name]
     yield from zeros("mem_not_counted_for_evict", "mem_replication_backlog", "mem_total_replication_buffers")
     yield "mem_clients_slaves", 0
-    yield "mem_clients_normal", clients_bytes(server)
+    yield "mem_clients_normal", told["clients.normal"]
     yield from zeros("mem_cluster_links", "mem_aof_buffer")
     yield "mem_allocator", store.arena.pages
     yield from zeros("active_defrag_running", "lazyfree_pending_objects", "lazyfreed_objects")

@@ -11,6 +11,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from kvredis.server.arguments import parse_integer
+from kvredis.server.client_memory import held_by_all
 from kvredis.server.commands import container, subcommand
 from kvredis.server.help import help_reply
 from kvredis.server.replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
@@ -138,21 +139,16 @@ def double(session: Session, value: float) -> bytes:
     return f",{text}\r\n".encode() if session.resp == 3 else bulk(text)
 
 
-def clients_bytes(server: Server) -> int:
-    """What is buffered for clients, both ways."""
-    return sum(each.pending_bytes + each.unsent_bytes for each in server.sessions.values())
-
-
 Figures = dict[str, int | float | dict[str, int]]
 
 
 def figures(server: Server) -> Figures:
     """The fields of MEMORY STATS, in Redis' order."""
     store = server.store
-    used, rss = store.used_bytes, resident_bytes()
+    clients, beside = held_by_all(server)
+    used, rss = store.used_bytes + beside, resident_bytes()
     keys = len(store.index)
     dataset = store.live_bytes + store.inline_bytes - keys * ENTRY_OVERHEAD_BYTES
-    clients = clients_bytes(server)
     free, largest = store.allocator.free_bytes, store.allocator.longest_bytes
     peak = server.stats.note_used(used)
     told: Figures = {
@@ -210,8 +206,9 @@ def report(server: Server) -> str:
         )
     if store.retired_bytes > store.arena.nbytes // 10:
         said.append(f"{store.retired_bytes} bytes are held by readers of values that are gone: look for slow readers.")
-    if clients_bytes(server) > store.arena.nbytes // 10:
-        said.append(f"{clients_bytes(server)} bytes are buffered for clients: look at omem and qbuf in CLIENT LIST.")
+    clients, _ = held_by_all(server)
+    if clients > store.arena.nbytes // 10:
+        said.append(f"{clients} bytes are held by clients: look at tot-mem in CLIENT LIST.")
     if store.stats.refused:
         said.append(f"{store.stats.refused} values found no room: everything that could leave was being read.")
     return "".join(f"* {line}\n" for line in said) or "There is nothing to complain about.\n"
