@@ -13,7 +13,7 @@ import fcntl
 import logging
 import sys
 import termios
-from collections import deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
@@ -58,7 +58,7 @@ class Claims:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._store = server.store
-        self.queue: deque[tuple[Session, int]] = deque()
+        self.queue: OrderedDict[Session, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
         self._queued_s: dict[Session, float] = {}  # since when they wait, or have waited until now
         self._called: set[Session] = set()  # whose turn it is
@@ -155,11 +155,11 @@ class Claims:
         """Let those ask again whose turn has come, in their order."""
         held = self._store.reserved_bytes
         while self.queue:
-            session, length = self.queue[0]
+            session, length = next(iter(self.queue.items()))
             wanted = extent_length(length)
             if held and held + wanted > self.share_bytes:
                 return
-            self.queue.popleft()
+            del self.queue[session]
             self._called.add(session)
             held += wanted
             if session.waiting is not None:
@@ -171,7 +171,7 @@ class Claims:
             self._server.away.keeps_waiting(session)
             or self.disk_room.keeps_waiting(session)
             or session in self._starved
-            or any(each is session for each, _ in self.queue)
+            or session in self.queue
         )
 
     def forget(self, session: Session) -> None:
@@ -180,9 +180,7 @@ class Claims:
         self._called.discard(session)
         self._queued_s.pop(session, None)
         self.disk_room.forget(session)
-        left = [each for each in self.queue if each[0] is not session]
-        self.queue.clear()  # in place: sessions look at this very object
-        self.queue.extend(left)
+        self.queue.pop(session, None)
         starved, self._starved = self._starved, []
         for each in starved:
             if each is not session and each.waiting is not None:
@@ -200,7 +198,7 @@ class Claims:
                 self._receiving[session] = session.input_bytes, now_s
             elif now_s - since_s > limit_s:
                 self._give_up(session, now_s - since_s)
-        for session, length in tuple(self.queue):
+        for session, length in tuple(self.queue.items()):
             waited_s = now_s - self._queued_s[session]
             if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
                 self._give_up(session, waited_s)
@@ -212,11 +210,10 @@ class Claims:
 
     def _wait_for_turn(self, session: Session, length: int) -> Later:
         self.disk_room.forget(session)  # or it would be called there while it waits here
+        self.queue[session] = length
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
-            self.queue.appendleft((session, length))
-        else:
-            self.queue.append((session, length))
+            self.queue.move_to_end(session, last=False)
         self._queued_s.setdefault(session, self._server.now_s())
         session.waiting = Pending(session)
         return LATER

@@ -131,7 +131,7 @@ def test_many_writers_that_stall_together_cost_the_others_one_time_limit(loop: s
             value = pattern(2 * MIB)
             sending = asyncio.create_task(honest.send("SET", "k", value))
             await until(lambda: len(server.claims.queue) == 7)
-            session = server.claims.queue[-1][0]
+            session = next(reversed(server.claims.queue))
             await until(lambda: unread_bytes(session.fd) >= UNREAD_BYTES_MIN)
             server.now_s = lambda: began_s + 29.0
             server.claims.give_up_stalled()
