@@ -319,8 +319,10 @@ def mapped(reply: Any) -> dict[str, Any]:
 # ---- inside ------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(4096)  # blocks of one prompt have the same length, and were used in the same second
 def _facts(line: bytes | None) -> Facts:
-    """What KV.SCAN says of a key: numbers but for the tier. Nothing of one that this user may not read."""
+    """What KV.SCAN says of a key: numbers but for the tier. Nothing of one that this user may not read. Not to be
+    changed: keys share it."""
     found: Facts = {}
     for word in (line or b"").decode("ascii", "replace").split():
         name, _, value = word.partition("=")
