@@ -8,7 +8,7 @@ written a block is held like a reader's, so its bytes stay; while it is read its
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .allocator import Extent
 from .disk import TOGETHER_BYTES_MAX, DiskTier
@@ -17,6 +17,7 @@ from .errors import KVRedisError
 from .ledger import INLINE_LOOK_ENTRIES_MAX
 from .segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
 from .stats import TierStats
+from .superseded import Superseded
 from .tokens import tokens_of
 from .transfers import NoRoom
 
@@ -27,6 +28,15 @@ assert HEADER_BYTES == PAYLOAD_OFFSET_BYTES, "a record is an extent's own image"
 
 ROOM_TRIES: Final = 64
 """How often a block that comes back makes room that others take before it gives up."""
+
+
+class _Block(NamedTuple):
+    """What is written of an entry: its bytes, inline or in the arena, and the records that it is to supersede."""
+
+    facts: Facts
+    value: bytes | None
+    extent: Extent
+    instead: Sequence[Record]
 
 
 class BlockLost(KVRedisError):
@@ -40,7 +50,7 @@ class Carrier:
     """Carries the blocks of one store to its disk and back. Its methods block and belong on I/O threads; none is called
     with the store's lock held, but for `let_go`."""
 
-    def __init__(self, store: "Store", disk: DiskTier, stats: TierStats) -> None:
+    def __init__(self, store: "Store", disk: DiskTier, superseded: Superseded, stats: TierStats) -> None:
         self.failing = False
         """The last write came to nothing."""
         self.stalled = False
@@ -54,6 +64,7 @@ class Carrier:
         """The highest number of a write that memory has alone again, since somebody has last made this 0."""
         self._store = store
         self._disk = disk
+        self._superseded = superseded
         self._stats = stats
         self._writing: set[Entry] = set()
 
@@ -83,7 +94,11 @@ class Carrier:
                 self.written.wait()
             going = [each for each in parcel if each in store.unsaved and self._disk.storable(each.key, each.length)]
             blocks = [
-                (Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent) for each in going
+                _Block(
+                    *(Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent),
+                    tuple(self._superseded.of(each)),
+                )
+                for each in going
             ]
             for entry in going:
                 entry.leases += 1
@@ -93,7 +108,7 @@ class Carrier:
         began_s = store.now_s()
         try:
             if going:
-                records = self._write_together(blocks) or [self._write(*block) for block in blocks]
+                records = self._write_together(blocks) or [self._write(block) for block in blocks]
         finally:
             with self.written:
                 self._writing.difference_update(going)
@@ -111,21 +126,23 @@ class Carrier:
             self.on_room()
         return safe
 
-    def _write_together(self, blocks: list[tuple[Facts, bytes | None, Extent]]) -> Sequence[Record] | None:
-        small = [(facts, value) for facts, value, _ in blocks if value is not None]
+    def _write_together(self, blocks: list["_Block"]) -> Sequence[Record] | None:
+        small = [(block.facts, block.value) for block in blocks if block.value is not None]
         if len(small) < 2:
             return None
-        records, left = self._disk.write_together(small, evict=self._store.disk_evicts)
+        instead = [record for block in blocks for record in block.instead]
+        records, left = self._disk.write_together(small, evict=self._store.disk_evicts, instead=instead)
         self._have_left(left)
         return records
 
-    def _write(self, facts: Facts, value: bytes | None, extent: Extent) -> Record | None:
+    def _write(self, block: "_Block") -> Record | None:
+        facts, value, extent, instead = block
         if value is None:
             image = self._store.arena.view[extent.offset : extent.offset + extent.length]
         else:
             image = scratch(facts.length)
             image[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
-        place, left = self._disk.place(facts.length, evict=self._store.disk_evicts)
+        place, left = self._disk.place(facts.length, evict=self._store.disk_evicts, instead=instead)
         self._have_left(left)
         return None if place is None else self._disk.write(place, image, facts)
 
@@ -134,13 +151,14 @@ class Carrier:
         store = self._store
         if record is None:
             self._stats.spill_failed += 1
+            self._disk.give_up((entry.key, entry.space))
             return
         if entry not in store.unsaved:
             self._disk.abandon(record.extent)
             return
         if (entry.key, entry.space) != record.name:  # it was renamed on its way
             record.rename(entry.key, entry.space)
-        if self._disk.publish(record):
+        if self._superseded.publish(entry, record):
             entry.record = record
             record.write = store.unsaved.pop(entry)
             if entry.expire_at_ms != record.expire_at_ms:

@@ -1,14 +1,15 @@
 """The disk tier: blocks that memory had no room for, as records in a few large files.
 
-What it promises: a record that `sync` has confirmed is there after a kill, and after a loss of power too unless it was
-replaced or evicted since; and nothing is ever read that is not, to the bit, what was written under that key. The first
-rests on an order: `sync` makes rows durable only after their payloads, and the row of a block that has left is gone
-from the index before its extent is used again. The second on checking every record whenever it is read; one that is not
-as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
+What it promises: a record that `sync` has confirmed is there after a kill or a loss of power unless it was forgotten or
+evicted since, or replaced by one that is there; and nothing is ever read that is not, to the bit, what was written
+under that key. The first rests on an order: `sync` makes rows durable only after their payloads; the row of a block
+that has left is gone from the index before its extent is used again, and durably so where another record has taken the
+place of a confirmed one, or databases were exchanged. The second on checking every record whenever it is read; one that
+is not as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
 
-Two kinds of methods. Those that decide (`publish`, `abandon`, `get`, `touch`, `forget`, `rename`, `swap`,
-`clear`, `set_expiry`: see disk_ledger.py) take one short lock, never wait for a device and suit the event loop. Those
-that do (`place`, `write`, `read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided
+Two kinds of methods. Those that decide (`publish`, `abandon`, `get`, `touch`, `supersede`, `forget`, `rename`, `swap`,
+`clear`, `set_expiry` ...: see disk_ledger.py) take one short lock, never wait for a device and suit the event loop.
+Those that do (`place`, `write`, `read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided
 reaches the index in batches, through `settle`: a crash forgets what was not settled, as it forgets what memory held.
 """
 
@@ -34,7 +35,9 @@ __all__ = ["DiskOptions", "DiskStats", "DiskTier"]
 log = logging.getLogger(__name__)
 
 CHANGES_HIGH = 256
-"""Changes that may wait for the index before the next write settles them."""
+REPLACING_PART = 16
+"""Changes that may wait for the index before the next write settles them; so many times as many when that waits for
+the device."""
 
 PLACE_TRIES = 8
 """How often `place` makes room that others take before it gives up."""
@@ -62,7 +65,7 @@ class DiskTier(DiskLedger):
         self._held = opened.lock
         self._index = opened.index
         self._looking = threading.Lock()  # for room among all records: one thread at a time; taken before the others
-        self._unsynced: set[int] = set()  # segments
+        self._unsynced = set(opened.segments)  # a server that was killed may have left pages to the kernel
         self._loose = False  # whether the index holds commits that a loss of power would undo
         self.distrusted = False
         """The device has once refused to sync: see `sync`."""
@@ -79,9 +82,13 @@ class DiskTier(DiskLedger):
         now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
         return cls(open_directory(options, files or RealFiles(), now_ms))
 
-    def place(self, length: int, *, evict: bool = True, count: int = 1) -> tuple[Extent | None, list[Record]]:
+    def place(
+        self, length: int, *, evict: bool = True, count: int = 1, instead: Sequence[Record] = ()
+    ) -> tuple[Extent | None, list[Record]]:
         """Room for the record of a payload of `length` bytes; it ends in `write`, or in `abandon`. For want of it
-        another segment is begun, or, with `evict`, the coldest records leave. `count` records will lie there.
+        another segment is begun, or, with `evict`, the coldest records leave. `count` records will lie there. When that
+        does not make room either, superseded records leave: with `evict` all that must, else those in `instead`, which
+        the block is to supersede.
 
         Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
         that are being read or written, or the block is longer than a segment, or the index cannot be written. Records
@@ -94,6 +101,8 @@ class DiskTier(DiskLedger):
                 with self._lock:
                     if self._excess(count) > 0:
                         leaving = self._evict(nbytes, count) if evict else None
+                        if leaving is None:
+                            leaving = self._give_way(nbytes, count, instead, evict=evict)
                         if leaving is None:
                             break
                         left += leaving
@@ -109,19 +118,15 @@ class DiskTier(DiskLedger):
                     if spared and self._acquit():
                         continue
                 if not waiting:
-                    if spared:
+                    if spared and evict:
                         break
-                    with self._lock:
-                        extent = self._take(nbytes, count)  # another thread may have made room meanwhile
-                        leaving = [] if extent is not None else self._evict_some(nbytes, count)
+                    extent, leaving = self._make_room(nbytes, count, instead, evict=evict)
                     if extent is not None:
                         return extent, left
                     if leaving is None:
-                        leaving = self._evict_afar(nbytes)
-                    if leaving is None:
                         break
                     left += leaving
-                if not self.settle():
+                if not self.settle() and not (self.give_up() and self.settle()):
                     break
         with self._lock:
             self.stats.no_room += 1
@@ -145,15 +150,16 @@ class DiskTier(DiskLedger):
         return Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
 
     def write_together(
-        self, blocks: Sequence[tuple[Facts, bytes]], *, evict: bool = True
+        self, blocks: Sequence[tuple[Facts, bytes]], *, evict: bool = True, instead: Sequence[Record] = ()
     ) -> tuple[list[Record] | None, list[Record]]:
         """Place and write storable blocks side by side, in one piece: a device takes as long for one of a page.
 
         Gives a record for each block, to be published or abandoned one by one, or None when it came to nothing; and who
-        had to leave. The blocks may come to TOGETHER_BYTES_MAX, headers included, and to no more than a segment has.
+        had to leave; `evict` and `instead` are as in `place`. The blocks may come to TOGETHER_BYTES_MAX, headers
+        included, and to no more than a segment has.
         """
         lengths = [record_bytes(facts.length) for facts, _ in blocks]
-        whole, left = self.place(sum(lengths) - HEADER_BYTES, evict=evict, count=len(blocks))
+        whole, left = self.place(sum(lengths) - HEADER_BYTES, evict=evict, count=len(blocks), instead=instead)
         if whole is None:
             return None, left
         image = scratch(whole.length - HEADER_BYTES)
@@ -211,7 +217,9 @@ class DiskTier(DiskLedger):
 
     def settle(self) -> bool:
         """Bring the index up to date, so that a killed process comes back with this; extents that are free by it can
-        be used again. False: the index could not be written, and nothing has changed."""
+        be used again. Waits for the device when a confirmed record was replaced: the new one must be there for certain
+        before the old one's room is used. False, and nothing has changed: the index could not be written, or is not to
+        learn of anything yet (`untrue`)."""
         with self._settling:
             return self._settle(durable=False)
 
@@ -250,22 +258,38 @@ class DiskTier(DiskLedger):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
+    def _make_room(
+        self, nbytes: int, count: int, instead: Sequence[Record], *, evict: bool
+    ) -> tuple[Extent | None, list[Record] | None]:
+        """An extent, if there is one by now, or who has left so that there will be; None when it cannot be."""
+        leaving = None
+        with self._lock:
+            extent = self._take(nbytes, count)  # another thread may have made room meanwhile
+            if extent is None and evict:
+                leaving = self._evict_some(nbytes, count)
+        if extent is None and leaving is None and evict:
+            leaving = self._evict_afar(nbytes)
+        if extent is None and leaving is None:
+            with self._lock:
+                leaving = self._give_way(nbytes, count, instead, evict=evict)
+        return extent, leaving
+
     def _evict_afar(self, nbytes: int) -> list[Record] | None:
         """As `_evict_some`, among all records: where many short ones lie otherwise than in the order in which they
         leave, it takes a step for most of them. So it is done without the lock, for which the event loop may wait."""
         with self._looking:
             with self._lock:
                 holes, records = self._allocator.spans(), list(self._order)
-            idle = (each for each in records if not each.readers)
+            idle = filter(self._may_leave, records)
             found = list(islice(windows(nbytes, idle, holes), self._evicted_at_once(nbytes)))
             with self._lock:
-                leaving = [each for run in found for each in run if each in self._order and not each.readers]
+                leaving = [each for run in found for each in run if each in self._order and self._may_leave(each)]
                 self._let_leave(leaving)
         return leaving if found else None
 
     def _put(self, extent: Extent, image: memoryview, count: int) -> bool:
         """Write `count` sealed records to their extent; False, and the extent given back, when the device refuses."""
-        if len(self._pending) >= CHANGES_HIGH:
+        if len(self._pending) >= CHANGES_HIGH * (REPLACING_PART if self.replaces else 1):
             self.settle()
         number, offset = self.geometry.locate(extent)
         try:
@@ -323,30 +347,30 @@ class DiskTier(DiskLedger):
 
     def _sync(self) -> bool:
         with self._lock:
-            unsynced, self._unsynced = self._unsynced, set()
-            idle = not (unsynced or self._pending or self._loose)
-        if idle:
-            return not self.distrusted
-        try:
-            for number in sorted(unsynced):
-                self._segments[number].sync()
-        except OSError as error:
-            self.distrusted = True
-            with self._lock:
-                self.stats.sync_errors += 1
-            self._complain("the device does not confirm what was written: %s", error.strerror or error)
-        return self._settle(durable=not self.distrusted) and not self.distrusted
+            idle = not (self._unsynced or self._pending or self._loose)
+        return (idle or self._settle(durable=True)) and not self.distrusted
 
     def _settle(self, *, durable: bool) -> bool:
         with self._lock:
+            if self._untrue:
+                return False
             batch, self._pending = self._pending, Batch()
             self._freeing, self._retiring = self._retiring, []
+            durable = (durable or batch.replaces) and not self.distrusted
+            unsynced = self._unsynced if durable else set()
+            self._unsynced = self._unsynced - unsynced
+            generation = self._generation
+            self._generation += 1
         try:
+            durable = durable and self._sync_segments(unsynced)
             if batch or durable:
                 self._index.apply(batch, self.geometry, durable=durable)
                 self._loose = not durable
+            if durable:
+                self._confirmed = generation
         except BaseException as error:  # whatever it is: a sync that found nothing pending would confirm what was lost
             with self._lock:
+                self._unsynced |= unsynced
                 batch.add(self._pending)
                 self._pending = batch
                 self._retiring += self._freeing
@@ -358,6 +382,18 @@ class DiskTier(DiskLedger):
             return False
         self._free()
         return True
+
+    def _sync_segments(self, numbers: Iterable[int]) -> bool:
+        """Have payloads on the device; False, from now on, when it refuses."""
+        try:
+            for number in sorted(numbers):
+                self._segments[number].sync()
+        except OSError as error:
+            self.distrusted = True
+            with self._lock:
+                self.stats.sync_errors += 1
+            self._complain("the device does not confirm what was written: %s", error.strerror or error)
+        return not self.distrusted
 
     def _free(self) -> None:
         """Give back the extents of records that the index knows nothing of any more, a few at a time: whoever waits for

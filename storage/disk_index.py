@@ -109,6 +109,8 @@ class Batch:
     changes: dict[Name, Row | None] = field(default_factory=dict)
     """The row that a name has after that; None = none."""
     quarantined: list[Quarantined] = field(default_factory=list)
+    replaces: bool = False
+    """A record that is confirmed loses its place to another one: what is new has to be on the device first."""
 
     def move(self, step: tuple[int | None, ...]) -> None:
         """Have databases, as they are after all that is in the batch, go where `step` says. Costs a step a change."""
@@ -126,6 +128,7 @@ class Batch:
             self.move(later.moved)
         self.changes.update(later.changes)
         self.quarantined += later.quarantined
+        self.replaces = self.replaces or later.replaces
 
     def __len__(self) -> int:
         return len(self.changes) + len(self.quarantined) + (self.moved != STAY)

@@ -8,9 +8,10 @@ device or the bytes there were bad. `check_integrity` adds them up.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
+from types import MappingProxyType
 
 from .allocator import Allocator, Extent
 from .disk_index import STAY, Batch, Quarantined, row_of
@@ -49,6 +50,7 @@ class DiskStats:
     index_errors: int = 0
     sync_errors: int = 0
     no_room: int = 0
+    gave_way: int = 0
     recovered: int = 0
     dropped: int = 0
 
@@ -81,6 +83,12 @@ class DiskLedger:
         self._reserved: set[Extent] = set()
         self._coming = 0  # records that are to lie there: several in one extent until they are written together
         self._pending = Batch()  # what the index has yet to learn
+        self._untrue: dict[Name, Sequence[Record]] = {}  # why the index shall not learn of it yet: see `swap`
+        self._generation = 1  # of the records that the pending batch brings
+        self._confirmed = 0  # the last generation that survives a loss of power
+        self._superseded: dict[Record, None] = {}  # the longest superseded first
+        self.superseded_bytes = 0
+        """Extents of records that stay only until their keys' newer values are on disk."""
         self._retiring: list[Record] = []  # their rows may still be in the index on disk
         self._freeing: list[Record] = []  # of these whoever is settling takes care
         self._lingering: set[Record] = set()  # their rows are gone, a reader is not
@@ -101,23 +109,25 @@ class DiskLedger:
             self._coming -= 1
             self._allocator.free(extent)
 
-    def publish(self, record: Record) -> bool:
+    def publish(self, record: Record, instead: Iterable[Record] = ()) -> bool:
         """Make a written record the one of its key, and the hottest. False: a newer one is there, this one is gone.
 
-        Newer is what was written later, or came by the name later. A block that was renamed while it was being written
-        is given its new name (`Record.rename`) before this.
+        Newer is what was written later, or came by the name later, unless it is superseded. A block that was renamed
+        while it was being written is given its new name (`Record.rename`) before this. `instead` are superseded
+        records, under whatever names, that leave with the same step.
         """
         with self._lock:
             self._reserved.remove(record.extent)
             self._coming -= 1
             old = self._spaces[record.space].get(record.key)
-            if old is not None and max(old.seq, old.named_seq) > record.seq:
+            if old is not None and not old.superseded and max(old.seq, old.named_seq) > record.seq:
                 self._allocator.free(record.extent)
                 return False
-            if old is not None:
-                self._retire(old)
+            self._replace(old, *instead)
+            self._untrue.pop(record.name, None)
             self._spaces[record.space][record.key] = record
             self._order[record] = None
+            record.generation = self._generation
             self._pending.changes[record.name] = row_of(record)
             self.live_bytes += record.extent.length
             return True
@@ -135,24 +145,74 @@ class DiskLedger:
     def forget(self, key: bytes, space: int) -> bool:
         """Drop a key's record; False when there is none. Until `sync` a crash may bring it back."""
         with self._lock:
+            self._untrue.pop((key, space), None)
             record = self._spaces[space].get(key)
             if record is None:
                 return False
             self._retire(record)
             return True
 
-    def rename(self, old: Name, new: Name) -> bool:
+    def supersede(self, record: Record) -> None:
+        """Keep a record, which nobody is to read any more, until `publish`, `rename` or `drop` is told to let it go: a
+        crash brings it back. No other block makes it leave, unless nothing else would make room."""
+        with self._lock:
+            if record in self._order and not record.superseded:
+                record.superseded = True
+                self._order.move_to_end(record)  # out of the way of who looks for the coldest
+                self._superseded[record] = None
+                self.superseded_bytes += record.extent.length
+
+    def drop(self, records: Iterable[Record]) -> None:
+        """Let records go that are there still. Until `sync` a crash may bring them back."""
+        with self._lock:
+            for record in records:
+                if record in self._order:
+                    self._retire(record)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is any name in `untrue`."""
+        return bool(self._untrue)
+
+    @property
+    def untrue(self) -> list[Name]:
+        """The names whose values have to be published, or forgotten, before the index learns of anything: `settle` and
+        `sync` are False until then."""
+        with self._lock:
+            return list(self._untrue)
+
+    def rename_untrue(self, old: Name, new: Name) -> None:
+        """A value that is waited for, and that memory alone has, has another name."""
+        with self._lock:
+            waiting = [self._untrue.pop(name) for name in (old, new) if name in self._untrue]
+            if waiting:
+                self._untrue[new] = [record for records in waiting for record in records]
+
+    def give_up(self, name: Name | None = None) -> bool:
+        """Wait no longer for the value of a name in `untrue`, or None = of all: what a crash would find there instead
+        leaves. False when it was not waited for."""
+        with self._lock:
+            names = list(self._untrue) if name is None else [name] if name in self._untrue else []
+            for each in names:
+                record = self._spaces[each[1]].get(each[0])
+                for leaving in (record, *self._untrue.pop(each)):
+                    if leaving is not None and leaving.superseded and leaving in self._order:
+                        self._retire(leaving)
+                        self.stats.gave_way += 1
+            return bool(names)
+
+    def rename(self, old: Name, new: Name, instead: Iterable[Record] = ()) -> bool:
         """Have the record of one name be that of another, in place of the one that is there; False when there is none.
 
-        It stays the same object, and as hot as it was. After a crash it has one of the two names.
+        It stays the same object, and as hot as it was. After a crash it has one of the two names. `instead` is as in
+        `publish`.
         """
         with self._lock:
             record = self._spaces[old[1]].get(old[0])
             if record is None or old == new:
                 return record is not None
-            replaced = self._spaces[new[1]].get(new[0])
-            if replaced is not None:
-                self._retire(replaced)
+            self._replace(self._spaces[new[1]].get(new[0]), *instead)
+            self._untrue.pop(new, None)
             del self._spaces[old[1]][old[0]]
             self._spaces[new[1]][new[0]] = record
             record.rename(*new)
@@ -161,11 +221,21 @@ class DiskLedger:
             self._pending.changes[new] = row_of(record)
             return True
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchange two databases. Costs a step a record in them, and none of I/O."""
+    def swap(self, first: int, second: int, untrue: Mapping[Name, Sequence[Record]] = MappingProxyType({})) -> None:
+        """Exchange two databases. Costs a step a record in them, and none of I/O.
+
+        `untrue` are names, as they are afterwards, whose values memory alone has: until those are published nothing is
+        true that could be found of these names after a crash, nor of the superseded records that are given for each, so
+        the index learns of nothing.
+        """
         with self._lock:
             spaces = self._spaces
-            if first == second or not (spaces[first] or spaces[second]):
+            if first == second:
+                return
+            others = {first: second, second: first}
+            self._untrue = {(key, others.get(each, each)): old for (key, each), old in self._untrue.items()}
+            self._untrue.update(untrue)
+            if not (spaces[first] or spaces[second]):
                 return
             spaces[first], spaces[second] = spaces[second], spaces[first]
             named_seq = self._next_seq()
@@ -176,6 +246,7 @@ class DiskLedger:
             step = list(STAY)
             step[first], step[second] = second, first
             self._pending.move(tuple(step))
+            self._pending.replaces = True
 
     def clear(self, space: int | None = None) -> int:
         """Drop every record, or those of one database; gives how many. Until `sync` a crash may bring them back.
@@ -184,17 +255,21 @@ class DiskLedger:
         """
         with self._lock:
             leaving = range(SPACES) if space is None else (space,)
+            self._untrue = {name: old for name, old in self._untrue.items() if name[1] not in leaving}
             count = sum(len(self._spaces[each]) for each in leaving)
             if not count:  # then the index will have no such row either, once it knows what is pending
                 return 0
             if count == len(self._order):
                 self._retiring += self._order
                 self._order = OrderedDict()
-                self.live_bytes = 0
+                self.live_bytes = self.superseded_bytes = 0
+                self._superseded = {}
             else:
                 order, records = self._order, list(self._spaces[leaving[0]].values())
                 for record in records:
                     del order[record]
+                    if record.superseded:
+                        self._forget_superseded(record)
                 self.live_bytes -= sum([record.extent.length for record in records])
                 self._retiring += records
             for each in leaving:
@@ -212,13 +287,18 @@ class DiskLedger:
             self._pending.changes[record.name] = row_of(record)
             return True
 
+    def superseded(self) -> list[Record]:
+        """The superseded records, as of now."""
+        with self._lock:
+            return list(self._superseded)
+
     def records(self) -> Iterator[Record]:
-        """Every record, coldest first, as of now."""
+        """Every record, superseded ones included, coldest first, as of now."""
         with self._lock:
             return iter(list(self._order))
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) - len(self._superseded)
 
     @property
     def limit_bytes(self) -> int:
@@ -240,11 +320,17 @@ class DiskLedger:
         """Whether `settle` has anything to do."""
         return bool(self._pending or self._retiring)
 
+    @property
+    def replaces(self) -> bool:
+        """Whether `settle` would have to wait for the device: a confirmed record has been replaced."""
+        return self._pending.replaces
+
     def figures(self) -> dict[str, int | str]:
         """What an operator wants to know, cheaply; sizes in bytes."""
         return {
             "capacity": self.limit_bytes,
             "used": self.live_bytes,
+            "superseded": self.superseded_bytes,
             "files": self.file_bytes,
             "free": self.free_bytes,
             "entries": len(self),
@@ -262,6 +348,8 @@ class DiskLedger:
             assert not self._freeing
             live = [record.extent for record in self._order]
             assert sum(extent.length for extent in live) == self.live_bytes
+            assert self._superseded.keys() == {record for record in self._order if record.superseded}
+            assert sum(record.extent.length for record in self._superseded) == self.superseded_bytes
             retired = [record.extent for record in (*self._retiring, *self._lingering)]
             taken = sorted(
                 [*live, *retired, *self._reserved, *self._suspects, *self._set_aside, *self._allocator.holes()]
@@ -307,12 +395,25 @@ class DiskLedger:
         del self._order[record]
         del self._spaces[record.space][record.key]
         self.live_bytes -= record.extent.length
+        if record.superseded:
+            self._forget_superseded(record)
         self._pending.changes[record.name] = None
+
+    def _forget_superseded(self, record: Record) -> None:
+        del self._superseded[record]
+        self.superseded_bytes -= record.extent.length
 
     def _retire(self, record: Record) -> None:
         """Let a record go; its extent is free once the index knows and nobody reads it."""
         self._leave(record)
         self._retiring.append(record)
+
+    def _replace(self, *records: Record | None) -> None:
+        """Let records go, as far as they are there, for what comes in their place with the same batch."""
+        for record in records:
+            if record is not None and record in self._order:
+                self._pending.replaces = self._pending.replaces or record.generation <= self._confirmed
+                self._retire(record)
 
     def _put_in_quarantine(self, record: Record, reason: str) -> None:
         record.damaged = True
@@ -381,7 +482,7 @@ class DiskLedger:
     def _evict(self, nbytes: int, count: int) -> list[Record] | None:
         """Let the coldest records go between which `nbytes` will be free, or as many of them as `count` more would be
         too many; None when those that are looked at would not do."""
-        idle = (each for each in self._order if not each.readers)
+        idle = filter(self._may_leave, self._order)
         excess = self._excess(count)
         if excess > 0:
             leaving = list(islice(idle, excess))
@@ -390,6 +491,32 @@ class DiskLedger:
             found = self._allocator.window(nbytes, islice(idle, LOOK_RECORDS_MAX))
             leaving = [] if found is None else found[1]
         self._let_leave(leaving)
+        return leaving or None
+
+    @staticmethod
+    def _may_leave(record: Record) -> bool:
+        return not (record.readers or record.superseded)
+
+    def _give_way(self, nbytes: int, count: int, instead: Iterable[Record], *, evict: bool) -> list[Record] | None:
+        """Let superseded records go since nothing else makes room: those of the very values that are to be written, and
+        with `evict` the longest superseded and some of the coldest between them. None when not even that would do."""
+        candidates: Iterable[Record] = [each for each in instead if each in self._order]
+        if evict:
+            coldest = islice(filter(self._may_leave, self._order), LOOK_RECORDS_MAX)
+            candidates = dict.fromkeys(chain(candidates, islice(self._superseded, LOOK_RECORDS_MAX), coldest))
+        idle = (each for each in candidates if not each.readers)
+        excess = self._excess(count)
+        if excess > 0:
+            leaving = list(islice(idle, excess))
+            leaving = leaving if len(leaving) == excess else []
+        else:
+            found = self._allocator.window(nbytes, idle)
+            leaving = [] if found is None else found[1]
+        superseded = [each for each in leaving if each.superseded]
+        self.stats.gave_way += len(superseded)
+        for record in superseded:
+            self._retire(record)
+        self._let_leave([each for each in leaving if not each.superseded])
         return leaving or None
 
     def _let_leave(self, leaving: list[Record]) -> None:

@@ -211,7 +211,7 @@ class Ledger:
         if old is None:
             self.stats.created += 1
         else:
-            self._retire(old)
+            self._retire(old, entry)
             self.stats.overwritten += 1
         (self.policy if entry.value is None else self.inline_policy).admit(entry)
         if expire_at_ms:
@@ -234,11 +234,14 @@ class Ledger:
         if self.journal is not None:
             self.journal.append((why, entry.key, entry.space))
 
-    def _retire(self, entry: Entry) -> None:
-        """Let go of an entry that has just left the index, on disk too."""
+    def _retire(self, entry: Entry, successor: Entry | None = None) -> None:
+        """Let go of an entry that has just left the index, on disk too, there when its successor has been written."""
         if self.tiering is not None:
             self.unsaved.pop(entry, None)
-            self.tiering.forget(entry)
+            if successor is None:
+                self.tiering.forget(entry)
+            else:
+                self.tiering.supersede(entry, successor)
         if entry.extent is NOWHERE and entry.value is None:
             self.away -= 1
             return

@@ -30,7 +30,7 @@ class Moves(Ledger):
             cost_bytes = entry.memory_bytes
             replaced = self.index.rename(entry, *new)
             if replaced is not None:
-                self._retire(replaced)
+                self._retire(replaced, entry)
                 self.stats.overwritten += 1
             if self.journal is not None:
                 self.journal += [("del", *old), ("set", *new)]

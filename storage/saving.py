@@ -58,7 +58,7 @@ class Saving:
         if current is not None and current.work():
             saved = False
             try:
-                saved = self._tiering.disk.sync()
+                saved = self._tiering.sync()
                 current.look_again()
             finally:  # whatever comes of it: those who wait must hear
                 self._over(current, saved=saved)

@@ -86,6 +86,10 @@ class Record:
     """The number of the write to the store that made it; 0 = it was found at the start."""
     damaged: bool = False
     """It could not be read back as it was: that is why it is gone."""
+    superseded: bool = False
+    """Its key has a newer value in memory; it stays for a crash until that value is on disk (superseded.py)."""
+    generation: int = 0
+    """The number of the batch with which the index learned of it; 0 = it was found at the start."""
 
     @property
     def name(self) -> Name:

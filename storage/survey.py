@@ -67,6 +67,7 @@ def check_integrity(store: "Store") -> None:
     assert all(entry.record is not None for entry in away), "a block is nowhere"
     if store.tiering is not None:
         assert set(store.unsaved) == {entry for entry in store.index if entry.record is None}
+        store.tiering.superseded.check_integrity(store.unsaved)
     inline = [entry for entry in store.index if entry.value is not None]
     assert sum(entry.extent.length for entry in in_arena) == store.live_bytes
     assert sum(entry.memory_bytes for entry in inline) == store.inline_bytes

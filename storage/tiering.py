@@ -26,6 +26,7 @@ from .prefetch import PrefetchJob, PrefetchJobs
 from .saving import Saving
 from .segment import Record
 from .stats import TierStats
+from .superseded import Superseded
 from .transfers import Kind, State, Transfer, Transfers
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ LOOK_PART: Final = 4
 LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
 """We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
 that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is tried."""
+
+REPLACED_WAIT_S: Final = 1.0
+"""How long a kill may bring back what was deleted or replaced, when the index has to wait for the device before it
+learns of it: as often as Redis syncs its log (appendfsync everysec)."""
+
+SYNC_TRIES: Final = 8
+"""How often a sync writes what one more SWAPDB makes it wait for."""
+
+SUPERSEDED_PART: Final = 8
+"""When superseded records take more than an eighth of the disk, the values that supersede them are written."""
 
 AHEAD_ENTRIES_MAX: Final = 512
 """How many of the coldest entries are looked through for that: a tenth of a millisecond."""
@@ -75,7 +86,8 @@ class Tiering:
         """How long somebody who stores should wait for the disk to make room."""
         self._store = store
         self.stats = TierStats()
-        self.carrier = Carrier(store, disk, self.stats)
+        self.superseded = Superseded(disk)
+        self.carrier = Carrier(store, disk, self.superseded, self.stats)
         self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX, disk.limit_bytes // AHEAD_DISK_PART)
         self._failing_bytes = self._ahead_bytes // LOOK_PART
         self._look_bytes = min(self._failing_bytes, LOOK_BYTES_MAX)
@@ -84,6 +96,8 @@ class Tiering:
         self._inline_taken_bytes = 0
         self._inline_spill: Future[None] | None = None
         self._settling: Future[bool] | None = None
+        self._settled_s = 0.0
+        self._successors: Future[None] | None = None
 
     # ---- for the store, its lock held --------------------------------------------------------------------------------
 
@@ -100,9 +114,13 @@ class Tiering:
         """An entry has left the index."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
-        if entry.record is not None:
-            self.disk.forget(entry.key, entry.space)
-            entry.record = None
+        self.superseded.forget(entry)
+
+    def supersede(self, old: Entry, entry: Entry) -> None:
+        """An entry has left the index, since `entry` has come in its place."""
+        if len(self.transfers):
+            self.transfers.forget(old.key, old.space)
+        self.superseded.take_over(old, entry)
 
     def unloaded(self, entry: Entry, record: Record) -> None:
         """An entry has left memory. What is still in flight for it brings nothing to who sends for it from now on."""
@@ -113,20 +131,21 @@ class Tiering:
     def clear(self, space: int | None) -> None:
         """A database, or all, is emptied."""
         self.transfers.forget_all(space)
+        self.superseded.clear(space)
         self.disk.clear(space)
 
     def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
         """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
         self.transfers.forget(*old)
-        if entry.record is not None and not self.disk.rename(old, (entry.key, entry.space)):
+        if not self.superseded.rename(entry, old):
             self.carrier.let_go(entry)
         return entry.is_resident or entry.record is not None
 
     def swap(self, first: int, second: int) -> None:
-        """Two databases are exchanged."""
+        """Two databases are exchanged, but for what their entries say of themselves."""
         for space in (first, second):
             self.transfers.forget_all(space)
-        self.disk.swap(first, second)
+        self.superseded.swap(first, second, filter(self.storable, self._store.unsaved))
 
     def set_expiry(self, entry: Entry) -> None:
         """An entry has another end."""
@@ -150,10 +169,34 @@ class Tiering:
         """To be called some ten times a second: what is due by the clock."""
         self.io.drop_overdue()
         self.jobs.cancel_overdue()
-        if self.disk.unsettled and (self._settling is None or self._settling.done()):
+        self._write_successors()
+        now_s = self._store.now_s()
+        due = self.disk.unsettled and (not self.disk.replaces or now_s - self._settled_s >= REPLACED_WAIT_S)
+        if due and (self._settling is None or self._settling.done()):
+            self._settled_s = now_s
             # As urgent as a demand: behind a stream of those it would never run, and a kill would bring back everything
             # that was deleted or written over meanwhile.
             self._settling = self.io.submit(Priority.DEMAND, 0, self.disk.settle)
+
+    def _write_successors(self) -> None:
+        """Have those written for whom the index waits, or who keep too much of the disk's room taken."""
+        disk = self.disk
+        waited_for = disk.untrue
+        too_much = disk.superseded_bytes * SUPERSEDED_PART > disk.limit_bytes
+        if not (waited_for or too_much) or not (self._successors is None or self._successors.done()):
+            return
+        with self._store._lock:
+            plan = self.waited_for(waited_for)
+            if too_much:
+                plan += filter(self.storable, islice(self.superseded, AHEAD_ENTRIES_MAX))
+        if plan:
+            job = partial(self._write_all, plan)
+            self._successors = self.io.submit(Priority.SPILL, sum(entry.length for entry in plan), job)
+
+    def waited_for(self, names: Iterable[tuple[bytes, int]]) -> list[Entry]:
+        """The store's lock is held: the unsaved entries of these names."""
+        found = [self._store.index.get(*name) for name in names]
+        return [entry for entry in found if entry is not None and entry in self._store.unsaved]
 
     def close(self, *, save: bool) -> None:
         """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk."""
@@ -263,16 +306,32 @@ class Tiering:
         return plan
 
     def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
-        """The entries whose write had number `since` or a later one and that the disk has not, with those numbers. All
-        of them (0) in the order in which they would leave: if the disk is too small it has the hottest in the end."""
+        """The entries whose write had number `since` or a later one and that the disk has not, with those numbers, and
+        those for which the index waits. All of them (0) in the order in which they would leave: if the disk is too
+        small it has the hottest in the end."""
         store = self._store
+        untrue = self.disk.untrue
         with store._lock:
             if since > 0:
-                return list(takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items())))
+                found = dict(takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items())))
+                found.update((entry, store.unsaved[entry]) for entry in self.waited_for(untrue))
+                return list(found.items())
             ordered = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
             ordered = [entry for entry in ordered if entry in store.unsaved]
             leased = store.unsaved.keys() - set(ordered)
             return [(entry, store.unsaved[entry]) for entry in (*ordered, *leased)]
+
+    def sync(self) -> bool:
+        """Have all that has been written or deleted survive a crash; blocks. For a SWAPDB that has come meanwhile some
+        more is written, since nothing can be confirmed before."""
+        for _ in range(SYNC_TRIES):
+            saved = self.disk.sync()
+            if saved or not self.disk.waits:
+                return saved
+            with self._store._lock:
+                plan = self.waited_for(self.disk.untrue)
+            self._write_all(plan)
+        return False
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""

@@ -333,7 +333,9 @@ def _unsaved(seen: Seen) -> Values:
 
 DISK: Final = (
     _of_disk("disk_capacity_bytes", "capacity", "What the disk tier may take."),
-    _of_disk("disk_used_bytes", "used", "Records that can be read."),
+    _of_disk("disk_used_bytes", "used", "Records, superseded ones included."),
+    _of_disk("disk_superseded_bytes", "superseded", "Records that are kept for a crash until their keys' newer values "
+             "are on disk."),
     _of_disk("disk_file_bytes", "files", "Files of the disk tier."),
     _of_disk("disk_blocks", "entries", "Blocks on disk."),
     _of_disk("disk_read_bytes", "read_bytes", "Read from the device.", Kind.COUNTER),

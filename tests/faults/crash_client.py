@@ -6,7 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from tests.faults.crash_model import NOTHING, VALUE_BYTES_MIN, Held, Name, Seen, Writes, ident_of, value
+from tests.faults.crash_model import (
+    NOTHING,
+    VALUE_BYTES_MAX,
+    VALUE_BYTES_MIN,
+    Held,
+    Name,
+    Seen,
+    Writes,
+    ident_of,
+    value,
+)
 from tests.server.feed import Word, request
 
 LIMIT_S: Final = 20
@@ -14,6 +24,8 @@ LIMIT_S: Final = 20
 
 KIB: Final = 1024
 BIG_KEYS, SMALL_KEYS = 12, 12
+PIECES_MAX: Final = 8
+"""A value is appended to so many times at most."""
 LENGTHS: Final = (16 * KIB, 64 * KIB, 256 * KIB, 700 * KIB, 1024 * KIB, 2048 * KIB)
 READ_KEYS_MAX: Final = 4
 WAIT_MS: Final = 5000
@@ -82,6 +94,7 @@ class Load:
         self._space = 0
         self._misses = misses
         self._batch: list[tuple[bytes, Callable[[Reply], None]]] = []
+        self._sizes: dict[int, tuple[int, int]] = {}  # of each value: its bytes, and its pieces
 
     def run(self, port: int) -> None:
         """Until the server is gone; what is wrong, a silent server included, is kept in `trouble`."""
@@ -113,9 +126,10 @@ class Load:
         self._space = rng.choice(self._spaces)
         self._add(_is_ok, "SELECT", self._space)
         for _ in range(rng.choice((1, 1, 2, 5))):
-            rng.choices((self._set, self._delete, self._expire), (12, 3, 2))[0]()
-        last = (self._read, self._rename, self._save, self._prefetch, self._swap, self._flush)
-        rng.choices(last, (40, 12, 8, 6, 2, 0.5))[0]()
+            writes = (self._set, self._delete, self._expire, self._edit, self._copy, self._replace, self._by_rename)
+            rng.choices(writes, (12, 3, 2, 4, 1, 1, 1))[0]()
+        last = (self._read, self._rename, self._move, self._save, self._prefetch, self._swap, self._flush)
+        rng.choices(last, (36, 10, 4, 12, 5, 3, 0.5))[0]()
 
     def _add(self, told: Callable[[Reply], None], *words: Word | int) -> None:
         self._batch.append((request(*(str(each) if isinstance(each, int) else each for each in words)), told))
@@ -138,15 +152,65 @@ class Load:
     def _end(self) -> int:
         return _now_ms() + self._rng.choice((300, 1500, 3_600_000)) + self._rng.randrange(500)
 
-    def _set(self) -> None:
-        name, rng = self._name(), self._rng
+    def _set(self, name: Name | None = None) -> None:
+        name, rng = name or self._name(), self._rng
         above = rng.randrange(1, len(LENGTHS))
         length = rng.randrange(LENGTHS[above - 1], LENGTHS[above] + 1)
         if b"small" in name[0]:
             length = rng.randrange(VALUE_BYTES_MIN, 16 * KIB)
         at_ms = self._end() if rng.random() < 0.15 else 0
-        body = value(self.writes.set(name, at_ms), length)
-        self._write(_is_ok, "SET", name[0], body, *(("PXAT", at_ms) if at_ms else ()))
+        ident = self.writes.set(name, at_ms)
+        self._sizes[ident] = length, 1
+        self._write(_is_ok, "SET", name[0], value(ident, length), *(("PXAT", at_ms) if at_ms else ()))
+
+    def _edit(self) -> None:
+        """APPEND to what is there, or SETRANGE over all of it."""
+        name, rng = self._name(), self._rng
+        before = self.writes.latest(name)
+        if self._misses or not before.ident or before.expire_at_ms:
+            return  # it might be gone, and what is made of nothing is another value
+        length, pieces = self._sizes[before.ident]
+        if pieces < PIECES_MAX and rng.random() < 0.6:
+            more = rng.randrange(VALUE_BYTES_MIN, rng.choice((4 * KIB, 64 * KIB)))
+            ident = self.writes.set(name)
+            self._sizes[ident] = length + more, pieces + 1
+            self._write(_is_number, "APPEND", name[0], value(ident, more, before.ident))
+        else:
+            length = min(length + rng.randrange(4 * KIB), VALUE_BYTES_MAX) if length <= VALUE_BYTES_MAX else 0
+            if length:
+                ident = self.writes.set(name)
+                self._sizes[ident] = length, 1
+                self._write(_is_number, "SETRANGE", name[0], 0, value(ident, length))
+
+    def _copy(self) -> None:
+        """COPY REPLACE."""
+        old, new = self._name(), self._name()
+        source, target = self.writes.latest(old), self.writes.latest(new)
+        if old == new or not source.ident or source.expire_at_ms:
+            return
+        self.writes.copy(old, new)
+
+        def told(reply: Reply) -> None:
+            if reply != 1:
+                assert reply == 0, reply
+                self._gone(old, source)
+                self.writes.unsaid(new, target)
+
+        self._write(told, "COPY", old[0], new[0], "REPLACE")
+
+    def _replace(self) -> None:
+        """DEL, then SET."""
+        name = self._name()
+        self.writes.delete([name])
+        self._write(_is_number, "DEL", name[0])
+        self._set(name)
+
+    def _by_rename(self) -> None:
+        """SET under another name, then RENAME: how programs replace a value as a whole."""
+        old, new = self._name(), self._name()
+        if old != new:
+            self._set(old)
+            self._rename(old, new)
 
     def _delete(self) -> None:
         names = [self._name() for _ in range(self._rng.choice((1, 2)))]
@@ -170,8 +234,8 @@ class Load:
         words = ("PEXPIREAT", name[0], at_ms) if at_ms else ("PERSIST", name[0])
         self._write(told, *words)
 
-    def _rename(self) -> None:
-        old, new = self._name(), self._name()
+    def _rename(self, old: Name | None = None, new: Name | None = None) -> None:
+        old, new = old or self._name(), new or self._name()
         source, target = self.writes.latest(old), self.writes.latest(new)
         if old == new or not source.ident:
             return
@@ -185,6 +249,22 @@ class Load:
                 self.writes.unsaid(new, target)
 
         self._write(told, "RENAME", old[0], new[0])
+
+    def _move(self) -> None:
+        old = self._name()
+        new = old[0], self._spaces[old[1] == self._spaces[0]]
+        source = self.writes.latest(old)
+        if not source.ident or source.expire_at_ms or self.writes.latest(new).ident:
+            return
+        self.writes.rename(old, new)
+
+        def told(reply: Reply) -> None:
+            if reply != 1:
+                assert reply == 0, reply
+                self._gone(old, source)
+                self.writes.unsaid(new, NOTHING)
+
+        self._write(told, "MOVE", old[0], new[1])
 
     def _swap(self) -> None:
         self.writes.swap(*self._spaces)

@@ -1,7 +1,8 @@
 """What may be found after a process has died: one client's writes in order, and how far they are known to be on disk.
 
 Every value is one of a kind. Its head names it, the rest follows from that, so wrong bytes are known without a list of
-right ones, and a value can be recognised under any name. Each key has one writer, whose commands are executed in their
+right ones, and a value can be recognised under any name. What was appended is a value too, which says behind what it
+came; the last one gives the whole its number. Each key has one writer, whose commands are executed in their
 order: so what a key may hold is any state from the last one on that the disk has confirmed, those included that were
 sent and never answered.
 """
@@ -9,14 +10,14 @@ sent and never answered.
 import random
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 Name = tuple[bytes, int]
 """A key and its database."""
 
-_HEAD = struct.Struct("<8sQQI")
+_HEAD = struct.Struct("<8sQQQI")
 _MAGIC: Final = b"crashtst"
 VALUE_BYTES_MIN: Final = _HEAD.size
 VALUE_BYTES_MAX: Final = 2 * 1024 * 1024
@@ -24,21 +25,27 @@ _NOISE: Final = random.Random(11).randbytes(4 * VALUE_BYTES_MAX)
 _STARTS: Final = 2 * VALUE_BYTES_MAX
 
 
-def value(ident: int, length: int) -> bytes:
-    """The bytes of value number `ident`: no other number, length or part of another value looks like it."""
-    head = struct.pack("<8sQQ", _MAGIC, ident, length)
+def value(ident: int, length: int, after: int = 0) -> bytes:
+    """The bytes of value number `ident`, appended to value `after` if that is not 0: no other number, length or part of
+    another value looks like it."""
+    head = struct.pack("<8sQQQ", _MAGIC, ident, length, after)
     start = ident * 4099 % _STARTS
     return b"".join((head, zlib.crc32(head).to_bytes(4, "little"), _NOISE[start : start + length - _HEAD.size]))
 
 
 def ident_of(found: bytes | bytearray | memoryview) -> int:
     """Which value these bytes are; AssertionError unless they are one, to the last byte."""
-    assert len(found) >= _HEAD.size, f"{len(found)} bytes are no value"
-    magic, ident, length, _ = _HEAD.unpack_from(found)
-    assert magic == _MAGIC, f"wrong bytes: {bytes(found[:40])!r}"
-    assert length == len(found), f"value {ident} of {length} bytes has {len(found)}"
-    assert found == value(ident, length), f"value {ident} has wrong bytes"
-    return int(ident)
+    at = ident = 0
+    while True:
+        before, rest = ident, memoryview(found)[at:]
+        assert len(rest) >= _HEAD.size, f"{len(rest)} bytes are no value"
+        magic, ident, length, after, _ = _HEAD.unpack_from(rest)
+        assert magic == _MAGIC, f"wrong bytes: {bytes(rest[:40])!r}"
+        assert length <= len(rest), f"value {ident} of {length} bytes has {len(rest)}"
+        assert rest[:length] == value(ident, length, before), f"value {ident} behind {before}, {after}, has wrong bytes"
+        at += length
+        if at == len(found):
+            return int(ident)
 
 
 class Held(NamedTuple):
@@ -72,7 +79,9 @@ class Writes:
         """How many writes there were: what `confirm` is given back."""
         self._next_ident = first_ident
         self._states: dict[Name, list[tuple[int, Held]]] = {}  # from the confirmed one on, each with its write's number
-        self._doomed: set[int] = set()  # values that something was sent against
+        self._deleted: set[int] = set()  # values that were taken away without another one in their place
+        self._copied: set[int] = set()  # values that may be under several names
+        self._followed: dict[int, set[int]] = {}  # what has come in a value's place, under whatever name
 
     def latest(self, name: Name) -> Held:
         """What a name holds once everything has been executed that was sent."""
@@ -83,6 +92,11 @@ class Writes:
         """Every name that was ever written."""
         return list(self._states)
 
+    def at_stake(self) -> int:
+        """How many names hold something that is confirmed and was written over, and not deleted, since."""
+        states = ([held for _, held in each] for each in self._states.values())
+        return sum(len(each) > 1 and NOTHING not in each and each[0] != each[-1] for each in states)
+
     # ---- what was sent -----------------------------------------------------------------------------------------------
 
     def set(self, name: Name, expire_at_ms: int = 0) -> int:
@@ -90,7 +104,7 @@ class Writes:
         self.sent += 1
         ident = self._next_ident
         self._next_ident += 1
-        self._doomed.add(self.latest(name).ident)
+        self._follow(name, ident)
         self._note(name, Held(ident, expire_at_ms))
         return ident
 
@@ -98,7 +112,7 @@ class Writes:
         """Names are to hold nothing: DEL, FLUSHDB."""
         self.sent += 1
         for name in names:
-            self._doomed.add(self.latest(name).ident)
+            self._deleted.add(self.latest(name).ident)
             self._note(name, NOTHING)
 
     def expire(self, name: Name, at_ms: int) -> None:
@@ -107,11 +121,19 @@ class Writes:
         if self.latest(name).ident:
             self._note(name, Held(self.latest(name).ident, at_ms))
 
+    def copy(self, old: Name, new: Name) -> None:
+        """COPY REPLACE: `old` must hold something, and not be `new`."""
+        self.sent += 1
+        held = self.latest(old)
+        self._copied.add(held.ident)
+        self._follow(new, held.ident)
+        self._note(new, held)
+
     def rename(self, old: Name, new: Name) -> None:
         """`old` must hold something, and not be `new`."""
         self.sent += 1
         held = self.latest(old)
-        self._doomed.add(self.latest(new).ident)
+        self._follow(new, held.ident)
         self._note(old, NOTHING)
         self._note(new, held)
 
@@ -139,8 +161,10 @@ class Writes:
     def unsaid(self, name: Name, held: Held) -> None:
         """A write to `name` turned out to have done nothing: it still holds what it did."""
         self.sent += 1
-        self._doomed.discard(held.ident)
         self._note(name, held)
+
+    def _follow(self, name: Name, ident: int) -> None:
+        self._followed.setdefault(self.latest(name).ident, set()).add(ident)
 
     def _note(self, name: Name, held: Held) -> None:
         self._states.setdefault(name, [(0, NOTHING)]).append((self.sent, held))
@@ -155,19 +179,35 @@ class Writes:
         for name, each in seen.items():
             if each.held.ident:
                 other = homes.setdefault(each.held.ident, name)
-                assert other == name, f"value {each.held.ident} is under two names: {other} and {name}"
+                assert other == name or each.held.ident in self._copied, (
+                    f"value {each.held.ident} is under two names: {other} and {name}"
+                )
         for name, each in seen.items():
             states = [held for _, held in self._states.get(name, [(0, NOTHING)])]
             if each.held.ident:
                 assert each.held in states, f"{name} holds {each.held}; it may hold {states}"
                 assert not each.held.is_over(each.from_ms), f"{name} is served {each.from_ms} ms after its end"
-            elif not misses and states[0].ident not in {0, *homes, *self._doomed}:
-                mine = [held for held in self._held_anywhere(states[0].ident) if held.is_over(looked_ms)]
-                assert mine, f"{name} is lost; it may hold {states}"
+            elif not misses:
+                over = any(held.is_over(looked_ms) for held in states)
+                assert over or NOTHING in states, f"{name} is lost; it may hold {states}"
+                assert self._has_left_something(states[0].ident, set(homes), looked_ms), (
+                    f"{states[0]}, confirmed under {name}, is lost, and so is all that has come in its place"
+                )
         for name, each in seen.items():
             self._states[name] = [(0, each.held)]
-        self._doomed.clear()
+        self._deleted.clear()
+        self._followed.clear()
 
-    def _held_anywhere(self, ident: int) -> list[Held]:
-        """Each state of a value under whatever name."""
-        return [held for states in self._states.values() for _, held in states if held.ident == ident]
+    def _has_left_something(self, ident: int, found: Collection[int], now_ms: int) -> bool:
+        """Whether a value is there, or something that has come in its place, or any of them may have gone for good."""
+        line, seen = [ident], {ident}
+        while line:
+            each = line.pop()
+            if not each or each in found or each in self._deleted:
+                return True
+            states = (held for states in self._states.values() for _, held in states)
+            if any(held.ident == each and held.is_over(now_ms) for held in states):
+                return True
+            line += self._followed.get(each, set()) - seen
+            seen |= self._followed.get(each, set())
+        return False

@@ -54,6 +54,8 @@ class Dynasty:
         self._directory = folder / f"dynasty-{number}"
         self._realm = REALMS[number % len(REALMS)]
         self._rng = random.Random(f"{SEED} {number}")
+        self.at_stake = 0
+        """Confirmed values that had been written over, and the new ones not confirmed, when a server was killed."""
         self._loads = [Load(each, self._rng.randrange(2**32), misses=self._realm.misses) for each in range(CLIENTS)]
 
     def run(self, rounds: int) -> int:
@@ -106,6 +108,7 @@ class Dynasty:
         for load in self._loads:
             if load.trouble is not None:
                 raise load.trouble
+            self.at_stake += load.writes.at_stake() if death != "end" else 0
             if death == "end" and not self._realm.misses:
                 load.writes.confirm(load.acknowledged)
 
@@ -116,5 +119,7 @@ def test_a_server_that_is_killed_time_and_again_loses_nothing_confirmed_and_serv
     dynasties = [Dynasty(tmp_path, number) for number in range(-(-ROUNDS // DYNASTY_ROUNDS))]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         confirmed = list(pool.map(lambda each: each.run(DYNASTY_ROUNDS), dynasties))
-    print(f"{len(dynasties) * DYNASTY_ROUNDS} deaths, {sum(confirmed)} confirmations, CRASH_SEED={SEED}")
+    at_stake = sum(each.at_stake for each in dynasties)
+    deaths = f"{len(dynasties) * DYNASTY_ROUNDS} deaths, {sum(confirmed)} confirmations"
+    print(f"{deaths}, {at_stake} confirmed values written over at the time, CRASH_SEED={SEED}")
     assert sum(confirmed) > ROUNDS // 3, "the disk was hardly ever asked"

@@ -24,8 +24,8 @@ from tests.faults.disk_store import KIB, bury, look, look_at_all, open_store, ru
 from tests.storage.fake_files import FakeFiles, Fault, Killed, Plan, at
 from tests.storage.small_store import Clock
 
-KEYS: Final = 9
-OPS: Final = 75
+KEYS: Final = 6
+OPS: Final = 90
 PATIENCE: Final = 20
 """Jobs that a SET waits for, one after the other; more than that is nobody's fault but the disk's."""
 ROOMY, TIGHT = 10, 2
@@ -33,7 +33,7 @@ ROOMY, TIGHT = 10, 2
 
 VERBS: Final = {
     **{"set": 30, "small": 6, "delete": 5, "rename": 7, "expire": 5, "swap": 3, "flush": 1},
-    **{"look": 14, "prefetch": 4, "save": 6, "tick": 6, "later": 5},
+    **{"look": 12, "prefetch": 4, "save": 10, "tick": 14, "later": 5},
 }
 
 

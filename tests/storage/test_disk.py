@@ -336,7 +336,7 @@ def test_after_a_refused_sync_nothing_is_confirmed_any_more(tmp_path: Path) -> N
         assert got(disk, b"key") == b"payload"
 
 
-def test_only_a_sync_waits_for_the_device_that_holds_the_index(tmp_path: Path) -> None:
+def test_a_settle_waits_for_the_device_only_where_a_confirmed_record_was_replaced(tmp_path: Path) -> None:
     class Watching(FakeFiles):
         """Asks SQLite how it is going to commit: 1 is NORMAL, which waits for nothing, 2 is FULL, which does."""
 
@@ -351,10 +351,15 @@ def test_only_a_sync_waits_for_the_device_that_holds_the_index(tmp_path: Path) -
         started = True
         assert put(disk, b"key", b"payload")
         assert disk.settle()
-        assert disk.sync()
-        assert put(disk, b"key", b"payload")
+        assert put(disk, b"key", b"not confirmed before")
         assert disk.settle()
-        assert seen == [1, 2, 1]
+        assert disk.sync()
+        assert put(disk, b"other", b"payload")
+        assert disk.settle()
+        assert put(disk, b"key", b"payload")
+        assert disk.replaces
+        assert disk.settle()
+        assert seen == [1, 1, 2, 1, 2]
 
 
 def test_an_index_that_cannot_be_written_confirms_nothing_and_frees_nothing(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_128_digest
 
 from kvredis.storage.bringing import Bringing
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
@@ -62,6 +63,7 @@ class Walk:
         self.rng = random.Random(terrain.seed)
         self.clock = Clock()
         self.model: dict[Name, Value] = {}
+        self.written: dict[bytes, bytes] = {}  # all contents that there ever were, by their checksums
         self.leases: list[tuple[Lease, bytes]] = []
         self.writers: list[tuple[Reservation, bytes]] = []
         self.waits: list[Bringing] = []
@@ -121,6 +123,7 @@ class Walk:
 
     def follow(self, new: dict[Name, Value] | None = None) -> None:
         """Bring the model up to date with what the store has listed; `new` is what this step has set."""
+        self.written.update((xxh3_128_digest(value.data), value.data) for value in (new or {}).values())
         journal = self.store.journal
         assert journal is not None
         events = journal[:]
@@ -293,12 +296,15 @@ class Walk:
             self.save()
             self.tiers.io.run()
             self.follow()
-        on_disk = {record.name for record in self.tiers.disk.records()}
+        if self.tiers.disk.waits:  # what is on disk then is of another moment
+            return
+        on_disk = list(self.tiers.disk.records())
         self.totals.update(self.store.stats.as_dict() | self.tiers.tiering.stats.as_dict())
         self.tiers.files.plan = None
         self.store.close(save=False)
         self.tiers = self.open()
-        self.model = {name: self.model[name] for name in on_disk if self.visible(name) is not None}
+        self.model = {each.name: Value(self.written[each.checksum], each.expire_at_ms) for each in on_disk}
+        self.model = {name: value for name, value in self.model.items() if self.visible(name) is not None}
 
     # ---- what must agree afterwards ------------------------------------------------------------------------------
 

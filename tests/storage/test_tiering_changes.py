@@ -117,7 +117,9 @@ def test_a_block_that_is_written_over_while_it_is_read_is_the_new_one(tmp_path: 
         tiers.put_away(b"a")
         tiers.during("pread", lambda: tiers.store.put(b"a", content(77)))
         assert tiers.get(b"a") == content(77)
-        assert tiers.disk.get(*NAME) is None
+        old = tiers.disk.get(*NAME)
+        assert old is not None, "it is kept until the new one is on disk"
+        assert old.superseded
         assert tiers.save()
         tiers.push_out()
         assert tiers.get(b"a") == content(77)
@@ -131,7 +133,9 @@ def test_a_value_may_be_received_while_the_old_one_is_written(tmp_path: Path) ->
         assert tiers.save()
         room.view[:] = content(78, 20_000)
         room.commit()
-        assert tiers.disk.get(*NAME) is None
+        old = tiers.disk.get(*NAME)
+        assert old is not None
+        assert old.superseded
         assert tiers.get(b"a") == content(78, 20_000)
 
 

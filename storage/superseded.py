@@ -1,0 +1,111 @@
+"""What a crash may bring back: records on disk whose keys have newer values in memory.
+
+The rule, for a key that was on disk when WAITAOF, SAVE or the end of a server confirmed it: after a kill or a loss of
+power it holds what was confirmed, or what any later command has made of it, up to the last one; it is absent only if it
+was that since. So a value that is written over, by SET, APPEND, COPY REPLACE or a RENAME onto its key, keeps its record
+until the new value's is there, and the index learns of both in one step. In particular:
+
+- DEL, FLUSHDB, an end that has come, and eviction are commands like any other: the record goes at once, and the
+  superseded ones with it. A new value that is evicted while memory alone has it takes the old one with it; the old one
+  is not found again, unless a crash comes first.
+- RENAME of a value that memory alone has leaves the records of both names until it is on disk: the value before it is
+  under its old name, or the new one under the new name. A value that is on disk changes its name in one step.
+- SWAPDB is one step for all that the two databases hold. While values in them have superseded records, or stand where
+  the other database has a record, neither state is true on disk; so the index learns of nothing, the exchange included,
+  until those values are written, which is begun at once.
+- A superseded record takes room and is not evicted, so it might be in the way of the value that is to replace it. When
+  neither free room nor eviction makes room for a value (noeviction: free room alone), its own superseded record gives
+  way first, then, with eviction, others. A crash between that and the end of the write loses the key. What takes an
+  eighth of the disk is shortened by writing the newer values. When a value for which the index waits cannot be written,
+  its key's old record gives way too.
+- A value that cannot be on disk at all (longer than a segment) leaves the old record where it is until it has gone.
+
+What is not promised: that two keys are of one moment. Each key by itself has a state that it had; only what one step
+moves (RENAME, SWAPDB) is never in two places, nor in none.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from .disk import DiskTier
+from .entry import Entry
+from .segment import Name, Record
+
+
+class Superseded:
+    """The superseded records of one disk, by the entry that supersedes them. The store's lock is held in every call."""
+
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+        self._of: dict[Entry, list[Record]] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Who supersedes anything, longest first."""
+        return iter(self._of)
+
+    def of(self, entry: Entry) -> Sequence[Record]:
+        """What leaves when an entry has been written, under whatever names."""
+        return self._of.get(entry, ())
+
+    def take_over(self, old: Entry, entry: Entry) -> None:
+        """`entry` is in the place of `old`: what a crash would have brought back of this stays for it."""
+        records = self._of.pop(old, [])
+        if old.record is not None:
+            self._disk.supersede(old.record)
+            records.append(old.record)
+            old.record = None
+        if records:
+            self._of.setdefault(entry, []).extend(records)
+
+    def forget(self, entry: Entry) -> None:
+        """An entry is gone, and nothing of its key shall be found again."""
+        records = self._of.pop(entry, ())
+        if entry.record is not None or self._disk.superseded_bytes or self._disk.waits:
+            self._disk.forget(entry.key, entry.space)
+            entry.record = None
+            self._disk.drop(records)
+
+    def publish(self, entry: Entry, record: Record) -> bool:
+        """An entry has been written: its record takes the place of all that it supersedes. False: it may not."""
+        published = self._disk.publish(record, self.of(entry))
+        if published:
+            self._of.pop(entry, None)
+        return published
+
+    def rename(self, entry: Entry, old: Name) -> bool:
+        """An entry has another name, and has taken over what was there. False when the disk has let go of its record
+        meanwhile."""
+        new = entry.key, entry.space
+        if entry.record is None:
+            self._disk.rename_untrue(old, new)
+            return True
+        renamed = self._disk.rename(old, new, self.of(entry))
+        if renamed:
+            self._of.pop(entry, None)
+        return renamed
+
+    def swap(self, first: int, second: int, unsaved: Iterable[Entry]) -> None:
+        """Two databases are exchanged; the entries of them are given that memory alone has, and that can be written,
+        under the names that they had before."""
+        others = {first: second, second: first}
+        untrue: dict[Name, Sequence[Record]] = {}
+        for entry in unsaved:
+            records = self.of(entry)
+            stands = entry.space in others and any(self._disk.get(entry.key, space) is not None for space in others)
+            if stands or any(record.space in others for record in records):
+                untrue[entry.key, others.get(entry.space, entry.space)] = tuple(records)
+        for entry, records in self._of.items():
+            if not self._disk.storable(entry.key, entry.length):  # then nothing could ever make them true
+                self._disk.drop(record for record in records if record.space in others)
+        self._disk.swap(first, second, untrue)
+
+    def check_integrity(self, unsaved: Mapping[Entry, object]) -> None:
+        """Raise AssertionError unless each superseded record waits for an entry that memory alone has."""
+        assert self._of.keys() <= unsaved.keys()
+        waiting = {record for records in self._of.values() for record in records}
+        assert all(record in waiting for record in self._disk.superseded()), "a record that nothing will let go"
+
+    def clear(self, space: int | None) -> None:
+        """A database, or all, is emptied, on disk in a moment."""
+        leaving = [entry for entry in self._of if space is None or entry.space == space]
+        for entry in leaving:
+            self._disk.drop(self._of.pop(entry))
