@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import select
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from time import perf_counter
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     from .replies import Reply
     from .session import Session
+
+STEP_S: Final = 0.001
+"""How long a handler works before others have their turn: as long as a client may have to wait for it."""
 
 Answer: TypeAlias = "Reply | Pending | Iterator[Reply | Pending]"
 """What a handler returns: the reply, one that comes later, or one that is made while the client takes it, and that may
@@ -52,6 +56,23 @@ class Pending:
             self.timer.cancel()
             self.timer = None
         return session
+
+
+class Watch:
+    """Tells a long handler when it has had the loop for STEP_S."""
+
+    __slots__ = ("_until_s",)
+
+    def __init__(self) -> None:
+        self._until_s = perf_counter() + STEP_S
+
+    def is_over(self) -> bool:
+        """Whether a step has lasted long enough; the next one begins then."""
+        now_s = perf_counter()
+        if now_s < self._until_s:
+            return False
+        self._until_s = now_s + STEP_S
+        return True
 
 
 def tell_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:

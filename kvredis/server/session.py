@@ -131,6 +131,14 @@ class Session(Outgoing):
         """Take the place of a reply that comes later; the handler returns what this gives."""
         return Pending(self)
 
+    def turns_for_others(self) -> Iterator[Pending]:
+        """Give what a long handler yields between two of its steps, so that other clients have their turn: a wait until
+        the loop's next turn, or nothing in a transaction, whose commands run without a gap."""
+        if self.transaction is None:
+            pending = self.wait()
+            asyncio.get_running_loop().call_soon(pending.resolve, b"")
+            yield pending
+
     def go_on(self, reply: Reply) -> None:
         """A reply that was waited for is there: for Pending alone. What follows runs in a turn of its own, because
         whoever answers may be in the middle of another client's command."""

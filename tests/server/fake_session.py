@@ -1,5 +1,6 @@
 """A session without a connection, over a real store and a real server that listens nowhere."""
 
+from collections.abc import Iterator
 from typing import cast
 
 from kvredis.server.acl_users import User
@@ -79,6 +80,10 @@ class FakeSession:
 
     def hold(self, lease: Lease) -> None:
         lease.release()
+
+    def turns_for_others(self) -> Iterator[Pending]:
+        """There are none."""
+        return iter(())
 
     def push(self, message: bytes) -> None:
         self.pushed.append(message)

@@ -33,10 +33,12 @@ def test_rows_of_bits_say_what_the_table_says(seed: int) -> None:
     rng = random.Random(seed)
     a, b = (bytes(rng.choices(b"abcd"[: rng.randint(1, 4)], k=rng.randint(0, 70))) for _ in range(2))
     lengths = plain_table(a, b)
-    rows = table(a, b)
+    rows = list(table(a, b))
     for row, wanted in zip(rows, lengths, strict=True):
         assert [j - (row & (1 << j) - 1).bit_count() for j in range(len(b) + 1)] == wanted
-    common, matches = walk_back(a, b, rows)
+    walked = list(walk_back(a, b, rows))[-1]
+    assert walked is not None
+    common, matches = walked
     assert len(common) == lengths[-1][-1] == sum(match.length for match in matches)
     assert b"".join(a[match.a[0] : match.a[1] + 1] for match in reversed(matches)) == common
     assert b"".join(b[match.b[0] : match.b[1] + 1] for match in reversed(matches)) == common

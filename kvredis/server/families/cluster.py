@@ -8,7 +8,6 @@ answer that clients want who ask in order to find that out.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -235,10 +234,7 @@ def _found_in(session: Session, slot: int) -> Iterator[list[bytes] | Pending]:
         yield [key for key in keys if slot_of(key) == slot]
         if not cursor:
             return
-        if session.transaction is None:
-            pending = session.wait()
-            asyncio.get_running_loop().call_soon(pending.resolve, b"")
-            yield pending
+        yield from session.turns_for_others()
 
 
 # ---- what is taken, refused or told ----------------------------------------------------------------------------------

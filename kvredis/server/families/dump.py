@@ -6,16 +6,18 @@ arena; the value then moves a few bytes towards the front of its own extent and 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.commands import command
 from kvredis.server.events import notify
+from kvredis.server.pending import Answer, Pending, Watch
 from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
-from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
+from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
-from .crc64 import crc64
+from .crc64 import crc64, crc64_in_steps
 from .lzf import EXPANSION_MAX, decompress
 from .rdb import Text, decode, encode_head, footer, is_whole
 from .values import DEL, give_back, look_up, publish
@@ -59,7 +61,7 @@ _RESTORE = {
     access="RO access",
     tips="nondeterministic_output",
 )
-def dump(session: Session, args: list[bytes]) -> Reply:
+def dump(session: Session, args: list[bytes]) -> Answer:
     """DUMP key: type, value, version and checksum; nil without a key."""
     value = look_up(session, args[1])
     if value is None:
@@ -68,10 +70,25 @@ def dump(session: Session, args: list[bytes]) -> Reply:
         head = encode_head(value, len(value))
         body = head if head[1] >= 0xC0 else head + value
         return bulk(body + footer(crc64(body)))
-    session.hold(value)
-    head = encode_head(None, value.length)
-    tail = footer(crc64(value.view, crc64(head)))
-    return [b"$%d\r\n%b" % (len(head) + value.length + len(tail), head), value.view, tail + CRLF]
+    dumped = _dumped(session, value)
+    next(dumped)  # from here on the lease ends with it, also when no part of it is ever asked for
+    return dumped
+
+
+def _dumped(session: Session, value: Lease) -> Iterator[Reply | Pending]:
+    """The dump of a large value, whose checksum is made in steps; before it an empty part, which is the caller's."""
+    with ExitStack() as ends:
+        ends.callback(value.release)
+        yield b""
+        head, watch = encode_head(None, value.length), Watch()
+        steps = crc64_in_steps(value.view, crc64(head))
+        while (crc := next(steps)) is None:
+            if watch.is_over():
+                yield from session.turns_for_others()
+        tail = footer(crc)
+        session.hold(value)
+        ends.pop_all()  # the reply has it now
+        yield [b"$%d\r\n%b" % (len(head) + value.length + len(tail), head), value.view, tail + CRLF]
 
 
 @command(

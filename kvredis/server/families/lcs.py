@@ -8,10 +8,12 @@ because of several subsequences of that length the one that it answers must be f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command
+from kvredis.server.pending import Answer, Pending, Watch
 from kvredis.server.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from kvredis.server.session import Session
 
 LENGTH_MAX: Final = 1024 * 1024
-"""Of each value: the steps back are as many as the bytes of both, and all clients wait for them (half a second)."""
+"""Of each value: the steps back are as many as the bytes of both, and the client waits for them (half a second)."""
 
 CELL_BYTES: Final = 4  # of Redis' table, which is what its limit counts
 TABLE_BYTES_MAX: Final = 512 * 1024 * 1024
@@ -67,7 +69,7 @@ class Options(NamedTuple):
     syntax="key1 key2 [LEN] [IDX] [MINMATCHLEN min-match-len] [WITHMATCHLEN]",
     access="RO access",
 )
-def lcs(session: Session, args: list[bytes]) -> Reply:
+def lcs(session: Session, args: list[bytes]) -> Answer:
     """LCS key key [LEN | IDX [MINMATCHLEN n] [WITHMATCHLEN]]: the bytes, their number, or a map of where they lie."""
     values = [look_up(session, key) for key in args[1:3]]
     try:
@@ -89,16 +91,27 @@ def lcs(session: Session, args: list[bytes]) -> Reply:
                 value.release()
 
 
-def _answer(session: Session, a: bytes, b: bytes, options: Options) -> Reply:
-    rows = table(a, b)
+def _answer(session: Session, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
+    watch = Watch()
+    rows = []
+    for row in table(a, b):
+        rows.append(row)
+        if watch.is_over():
+            yield from session.turns_for_others()
     length = len(b) - rows[-1].bit_count()
     if options.length:
-        return integer(length)
-    common, matches = walk_back(a, b, rows)
+        yield integer(length)
+        return
+    steps = walk_back(a, b, rows)
+    while (walked := next(steps)) is None:
+        if watch.is_over():
+            yield from session.turns_for_others()
+    common, matches = walked
     if not options.indexes:
-        return bulk(common)
+        yield bulk(common)
+        return
     found = [match for match in matches if match.length >= options.length_min]
-    return map_reply(
+    yield map_reply(
         session,
         [
             (bulk("matches"), array([_match_reply(match, options.match_lengths) for match in found])),
@@ -112,17 +125,18 @@ def _match_reply(match: Match, with_length: bool) -> Reply:
     return array([*ranges, integer(match.length)] if with_length else ranges)
 
 
-def table(a: bytes, b: bytes) -> list[int]:
-    """Row 0 to len(a): bit j is 0 where the common length with b[:j + 1] is one more than that with b[:j]."""
+def table(a: bytes, b: bytes) -> Iterator[int]:
+    """Give row 0 to len(a) of the table: bit j is 0 where with b[:j + 1] one more is common than with b[:j]."""
     full = (1 << len(b)) - 1
-    places = {byte: _places(b, byte) for byte in set(a)}
-    rows = [full]
+    places: dict[int, int] = {}
     row = full
+    yield row
     for byte in a:
+        if byte not in places:
+            places[byte] = _places(b, byte)
         here = row & places[byte]
         row = (row + here | row - here) & full
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _places(b: bytes, byte: int) -> int:
@@ -131,14 +145,16 @@ def _places(b: bytes, byte: int) -> int:
     return int(marks[::-1] or b"0", 2)
 
 
-def walk_back(a: bytes, b: bytes, rows: list[int]) -> tuple[bytes, list[Match]]:
-    """The subsequence that Redis would find, and its contiguous pieces, the last one first."""
+def walk_back(a: bytes, b: bytes, rows: list[int]) -> Iterator[tuple[bytes, list[Match]] | None]:
+    """Give the subsequence that Redis would find, and its contiguous pieces, the last one first; before that a None for
+    each step that is taken."""
     common = bytearray()
     matches: list[Match] = []
     i, j = len(a), len(b)
     row = _row_bytes(rows, i, len(b))
     end: tuple[int, int] | None = None  # of the piece that is being walked through
     while i and j:
+        yield None
         if a[i - 1] == b[j - 1]:
             common.append(a[i - 1])
             end = end or (i - 1, j - 1)
@@ -155,7 +171,7 @@ def walk_back(a: bytes, b: bytes, rows: list[int]) -> tuple[bytes, list[Match]]:
             row = _row_bytes(rows, i, len(b))
     if end is not None:
         matches.append(Match((i, end[0]), (j, end[1])))
-    return bytes(common[::-1]), matches
+    yield bytes(common[::-1]), matches
 
 
 def _row_bytes(rows: list[int], i: int, length: int) -> bytes:

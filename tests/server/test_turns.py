@@ -1,0 +1,86 @@
+"""Long commands go on in steps: other clients are served in between, and a client that goes away ends them."""
+
+from pathlib import Path
+
+import pytest
+
+from kvredis.server import pending
+from tests.server.live import MIB, LiveServer, pattern, run_on, until
+
+LONG = {
+    "KEYS": ("KEYS", "key:*"),
+    "DUMP": ("DUMP", "large"),
+    "LCS": ("LCS", "left", "right"),
+}
+
+
+async def filled(live: LiveServer) -> None:
+    """Values that each of LONG has something to do with."""
+    client = await live.connect()
+    for start in range(0, 5000, 500):
+        words = [word for n in range(start, start + 500) for word in (f"key:{n}", "x")]
+        assert await client.ask("MSET", *words) == b"+OK\r\n"
+    for key, value in (("large", pattern(2 * MIB)), ("left", pattern(600)), ("right", pattern(600, 7))):
+        assert await client.ask("SET", key, value) == b"+OK\r\n"
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_others_are_served_while_a_long_command_runs(
+    loop: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "STEP_S", 0.0)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            await filled(live)
+            asking, other = await live.connect(), await live.connect()
+            await asking.send(*LONG[name])
+            await until(lambda: any(session.waiting for session in live.sessions()))
+            assert await other.ask("PING") == b"+PONG\r\n"
+            assert any(session.waiting for session in live.sessions()), "it still runs"
+            assert (await asking.read_line())[:1] in b"*$"
+
+    run_on(loop, story())
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_client_that_goes_while_its_long_command_runs_leaves_nothing(
+    loop: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "STEP_S", 0.0)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            await filled(live)
+            asking = await live.connect()
+            await asking.send(*LONG[name])
+            await until(lambda: any(session.waiting for session in live.sessions()))
+            asking.reset()
+            await until(lambda: len(live.sessions()) == 1)
+            assert live.store.leases == 0
+
+    run_on(loop, story())
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_in_a_transaction_a_long_command_runs_without_a_gap(
+    loop: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            await filled(live)
+            client = await live.connect()
+            await client.send(*LONG[name])
+            alone = await client.read_line()
+            if name == "KEYS":
+                alone += b"".join([await client.read_line() for _ in range(2 * int(alone[1:]))])
+            else:
+                alone += await client.read(int(alone[1:]) + 2)
+            monkeypatch.setattr(pending, "STEP_S", 0.0)
+            await client.send("MULTI")
+            await client.send(*LONG[name])
+            await client.send("EXEC")
+            wanted = b"+OK\r\n+QUEUED\r\n*1\r\n" + alone
+            assert await client.read(len(wanted)) == wanted
+
+    run_on(loop, story())
