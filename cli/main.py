@@ -13,10 +13,10 @@ from typing import Any
 
 import click
 
-from kvredis import __version__
+from kvredis import __version__, install_line
 from kvredis.storage.errors import ConfigError, KVRedisError
 
-from .manual import Manual, dress
+from .manual import HELP_NAMES, Manual, dress, resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,16 @@ class LateGroup(click.Group):
             if not place.extra or (error.name or "").startswith("kvredis"):
                 raise
             raise click.ClickException(
-                f"{cmd_name} needs {error.name}, which is not installed: pip install 'kvredis[{place.extra}]'"
+                f"{cmd_name} needs {error.name}, which is not installed: {install_line(place.extra)}"
             ) from error
         assert isinstance(command, click.Command)
         return dress(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand that is called; a mistyped one is answered with the nearest."""
+        return resolved(super().resolve_command, self.list_commands(ctx), ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands without importing them."""
@@ -97,7 +103,11 @@ class LateGroup(click.Group):
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-@click.group(cls=LateGroup, epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB")
+@click.group(
+    cls=LateGroup,
+    context_settings={"help_option_names": HELP_NAMES},
+    epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB",
+)
 @click.version_option(__version__, prog_name="kvredis")
 def main() -> None:
     """Store KV blocks in hugepages behind the Redis protocol."""
