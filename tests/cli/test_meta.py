@@ -1,8 +1,8 @@
 """`kvredis meta`: KV.META's facts, and statistics that agree with numpy and torch for every dtype."""
 
 import json
-import re
 import math
+import re
 import struct
 import sys
 from pathlib import Path
