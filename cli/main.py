@@ -5,6 +5,7 @@ too. The exit status is told here once: 0 done, 1 failed, 2 bad usage or configu
 """
 
 import errno
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +28,9 @@ class Subcommand:
     help: str
     extra: str = ""
 
+
+COMPLETE_VARIABLE = "_KVREDIS_COMPLETE"
+"""What click looks for when `kvredis` is asked to complete; it is made of the command's name."""
 
 SUBCOMMANDS = {
     "serve": Subcommand("kvredis.cli.serve", "Run the server."),
@@ -86,6 +90,8 @@ class LateGroup(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the whole command line; a full disk, which also its own --help may meet, becomes a line and a status."""
+        if COMPLETE_VARIABLE in os.environ:
+            import_module("kvredis.cli.completion")  # click asks its table for what speaks to the shell
         try:
             return super().main(*args, **extra)
         except OSError as error:
