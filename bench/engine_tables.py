@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+from kvredis import install_line
 from kvredis.backends.connection import Connection
 from kvredis.storage.errors import KVRedisError
 
@@ -302,7 +303,7 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("the bench's engines need torch and transformers: pip install kvredis[demo]") from error
+        raise BenchError(f"the bench's engines need torch and transformers: {install_line('demo')}") from error
     start_s, notes = time.monotonic(), []
     if not torch.cuda.is_available():
         plan = on_cpu(plan)

@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvredis import install_line
+
 from .errors import BenchError
 from .figures import GB, middle, rotated
 from .layerwise_arms import Prefix, cap, load, prefix, push, remote_places, share
@@ -114,7 +116,7 @@ def run(plan: LayerwisePlan, progress: Progress) -> LayerwiseResult:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("the bench's model needs torch: pip install kvredis[engine]") from error
+        raise BenchError(f"the bench's model needs torch: {install_line('engine')}") from error
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     shape = plan.shape or (SHAPES["7b"] if on_gpu else SMALL)

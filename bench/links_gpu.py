@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Final
 
+from kvredis import install_line
+
 from .errors import VerificationError
 from .figures import GB, percentile
 from .links_memory import timed_together
@@ -68,7 +70,7 @@ class _Arm:
 def obstacle() -> str | None:
     """Say why there is nothing to measure: no torch, or no GPU; None when there is one."""
     if find_spec("torch") is None:
-        return "no GPU part: torch is not installed (pip install 'kvredis[bench]')"
+        return f"no GPU part: torch is not installed ({install_line('bench')})"
     import torch
 
     return None if torch.cuda.is_available() else "no GPU"

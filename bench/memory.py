@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
+from kvredis import install_line
 from kvredis.storage import copying
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.hugepages import pages_needed
@@ -86,7 +87,7 @@ def run(plan: MemoryPlan, progress: Progress) -> MemoryResult:
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise BenchError("kvredis bench memory needs torch: pip install 'kvredis[bench]'") from error
+        raise BenchError(f"kvredis bench memory needs torch: {install_line('bench')}") from error
     started, threads = perf_counter(), torch.get_num_threads()
     result = MemoryResult(
         schema=SCHEMA,

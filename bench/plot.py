@@ -14,6 +14,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Final
 
+from kvredis import install_line
+
 from .errors import BenchError
 from .figures import size_text
 
@@ -80,7 +82,7 @@ class LinePanel:
 def require(path: Path) -> None:
     """Raise BenchError when no picture can be drawn into `path`: asked before a long run, not after it."""
     if find_spec("matplotlib") is None:
-        raise BenchError("a picture needs matplotlib: pip install 'kvredis[bench]'")
+        raise BenchError(f"a picture needs matplotlib: {install_line('bench')}")
     if not path.parent.is_dir():
         raise BenchError(f"{path}: there is no folder {path.parent} for the picture")
 

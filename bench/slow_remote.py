@@ -14,6 +14,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvredis import install_line
+
 from .errors import BenchError, VerificationError
 from .figures import by_repeat, middle, paired_ratio, rotated
 from .machine import machine_facts
@@ -174,7 +176,7 @@ def run(plan: SlowRemotePlan, progress: Progress) -> SlowRemoteResult:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("the bench's engines need torch: pip install kvredis[engine]") from error
+        raise BenchError(f"the bench's engines need torch: {install_line('engine')}") from error
     torch.set_num_threads(1)
     start_s = time.monotonic()
     arena = max(2 * plan.prompts * plan.prompt_tokens * plan.bytes_per_token // MIB, 64)

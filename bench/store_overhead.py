@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from kvredis import install_line
 from kvredis.backends.connection import Connection
 from kvredis.backends.shared_arena import wait_locked
 
@@ -277,7 +278,7 @@ def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("the bench's engines need torch: pip install kvredis[engine]") from error
+        raise BenchError(f"the bench's engines need torch: {install_line('engine')}") from error
     if plan.prompt_tokens < plan.chunk_tokens:
         raise BenchError(f"a prompt of {plan.prompt_tokens} tokens has no whole chunk of {plan.chunk_tokens}")
     torch.set_num_threads(1)

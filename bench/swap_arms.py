@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from kvredis.storage.addresses import address_of
 from kvredis.storage.pagelock import PageLock, lock_pages
 
@@ -45,6 +43,8 @@ class HostMemory:
     def __init__(self, nbytes: int, *, lock: bool) -> None:
         self._mapping = mmap.mmap(-1, nbytes)
         self.view = memoryview(self._mapping)
+        import numpy as np
+
         self.array: Any = np.frombuffer(self.view, np.uint8)
         self.array[:] = 0
         self._lock: PageLock | None = lock_pages(address_of(self.view), nbytes) if lock else None
@@ -213,6 +213,8 @@ def _per_page_gpu(paged: PagedKV) -> Arm:
 
     runtime = cuda_runtime()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    import numpy as np
+
     bases = np.array([layer.data_ptr() for layer in paged.layers], np.uint64)
     page, plane = (stride * paged.dtype.itemsize for stride in paged.layers[0].stride()[:2])
     unit = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize

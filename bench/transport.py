@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kvredis import install_line
 from kvredis.backends.address import Address
 from kvredis.storage.entry import INLINE_BYTES_MAX
 
@@ -341,7 +342,7 @@ def _torch_facts() -> TorchFacts:
     try:
         import torch
     except ImportError as error:
-        raise BenchError("T0 needs torch: pip install 'kvredis[bench]'") from error
+        raise BenchError(f"T0 needs torch: {install_line('bench')}") from error
     return TorchFacts(version=str(torch.__version__), threads=1)
 
 

@@ -15,6 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvredis import install_line
+
 from .errors import BenchError, VerificationError
 from .shapes import ModelShape
 from .workload import VALUE_OFFSET_BYTES, Memory, Workload, stride_bytes
@@ -96,7 +98,7 @@ class TorchCopy:
         try:
             import torch
         except ImportError as error:
-            raise BenchError("T0 needs torch: pip install 'kvredis[bench]'") from error
+            raise BenchError(f"T0 needs torch: {install_line('bench')}") from error
         self._blocks, self._threads = blocks, torch.get_num_threads()
         torch.set_num_threads(1)
         self.threads = torch.get_num_threads()

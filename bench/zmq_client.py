@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from kvredis import install_line
+
 from .errors import BenchError
 from .servers import READY_WAIT_S, STOP_WAIT_S, child_environment, end_child, process_cpu_s
 from .zmq_peer import DEFER, DONE, DRAIN, GET, PUT, SET, STREAM, Pool, pack_ids, serve
@@ -27,7 +29,7 @@ _ERROR_BYTES_SHOWN = 120
 
 def missing() -> str | None:
     """Say why pyzmq cannot take part, None when it can."""
-    return None if importlib.util.find_spec("zmq") else "pyzmq is not installed: pip install 'kvredis[bench]'"
+    return None if importlib.util.find_spec("zmq") else f"pyzmq is not installed: {install_line('bench')}"
 
 
 class ZmqProcess:

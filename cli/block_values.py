@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import click
 
+from kvredis import install_line
+
 from .block_file import Tensor
 
 PIECE_ELEMENTS: Final = 1 << 20
@@ -64,9 +66,7 @@ def numpy() -> Any:
     try:
         import numpy as found
     except ModuleNotFoundError as error:
-        raise click.ClickException(
-            "--stats needs numpy, which is not installed: pip install 'kvredis[engine]'"
-        ) from error
+        raise click.ClickException(f"--stats needs numpy, which is not installed: {install_line('engine')}") from error
     return found
 
 

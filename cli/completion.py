@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import BashComplete, add_completion_class, get_completion_class
 
-COMPLETE_VARIABLE: Final = "_KVREDIS_COMPLETE"
-"""What click looks for when `kvredis` is asked to complete; it is made of the command's name."""
+from .main import COMPLETE_VARIABLE
 
 LINES: Final = {
     "bash": (
-        "# kvredis: these lines belong into ~/.bashrc",
-        "shopt -u hostcomplete  # or bash ends a word at each @, whatever the next line says",
-        'COMP_WORDBREAKS="${COMP_WORDBREAKS//[:@]/}"  # a key is one word',
+        "# kvredis: this line belongs into ~/.bashrc",
         f'eval "$({COMPLETE_VARIABLE}=bash_source kvredis)"',
     ),
     "zsh": (
@@ -26,6 +23,44 @@ LINES: Final = {
         f"{COMPLETE_VARIABLE}=fish_source kvredis | source",
     ),
 }
+
+
+_BASH: Final = r"""
+%(complete_func)s() {
+    # Keys hold : and @, at which bash ends a word, by settings that are the user's. So the line is cut at blanks here,
+    # and of what is offered bash gets the part behind what it takes for the words before.
+    local line="${COMP_LINE:0:COMP_POINT}" last="${COMP_WORDS[COMP_CWORD]}" response type value
+    local word="${line##*[[:blank:]]}" before count
+    local -a words
+    read -r -a words <<< "$line"
+    count=$((${#words[@]} - 1))
+    [[ -z $word ]] && count=$((count + 1))
+    before="${word%%"${word##*[:@=]}"}"
+    if [[ -n ${last//[:@=]/} && $word == *"$last" ]]; then
+        before="${word%%"$last"}"
+    fi
+    shopt -q hostcomplete && before="${before%%@}"  # with which an @ belongs to the word behind it
+    response=$(env COMP_WORDS="$line" COMP_CWORD=$count %(complete_var)s=bash_complete "$1")
+    while IFS=, read -r type value; do
+        case $type in
+            dir) COMPREPLY=(); compopt -o dirnames ;;
+            file) COMPREPLY=(); compopt -o default ;;
+            plain) COMPREPLY+=("${value#"$before"}") ;;
+        esac
+    done <<< "$response"
+    return 0
+}
+
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+
+@add_completion_class
+class KeyBashComplete(BashComplete):
+    """click's completion for bash, for words with : and @ in them and without a change of the shell's settings."""
+
+    name = "bash"
+    source_template = _BASH
 
 
 @click.command(

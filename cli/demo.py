@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import click
 
+from kvredis import install_line
 from kvredis.backends.address import parse_remote
 
 from .bench_options import ended_as_exit
@@ -82,7 +83,7 @@ def ttft(as_json: bool, **options: Any) -> None:
     """
     missing = [name for name in ("torch", "transformers", "tokenizers") if find_spec(name) is None]
     if missing:
-        raise click.ClickException(f"the demo needs {', '.join(missing)}: pip install 'kvredis[demo]'")
+        raise click.ClickException(f"the demo needs {', '.join(missing)}: {install_line('demo')}")
     shape = Shape(**{field.name: options.pop(field.name) for field in fields(Shape)})
     if shape.heads % shape.kv_heads or shape.head_dim % 2:
         raise click.UsageError("--heads must be a multiple of --kv-heads, and --head-dim even")

@@ -228,7 +228,7 @@ def _uvloop() -> Finding:
 def _extensions() -> Finding:
     missing = [name for name in EXTENSIONS if importlib.util.find_spec(name) is None]
     if missing:
-        fix = "with a C compiler: pip install --force-reinstall --no-binary kvredis kvredis"
+        fix = "with a C compiler, in a clone of the repository: pip install --force-reinstall --no-deps ."
         return Finding("C extensions", None, f"not built: {', '.join(missing)}; Python does their work", "", fix)
     return Finding("C extensions", None, "built" if NATIVE_WANTED else "built, and turned off by KVREDIS_NATIVE=0")
 

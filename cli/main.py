@@ -5,6 +5,7 @@ too. The exit status is told here once: 0 done, 1 failed, 2 bad usage or configu
 """
 
 import errno
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,10 +14,10 @@ from typing import Any
 
 import click
 
-from kvredis import __version__
+from kvredis import __version__, install_line
 from kvredis.storage.errors import ConfigError, KVRedisError
 
-from .manual import Manual, dress
+from .manual import HELP_NAMES, Manual, dress, resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Subcommand:
     help: str
     extra: str = ""
 
+
+COMPLETE_VARIABLE = "_KVREDIS_COMPLETE"
+"""What click looks for when `kvredis` is asked to complete; it is made of the command's name."""
 
 SUBCOMMANDS = {
     "serve": Subcommand("kvredis.cli.serve", "Run the server."),
@@ -68,10 +72,16 @@ class LateGroup(click.Group):
             if not place.extra or (error.name or "").startswith("kvredis"):
                 raise
             raise click.ClickException(
-                f"{cmd_name} needs {error.name}, which is not installed: pip install 'kvredis[{place.extra}]'"
+                f"{cmd_name} needs {error.name}, which is not installed: {install_line(place.extra)}"
             ) from error
         assert isinstance(command, click.Command)
         return dress(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the subcommand that is called; a mistyped one is answered with the nearest."""
+        return resolved(super().resolve_command, self.list_commands(ctx), ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of subcommands without importing them."""
@@ -80,6 +90,8 @@ class LateGroup(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run the whole command line; a full disk, which also its own --help may meet, becomes a line and a status."""
+        if COMPLETE_VARIABLE in os.environ:
+            import_module("kvredis.cli.completion")  # click asks its table for what speaks to the shell
         try:
             return super().main(*args, **extra)
         except OSError as error:
@@ -97,7 +109,11 @@ class LateGroup(click.Group):
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
 
 
-@click.group(cls=LateGroup, epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB")
+@click.group(
+    cls=LateGroup,
+    context_settings={"help_option_names": HELP_NAMES},
+    epilog="Example: kvredis serve --port 6379 --max-local-cpu-size 5GB",
+)
 @click.version_option(__version__, prog_name="kvredis")
 def main() -> None:
     """Store KV blocks in hugepages behind the Redis protocol."""

@@ -7,12 +7,16 @@ that runs the parser over them) takes them from where they are shown.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import click
 
+HELP_NAMES: Final = ["-h", "--help"]
+Resolved = tuple[str | None, click.Command | None, list[str]]
+"""What click makes of a line's first word: the subcommand's name, the subcommand, and the other words."""
 EXAMPLE: Final = "Example: "
 EXIT: Final = "Exit "
 EXITS: Final = {"0": "done", "1": "failed; the line on standard error says why", "2": "bad usage or configuration"}
@@ -29,10 +33,37 @@ class Manual(click.Context):
         return formatter.getvalue().rstrip("\n")
 
 
+def resolved(
+    resolve: Callable[[click.Context, list[str]], Resolved], names: Sequence[str], ctx: click.Context, args: list[str]
+) -> Resolved:
+    """What `resolve` finds; its error for a name that is none of `names` says which is nearest."""
+    try:
+        return resolve(ctx, args)
+    except click.UsageError as error:
+        near = difflib.get_close_matches(args[0], names, n=1) if args else []
+        if (
+            near and "No such command" in error.message and "Did you mean" not in error.format_message()
+        ):  # click 8.4 does
+            raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", error.ctx) from None
+        raise
+
+
+class _Nearest(click.Group):
+    """A group that answers a mistyped subcommand with the nearest."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Resolved:
+        """Find the subcommand that is called."""
+        return resolved(super().resolve_command, self.list_commands(ctx), ctx, args)
+
+
 def dress(command: click.Command) -> click.Command:
-    """Give a command, and all below it, help of this kind."""
+    """Give a command, and all below it, help of this kind, -h for it, and an answer to what is mistyped."""
     command.context_class = Manual
+    if "-h" not in {name for each in command.params for name in each.opts}:
+        command.context_settings = {**command.context_settings, "help_option_names": HELP_NAMES}
     if isinstance(command, click.Group):
+        if type(command) is click.Group:
+            command.__class__ = _Nearest
         for below in command.commands.values():
             dress(below)
     return command

@@ -1,8 +1,8 @@
 """`kvredis serve`: the composition root. Configuration, arena, store, server and event loop meet here and nowhere else.
 
-Order at the start: everything that can be refused (configuration, memory, disk, addresses) before the line "Ready to
-accept connections". Faulting in and page-locking a large arena takes seconds and can be done while it serves, so by
-default it comes after that line, on a thread; --prefault puts it before.
+Order at the start: everything that can be refused comes before the line "Ready to accept connections": configuration,
+addresses, which are bound before there is an arena, memory, disk. Faulting in and page-locking a large arena takes
+seconds and can be done while it serves, so by default it comes after that line, on a thread; --prefault puts it before.
 
 Order at the end: clients first, then the event loop, then the blocks that the disk tier has not got yet.
 """
@@ -25,6 +25,8 @@ import click
 
 from kvredis.backends.config import Config
 from kvredis.server.cluster import Cluster
+from kvredis.server.listeners import Reserved, release, reserve
+from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server
 from kvredis.server.settings import begin
 from kvredis.server.slots import SLOTS
@@ -81,12 +83,16 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     # Prefaulting and page-locking are Warming's, at the moment that the configuration asks for. The disk tier comes by
     # itself, for its line tells a time of its own.
     parts = config.store_options()
+    reserved = reserved_addresses(options)
+    click.get_current_context().call_on_close(lambda: release(reserved))
     starting = click.get_current_context().with_resource(StartingDoor(options))
     started_s = time.monotonic()
     notify(f"STATUS=Opening an arena of {gib(config.capacity_bytes)}")
     store = Store.open(replace(parts, prefault_threads=0, page_lock=False, disk=None))
     gc.disable()  # until calm_collector: a hundred thousand blocks that come off the disk are no garbage
     arena_s = time.monotonic() - started_s
+    size_from = config.origin.get("max_local_cpu_size", "default")  # mapped by now; warming takes it
+    log.info("the arena will take %s of memory (max_local_cpu_size: %s)", gib(config.capacity_bytes), size_from)
     server: Server | None = None
     try:
         if parts.disk is not None:
@@ -101,6 +107,7 @@ def serve(config_file: Path | None, **flags: Any) -> None:
             click.echo(told_of_disk)
         with told_where(config):
             server = Server(store, options)
+            server.listeners.reserved = reserved
             begin(server)
         if server.cluster is not None:
             click.echo(cluster_line(server.cluster))
@@ -112,6 +119,14 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         saves = store.tiering is not None and (server is None or server.save_on_exit)
         with more_time_while(lambda: len(store.unsaved) if saves else 0):
             store.close(save=saves)
+
+
+def reserved_addresses(options: ServerOptions) -> Reserved:
+    """Bind all addresses with numbers. KVRedisError names the one that cannot be had."""
+    try:
+        return reserve(options)
+    except OSError as error:
+        raise KVRedisError(f"cannot listen: {error}") from error
 
 
 def event_loop_factory(name: str) -> Callable[[], asyncio.AbstractEventLoop]:

@@ -1,10 +1,11 @@
 """kvredis: a Redis-protocol store of KV blocks for LLM serving, and the engine that reads and writes them.
 
 `import kvredis` loads nothing but this file, so that the server and the command line start quickly and run without
-torch. `CacheEngine` and `ChunkLayout` (which need torch: `pip install kvredis[engine]`) and `Config` load when named.
+torch. `CacheEngine` (which needs torch: the extra `engine`), `ChunkLayout` and `Config` load when named.
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,4 +27,19 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    try:
+        return getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "kvredis").startswith("kvredis"):
+            raise
+        text = f"kvredis.{name} needs {error.name}, which is not installed: {install_line('engine')}"
+        raise ModuleNotFoundError(text, name=error.name) from error
+
+
+def install_line(extra: str) -> str:
+    """Return the line for a shell that installs an extra: out of the repository, since no package index has kvredis
+    yet."""
+    root = Path(__file__).resolve().parent.parent
+    if (root / "pyproject.toml").is_file():
+        return f"pip install '{root}[{extra}]'"
+    return f"pip install '.[{extra}]' in a clone of kvredis' repository"

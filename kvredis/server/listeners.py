@@ -54,6 +54,10 @@ _NO_SUCH_FAMILY: Final = frozenset(
 )
 
 
+Reserved = dict[tuple[str, int], socket.socket]
+"""Bound sockets by an address of `bind` and a port."""
+
+
 class Listeners:
     """Everything that a server listens on. `open` and `close` are called on the running loop and do not block.
 
@@ -73,6 +77,8 @@ class Listeners:
         """The abstract unix socket, as @name: for those of our own user who came over TCP and would have the lane."""
         self._run_id = run_id
         self._own_users: socket.socket | None = None
+        self.reserved: Reserved = {}
+        """Sockets that `reserve` has bound before there was a server; `open` listens on them."""
         self.tcp_port = 0
         self.tls_port = 0
         self.handshakes_failed = 0
@@ -148,13 +154,13 @@ class Listeners:
     def _open_port(self, port: int, context: ssl.SSLContext | None) -> int:
         """Bind one port on every address; returns it, since with 0 all get the free one that the first has found."""
         for host in self._options.bind:
-            listener = bind_tcp(host, port)
+            listener = bind_tcp(host, port, self.reserved.pop((host, port), None))
             if listener is None:
                 continue
             keep_alive(listener, self._keepalive_s)
             self._open.append((listener, context))
             name, port = listener.getsockname()[:2]
-            where = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+            where = _where(name, port)
             self.addresses.append(where if context is None else f"tls:{where}")
         return port
 
@@ -246,11 +252,55 @@ class Listeners:
         self._rest = None
 
 
-def bind_tcp(host: str, port: int) -> socket.socket | None:
-    """Listen on one address of `bind`: a name or number, * or ::* for all; after a - it may be missing (None).
+def reserve(options: ServerOptions) -> Reserved:
+    """Bind every address that has a number, without listening: clients are refused as if nothing were there, and no
+    other server can have it. For a server whose start takes long. OSError, which names the address, when one cannot be
+    had, and then none is kept. A unix socket is made and removed again: its file says that somebody listens."""
+    found: Reserved = {}
+    try:
+        for port in (options.port, options.tls_port):
+            for host in options.bind if port > 0 else ():
+                if (listener := _bound(host, port)) is not None:
+                    found[host, port] = listener
+        if options.unixsocket is not None:
+            remove_stale_socket(options.unixsocket)
+            bind_unix(options.unixsocket, options.unixsocketperm).close()
+            os.unlink(options.unixsocket)
+    except BaseException:
+        release(found)
+        raise
+    return found
+
+
+def release(reserved: Reserved) -> None:
+    """Close what has been reserved and not been taken; again is nothing."""
+    while reserved:
+        reserved.popitem()[1].close()
+
+
+def bind_tcp(host: str, port: int, reserved: socket.socket | None = None) -> socket.socket | None:
+    """Listen on one address of `bind`: a name or number, * or ::* for all; after a - it may be missing (None). What is
+    `reserved` for it is taken.
 
     As in Redis an address with a colon is IPv6 and never takes IPv4 clients too. OSError names the address.
     """
+    listener = _bound(host, port) if reserved is None else reserved
+    if listener is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # listen(2) asks once more
+        try:
+            listener.listen(BACKLOG)
+        except OSError as failed:
+            listener.close()
+            raise OSError(f"{_where(host.removeprefix('-'), port)}: {failed.strerror or failed}") from failed
+        listener.setblocking(False)
+    return listener
+
+
+def _where(name: str, port: int) -> str:
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def _bound(host: str, port: int) -> socket.socket | None:
     optional = host.startswith("-")
     name = host.removeprefix("-")
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
@@ -263,8 +313,8 @@ def bind_tcp(host: str, port: int) -> socket.socket | None:
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(found[0][4])
-            listener.listen(BACKLOG)
-            listener.setblocking(False)
+            # Connections of the server before may linger; but no other server may bind this until we listen.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
             listener.close()
             raise
@@ -272,8 +322,7 @@ def bind_tcp(host: str, port: int) -> socket.socket | None:
         code = getattr(failed, "errno", None)
         if optional and (code == errno.EADDRNOTAVAIL or code in _NO_SUCH_FAMILY):
             return None
-        where = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-        raise OSError(f"{where}: {getattr(failed, 'strerror', None) or failed}") from failed
+        raise OSError(f"{_where(name, port)}: {getattr(failed, 'strerror', None) or failed}") from failed
     return listener
 
 

@@ -104,35 +104,58 @@ def test_the_lines_for_bash_are_bash(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False, timeout=60).returncode == 0
 
 
-def test_a_key_with_colons_and_at_signs_is_one_word_to_bash(tmp_path: Path) -> None:
-    key = "kvredis:model@f00d@{0@ab}cd"
-    stub = tmp_path / "kvredis"
+def in_bash(folder: Path, typed: bytes, before: str = "") -> list[str]:
+    """The words that `kvredis` gets when this is typed into a bash with our lines; its words go to the file `words`."""
+    stub = folder / "kvredis"
     script = f"{sys.executable} -m kvredis completion bash --script"
     stub.write_text(
         f"""#!/bin/sh
 case "$_KVREDIS_COMPLETE" in
 bash_source) cd '{ROOT}' && {script} ;;
-bash_complete) echo 'plain,{key}' ;;
-*) printf '%s\\n' "$@" > '{tmp_path}/words' ;;
+bash_complete) printf '%s|%s\\n' "$COMP_WORDS" "$COMP_CWORD" > '{folder}/asked'; echo 'plain,{KEY}' ;;
+*) printf '%s\\n' "$@" > '{folder}/words' ;;
 esac
 """
     )
     stub.chmod(0o755)
-    (tmp_path / "bashrc").write_text(run("completion", "bash").stdout)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TERM": "dumb", "HOME": str(tmp_path)}
+    (folder / "bashrc").write_text(before + run("completion", "bash").stdout)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "TERM": "dumb", "HOME": str(folder)}
     ours, its = os.openpty()
     with subprocess.Popen(
-        ["bash", "--noprofile", "--rcfile", str(tmp_path / "bashrc"), "-i"],
-        stdin=its, stdout=its, stderr=its, env=env, cwd=tmp_path, start_new_session=True,
+        ["bash", "--noprofile", "--rcfile", str(folder / "bashrc"), "-i"],
+        stdin=its, stdout=its, stderr=its, env=env, cwd=folder, start_new_session=True,
     ) as bash:  # fmt: skip
         os.close(its)
-        os.write(ours, b"kvredis get kvredis:model@f\t\nexit\n")
+        os.write(ours, typed + b'\nshopt -p hostcomplete > settings; echo "$COMP_WORDBREAKS" >> settings\nexit\n')
         with contextlib.suppress(OSError):  # EIO: bash has ended
             while os.read(ours, 4096):
                 pass
         os.close(ours)
         assert bash.wait(60) == 0
-    assert (tmp_path / "words").read_text().split() == ["get", key]
+    return (folder / "words").read_text().split()
+
+
+KEY = "kvredis:model@f00d@{0@ab}cd"
+
+
+@pytest.mark.parametrize(
+    "before",
+    ["", 'shopt -u hostcomplete; COMP_WORDBREAKS="${COMP_WORDBREAKS//[:@]/}"\n', "COMP_WORDBREAKS=' \t\n:'\n"],
+)
+@pytest.mark.parametrize("part", ["kv", "kvredis:", "kvredis:mo", "kvredis:model@", "kvredis:model@f"])
+def test_a_key_with_colons_and_at_signs_is_one_word_whatever_bashs_settings_are(
+    tmp_path: Path, part: str, before: str
+) -> None:
+    assert in_bash(tmp_path, f"kvredis get {part}\t".encode(), before) == ["get", KEY]
+    assert (tmp_path / "asked").read_text() == f"kvredis get {part}|2\n"
+
+
+def test_bashs_own_settings_are_as_they_were(tmp_path: Path) -> None:
+    in_bash(tmp_path, b"kvredis get kv\t")
+    said = (tmp_path / "settings").read_text()
+    assert said.startswith("shopt -s hostcomplete\n")
+    assert ":" in said
+    assert "@" in said
 
 
 def test_an_unknown_shell_is_bad_usage() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import click
 import pytest
@@ -75,7 +76,56 @@ def test_a_missing_extra_is_said_with_the_line_that_installs_it(monkeypatch: pyt
     monkeypatch.setattr(main_module, "import_module", import_module)
     result = CliRunner().invoke(main, ["serve"])
     assert result.exit_code == 1
-    assert "serve needs torch, which is not installed: pip install 'kvredis[engine]'" in result.output
+    assert f"serve needs torch, which is not installed: pip install '{ROOT}[engine]'" in result.output
+
+
+OPTIONAL = ("torch", "numpy", "safetensors", "matplotlib", "zmq", "tokenizers", "transformers")
+
+
+def without_extras(*words: str) -> "subprocess.CompletedProcess[str]":
+    """The command where no extra is installed."""
+    code = f"""
+import sys
+for name in {OPTIONAL}:
+    sys.modules[name] = None
+from kvredis.cli.main import main
+main({list(words)!r}, prog_name="kvredis")
+"""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("words", ["bench", "bench server", "bench swap", "bench prefill", "demo", "demo ttft", "plan"])
+def test_help_needs_no_extra(words: str) -> None:
+    done = without_extras(*words.split(), "-h")
+    assert done.returncode == 0, done.stderr
+    assert "Example: " in done.stdout
+
+
+def test_the_engines_door_names_the_extra_that_it_needs() -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom kvredis import CacheEngine"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: kvredis.CacheEngine needs torch, which is not installed: pip install ")
+    assert "[engine]" in last
+
+
+def test_outside_of_a_clone_a_hint_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert kvredis.install_line("engine") == f"pip install '{ROOT}[engine]'"
+    monkeypatch.setattr(kvredis, "__file__", str(tmp_path / "site-packages" / "kvredis" / "__init__.py"))
+    assert kvredis.install_line("engine") == "pip install '.[engine]' in a clone of kvredis' repository"
+
+
+@pytest.mark.parametrize("words", ["serv", "lss", "bench sever", "demo tft", "config shwo"])
+def test_a_mistyped_command_is_answered_with_the_nearest(words: str) -> None:
+    result = CliRunner().invoke(main, words.split())
+    assert result.exit_code == 2
+    assert result.output.count("Did you mean") == 1
+
+
+@pytest.mark.parametrize("words", ["", "serve", "ls", "bench server", "doctor memory"])
+def test_h_is_help(words: str) -> None:
+    short, long = (CliRunner().invoke(main, [*words.split(), word]) for word in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
 
 
 def test_our_errors_become_text_and_exit_status_but_a_bug_stays_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

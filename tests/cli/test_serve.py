@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import os
 import re
 import resource
 import signal
@@ -14,6 +15,8 @@ import pytest
 
 from kvredis.cli import serve as serve_module
 from kvredis.cli.serve import event_loop_factory, raise_open_files
+from kvredis.server.listeners import bind_tcp, release, reserve
+from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.hugepages import HugepagePool
 
@@ -154,6 +157,51 @@ def test_an_address_in_use_is_exit_1_and_leaves_the_other_servers_socket(serve: 
         assert server.finish() == 1
         assert "cannot listen" in server.stderr
         assert "Traceback" not in server.stderr
+
+
+def test_addresses_are_bound_before_memory_is_taken(serve: Serve, tmp_path: Path) -> None:
+    """100 TB would be refused as well, and is not asked for."""
+    path = str(tmp_path / "kv.sock")
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket(socket.AF_UNIX) as theirs:
+        theirs.bind(path)
+        theirs.listen()
+        for flags in (("--port", str(other.getsockname()[1])), ("--port", "none", "--unixsocket", path)):
+            server = serve(*flags, "--max-local-cpu-size", "100TB")
+            assert server.finish() == 1
+            assert "cannot listen" in server.stderr
+            assert "MemAvailable" not in server.stderr
+        assert os.path.exists(path)
+
+
+def test_what_is_reserved_is_nobody_elses_and_refuses_clients_until_it_listens(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ServerOptions(bind=("127.0.0.1", "-::1"), port=port, unixsocket=str(tmp_path / "kv.sock"))
+    reserved = reserve(options)
+    try:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
+            reserve(options)
+        with pytest.raises(OSError, match="Address already in use"):
+            bind_tcp("127.0.0.1", port)
+        assert not (tmp_path / "kv.sock").exists()
+        listener = bind_tcp("127.0.0.1", port, reserved.pop(("127.0.0.1", port)))
+        assert listener is not None
+        with listener, socket.create_connection(("127.0.0.1", port), timeout=5):
+            pass
+    finally:
+        release(reserved)
+    release(reserve(options))  # although a connection lingers there
+
+
+def test_the_memory_that_will_be_taken_is_said_with_who_asked_for_it(serve: Serve) -> None:
+    server = serve(*COLD)
+    server.wait_ready()
+    server.signal(signal.SIGTERM)
+    assert server.finish() == 0
+    assert "the arena will take 0.02 GiB of memory (max_local_cpu_size: --max-local-cpu-size)" in server.stderr
 
 
 def test_the_server_never_loads_torch_or_numpy(serve: Serve) -> None:
