@@ -105,6 +105,8 @@ class Ledger:
         self._evicts = True
         self.may_refuse = self.policy.selective
         """Whether a small value may find no room: nothing leaves, or not everything may, or there is a bound."""
+        self.keep_expired = False
+        """True: what has come to its end is not found any more, but stays (CLIENT PAUSE)."""
         self.turn = GRACE_TURNS + 1
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
@@ -128,8 +130,9 @@ class Ledger:
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
         if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
-            self._remove(entry, "expired")
-            self.stats.expired += 1
+            if not self.keep_expired:
+                self._remove(entry, "expired")
+                self.stats.expired += 1
             return None
         return entry
 

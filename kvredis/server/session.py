@@ -417,6 +417,9 @@ class Session(Outgoing):
         self._parser.abandon()
         self.close_after_reply = True
         self.server.note_broken(self, broken)
+        if not str(broken):  # hung up on at once, as by Redis: what was not sent by now is not sent
+            self.drop_lent(0)
+            self._replies, self._reply_bytes = [], 0
         if str(broken):
             reply = error(f"ERR Protocol error: {broken}".encode("latin-1"))  # it may quote any byte
             if self.reply_mode == "on":
