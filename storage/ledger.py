@@ -431,14 +431,14 @@ class Ledger:
         growth = ENTRY_OVERHEAD_BYTES + length
         if old is not None and old.value is not None:
             growth -= old.memory_bytes
-        return growth <= 0 or self._grows_inline(growth, old)
+        return self._grows_inline(max(0, growth), old)
 
     def _grows_inline(self, growth: int, newest: Entry | None = None) -> bool:
         """Whether small values may take `growth` bytes more, after those have left who may; `newest` stays."""
         if self.bound_bytes and not self._shrink(growth, newest=newest):
             return False
         selective = self.policy.selective
-        if self.evicts and not selective:
+        if growth == 0 or (self.evicts and not selective):
             return True  # what is too much leaves when the value is there
         if (selective or self.tiering is not None) and self.inline_bytes + growth > self.inline_bytes_high:
             self._evict_inline(newest, growth)

@@ -405,10 +405,10 @@ class Store(Moves, Flushes, Leasing):
 
     def admits_inline(self, growth_bytes: int) -> bool:
         """Whether small values may take so many bytes more; who may leave for them leaves now."""
-        if growth_bytes <= 0 or not self.may_refuse:
+        if not self.may_refuse:
             return True
         with self._lock:
-            return self._grows_inline(growth_bytes)
+            return self._grows_inline(max(0, growth_bytes))
 
     # ---- looking around ------------------------------------------------------------------------------------------
 

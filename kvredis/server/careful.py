@@ -93,6 +93,14 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     return session.end_answer(_spoken(session, reply, mode, lent))
 
 
+def _takes_memory(session: Session, command: Command) -> bool:
+    """Whether Redis refuses the command beyond maxmemory: for what it, or one of those that EXEC runs, may store, and
+    whatever is to be queued."""
+    if session.transaction is None or command.name in NOT_QUEUED - {"exec"}:
+        return "denyoom" in command.flags
+    return command.name != "exec" or any("denyoom" in each.flags for each, _ in session.transaction.commands)
+
+
 def _objection(session: Session, command: Command, words: list[bytes], refused: bytes) -> bytes | None:
     """Why this command may not run now, or None."""
     server = session.server
@@ -108,6 +116,8 @@ def _objection(session: Session, command: Command, words: list[bytes], refused: 
         redirection = server.cluster.redirection(session, command, words)
         if redirection is not None:
             return redirection
+    if server.store.bound_bytes and _takes_memory(session, command) and not server.store.admits_inline(0):
+        return OUT_OF_MEMORY  # more is held than the bound already, and nothing may leave
     if refused:
         return refused
     if session.id in server.monitors and not TOUCHING_KEYS.isdisjoint(command.flags):
