@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 EXTENSIONS := storage/_native.c storage/_leasing.c backends/_recvmsg.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check coverage bench gpu-check gpu-check-sglang docs docs-serve fuzz crash clean
+.PHONY: demo test check nightly coverage bench gpu-check gpu-check-sglang docs docs-serve fuzz crash clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
@@ -19,6 +19,11 @@ test: $(VENV)/test.stamp
 
 check: $(VENV)/test.stamp
 	scripts/check
+
+# All tests: also the slow, those of old versions of engines, and those that try every case; an hour or more.
+nightly: $(VENV)/test.stamp
+	scripts/system-packages
+	NIGHTLY=yes scripts/check
 
 # As check, and fails when the tests leave more than a tenth of lines and branches untried.
 coverage: $(VENV)/test.stamp

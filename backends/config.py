@@ -1,8 +1,9 @@
 """One configuration for server and engine alike, in LMCache's language, that never guesses.
 
 The declarations in class Config are the only list of keys: reading files, environment and flags, `config show --origin`
-and the CLI's options all derive from it. A bad value stops the program with its source and line; an unknown key and a
-key of LMCache that means nothing here each give one line of warning.
+and the CLI's options all derive from it. A bad value stops the program with its source and line, and so does an unknown
+key in the file's section `kvredis:`, which is ours alone; an unknown key elsewhere and a key of LMCache that means
+nothing here each give one line of warning.
 
 Precedence, lowest first: defaults, the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* and KVREDIS_* in the
 environment, overrides (command-line flags). Where LMCache differs: it drops the bad value and goes on. The entries of
@@ -45,17 +46,19 @@ def _key(
     help: str,
     *,
     server: bool = False,
+    engine: bool = True,
     secret: bool = False,
     merged: bool = False,
 ) -> Any:
-    declared = Key("", default, parse, help, metavar, server, secret, merged)
+    declared = Key("", default, parse, help, metavar, server, engine, secret, merged)
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, metadata={"key": declared})
     return dataclasses.field(default=default, metadata={"key": declared})
 
 
-def _server(default: Any, parse: Parser, metavar: str, help: str, *, secret: bool = False) -> Any:
-    return _key(default, parse, metavar, help, server=True, secret=secret)
+def _server(default: Any, parse: Parser, metavar: str, help: str, *, engine: bool = False, secret: bool = False) -> Any:
+    """Declare a key of the section `kvredis:`; `engine` where an engine's own store reads it as well."""
+    return _key(default, parse, metavar, help, server=True, engine=engine, secret=secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,10 @@ class Config:
     max_local_cpu_size: float = _key(5.0, values.size_gib, "SIZE", "the arena, in GiB or with a unit (5GB, 512MB)")
     local_cpu_use_hugepages: bool = _key(False, values.flag, "BOOL", "2 MiB pages, or fail with what is missing")
     local_disk: str | None = _key(
-        None, values.optional(values.directory), "DIR", "directory of the disk tier; needs max_local_disk_size as well"
+        None,
+        values.optional(values.directory),
+        "DIR",
+        "directory of the disk tier, false = none; needs max_local_disk_size too",
     )
     max_local_disk_size: float = _key(
         0.0, values.size_gib_or_none, "SIZE", "the disk tier, in GiB or with a unit, 0 = none; needs local_disk as well"
@@ -85,7 +91,7 @@ class Config:
         "server that an engine stores to: redis://HOST:PORT, unix:///PATH",
     )
     remote_serde: str = _key(
-        "naive", values.choice("naive", absent="naive"), "NAME", "how values are encoded; naive = as they are"
+        "naive", values.serde, "NAME", "how values are encoded; naive = as they are, and nothing else is here"
     )
     cache_policy: str = _key("LRU", values.choice(*POLICIES), "NAME", f"what is evicted first: {', '.join(POLICIES)}")
     save_decode_cache: bool = _key(False, values.flag, "BOOL", "store the KV of generated tokens too")
@@ -183,20 +189,26 @@ class Config:
         30_000, values.whole(1, 600_000), "MS", "how long such a client may hold a block when it does not say"
     )
     # -- the server: its disk tier
-    disk_io_threads: int = _server(4, values.whole(1, 64), "N", "threads that write to and read from the disk tier")
+    disk_io_threads: int = _server(
+        4, values.whole(1, 64), "N", "threads that write to and read from the disk tier", engine=True
+    )
     spill_wait: float = _server(
         0.5,
         values.seconds_or_none,
         "SECONDS",
         "how long a SET may wait for the disk to make room before the coldest blocks leave unwritten, 0 = not at all",
+        engine=True,
     )
-    disk_direct: bool = _server(True, values.flag, "BOOL", "O_DIRECT: keep the disk tier out of the page cache")
+    disk_direct: bool = _server(
+        True, values.flag, "BOOL", "O_DIRECT: keep the disk tier out of the page cache", engine=True
+    )
     # -- the server: what it does
     maxmemory_policy: str = _server(
         "allkeys-lru",
         values.choice(*REDIS_POLICIES, "noeviction"),
         "NAME",
-        "who leaves a full arena, in Redis' words (allkeys-lru and so on, as cache_policy), or noeviction: refuse",
+        "make room in a full arena, in Redis' words (allkeys-lru and so on, as cache_policy), or noeviction: refuse",
+        engine=True,
     )
     notify_keyspace_events: str = _server(
         "", values.event_classes, "LETTERS", "which changes are published to channels, in Redis' letters"
@@ -208,14 +220,20 @@ class Config:
         {}, values.scalars, "JSON", "further settings by the names that CONFIG SET knows"
     )
     hugepages: str = _server(
-        "auto", values.choice(*(mode.value for mode in HugepageMode)), "MODE", "2 MiB pages: auto, off, thp or require"
+        "auto",
+        values.choice(*(mode.value for mode in HugepageMode)),
+        "MODE",
+        "2 MiB pages: auto, off, thp or require",
+        engine=True,
     )
     loglevel: str = _server(
         "notice", values.choice("debug", "verbose", "notice", "warning"), "LEVEL", "how much is logged"
     )
-    prefault: int = _server(0, values.whole(0, 256), "N", "threads that touch the arena's pages at the start, 0 = none")
+    prefault: int = _server(
+        0, values.whole(0, 256), "N", "threads that touch the arena's pages at the start, 0 = none", engine=True
+    )
     page_lock: bool = _server(
-        False, values.flag, "BOOL", "lock the arena's pages in memory, for a GPU where there is one"
+        False, values.flag, "BOOL", "lock the arena's pages in memory, for a GPU where there is one", engine=True
     )
     cluster_topology: str | None = _server(
         None, values.optional(values.text), "FILE", "the nodes of a cluster and the hash slots that each of them serves"
@@ -235,13 +253,17 @@ class Config:
         file: Path | None = None,
         env: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        *,
+        server: bool = False,
     ) -> Self:
-        """Read every source and return the checked result.
+        """Read every source and return the checked result: of an engine, or with `server` of a server.
 
         `file` wins over LMCACHE_CONFIG_FILE; `env` None means os.environ; an override of None means: not given.
-        Raises ConfigError for a value that cannot be used, for a file that cannot be read and for an unknown override.
+        Raises ConfigError for a value that cannot be used, for a file that cannot be read, for an unknown key under
+        `kvredis:` and for an unknown override. What the environment or the file says of keys that a server alone reads
+        never fails an engine: it is a line of warning.
         """
-        found, file = read(file, os.environ if env is None else env, overrides)
+        found, file = read(file, os.environ if env is None else env, overrides, server=server)
         if found.errors:
             raise found.errors[0]
         for remark in found.remarks:
@@ -342,10 +364,11 @@ def _shown(key: Key, value: Any) -> Any:
 
 
 def read(
-    file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any] | None = None
+    file: Path | None, env: Mapping[str, str], overrides: Mapping[str, Any] | None = None, *, server: bool = True
 ) -> tuple[Found, Path | None]:
-    """Read every source to its end: all errors and remarks, and which file it was. Raises and logs nothing."""
-    found = Found(KEYS)
+    """Read every source to its end, as a server or as an engine does: all errors and remarks, and which file it was.
+    Raises and logs nothing."""
+    found = Found(KEYS, server)
     if file is None and (named := env.get(FILE_VARIABLE, "").strip()):
         file = Path(values.unquote(named))
     if file is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class Key:
     help: str
     metavar: str
     server: bool  # lives under `kvredis:` in the file and as KVREDIS_* in the environment
+    engine: bool  # an engine reads it: all at the top of the file, and what shapes a store below
     secret: bool  # never shown
     merged: bool  # a mapping whose entries are laid over those of an earlier source, in place of all of them
 
@@ -85,6 +87,7 @@ class Found:
     """What the sources have said so far, later ones over earlier ones, and what was wrong or odd on the way."""
 
     keys: Mapping[str, Key]
+    server: bool = True  # who reads: a server, or an engine, which what is wrong about a server's keys never fails
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     origin: dict[str, str] = dataclasses.field(default_factory=dict)
     entry_origin: dict[str, str] = dataclasses.field(default_factory=dict)  # of "key.entry", for keys that are mappings
@@ -106,7 +109,8 @@ class Found:
         except ConfigError as error:
             shown = "***" if key.secret else values.shown(error.value)
             place = source if key.secret else (entry_sources or {}).get(error.key, source)
-            self.errors.append(ConfigError(key.name if key.secret else error.key, shown, place, error.reason))
+            wrong = ConfigError(key.name if key.secret else error.key, shown, place, error.reason)
+            self._refuse(key.name, wrong, is_given=source == key.flag)
             return
         if isinstance(value, Noted):
             self.remark(source, key.name, f"{key.name}: {value.note}")
@@ -118,6 +122,28 @@ class Found:
         before = self.origin.get(key.name)
         self.values[key.name] = value
         self.origin[key.name] = f"{before}, {source}" if key.merged and before else source
+
+    def _refuse(self, name: str, error: ConfigError, *, is_given: bool = False) -> None:
+        """Keep an error; of a key that a server alone reads and that this engine was not `given` itself, a remark."""
+        key = self.keys.get(name)
+        if self.server or key is None or key.engine or is_given:
+            self.errors.append(error)
+        else:
+            text = f"{str(error).removeprefix(f'{error.source}: ')}; a server's setting, which no engine reads"
+            self.remark(error.source, name, text)
+
+    def _unknown(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
+        """Keep a remark about a name that nothing here has, which may be another program's. It is an error where a
+        server would be open to all without what was meant: KVREDIS_PASSWORD, KVREDIS_REQUIREPAS."""
+        if self.server and near and _GUARD.fullmatch(near.removeprefix("KVREDIS_").lower()):
+            self._misspelt(source, name, "unknown", near, raw)
+        else:
+            self.remark(source, name, text, near)
+
+    def _misspelt(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
+        is_secret = values.is_secret(name) or (near is not None and values.is_secret(near))
+        reason = text + (f"; did you mean {near}?" if near else "")
+        self.errors.append(ConfigError(name, "***" if is_secret else values.shown(raw), source, reason))
 
     def _lay(self, key: Key, value: dict[str, Any], source: str, places: Mapping[str, str]) -> dict[str, Any]:
         """Put the entries of a mapping over the earlier ones, or in their place; say which of them that hides."""
@@ -140,8 +166,9 @@ class Found:
         """Take the LMCACHE_* and KVREDIS_* variables."""
         by_env = {key.env: key for key in self.keys.values()}
         ours = ("LMCACHE_", "KVREDIS_", BEFORE_V1_PREFIX)
+        of_services = self._service_variables(env)
         for name in sorted(env):
-            if not name.startswith(ours) or name in OTHER_VARIABLES:
+            if not name.startswith(ours) or name in OTHER_VARIABLES or name in of_services:
                 continue
             source, bare = f"env {name}", _bare(name)
             if key := by_env.get(name):
@@ -155,7 +182,30 @@ class Found:
             elif bare in BEFORE_V1 or name.startswith(BEFORE_V1_PREFIX):
                 self.remark(source, name, _GIVEN_UP)
             else:
-                self.remark(source, name, "unknown", nearest(name, by_env))
+                self._unknown(source, name, "unknown", nearest_variable(name, by_env), env[name])
+
+    def _service_variables(self, env: Mapping[str, str]) -> frozenset[str]:
+        """Return the variables that Kubernetes sets in each pod of a namespace with a Service named like a prefix of
+        ours (kvredis, kvredis-metrics, lmcache-server); one remark for all of them.
+
+        They are those of kubelet's envvars.FromServices: PREFIX_SERVICE_HOST, PREFIX_SERVICE_PORT and _PORT_NAME, and
+        Docker's links, PREFIX_PORT=tcp://HOST:PORT and PREFIX_PORT_6379_TCP with _PROTO, _PORT, _ADDR. PREFIX_PORT with
+        a number is what the pod's own specification sets, and stays.
+        """
+        hosts = [name for name in sorted(env) if _SERVICE_HOST.fullmatch(name)]
+        if not hosts:
+            return frozenset()
+        prefixes = [host.removesuffix("_SERVICE_HOST") for host in hosts]
+        named = re.compile(rf"({'|'.join(prefixes)})_({_SERVICE_VARIABLE})")
+        theirs = [name for name in env if named.fullmatch(name)]
+        theirs += [name for name in env if name.endswith("_PORT") and _LINK.fullmatch(env[name].strip())]
+        services = ", ".join(prefix.lower().replace("_", "-") for prefix in prefixes)
+        one_of = "Service" if len(prefixes) == 1 else "Services"
+        text = (
+            f"skipped {len(theirs)} variables of Kubernetes' {one_of} {services} (enableServiceLinks: false ends them)"
+        )
+        self.remark(f"env {hosts[0]}", hosts[0], text)
+        return frozenset(theirs)
 
     def read_overrides(self, overrides: Mapping[str, Any]) -> None:
         """Take what the command line says; None is: not given."""
@@ -209,7 +259,7 @@ class Found:
                 else:
                     self._take_from_file(name, place, given, in_section)
             except _UNREADABLE as error:
-                self.errors.append(self._unreadable(error, name, place))
+                self._refuse(name, self._unreadable(error, name, place))
 
     def _entries(self, mapping: _Place) -> Iterator[tuple[str, _Place]]:
         """Yield (name, place of the value) of a mapping; an empty document or section has none."""
@@ -236,7 +286,9 @@ class Found:
             self._take_key(key, place)
         elif key is not None:
             inside, outside = f"belongs under `{SECTION}:`", f"belongs at the top of the file, not under `{SECTION}:`"
-            self.remark(source, name, f"{name} {inside if key.server else outside}; ignored here")
+            raw = place.loader.construct_object(place.node, deep=True)
+            shown = "***" if key.secret or values.is_secret(name) else values.shown(raw)
+            self._refuse(name, ConfigError(name, shown, source, inside if key.server else outside))
         elif name in FORMER_NAMES and not in_section:
             if self._former(name, FORMER_NAMES[name], source, given):
                 self._take_key(self.keys[FORMER_NAMES[name]], place)
@@ -247,7 +299,11 @@ class Found:
         else:
             here = {known.name: known for known in self.keys.values() if known.server == in_section}
             near = nearest(name, here) or nearest(name, self.keys)
-            self.remark(source, name, f"{name}: unknown key", near)
+            raw = place.node.value if isinstance(place.node, yaml.ScalarNode) else "..."
+            if in_section:  # which has no keys but ours
+                self._misspelt(source, name, f"no key of the section `{SECTION}:`", near, raw)
+            else:
+                self._unknown(source, name, f"{name}: unknown key", near, raw)
 
     def _unreadable(self, error: Exception, name: str, place: _Place) -> ConfigError:
         found = _not_yaml(error, place.path, place.line)
@@ -291,7 +347,42 @@ def _bare(variable: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Name the known one that is spelled most like `name`, in any case, if one is."""
+    """Name the known one that `name` means elsewhere, or that is spelled most like it, in any case, if one is."""
     by_lower = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    meant = _ELSEWHERE.get(name.lower().replace("-", "_"))
+    if meant in by_lower:
+        return by_lower[meant]
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_ALIKE)
     return by_lower[near[0]] if near else None
+
+
+def nearest_variable(name: str, known: Iterable[str]) -> str | None:
+    """Name the known variable that `name` is most like behind its prefix, which all of them share."""
+    full = {each.partition("_")[2].lower(): each for each in known}
+    near = nearest(name.partition("_")[2], full)
+    return full[near] if near else None
+
+
+_ALIKE = 0.75
+"""How alike two names must be; a lower bound makes azure_connection_string of max_connections."""
+
+_ELSEWHERE: Mapping[str, str] = {
+    "host": "bind",
+    "listen": "bind",
+    "log_level": "loglevel",
+    "max_clients": "maxclients",
+    "max_connections": "maxclients",
+    "max_memory": "max_local_cpu_size",
+    "maxmemory": "max_local_cpu_size",
+    "memory": "max_local_cpu_size",
+    "password": "requirepass",
+    "socket": "unixsocket",
+}
+"""What a key is called by other servers, or by who has not looked -> its name here."""
+
+_GUARD = re.compile(r"requirepass|aclfile|protected_mode|tls_\w+")
+"""Keys that decide who may come in."""
+
+_SERVICE_HOST = re.compile(r"(KVREDIS|LMCACHE)(_[A-Z0-9_]+)?_SERVICE_HOST")
+_SERVICE_VARIABLE = r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
+_LINK = re.compile(r"(tcp|udp|sctp)://\S+:\d+", re.IGNORECASE)

@@ -64,7 +64,9 @@ Parser = Callable[[Any, str, str], Any]
 
 _TRUE = frozenset({"true", "1", "yes", "on"})
 _FALSE = frozenset({"false", "0", "no", "off"})
-_ABSENT = frozenset({"", "none", "null"})
+_ABSENT = frozenset({"", "none", "null", "false", "no", "off"})
+LOSSY_SERDES = ("cachegen", "kivi")
+"""What LMCache calls its encodings that compress with loss."""
 _SECRET = re.compile(r"pass|secret|token\b|access_key|account_key|connection_string|credential", re.IGNORECASE)
 
 
@@ -198,9 +200,11 @@ def text(raw: Any, key: str, source: str) -> str:
 
 
 def optional(inner: Parser) -> Parser:
-    """Let nothing at all, "" and "none" mean None."""
+    """Let nothing at all, "", "none" and every word for false mean None; true is an error, since it names nothing."""
 
     def parse(raw: Any, key: str, source: str) -> Any:
+        if raw is True or (isinstance(raw, str) and raw.strip().lower() in ("true", "yes", "on")):
+            raise ConfigError(key, raw, source, "is no switch: want its value, or false for none")
         return None if _is_absent(raw) else inner(raw, key, source)
 
     return parse
@@ -209,7 +213,7 @@ def optional(inner: Parser) -> Parser:
 def choice(*names: str, absent: str | None = None) -> Parser:
     """Make a parser of one of `names`, in any case, that gives it as spelled here.
 
-    With `absent` the key may be absent: nothing at all, "" and "none" mean that name.
+    With `absent` the key may be absent: nothing at all, "", "none" and words for false mean that name.
     """
     by_lower = {name.lower(): name for name in names}
 
@@ -223,6 +227,17 @@ def choice(*names: str, absent: str | None = None) -> Parser:
         return name
 
     return parse
+
+
+def serde(raw: Any, key: str, source: str) -> str | Noted:
+    """Read how values are encoded: as they are. LMCache's lossy encodings are noted, so that its examples start."""
+    try:
+        return str(choice("naive", absent="naive")(raw, key, source))
+    except ConfigError:
+        name = raw.strip().lower() if isinstance(raw, str) else ""
+        if name not in LOSSY_SERDES:
+            raise
+    return Noted("naive", f"kvredis has no {name} and stores values as they are (naive): a value takes its full size")
 
 
 def server_url(raw: Any, key: str, source: str) -> str:
@@ -240,6 +255,8 @@ def directory(raw: Any, key: str, source: str) -> str | Noted:
     LMCache takes several with commas between them and gives each GPU one. Here the first is used and noted: what would
     be spread over GPUs by LMCache is one tier that all of them share, and a path more would need an arena of its own.
     """
+    if str(raw).strip() in ("0", "1"):
+        raise ConfigError(key, raw, source, "want a directory, or false for none")
     paths = [path.strip().removeprefix("file://") for path in text(raw, key, source).split(",")]
     first, *others = [os.path.expanduser(path) for path in paths if path] or [""]
     if not first or "\0" in first:
@@ -371,7 +388,7 @@ def _unpacked(text: str, key: str, source: str) -> Any:
 
 
 def _is_absent(raw: Any) -> bool:
-    return raw is None or (isinstance(raw, str) and raw.strip().lower() in _ABSENT)
+    return raw is None or raw is False or (isinstance(raw, str) and raw.strip().lower() in _ABSENT)
 
 
 def _number(raw: Any, key: str, source: str, reason: str) -> float:

@@ -29,10 +29,11 @@ def table_lines(result: PlanResult) -> Iterator[str]:
 def _sizes(result: PlanResult) -> Iterator[str]:
     shape, sizes, work = result["shape"], result["sizes"], result["workload"]
     chunk, prompt = int(work["chunk_tokens"] or 0), int(work["prompt_tokens"] or 0)
-    yield (
-        f"{shape['name']}: {shape['layers']} layers x {shape['kv_heads']} KV heads x {shape['head_dim']}"
-        f" x {shape['dtype_bytes']} bytes, K and V; {work['prefill_tokens_per_s']:,.0f} tokens/s of prefill"
-    )
+    kept = f"{shape['kv_heads']} KV heads x {shape['head_dim']} x {shape['dtype_bytes']} bytes, K and V"
+    if shape["planes"] == 1:
+        kept = f"a latent of {shape['head_dim']} x {shape['dtype_bytes']} bytes"
+    rate = f"{work['prefill_tokens_per_s']:,.0f} tokens/s of prefill"
+    yield f"{shape['name']}: {shape['layers']} layers x {kept}; {rate}"
     yield ""
     yield f"  a token                 {sizes['bytes_per_token']:>12,} bytes"
     yield f"  {f'a chunk ({chunk} tokens)':<23} {_size(sizes['chunk_bytes']):>12}"

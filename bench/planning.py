@@ -161,6 +161,7 @@ def plan(shape: ModelShape, workload: Workload, tiers: Sequence[TierSpeed], pipe
             "kv_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
             "dtype_bytes": shape.dtype_bytes,
+            "planes": shape.planes,
         },
         workload={name: getattr(workload, name) for name in Workload.__slots__},
         sizes=sizes,
@@ -173,7 +174,9 @@ def plan(shape: ModelShape, workload: Workload, tiers: Sequence[TierSpeed], pipe
 def sizes_of(shape: ModelShape, workload: Workload) -> SizesJson:
     """Give the sizes of a token, a chunk and a prompt, and what an arena needs for all prompts' whole chunks."""
     dtype = {dtype.nbytes: name for name, dtype in DTYPES.items()}[shape.dtype_bytes]
-    layout = ChunkLayout(shape.layers, shape.kv_heads, shape.head_dim, dtype, workload.chunk_tokens, shape.name)
+    layout = ChunkLayout(
+        shape.layers, shape.kv_heads, shape.head_dim, dtype, workload.chunk_tokens, shape.name, planes=shape.planes
+    )
     block = extent_length(block_bytes(layout, workload.chunk_tokens))
     arena = workload.prompts * (workload.prompt_tokens // workload.chunk_tokens) * block
     return SizesJson(

@@ -35,7 +35,14 @@ PIPELINE_MAX: Final = 1000
 PIECE_BYTES: Final = 1 << 20
 """A value goes in pieces of so much, each of which has the timeout to itself."""
 
+TOGETHER: Final = 100
+"""Keys that are asked about in one exchange, where each of them is a command."""
+_CONTAINERS: Final = ("CLIENT", "MEMORY", "SLOWLOG")
+"""Commands whose subcommands INFO counts one by one."""
+
 Word = bytes | str | int | memoryview
+Facts = dict[str, Any]
+"""What is known of a block, by KV.META's names."""
 Client = Any
 """redis.Redis or redis.RedisCluster, most of whose methods have no types; loaded when it is needed."""
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -69,6 +76,11 @@ class Connection:
         self.address = address
         self._client = _client(address, timeout_s) if client is None and isinstance(address, Address) else client
         self._about: dict[str, Any] | None = None
+        self._knows_walk, self._is_untouching = True, False
+        self.asked: dict[str, int] = {}
+        """Commands that were asked through here, by the name that INFO counts them under."""
+        self.looked = 0
+        """Lookups among them that INFO counts as hits."""
 
     def __str__(self) -> str:
         """Return the URL without its password."""
@@ -78,9 +90,11 @@ class Connection:
         """One command and its reply; maps are lists of names and values (`mapped` makes them dicts)."""
         assert self._client is not None
         try:
-            return self._client.execute_command(*words)
+            reply = self._client.execute_command(*words)
         except Exception as error:
             raise self._failure(error, words) from error
+        self._count(words)
+        return reply
 
     def store(self, key: bytes, value: memoryview, *options: Word) -> Any:
         """SET, whose value is sent from where it lies; redis-py would copy it, and time it as a whole."""
@@ -108,6 +122,10 @@ class Connection:
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except Exception as error:
             raise self._failure(error, commands[0] if commands else ()) from error
+        for words, reply in zip(commands, replies, strict=True):
+            # What a server does not know or allow it does not count either.
+            if not isinstance(reply, Exception) or str(reply).startswith("WRONGTYPE"):
+                self._count(words)
         return replies
 
     def meta_of(self, keys: Sequence[bytes]) -> list[dict[str, Any] | None]:
@@ -129,6 +147,56 @@ class Connection:
             yield list(keys)
             if int(cursor) == 0:
                 return
+
+    def walk(self, match: bytes | None = None, count: int = SCAN_COUNT) -> Iterator[list[tuple[bytes, Facts | None]]]:
+        """All keys in batches of about `count`, each with what its server tells of many keys at once.
+
+        Of kvredis that is KV.SCAN's facts; of an older kvredis KV.META's; of a plain Redis the length, for which no key
+        counts as used where CLIENT NO-TOUCH is known (7.2), or what it takes in memory if it is no string. None stands
+        for a key that has gone meanwhile. Raises BackendError.
+        """
+        cursor: Word = b"0"
+        pattern = () if match is None else ("MATCH", match)
+        if self.is_kvredis and self._knows_walk:
+            while True:
+                reply = self._walked("KV.SCAN", cursor, *pattern, "COUNT", count)
+                if reply is None:
+                    break
+                cursor, told = reply
+                yield [(key, _facts(facts)) for key, facts in zip(told[::2], told[1::2], strict=True)]
+                if int(cursor) == 0:
+                    return
+        for keys in self.scan(match, count):
+            batch: list[tuple[bytes, Facts | None]] = []
+            for at in range(0, len(keys), TOGETHER):
+                part = keys[at : at + TOGETHER]
+                batch += zip(part, self.meta_of(part) if self.is_kvredis else self._sizes_of(part), strict=True)
+            yield batch
+
+    def _walked(self, *words: Word) -> Any:
+        """A slice of KV.SCAN; None where a kvredis of before does not know it."""
+        try:
+            return self.ask(*words)
+        except BackendError as error:
+            if isinstance(error, NotAllowed) or "unknown command" not in str(error.__cause__).lower():
+                raise
+            self._knows_walk = False
+            return None
+
+    def _sizes_of(self, keys: Sequence[bytes]) -> list[Facts | None]:
+        """How long values are, of a plain Redis."""
+        if not self._is_untouching:
+            self._is_untouching = True
+            self.ask_each([("CLIENT", "NO-TOUCH", "ON")])  # an error is one of before 7.2, where looking is using
+        lengths = self.ask_each([("STRLEN", key) for key in keys])
+        others = [key for key, length in zip(keys, lengths, strict=True) if isinstance(length, Exception)]
+        sizes = iter(self.ask_each([("MEMORY", "USAGE", key) for key in others]))
+        told: list[Facts | None] = []
+        for length in lengths:
+            nbytes = next(sizes) if isinstance(length, Exception) else length
+            self.looked += length != 0  # a key of another type has been found as well
+            told.append({"nbytes": nbytes if isinstance(nbytes, int) else 0, "tier": "memory"})
+        return told
 
     @property
     def about(self) -> dict[str, Any]:
@@ -155,6 +223,10 @@ class Connection:
         """Hang up."""
         if self._client is not None:
             self._client.close()
+
+    def _count(self, words: Sequence[Word]) -> None:
+        name = "|".join(str(word).lower() for word in words[: 2 if words[0] in _CONTAINERS else 1])
+        self.asked[name] = self.asked.get(name, 0) + 1
 
     def _failure(self, error: BaseException, words: Sequence[Word]) -> BackendError:
         text = str(error)
@@ -247,6 +319,17 @@ def mapped(reply: Any) -> dict[str, Any]:
 # ---- inside ------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(4096)  # blocks of one prompt have the same length, and were used in the same second
+def _facts(line: bytes | None) -> Facts:
+    """What KV.SCAN says of a key: numbers but for the tier. Nothing of one that this user may not read. Not to be
+    changed: keys share it."""
+    found: Facts = {}
+    for word in (line or b"").decode("ascii", "replace").split():
+        name, _, value = word.partition("=")
+        found[name] = int(value) if value.isdecimal() else value
+    return found
+
+
 @functools.lru_cache(256)  # the same dozen names in each of a million replies
 def _name_text(name: Any) -> str:
     return _text(name)
@@ -263,7 +346,7 @@ def _value(value: Any) -> Any:
 def _address(url: str | None, config_file: Path | None) -> RemoteAddress:
     if url is not None:
         return parse_remote(url if "://" in url else f"redis://{url}", key="url", source="-u")
-    return parse_remote(load_config(config_file).remote_url or URL_DEFAULT)
+    return parse_remote(load_config(config_file, server=False).remote_url or URL_DEFAULT)
 
 
 def _logged_in(address: RemoteAddress, user: str | None, askpass: bool) -> RemoteAddress:

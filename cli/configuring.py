@@ -34,11 +34,12 @@ _STORE_KEYS = (
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-def load_config(file: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read defaults, file, environment and flags. Raises ConfigError; warnings go to the log."""
+def load_config(file: Path | None, overrides: Mapping[str, Any] | None = None, *, server: bool = True) -> Config:
+    """Read defaults, file, environment and flags, as a server or as a client. Raises ConfigError; warnings go to the
+    log."""
     env = {name: value for name, value in os.environ.items() if name != EVENT_LOOP_VARIABLE}
     try:
-        return Config.load(file, env=env, overrides=overrides)
+        return Config.load(file, env=env, overrides=overrides, server=server)
     except ConfigError as error:
         raise error if file is None else of_file(error, "--config-file") from None
 

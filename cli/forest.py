@@ -75,15 +75,30 @@ class Group:
     """The keys of one model, shape and rank: `roots` are its prompts, `folded` those of them that had to be joined.
 
     `tokens_of` says how many tokens a block of so many bytes has: within one shape the length decides it, so that
-    blocks whose header nobody has read are counted too.
+    blocks whose header nobody has read are counted too. Each key is counted once, in its root or in `loose`.
     """
 
     name: KeyName
-    whole: Sum = field(default_factory=Sum)
+    loose: Sum = field(default_factory=Sum)
     roots: dict[str, Sum] = field(default_factory=dict)
     rest: Sum = field(default_factory=Sum)
     folded: int = 0
     tokens_of: dict[int, int] = field(default_factory=dict)
+    _whole: Sum | None = None
+
+    @property
+    def whole(self) -> Sum:
+        """All of it; joined when it is asked for, since keys are many and looks at the sum are few."""
+        if self._whole is None:
+            self._whole = Sum()
+            for part in (self.loose, self.rest, *self.roots.values()):
+                self._whole.join(part)
+        return self._whole
+
+    def add(self, root: str, facts: Mapping[str, Any], is_aside: bool) -> None:
+        """Count a key of the prompt `root`, or of none."""
+        self._whole = None
+        (self.roots.setdefault(root, Sum()) if root else self.loose).add(facts, is_aside)
 
     def tokens(self, part: Sum) -> tuple[int, bool]:
         """The tokens of a sum of this group's keys, and whether those are all of them."""
@@ -106,7 +121,6 @@ class Forest:
 
     def __init__(self, roots_max: int = ROOTS_MAX, groups_max: int = GROUPS_MAX) -> None:
         self.groups: dict[tuple[str, str, str, str], Group] = {}
-        self.whole = Sum()
         self._roots_max, self._groups_max = roots_max, groups_max
         self._roots = 0
 
@@ -118,16 +132,21 @@ class Forest:
             if len(self.groups) >= self._groups_max:
                 name = _REST
             group = self.groups.setdefault(name[:4], Group(name._replace(root="")))
-        self.whole.add(facts, name.is_aside)
-        group.whole.add(facts, name.is_aside)
         tokens, nbytes = facts.get("tokens"), facts.get("nbytes")
         if name.kind == CHUNKS and isinstance(tokens, int) and isinstance(nbytes, int) and len(group.tokens_of) < 4096:
             group.tokens_of[nbytes] = tokens
-        if name.root:
-            if name.root not in group.roots:
-                self._make_room()
-                self._roots += 1
-            group.roots.setdefault(name.root, Sum()).add(facts, name.is_aside)
+        if name.root and name.root not in group.roots:
+            self._make_room()
+            self._roots += 1
+        group.add(name.root, facts, name.is_aside)
+
+    @property
+    def whole(self) -> Sum:
+        """All keys."""
+        found = Sum()
+        for group in self.groups.values():
+            found.join(group.whole)
+        return found
 
     def models(self) -> Iterator[list[Group]]:
         """The groups of each model and shape together, the largest model first, its ranks in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from .client import Connection, Place, Servers, mapped, on_server
+from .client import TOGETHER, Place, Servers, mapped, on_server
 from .forest import SORTS, Forest
 from .key_options import match_option
 from .ls_tree import as_json, drawn
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 LIMIT_DEFAULT: Final = 20
 KEYS_LIMIT_DEFAULT: Final = 1000
-TOGETHER: Final = 100
-"""Keys that are asked about in one exchange: some milliseconds in which a server does nothing else."""
 
 
 @click.command(
@@ -63,8 +62,8 @@ def ls(
 
     A prompt stands for all prompts that begin with the same chunk; chunks on disk alone are counted by their length.
     LMCache's keys are grouped by model and worker, others by what stands before their first colon. It is read with
-    SCAN, beside everything else that the server does, in memory that does not grow with the number of keys. On a plain
-    Redis there are sizes, but no tokens, tiers or hits.
+    KV.SCAN, beside everything else that the server does, in memory that does not grow with the number of keys. On a
+    plain Redis there are sizes, but no tokens, tiers or hits.
     """
     if is_long and not is_flat:
         raise click.UsageError("--long goes with --keys")
@@ -84,22 +83,9 @@ def ls(
         if is_json:
             click.echo(json.dumps(as_json(servers, forest, sort or "bytes", limit or 0, tiers), indent=2))
         else:
-            console().print(drawn(servers, forest, sort or "bytes", shown, tiers), no_wrap=True, overflow="ellipsis")
-
-
-def facts_of(server: Connection, keys: list[bytes]) -> list[dict[str, Any] | None]:
-    """What is known of each key, None for one that has gone: all of KV.META, of a plain Redis the length."""
-    found: list[dict[str, Any] | None] = []
-    for at in range(0, len(keys), TOGETHER):
-        part = keys[at : at + TOGETHER]
-        if server.is_kvredis:
-            found += server.meta_of(part)
-        else:
-            lengths = server.ask_each([("STRLEN", key) for key in part])
-            found += [
-                {"nbytes": 0 if isinstance(length, Exception) else length, "tier": "memory"} for length in lengths
-            ]
-    return found
+            screen = console()
+            tree = drawn(servers, forest, sort or "bytes", shown, tiers, screen.width)
+            screen.print(tree, no_wrap=True, overflow="ellipsis")
 
 
 # ---- inside ------------------------------------------------------------------------------------------------------
@@ -117,9 +103,9 @@ class _Wanted(NamedTuple):
 def _known(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Every key that matches and has not gone meanwhile, with its facts."""
     for server in servers.each:
-        for keys in server.scan(pattern):
-            bar.forward(len(keys))
-            for key, facts in zip(keys, facts_of(server, keys), strict=True):
+        for batch in server.walk(pattern):
+            bar.forward(len(batch))
+            for key, facts in batch:
                 if facts is not None:
                     yield key, facts
 
@@ -151,12 +137,22 @@ def _list(servers: Servers, pattern: bytes | None, wanted: _Wanted) -> None:
         else:
             rows = ((key, {}) for key in _names(servers, pattern, bar))
         if wanted.limit == 0:
-            _print_rows(rows, wanted)
+            _print_rows(_whole(servers, rows) if wanted.is_json else rows, wanted)
             return
         chosen, more = _first(rows, wanted.order, wanted.limit)
-    _print_rows(iter(chosen), wanted)
+    _print_rows(_whole(servers, iter(chosen)) if wanted.is_json else iter(chosen), wanted)
     if more:
         click.echo(f"{more:,} more: --limit shows them", err=True)
+
+
+def _whole(servers: Servers, rows: Iterator[tuple[bytes, dict[str, Any]]]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """These rows with all that KV.META says, some at a time; without those that have gone meanwhile."""
+    while part := list(itertools.islice(rows, TOGETHER)):
+        told: dict[bytes, dict[str, Any] | None] = dict(part)
+        for server, keys in servers.by_slot([key for key, _ in part]):
+            if server.is_kvredis:
+                told |= zip(keys, server.meta_of(keys), strict=True)
+        yield from ((key, facts) for key, facts in told.items() if facts is not None)
 
 
 def _names(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[bytes]:

@@ -8,25 +8,34 @@ from typing import TYPE_CHECKING, Any
 from .client import NotAllowed, Servers
 from .forest import Forest, Group, Sum
 from .key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES
-from .terminal import TIER_STYLES, duration, size
+from .terminal import TIER_STYLES, duration, shortened, size
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
 BAR_COLUMNS = 24
+NARROW_COLUMNS = 64
+NARROW_ROOT = 9
 _KINDS = {CHUNKS: "chunks", PAGES: "pages", LMCACHE: "LMCache chunks", LMCACHE_MP: "LMCache chunks", OTHER: "keys"}
 
 
-def drawn(servers: Servers, forest: Forest, sort: str, limit: int, tiers: Mapping[str, Mapping[str, int]]) -> Tree:
-    """The tree: servers, tiers, then for each model its ranks and at most `limit` (0: all) prompts of each."""
+def drawn(
+    servers: Servers, forest: Forest, sort: str, limit: int, tiers: Mapping[str, Mapping[str, int]], columns: int = 200
+) -> Tree:
+    """The tree: servers, tiers, then for each model its ranks and at most `limit` (0: all) prompts of each. With few
+    `columns` what tells least is left out, so that sizes are seen."""
     from rich.tree import Tree
 
-    top = Tree(_line(("bold", ", ".join(map(str, servers.each))), *_about(servers, forest)))
+    is_narrow = columns < NARROW_COLUMNS
+    about = _about(servers, forest)
+    top = Tree(_line(("bold", ", ".join(map(str, servers.each))), *([] if is_narrow else about)))
+    if is_narrow:
+        top.add(_line(*about[1:]))
     for name, figures in tiers.items():
-        top.add(_tier(name, figures))
+        top.add(_tier(name, figures, BAR_COLUMNS // 4 if is_narrow else BAR_COLUMNS))
     for groups in forest.models():
-        _add_model(top, groups, sort, limit)
+        _add_model(top, groups, sort, limit, is_narrow)
     if not forest.groups:
         top.add(_line(("dim", "no keys")))
     return top
@@ -73,18 +82,18 @@ def _about(servers: Servers, forest: Forest) -> list[tuple[str, str]]:
     return [("", what), ("", _counted(forest.whole.keys, "keys")), ("cyan", size(forest.whole.nbytes))]
 
 
-def _tier(name: str, figures: Mapping[str, int]) -> Text:
+def _tier(name: str, figures: Mapping[str, int], columns: int) -> Text:
     from rich.text import Text
 
     used, capacity = figures["used"], figures["capacity"]
-    filled = round(BAR_COLUMNS * used / capacity) if capacity else 0
+    filled = round(columns * used / capacity) if capacity else 0
     text = Text(f"{name:6} ", "bold")
     text.append("━" * filled, TIER_STYLES.get(name, "blue"))
-    text.append("─" * (BAR_COLUMNS - filled), "dim")
+    text.append("─" * (columns - filled), "dim")
     return text.append(f" {size(used)} of {size(capacity)}, {figures['entries']:,} entries", "")
 
 
-def _add_model(top: Tree, groups: list[Group], sort: str, limit: int) -> None:
+def _add_model(top: Tree, groups: list[Group], sort: str, limit: int, is_narrow: bool) -> None:
     name = groups[0].name
     whole = Sum()
     for group in groups:
@@ -94,8 +103,8 @@ def _add_model(top: Tree, groups: list[Group], sort: str, limit: int) -> None:
     branch = top.add(
         _line(
             ("bold blue", _shown(title)),
-            ("dim", name.layout),
-            ("magenta", only),
+            ("dim", "" if is_narrow else name.layout),
+            ("magenta", "" if is_narrow else only),
             *_figures(whole, _tokens_text(groups), _KINDS[name.kind]),
         )
     )
@@ -108,14 +117,15 @@ def _add_model(top: Tree, groups: list[Group], sort: str, limit: int) -> None:
                     *_figures(group.whole, _tokens_text([group]), _KINDS[name.kind]),
                 )
             )
-        _add_prompts(under, group, sort, limit)
+        _add_prompts(under, group, sort, limit, is_narrow)
 
 
-def _add_prompts(under: Tree, group: Group, sort: str, limit: int) -> None:
+def _add_prompts(under: Tree, group: Group, sort: str, limit: int, is_narrow: bool) -> None:
     prompts = group.order(sort)
     for root, part in prompts[: limit or None]:
         tokens, is_all = group.tokens(part)
-        under.add(_line(("yellow", root), *_figures(part, _tokens(tokens, is_all, bool(part.keys)), "chunks")))
+        name = shortened(root, NARROW_ROOT) if is_narrow else root
+        under.add(_line(("yellow", name), *_figures(part, _tokens(tokens, is_all, bool(part.keys)), "chunks")))
     more = max(len(prompts) - limit, 0) if limit else 0
     if more or group.folded:
         hidden = Sum()

@@ -6,6 +6,7 @@ so what a terminal sees is escaped; what a pipe sees are the bytes.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import os
@@ -19,6 +20,20 @@ if TYPE_CHECKING:
 
 UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 TIER_STYLES: Final = {"memory": "green", "disk": "yellow"}
+PLAIN: Final = str.maketrans("━─│├└╸╺…←→↑↓", "#-|+`##~<>^v")
+"""What is drawn, column for column, where a terminal has no such characters."""
+PLAIN_ERRORS: Final = "kvredis-plain"
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """Stand in for characters that an encoding lacks; an error handler of codecs."""
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(PLAIN)
+    return "".join(each if each.isascii() else "?" for each in text), error.end
+
+
+codecs.register_error(PLAIN_ERRORS, _plain)
+
 PIPE_WIDTH: Final = 200
 """Columns of a table that no terminal bounds."""
 
@@ -29,7 +44,9 @@ def console(*, stderr: bool = False) -> Console:
 
     file = (sys.stderr if stderr else sys.stdout) or io.StringIO()  # None: it was closed by who called us
     if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(errors="replace")  # a locale such as ISO-8859-1 has no bars, nor every model's name
+        # A locale such as ISO-8859-1 has no bars, nor every model's name; Python makes C UTF-8 (PEP 540).
+        asked = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
+        file.reconfigure(encoding="ascii" if asked in ("C", "POSIX") else None, errors=PLAIN_ERRORS)
     width = None if file.isatty() else PIPE_WIDTH
     return Console(file=file, width=width, highlight=False, emoji=False, markup=False)
 

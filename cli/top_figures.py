@@ -1,13 +1,15 @@
 """What `kvredis top` knows: figures of one moment, what they say per second, and which prompts a server holds.
 
 All of it is asked of INFO, KV.TIERS, SLOWLOG and CLIENT LIST in one exchange; what this user may not ask is left out.
-The prompts come from SCAN, a slice a moment, so that a server of millions of keys is not asked for all of them at once.
+What it asks is not in its figures. The prompts come from KV.SCAN, a slice a moment, so that a server of millions of
+keys is not asked for all of them at once.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,7 +17,6 @@ from kvredis.storage.errors import BackendError
 
 from .client import Connection, NotAllowed, Servers, mapped
 from .forest import Forest
-from .ls import facts_of
 from .terminal import printable
 
 SLOW_MAX: Final = 32
@@ -66,7 +67,8 @@ def figures(servers: Servers) -> Figures:
     """The figures of all servers together. Raises BackendError when one does not answer."""
     found = Figures(time.monotonic())
     for server in servers.each:
-        told = _asked(server)
+        ours, looked = dict(server.asked), server.looked  # what INFO has counted when it answers
+        told = _without_us(_asked(server), ours, looked)
         _add(found, told)
         if len(servers.each) > 1:
             part = found.parts[str(server)] = Figures(found.at_s)
@@ -164,11 +166,11 @@ class Walk:
     def _walk(self, servers: Servers) -> Iterator[None]:
         seen = 0
         for server in servers.each:
-            for keys in server.scan(count=WALK_KEYS):
-                for key, facts in zip(keys, facts_of(server, keys), strict=True):
+            for batch in server.walk(count=WALK_KEYS):
+                for key, facts in batch:
                     if facts is not None:
                         self._growing.add(key, facts)
-                seen += len(keys)
+                seen += len(batch)
                 if seen >= WALK_KEYS:
                     seen = 0
                     yield
@@ -178,10 +180,37 @@ class Walk:
 
 
 def _asked(server: Connection) -> list[Any]:
-    found = server.ask_each([("INFO", "everything"), ("KV.TIERS",), ("SLOWLOG", "GET", SLOW_MAX), ("CLIENT", "LIST")])
+    questions: list[tuple[str | int, ...]] = [("INFO", "everything"), ("KV.TIERS",), ("SLOWLOG", "GET", SLOW_MAX)]
+    found = server.ask_each([*questions, ("CLIENT", "LIST"), ("CLIENT", "ID")])
     if not isinstance(found[0], dict):
         raise BackendError(f"{server} does not let this user ask INFO, which `kvredis top` lives on: {found[0]}")
     return found
+
+
+def _without_us(told: list[Any], asked: Mapping[str, int], looked: int) -> list[Any]:
+    """The same without what this program has asked itself: its commands and lookups, its connection, its slow ones."""
+    info, tiers, slow, clients, own = told
+    info = dict(info)
+    for name, count in asked.items():
+        stat = info.get(f"cmdstat_{name}")
+        if isinstance(stat, dict) and (calls := number(stat.get("calls"))):
+            left = max(calls - count, 0)
+            usec = number(stat.get("usec")) * left // calls  # as if each call took as long as the others
+            info[f"cmdstat_{name}"] = stat | {"calls": left, "usec": usec}
+            if not left:
+                del info[f"cmdstat_{name}"]
+    for name, count in (("total_commands_processed", sum(asked.values())), ("keyspace_hits", looked)):
+        info[name] = max(number(info.get(name)) - count, 0)
+    addr = b""
+    if isinstance(clients, bytes | str) and isinstance(own, int):
+        lines = (clients.encode() if isinstance(clients, str) else clients).splitlines()
+        ours = next((line for line in lines if line.startswith(b"id=%d " % own)), b"")
+        addr = next((word[5:] for word in ours.split() if word.startswith(b"addr=")), b"")
+        clients = b"\n".join(line for line in lines if line is not ours)
+        info["connected_clients"] = max(number(info.get("connected_clients")) - bool(ours), 0)
+    if addr and not isinstance(slow, Exception):
+        slow = [entry for entry in slow if len(entry) < 5 or entry[4] not in (addr, addr.decode("ascii", "replace"))]
+    return [info, tiers, slow, clients]
 
 
 def _add(found: Figures, told: Sequence[Any]) -> None:
@@ -210,7 +239,9 @@ def _add(found: Figures, told: Sequence[Any]) -> None:
 def _add_tiers(found: Figures, told: Any, info: dict[str, Any]) -> None:
     each = {} if isinstance(told, Exception) else {name: mapped(reply) for name, reply in mapped(told).items()}
     if not each:  # a plain Redis
-        each = {"memory": {"capacity": info.get("maxmemory"), "used": info.get("used_memory")}}
+        spaces = [value for name, value in info.items() if re.fullmatch(r"db\d+", name) and isinstance(value, dict)]
+        entries = sum(number(space.get("keys")) for space in spaces)
+        each = {"memory": {"capacity": info.get("maxmemory"), "used": info.get("used_memory"), "entries": entries}}
     for name, figures_of in each.items():
         tier = found.tiers.setdefault(name, dict.fromkeys(_OF_TIER, 0))
         for figure in _OF_TIER:

@@ -23,6 +23,9 @@ SORTS: Final = {
     "slowest": ("time", "latest"),
     "clients": ("age", "idle", "leases"),
 }
+BAR_MIN: Final = 5
+LAST_COLUMNS_MIN: Final = 18
+"""What a list's last column, the name, has at least."""
 WIDE_COLUMNS: Final = 140
 WIDE_LINES: Final = 34
 KEYS: Final = "q quit  p pause  s sort  ←→ list  ↑↓ scroll"
@@ -75,8 +78,9 @@ def screen(view: View, columns: int, lines: int, *, has_keys: bool = True) -> Re
         parts.append(Text(shortened(f"lost: {view.lost}", columns - 1), "bold white on red", no_wrap=True))
     found = view.figures
     if found is not None:
-        parts += [_tier(name, tier, columns) for name, tier in found.tiers.items()]
-        parts += _rates(view, found, columns)
+        is_ours = not found.version.startswith("Redis ")
+        parts += [_tier(name, tier, columns, is_ours) for name, tier in found.tiers.items()]
+        parts += _rates(view, found, columns)[: max(lines - len(parts) - 4, 1)]  # a list has two lines at least
     left = max(lines - len(parts) - (2 if has_keys else 1), 1)
     if columns >= WIDE_COLUMNS and lines >= WIDE_LINES:
         grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
@@ -189,12 +193,26 @@ def _head(view: View, columns: int) -> Text:
     return head
 
 
-def _tier(name: str, tier: dict[str, int], columns: int) -> Text:
+def _fitted(parts: list[str], columns: int) -> list[str]:
+    """Parts in as few lines as they fit into, none of them broken unless it alone is longer than a line."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= columns:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(shortened(part, columns))
+    return lines
+
+
+def _tier(name: str, tier: dict[str, int], columns: int, has_leases: bool = True) -> Text:
     from rich.text import Text
 
     used, capacity = tier["used"], tier["capacity"]
-    told = f" {size(used)} of {size(capacity)}  {tier['entries']:,} entries  {tier['leases']:,} leases"
-    width = max(min(columns - len(told) - 10, 60), 5)
+    # without a limit, as a plain Redis is without maxmemory
+    parts = [f" {size(used)} of {size(capacity)}" if capacity else f" {size(used)}, no limit"]
+    parts += [f"{tier['entries']:,} entries"] + ([f"{tier['leases']:,} leases"] if has_leases else [])
+    told = _fitted(parts, columns - 10 - BAR_MIN)[0]
+    width = max(min(columns - len(told) - 10, 60), BAR_MIN)
     filled = min(round(width * used / capacity), width) if capacity else 0
     text = Text(f"{_plain(name[:7]):7} ", "bold", no_wrap=True, overflow="ellipsis")
     text.append("━" * filled, TIER_STYLES.get(name, "blue"))
@@ -214,11 +232,16 @@ def _rates(view: View, found: Figures, columns: int) -> list[Text]:
         return f"{per_s.get(name, 0.0) / 1e9:.3f} GB/s"
 
     hits = "-" if total is None else f"{100 * total:.1f}%"
-    first = f"hit rate {hits}" + ("" if now is None else f" (now {100 * now:.1f}%)")
-    first += f"  {per_s.get('commands', 0.0):,.0f} ops/s  in {gigabytes('in_bytes')}  out {gigabytes('out_bytes')}"
-    second = f"disk read {gigabytes('disk_read_bytes')}  written {gigabytes('disk_written_bytes')}"
-    second += f"  {per_s.get('evicted', 0.0):,.0f} evicted/s"
-    return [Text(shortened(line, columns - 1), no_wrap=True) for line in (first, second)]
+    parts = [f"hit rate {hits}" + ("" if now is None else f" (now {100 * now:.1f}%)")]
+    parts += [
+        f"{per_s.get('commands', 0.0):,.0f} ops/s",
+        f"in {gigabytes('in_bytes')}",
+        f"out {gigabytes('out_bytes')}",
+    ]
+    if "disk" in found.tiers:
+        parts += [f"disk read {gigabytes('disk_read_bytes')}", f"written {gigabytes('disk_written_bytes')}"]
+    parts.append(f"{per_s.get('evicted', 0.0):,.0f} evicted/s")
+    return [Text(line, no_wrap=True) for line in _fitted(parts, columns - 1)]
 
 
 def _list(view: View, name: str, columns: int, lines: int, is_padded: bool = True) -> RenderableType:
@@ -234,6 +257,9 @@ def _list(view: View, name: str, columns: int, lines: int, is_padded: bool = Tru
     title.append(f" {name} ", "bold reverse" if is_chosen else "bold")
     title.append(f" by {view.sort_of(name)}  {len(every):,}" + (f", from {at + 1:,} on" if at else ""), "dim")
     widths = [max([len(titles[place]), *(len(row[place]) for row in shown)]) for place in range(len(titles) - 1)]
+    while len(widths) > 1 and sum(widths) + 2 * len(widths) + LAST_COLUMNS_MIN > columns:
+        widths.pop()  # a narrow terminal shows the columns that it has room for, and always the last
+        titles, shown = (*titles[:-2], titles[-1]), [(*row[:-2], row[-1]) for row in shown]
     drawn: list[Any] = [title, Text(_row(titles, widths, columns), "dim", no_wrap=True)]
     drawn += [Text(_row(row, widths, columns), no_wrap=True) for row in shown]
     if is_padded:

@@ -81,6 +81,18 @@ class Allocator:
                 return
         raise ValueError(f"{extent} is not free")
 
+    def extend(self, extent: Extent, least: int, most: int) -> Extent | None:
+        """Lengthen `extent` into the hole behind it, to `most` bytes or as far as that goes; None, and nothing has
+        changed, where it ends below `least`. All are multiples of GRAIN_BYTES."""
+        end = extent.offset + extent.length
+        hole_end = self._by_start.get(end, end)
+        length = min(most, hole_end - extent.offset)
+        if length < least:
+            return None
+        self._forget_length(end, hole_end)
+        self._cut(end, hole_end - end, end, length - extent.length)
+        return Extent(extent.offset, length)
+
     def free(self, extent: Extent) -> None:
         """Give an extent back; it joins the holes on both sides at once."""
         start, end = extent.offset, extent.offset + extent.length

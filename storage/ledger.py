@@ -9,7 +9,7 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .allocator import Allocator, Extent
+from .allocator import GRAIN_BYTES, Allocator, Extent
 from .arena import Arena
 from .clock import Clock
 from .deadlines import Deadlines
@@ -44,6 +44,9 @@ INLINE_LOOK_ENTRIES_MAX = 64
 
 SHRINK_ENTRIES_MAX = 1000
 """How many entries leave at a time for a bound that was lowered: a few milliseconds."""
+
+SPARE_PART = 4
+"""A value that grows gets a quarter of its length as room to grow on. So many appends copy it a few times in all."""
 
 LONG_AGO_MS = 1
 """When what is stored too late has expired."""
@@ -285,6 +288,22 @@ class Ledger:
             self._evict(entry)
         self.allocator.allocate_at(extent)
         return extent
+
+    def _lengthen(self, entry: Entry, length: int) -> bool:
+        """See that an entry's extent has `length` bytes, by what is free behind it, of which it takes more than that:
+        what has grown grows on."""
+        extent = entry.extent
+        if extent.length >= length:
+            return True
+        most = length + length // SPARE_PART // GRAIN_BYTES * GRAIN_BYTES
+        if self.bound_bytes:
+            most = min(most, (extent.length - self._excess_bytes(0)) // GRAIN_BYTES * GRAIN_BYTES)
+        longer = self.allocator.extend(extent, length, most)
+        if longer is None:
+            return False
+        self.live_bytes += longer.length - extent.length
+        entry.extent = longer
+        return True
 
     def _victims(self, policy: Policy) -> Iterator[Entry]:
         """Who may leave memory, coldest first; those whose presence was affirmed a moment ago come last of all. With a

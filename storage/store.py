@@ -43,6 +43,8 @@ QUEUE_JOBS_MAX = 8192
 """Disk jobs of one priority that may wait."""
 TIMED_BYTES_MIN = 256 * 1024
 """Of longer values it is noted how long they take to arrive: it costs half a microsecond."""
+ZEROS = memoryview(bytes(1024 * 1024))
+"""What a gap in a value is filled with, a piece at a time: it may be as long as a value."""
 QUEUE_BYTES_LOW = 1024**3
 """What they may move together, at least; more where the arena is larger."""
 
@@ -99,8 +101,11 @@ class Store(Moves, Flushes, Leasing):
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def reserve(self, key: bytes, length: int, space: int = 0, *, drop: bool = True) -> Reservation | None:
-        """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller.
+    def reserve(
+        self, key: bytes, length: int, space: int = 0, *, drop: bool = True, spare: int = 0
+    ) -> Reservation | None:
+        """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller. A value
+        that will grow gets `spare` bytes behind it, if there is room for them.
 
         Whoever must leave for it leaves now. An older value under `key` stays visible until `commit`. Without `drop`
         nobody leaves who shall go to disk and is not there yet: None then also means that the disk has been told to
@@ -110,7 +115,9 @@ class Store(Moves, Flushes, Leasing):
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
         self.end_holds()
         with self._lock:
-            extent = self._place(extent_length(length), drop=drop)
+            extent = self._place(extent_length(length + spare), drop=drop) if spare else None
+            if extent is None:
+                extent = self._place(extent_length(length), drop=drop)
             if extent is not None:
                 self.reserved_bytes += extent.length
             elif drop:
@@ -186,6 +193,35 @@ class Store(Moves, Flushes, Leasing):
                 self._evict_inline(entry)
         if self.tiering is not None:
             self.tiering.make_inline_room(entry)
+        return True
+
+    def patch(self, key: bytes, offset: int, patch: bytes, space: int = 0) -> bool:
+        """Lay `patch` over the value under `key` at `offset`, in the arena where the value lies; it grows as far as
+        need be, with zeros between its end and `offset`, and expires when it would have.
+
+        False, and nothing has changed, where that cannot be: the value is absent, short (INLINE_BYTES_MAX) or on disk,
+        a reader holds it, or there is no room behind it. Costs a copy of `patch`, made under the lock.
+        """
+        with self._lock:
+            entry = self._visible(key, space)
+            if entry is None or entry.extent is NOWHERE or entry.leases or entry.record is not None:
+                return False
+            length = max(entry.length, offset + len(patch))
+            if not self._lengthen(entry, extent_length(length)):
+                return False
+            memory = self.arena.view[entry.extent.offset + PAYLOAD_OFFSET_BYTES :][: length + SLACK_BYTES]
+            for at in range(entry.length, offset, len(ZEROS)):  # an extent still holds what was there before
+                end = min(offset, at + len(ZEROS))
+                memory[at:end] = ZEROS[: end - at]
+            memory[offset : offset + len(patch)] = patch
+            entry.length, entry.hits = length, 0
+            entry.tokens = tokens_of(memory)
+            entry.created_s = entry.accessed_s = self.now_s()
+            self.policy.touch(entry)
+            self.stats.overwritten += 1
+            self._renumber(entry)
+            if self.journal is not None:
+                self.journal.append(("set", key, space))
         return True
 
     def expire(self, key: bytes, at_ms: int, space: int = 0) -> bool:

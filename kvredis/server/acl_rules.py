@@ -250,6 +250,10 @@ class Selector:
                     return Denial(Reason.CHANNEL, at)
         return None
 
+    def may_read(self, key: bytes) -> bool:
+        """Whether a key may be read."""
+        return self.all_keys or self._reaches(key, READ)
+
     def may_hear(self, channel: object, literal: bool) -> bool:
         """Whether a channel may be used; a pattern (`literal`) only if it is allowed word for word."""
         assert isinstance(channel, bytes)

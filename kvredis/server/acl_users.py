@@ -138,6 +138,10 @@ class User:
         selectors = (self.root, *self.selectors)
         return any(each.reads_all_keys and each.denial(command, args, touched) is None for each in selectors)
 
+    def may_read(self, key: bytes) -> bool:
+        """Whether this user may read a key, by whichever command."""
+        return self.unrestricted or any(each.may_read(key) for each in (self.root, *self.selectors))
+
     def may_hear(self, channel: bytes, literal: bool) -> bool:
         """Whether a subscription to a channel, or to a pattern of channels (`literal`), is this user's right."""
         return any(each.may_hear(channel, literal) for each in (self.root, *self.selectors))

@@ -3,13 +3,17 @@
 Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
 bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
 All values on their way together get a share of the arena, and who comes too late for it waits his turn unread, which
-TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time.
+TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time, which begins when they stop,
+also while the value waits for its turn: many writers that stall together cost the others one such time, not one each.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections import deque
+import sys
+import termios
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
@@ -37,6 +41,13 @@ coming in."""
 PROGRESS_BYTES_MIN: Final = 64 * 1024
 """What must arrive within the time limit of a body, unless the body ends."""
 
+UNREAD_BYTES_MIN: Final = 16 * 1024
+"""What a client that waits for its turn must have sent of its value, unless less is missing: about as much as the
+smallest socket buffer in use takes while the server does not read."""
+
+TURN_S: Final = 1.0
+"""What a client that has waited for its turn has at least for sending on, once it is its turn."""
+
 SLOW_READER_S: Final = 5.0
 """Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
 
@@ -47,8 +58,9 @@ class Claims:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._store = server.store
-        self.queue: deque[tuple[Session, int]] = deque()
-        """Clients whose value waits for its turn, with the extent that it needs."""
+        self.queue: OrderedDict[Session, int] = OrderedDict()
+        """Clients whose value waits for its turn, with its length."""
+        self._queued_s: dict[Session, float] = {}  # since when they wait, or have waited until now
         self._called: set[Session] = set()  # whose turn it is
         self._starved: list[Session] = []  # who wait until a slow reader is gone
         self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
@@ -94,7 +106,7 @@ class Claims:
             if room is REFUSED:
                 session.refuse_payload(OUT_OF_MEMORY)
         if isinstance(room, Reservation) and session not in self._receiving:
-            self._receiving[session] = session.input_bytes, self._server.now_s()
+            self._receiving[session] = session.input_bytes, self._began_s(session)
         return room
 
     def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
@@ -111,16 +123,22 @@ class Claims:
     def _room(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
         room: Refused | Later | None = None
         if self._store.reserved_bytes:  # else nobody else's value is coming in
-            room = self._out_of_turn(session, extent_length(length))
+            room = self._out_of_turn(session, length)
         if room is not None:
             return room
         if self._called:
             self._called.discard(session)
         return self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
 
-    def _out_of_turn(self, session: Session, wanted: int) -> Refused | Later | None:
-        """What somebody is told whose value, with an extent of `wanted` bytes, may not come in beside the others that
-        do; None when it may."""
+    def _began_s(self, session: Session) -> float:
+        """Since when a client whose turn has come may be taken to send nothing: since it began to wait."""
+        now_s = self._server.now_s()
+        return max(self._queued_s.pop(session, now_s), now_s - self._server.body_timeout_s + TURN_S)
+
+    def _out_of_turn(self, session: Session, length: int) -> Refused | Later | None:
+        """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
+        may."""
+        wanted = extent_length(length)
         held, arena_bytes = self._store.reserved_bytes, self._store.limit_bytes
         if held + wanted > self.share_bytes or (self.queue and session not in self._called):
             if wanted > arena_bytes:
@@ -128,7 +146,7 @@ class Claims:
             own = sum(reservation.extent.length for reservation in session.reservations)
             own += self._server.parts.of(session).held_bytes
             if not own:
-                return self._wait_for_turn(session, wanted)
+                return self._wait_for_turn(session, length)
             if held > own and own + wanted > arena_bytes // CLIENT_SHARE:
                 return REFUSED  # to wait with room in hand is how two clients come to wait for each other
         return None
@@ -137,10 +155,11 @@ class Claims:
         """Let those ask again whose turn has come, in their order."""
         held = self._store.reserved_bytes
         while self.queue:
-            session, wanted = self.queue[0]
+            session, length = next(iter(self.queue.items()))
+            wanted = extent_length(length)
             if held and held + wanted > self.share_bytes:
                 return
-            self.queue.popleft()
+            del self.queue[session]
             self._called.add(session)
             held += wanted
             if session.waiting is not None:
@@ -152,17 +171,16 @@ class Claims:
             self._server.away.keeps_waiting(session)
             or self.disk_room.keeps_waiting(session)
             or session in self._starved
-            or any(each is session for each, _ in self.queue)
+            or session in self.queue
         )
 
     def forget(self, session: Session) -> None:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)
         self._called.discard(session)
+        self._queued_s.pop(session, None)
         self.disk_room.forget(session)
-        left = [each for each in self.queue if each[0] is not session]
-        self.queue.clear()  # in place: sessions look at this very object
-        self.queue.extend(left)
+        self.queue.pop(session, None)
         starved, self._starved = self._starved, []
         for each in starved:
             if each is not session and each.waiting is not None:
@@ -170,7 +188,7 @@ class Claims:
         self.admit()
 
     def give_up_stalled(self) -> None:
-        """Close clients that hold room and have sent next to nothing for the time limit of a body."""
+        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body."""
         now_s = self._server.now_s()
         limit_s = self._server.body_timeout_s
         for session, (received, since_s) in list(self._receiving.items()):
@@ -179,17 +197,24 @@ class Claims:
             elif session.input_bytes - received >= PROGRESS_BYTES_MIN:
                 self._receiving[session] = session.input_bytes, now_s
             elif now_s - since_s > limit_s:
-                log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, now_s - since_s)
-                self.given_up += 1
-                session.close()
+                self._give_up(session, now_s - since_s)
+        for session, length in tuple(self.queue.items()):
+            waited_s = now_s - self._queued_s[session]
+            if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
+                self._give_up(session, waited_s)
 
-    def _wait_for_turn(self, session: Session, wanted: int) -> Later:
+    def _give_up(self, session: Session, silent_s: float) -> None:
+        log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
+        self.given_up += 1
+        session.close()
+
+    def _wait_for_turn(self, session: Session, length: int) -> Later:
         self.disk_room.forget(session)  # or it would be called there while it waits here
+        self.queue[session] = length
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
-            self.queue.appendleft((session, wanted))
-        else:
-            self.queue.append((session, wanted))
+            self.queue.move_to_end(session, last=False)
+        self._queued_s.setdefault(session, self._server.now_s())
         session.waiting = Pending(session)
         return LATER
 
@@ -206,3 +231,8 @@ class Claims:
         self._starved.append(session)
         session.waiting = Pending(session)
         return LATER
+
+
+def unread_bytes(fd: int) -> int:
+    """Give how many bytes of a client wait in its socket, as FIONREAD of tcp(7) and unix(7) counts them."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -7,6 +7,7 @@ more than the bound alone is found at once where it grows without limit otherwis
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ WATCHED_BYTES: Final = 128
 MEASURED_MIN: Final = 200
 MEASURED_PART: Final = 10
 """How many clients are measured in a tenth of a second: so many, and at least a tenth of all."""
+
+GONE_MIN: Final = 100
+"""So many clients, and half of all, must have gone for the C library to be asked for their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class ClientMemory:
         self._measured: dict[Session, tuple[int, int]] = {}  # total and beside
         self._total = self._beside = 0
         self._round: Iterator[Session] = iter(())
+        self._most = 0  # clients since memory was last given back
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, as musl has none
 
     @property
     def limit_bytes(self) -> int:
@@ -113,6 +119,15 @@ class ClientMemory:
                 self._measure(session)
         store.beside_bytes = self._beside
         self._evict()
+
+    def give_back(self) -> None:
+        """Give the kernel what the C library keeps of buffers of clients that have gone: a crowd that leaves would else
+        be paid for until the next one. Called every second or so; takes milliseconds when there is much."""
+        present = len(self._server.sessions)
+        self._most = max(self._most, present)
+        if self._trim is not None and self._most - present >= max(GONE_MIN, present):
+            self._most = present
+            self._trim(0)
 
     def forget(self, session: Session) -> None:
         """A client has gone."""

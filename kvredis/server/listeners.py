@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 511
 """Redis' tcp-backlog."""
 
-ACCEPTS_PER_TURN: Final = 64
-"""Connections taken from one listener before others' bytes have their turn; the rest is reported again at once."""
+ACCEPTS_PER_TURN: Final = 8
+"""Connections taken from one listener before others' bytes have their turn, a quarter of a millisecond each; the rest
+is reported again at once."""
 
 REST_S: Final = 0.1
 """How long the listeners rest when the process is out of descriptors or memory."""

@@ -269,12 +269,14 @@ class Server:
         self.claims.give_up_stalled()
         self.parts.give_up_stalled()
         self.claims.admit()
-        if self._turns % TURNS_IN_A_SECOND == 0:
-            for session in list(self.sessions.values()):
-                if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
-                    session.close()
-                else:
-                    session.rest()
+        turn = self._turns % TURNS_IN_A_SECOND
+        for session in [each for each in self.sessions.values() if each.id % TURNS_IN_A_SECOND == turn]:
+            if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
+                session.close()
+            else:
+                session.rest()
+        if turn == 0:
+            self.client_memory.give_back()
             if self.idle_timeout_s:
                 self._hang_up_idle()
         received, sent = self.net_bytes()

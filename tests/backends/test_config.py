@@ -9,6 +9,7 @@ import pytest
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.backends.config import KEYS, Config
+from kvredis.backends.sources import Key
 from kvredis.storage.arena import HugepageMode
 from kvredis.storage.errors import ConfigError
 
@@ -58,7 +59,7 @@ def written(tmp_path: Path) -> Path:
 
 def load(text: str, path: Path, **env: str) -> Config:
     path.write_text(text)
-    return Config.load(path, env)
+    return Config.load(path, env, server=True)
 
 
 def test_defaults_are_lmcaches() -> None:
@@ -164,7 +165,10 @@ def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
         ("LMCACHE_REMOTE_URL", "valkey://a:1,b:2"),
         ("LMCACHE_PRE_CACHING_HASH_ALGORITHM", "blake3"),
         ("LMCACHE_PRE_CACHING_HASH_ALGORITHM", "builtin"),
-        ("LMCACHE_REMOTE_SERDE", "cachegen"),
+        ("LMCACHE_REMOTE_SERDE", "gzip"),
+        ("LMCACHE_LOCAL_DISK", "true"),
+        ("LMCACHE_LOCAL_DISK", "1"),
+        ("KVREDIS_UNIXSOCKET", "yes"),
         ("LMCACHE_CACHE_POLICY", "newest"),
         ("LMCACHE_BLOCKING_TIMEOUT_SECS", "0"),
         ("LMCACHE_BLOCKING_TIMEOUT_SECS", "inf"),
@@ -199,7 +203,7 @@ def test_sizes_are_gib_or_carry_a_unit(text: str, nbytes: int) -> None:
 )
 def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.load(env={name: text})
+        Config.load(env={name: text}, server=True)
     assert caught.value.source == f"env {name}"
     assert caught.value.key == name.split("_", 1)[1].lower()
     assert repr(caught.value.value) in str(caught.value)
@@ -267,11 +271,116 @@ def test_an_unknown_variable_is_named_with_the_nearest_known_one() -> None:
     )
 
 
-def test_a_key_in_the_wrong_section_is_told_where_it_belongs(written: Path) -> None:
-    config = load("port: 1\nkvredis:\n  chunk_size: 2\n", written)
+def test_a_key_in_the_wrong_section_is_an_error_that_says_where_it_belongs(written: Path) -> None:
+    with pytest.raises(ConfigError, match="port: belongs under `kvredis:`"):
+        load("port: 1\n", written)
+    with pytest.raises(ConfigError, match="requirepass: belongs under `kvredis:`") as caught:
+        load("requirepass: hush\n", written)
+    assert "hush" not in str(caught.value)
+    for who in (True, False):  # a chunk size that an engine does not see is as bad
+        written.write_text("kvredis:\n  chunk_size: 2\n")
+        with pytest.raises(ConfigError, match="chunk_size: belongs at the top of the file"):
+            Config.load(written, {}, server=who)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("requirepas", "; did you mean requirepass?"),
+        ("password", "; did you mean requirepass?"),
+        ("max_connections", "; did you mean maxclients?"),
+        ("hugepage", "; did you mean hugepages?"),
+        ("azure", ""),
+    ],
+)
+def test_an_unknown_key_of_the_servers_section_is_an_error_with_the_nearest_name(
+    written: Path, name: str, near: str
+) -> None:
+    written.write_text(f"kvredis:\n  port: 0\n  {name}: hush\n")
+    for who in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            Config.load(written, {}, server=who)
+        assert (caught.value.source, caught.value.key) == (f"{written}:3", name)
+        assert caught.value.reason == f"no key of the section `kvredis:`{near}"
+        assert ("hush" in str(caught.value)) is (name not in ("requirepas", "password"))
+
+
+@pytest.mark.parametrize("name", ["KVREDIS_REQUIREPAS", "KVREDIS_PASSWORD", "KVREDIS_ACL_FILE", "KVREDIS_TLS_CERT"])
+def test_a_server_does_not_start_open_because_its_password_or_certificate_is_misspelt(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown; did you mean KVREDIS_"):
+        Config.load(env={name: "x"}, server=True)
+    assert len(Config.load(env={name: "x"}).warnings) == 1  # an engine has no door to close
+
+
+SERVER_ONLY = [key for key in KEYS.values() if key.server and not key.engine and key.env != "KVREDIS_SETTINGS"]
+
+
+@pytest.mark.parametrize("key", SERVER_ONLY, ids=lambda key: key.name)
+def test_what_is_wrong_about_a_servers_key_never_fails_an_engine(key: Key, written: Path) -> None:
+    written.write_text(f"kvredis:\n  {key.name}: {{hush: 1}}\n{key.name}: 1\n")
+    config = Config.load(written, {key.env: "\0 yes"})
+    assert getattr(config, key.name) in (key.default, "\0 yes", ("\0", "yes"))
+    assert len(config.warnings) >= 2
+    assert "hush" not in str(config.warnings) or not key.secret
+
+
+def test_what_an_engine_is_given_itself_or_reads_fails_it() -> None:
+    with pytest.raises(ConfigError, match="port"):
+        Config.load(env={}, overrides={"port": "abc"})
+    for name in ("KVREDIS_HUGEPAGES", "KVREDIS_PREFAULT", "KVREDIS_PAGE_LOCK", "KVREDIS_DISK_IO_THREADS"):
+        with pytest.raises(ConfigError, match=name):
+            Config.load(env={name: "abc"})
+
+
+POD = {
+    "KVREDIS_SERVICE_HOST": "10.96.0.7",
+    "KVREDIS_SERVICE_PORT": "6379",
+    "KVREDIS_SERVICE_PORT_RESP": "6379",
+    "KVREDIS_PORT": "tcp://10.96.0.7:6379",
+    "KVREDIS_PORT_6379_TCP": "tcp://10.96.0.7:6379",
+    "KVREDIS_PORT_6379_TCP_PROTO": "tcp",
+    "KVREDIS_PORT_6379_TCP_PORT": "6379",
+    "KVREDIS_PORT_6379_TCP_ADDR": "10.96.0.7",
+}
+"""What kubelet puts into each pod of a namespace with a Service named kvredis (envvars.FromServices)."""
+
+
+def of_service(prefix: str, host: str = "10.96.0.7") -> dict[str, str]:
+    """The same of a Service of another name or address."""
+    return {name.replace("KVREDIS", prefix, 1): value.replace("10.96.0.7", host) for name, value in POD.items()}
+
+
+@pytest.mark.parametrize("server", [True, False])
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (POD, "8 variables of Kubernetes' Service kvredis"),
+        (of_service("KVREDIS", "[fd00::7]"), "8 variables of Kubernetes' Service kvredis"),
+        (of_service("LMCACHE_MP"), "8 variables of Kubernetes' Service lmcache-mp"),
+        (
+            POD | of_service("KVREDIS_METRICS") | of_service("KVREDIS_TLS"),
+            "24 variables of Kubernetes' Services kvredis-metrics, kvredis, kvredis-tls",
+        ),
+        (
+            {"KVREDIS_SERVICE_HOST": "10.96.0.7", "KVREDIS_METRICS_PORT": "tcp://10.96.0.7:9000"},
+            "2 variables of Kubernetes' Service kvredis",
+        ),
+    ],
+)
+def test_the_variables_of_kubernetes_services_are_skipped_with_one_line(
+    env: dict[str, str], said: str, server: bool
+) -> None:
+    config = Config.load(env=env, server=server)
     assert config == Config()
-    assert "port belongs under `kvredis:`" in config.warnings[0]
-    assert "chunk_size belongs at the top of the file" in config.warnings[1]
+    (line,) = config.warnings
+    assert f"skipped {said} (" in line
+
+
+def test_what_is_set_for_the_pod_itself_counts_beside_those_of_a_service() -> None:
+    config = Config.load(env=POD | {"KVREDIS_PORT": "7000", "LMCACHE_CHUNK_SIZE": "16"}, server=True)
+    assert (config.port, config.chunk_size, len(config.warnings)) == (7000, 16, 1)
+    with pytest.raises(ConfigError, match="KVREDIS_PORT"):  # no Service of that name is there
+        Config.load(env={"KVREDIS_PORT": "tcp://10.96.0.7:6379"}, server=True)
 
 
 def test_a_key_given_twice_is_said_and_the_later_line_wins(written: Path) -> None:

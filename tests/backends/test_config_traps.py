@@ -20,10 +20,41 @@ def written(tmp_path: Path) -> Path:
 
 def load(text: str, path: Path, **env: str) -> Config:
     path.write_text(text)
-    return Config.load(path, env)
+    return Config.load(path, env, server=True)
 
 
 # ---- values
+
+
+@pytest.mark.parametrize("word", ["false", "False", '"false"', "no", "off", "null", '"None"'])
+def test_false_is_no_directory_and_no_file_instead_of_one_of_that_name(written: Path, word: str) -> None:
+    config = load(f"local_disk: {word}\nmax_local_disk_size: 0\nkvredis:\n  unixsocket: {word}\n", written)
+    assert (config.local_disk, config.unixsocket, config.disk) == (None, None, None)
+    assert Config.load(env={"LMCACHE_LOCAL_DISK": word.strip('"')}).local_disk is None
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "0", "1"])
+def test_a_switch_is_no_directory_and_the_error_advises_no_quotes(written: Path, word: str) -> None:
+    for text in (word, f'"{word}"'):
+        with pytest.raises(ConfigError, match=r"local_disk: .*false for none") as caught:
+            load(f"local_disk: {text}\n", written)
+        assert "quotes" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cachegen", "CacheGen", "kivi"])
+def test_an_encoding_with_loss_is_noted_once_and_values_are_stored_as_they_are(written: Path, name: str) -> None:
+    config = load(f"remote_url: redis://h:1\nremote_serde: {name}\n", written)
+    assert config.remote_serde == "naive"
+    assert config.warnings == (
+        f"{written}:2: remote_serde: kvredis has no {name.lower()} and stores values as they are (naive): "
+        "a value takes its full size",
+    )
+
+
+@pytest.mark.parametrize("name", ["max_connections", "maxconnections", "max_conns"])
+def test_a_name_that_is_like_none_gets_no_far_fetched_suggestion(written: Path, name: str) -> None:
+    config = load(f"extra_config: {{{name}: 5}}\n", written)
+    assert config.warnings == (f"{written}:1: extra_config.{name}: unknown entry",)
 
 
 def test_a_size_with_a_unit_is_that_size_and_an_empty_one_is_an_error() -> None:

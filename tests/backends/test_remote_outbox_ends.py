@@ -3,7 +3,6 @@
 import itertools
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -102,7 +101,7 @@ def test_an_attempt_that_began_before_the_loss_does_not_say_that_the_server_is_b
 def test_closing_ends_in_time_though_the_server_hangs_and_leaves_no_thread(
     fake: FakeServer, shelf: Shelf, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = connect(fake.url, timeout_s=0.4)
+    backend = connect(fake.url, timeout_s=2.0)
     for key in keys_of(FIT):
         assert put(backend, key, content(key))
     assert len(senders()) == 1
@@ -139,8 +138,9 @@ def test_closing_sends_what_is_on_its_way(fake: FakeServer, shelf: Shelf, connec
 
 
 def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend(
-    fake: FakeServer, connect: Connect, tmp_path: Path
+    fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(remote_sender, "LINGER_S", 3600.0)  # it is still there when this test looks, however slow
     backend = connect(fake.url)
     backend.match([b"k"])
     assert loaded(backend, [b"k"]) == [None]

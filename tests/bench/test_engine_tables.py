@@ -94,6 +94,7 @@ def test_a_small_sweep_serves_every_arm_in_two_processes_and_gets_every_byte_bac
     assert drawn.stat().st_size > 10_000
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "options", "arms", "points"),
     [

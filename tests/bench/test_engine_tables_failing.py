@@ -30,6 +30,8 @@ from kvredis.bench.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.store_overhead_compute import TINY
 from kvredis.storage.errors import KVRedisError
 
+pytestmark = pytest.mark.nightly
+
 CHUNK = 32
 MIB = 1024 * 1024
 

@@ -195,6 +195,7 @@ def test_a_shape_without_widths_is_refused() -> None:
         PagedModel(type(SMALL)("odd", 2, 2, 16), 32, CPU)
 
 
+@pytest.mark.nightly
 def test_the_command_saves_what_it_tells(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     sizes = ("--prefix-tokens", "64", "--suffix-tokens", "32", "--chunk-tokens", "32", "--repeats", "1")

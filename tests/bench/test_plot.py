@@ -122,6 +122,7 @@ def test_half_a_result_is_an_error_of_ours(schema: str, tmp_path: Path) -> None:
     assert f"not a whole result of kvredis.bench.{schema}/1" in done.output
 
 
+@pytest.mark.nightly
 def test_bench_server_and_bench_disk_draw_what_they_measured(tmp_path: Path) -> None:
     tiny = ["server", "--quick", "--repeats", "1", "--sizes", "64KiB,128KiB", "--arms", "kvredis", "--no-pin"]
     disk = ["disk", "--quick", "--repeats", "1", "--parts", "rates", "--threads", "1", "--dir", str(tmp_path / "disk")]

@@ -96,7 +96,7 @@ def test_chatglms_own_names_are_known(tmp_path: Path) -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
         ({"num_key_value_heads": "4"}, "num_key_value_heads must be a whole number"),
         ({"torch_dtype": "int4"}, "unknown torch_dtype 'int4'"),
-        ({"kv_lora_rank": 512}, "latent"),
+        ({"kv_lora_rank": 512}, "lacking: qk_rope_head_dim"),
     ],
 )
 def test_a_config_that_does_not_tell_the_size_is_refused(tmp_path: Path, changes: dict[str, object], text: str) -> None:

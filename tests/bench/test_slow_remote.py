@@ -144,6 +144,7 @@ def test_what_a_link_could_not_pass_on_while_it_was_not_run_is_made_up_for_a_lit
 TINY = ("--repeats", "1", "--prompts", "1", "--prompt-tokens", "512", "--prefill-tokens-per-s", "2000")
 
 
+@pytest.mark.nightly
 def test_a_tiny_run_loads_through_both_links_and_compares_what_came(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = CliRunner().invoke(bench, ("slow-remote", *TINY, "--link-mb-per-s", "2", "--json", str(path)))

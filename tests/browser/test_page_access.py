@@ -9,6 +9,8 @@ from tests.browser.chromium import Browser
 from tests.browser.looking import PIXELS, chunk, map_point, polled
 from tests.browser.served import Served
 
+pytestmark = pytest.mark.nightly
+
 FOCUSED = "return document.activeElement.id || document.activeElement.textContent.trim()"
 SEEN_FOCUS = """
 const node = document.activeElement, shown = node.closest("label") || node;

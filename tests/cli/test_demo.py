@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvredis.adapters.layout import ChunkLayout
 from kvredis.cli import demo as demo_module
 from kvredis.cli import demo_text
 from kvredis.cli.demo import demo
+from tests.cli.inspected import serving
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -49,6 +51,7 @@ def test_the_second_process_is_served_by_the_store() -> None:
         assert re.fullmatch(pattern, line)
 
 
+@pytest.mark.nightly
 def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
     serve = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", "32MB"]
     with subprocess.Popen(serve, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
@@ -67,6 +70,7 @@ def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
     assert "not cold: 299 tokens were stored already; another --salt" in again.stderr
 
 
+@pytest.mark.nightly
 def test_the_local_tier_needs_no_server() -> None:
     done = run("--tier", "cpu", "--json")
     assert done.returncode == 0, done.stderr
@@ -74,6 +78,39 @@ def test_the_local_tier_needs_no_server() -> None:
     assert report["warm"]["loaded_bytes"] == 299 * 2 * 2 * 2 * 16 * 4
     assert report["cold"]["stored_tokens"] == 300
     assert report["failures"] == []
+
+
+def lone(*flags: str) -> "subprocess.CompletedProcess[str]":
+    """The demo at a server, and nothing but that: it would fail at once if it began to compute."""
+    command = [*COMMAND, *flags, "--prompt-tokens=1000000000"]
+    return subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+
+
+def test_a_server_that_is_away_is_lss_error_instead_of_a_verdict() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        done = lone("--url", f"127.0.0.1:{held.getsockname()[1]}")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "nothing listens at redis://127.0.0.1:" in done.stderr
+
+
+def test_a_server_that_takes_calls_and_says_nothing_is_told_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        done = lone("--url", f"redis://127.0.0.1:{mute.getsockname()[1]}")
+    assert done.returncode == 1
+    assert "does not answer in time" in done.stderr
+
+
+def test_a_missing_password_is_lss_error_and_rediscli_auth_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving("--requirepass", "hush") as address:
+        done = lone("--url", f"redis://{address}")
+        assert done.returncode == 1
+        assert "wants a password" in done.stderr
+        assert "refuses this user and password" in lone("--url", f"redis://:wrong@{address}").stderr
+        monkeypatch.setenv("REDISCLI_AUTH", "hush")
+        assert demo_module._answering(address) == f"redis://{address}?password=hush"
+        assert demo_module._answering(f"redis://:hush@{address}/1") == f"redis://:hush@{address}/1"
 
 
 def children_of(pid: int) -> list[int]:

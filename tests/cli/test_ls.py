@@ -1,6 +1,7 @@
 """`kvredis ls` against a real server: the tree adds up, the list is what is there, and memory is bounded."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 import redis
+from rich.console import Console
 
+from kvredis.cli.client import Connection, place_of
 from kvredis.cli.forest import Forest
 from kvredis.cli.key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES, read_name
+from kvredis.cli.ls_tree import drawn
 from tests.backends.topologies import KvredisCluster
 
 from .inspected import (
@@ -148,6 +152,61 @@ def test_a_plain_redis_is_listed_without_tokens(tmp_path: Path) -> None:
         drawn = run("ls", "-u", url).stdout
     assert "no kvredis" in drawn.splitlines()[0]
     assert "Qwen2.5-7B" in drawn
+
+
+def test_a_kvredis_of_before_is_asked_key_by_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    plain = Connection.ask
+
+    def old(server: Connection, *words: Any) -> Any:
+        asked.append(words[0])
+        return plain(server, *(("KV.NONE",) if words[0] == "KV.SCAN" else words))
+
+    monkeypatch.setattr(Connection, "ask", old)
+    found = tree(address)
+    assert found["keys"] == KEYS
+    assert asked.count("KV.SCAN") == 1
+    assert "SCAN" in asked
+
+
+def test_of_a_plain_redis_other_types_are_sized_and_looking_is_not_using(tmp_path: Path) -> None:
+    with plain_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("text:1", "x" * 1000)
+        client.hset("hash:1", mapping={"field": "y" * 5000})
+        result = run("ls", "-u", url, "--keys", "--json")
+        sizes = {one["key"]: one["nbytes"] for one in json.loads(result.stdout)}
+        assert sizes["text:1"] == 1000
+        assert sizes["hash:1"] > 5000
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_however_narrow_the_terminal_sizes_are_seen(address: str, columns: int) -> None:
+    with place_of(f"redis://{address}", 10).open() as servers:
+        forest = Forest()
+        for batch in servers.each[0].walk():
+            for key, facts in batch:
+                forest.add(key, facts or {})
+        screen = Console(width=columns, color_system=None)
+        with screen.capture() as captured:
+            screen.print(drawn(servers, forest, "bytes", 20, {}, columns), no_wrap=True, overflow="ellipsis")
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert any(f"{KEYS} keys" in line and "KiB" in line for line in lines)
+    (prompt,) = (line for line in lines if "80 tokens" in line)
+    assert "12.5 KiB" in prompt
+
+
+@pytest.mark.parametrize("name", ["C", "POSIX"])
+def test_in_the_c_locale_all_that_is_drawn_is_ascii(address: str, name: str) -> None:
+    for words in (("ls",), ("top", "--once", "--interval", "0.1")):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvredis", *words, "-u", f"redis://{address}"],
+            cwd=ROOT, env={"PATH": os.environ["PATH"], "LC_ALL": name}, capture_output=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.isascii()
+        assert b"?" not in done.stdout
+        assert b"memory" in done.stdout
 
 
 def test_a_cluster_is_listed_as_a_whole() -> None:

@@ -192,3 +192,12 @@ def test_a_file_that_is_no_result_of_a_tier_is_refused_by_name(tmp_path: Path, t
 def test_the_command_is_listed_and_has_an_example() -> None:
     assert "plan" in CliRunner().invoke(main, ["--help"]).output
     assert "Example: kvredis plan" in call("--help").output
+
+
+def test_a_latent_is_planned_as_one_plane(tmp_path: Path) -> None:
+    told = {"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    found = planned("--config", str(tmp_path / "config.json"), *RATE)
+    assert found["shape"]["planes"] == 1
+    assert found["sizes"]["bytes_per_token"] == 61 * 576 * 2
+    assert "61 layers x a latent of 576 x 2 bytes" in call("--config", str(tmp_path), *RATE).output

@@ -4,17 +4,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from rich.console import Console
 
 from kvredis.cli.keyboard import keys_in
-from kvredis.cli.top_figures import Figures, Walk, hit_rate, prompts, rates
+from kvredis.cli.top_figures import Figures, Rates, Walk, hit_rate, prompts, rates
 from kvredis.cli.top_screen import LISTS, View, screen, sorted_prompts
 
 from .conftest import EXIT_S, ROOT
-from .inspected import connected, fill, run, serving
+from .inspected import connected, fill, plain_redis, run, serving
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,9 @@ def test_once_tells_the_figures_of_the_server(url: str) -> None:
     assert told["hit_rate"] == 0.75
     assert told["hit_rate_now"] is None, "nobody has looked anything up meanwhile"
     assert told["commands"]["get"]["calls"] == 4
-    assert told["clients"] == 1
-    assert told["per_s"]["commands"] > 0
+    assert told["clients"] == 0, "but for this program"
+    assert told["per_s"]["commands"] == 0
+    assert not told["commands"].keys() & {"info", "kv.tiers", "kv.scan", "kv.meta", "slowlog|get", "client|list"}
     assert told["prefixes_complete"] is True
     assert (told["prefixes"][0]["model"], told["prefixes"][0]["tokens"]) == ("Qwen2.5-7B", 80)
 
@@ -101,13 +104,10 @@ def test_in_a_cluster_a_restart_counts_that_server_anew_and_not_the_others() -> 
 def test_a_walk_looks_at_a_slice_at_a_time_and_shows_the_last_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     class Server:
         batches = ([b"a:1", b"a:2"], [b"a:3", b"a:4"], [b"a:5"])
-        is_kvredis = True
 
-        def scan(self, *, count: int) -> Iterator[list[bytes]]:
-            yield from self.batches
-
-        def meta_of(self, keys: list[bytes]) -> list[dict[str, Any] | None]:
-            return [None if key == b"a:4" else {"nbytes": 1} for key in keys]
+        def walk(self, *, count: int) -> Iterator[list[tuple[bytes, dict[str, Any] | None]]]:
+            for keys in self.batches:
+                yield [(key, None if key == b"a:4" else {"nbytes": 1}) for key in keys]
 
     class Servers:
         each = (Server(),)
@@ -187,3 +187,38 @@ def test_scrolling_ends_at_both_ends() -> None:
     view.press("p")
     assert view.is_paused
     assert "PAUSED" in drawn(view, 80, 24)[-1]
+
+
+def test_a_plain_redis_is_watched_without_this_programs_own_commands(tmp_path: Path) -> None:
+    with plain_redis(tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("a:1", "x" * 1000)
+        client.hset("h:1", mapping={"f": "v"})
+        client.get("a:1")
+        client.get("nothing")
+        told = json.loads(run("top", "-u", url, "--once", "--json", "--interval", "0.1").stdout)
+        page = run("top", "-u", url, "--once", "--interval", "0.1").stdout
+    assert told["version"].startswith("Redis ")
+    assert told["hit_rate"] == 0.5
+    assert told["hit_rate_now"] is None
+    assert told["per_s"]["commands"] == 0
+    assert told["tiers"]["memory"]["entries"] == 2
+    assert told["clients"] == 1
+    assert not told["commands"].keys() & {"strlen", "memory|usage", "scan", "client|list", "slowlog|get"}
+    assert "no limit" in page
+    assert "leases" not in page.split("clients ")[0]
+    assert "disk read" not in page
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_no_figure_is_cut_in_the_middle_however_narrow_it_is(columns: int) -> None:
+    tiers = {name: {"capacity": 2**40, "used": 2**39, "entries": 75_000, "leases": 3} for name in ("memory", "disk")}
+    figures = Figures(0.0, tiers=tiers, counters={"hits": 3, "misses": 1})
+    told = [{"root": "ab" * 8, "model": "Qwen2.5-7B", "rank": "rank 0", "keys": 5, "bytes": 9, "tokens": 80, "hits": 2}]
+    view = View("redis://h", figures, Rates(1.0, {}, 0.5, {}), [told[0] | {"idle_s": 3}])
+    lines = drawn(view, columns, 30)
+    assert max(map(len, lines)) <= columns
+    text = "\n".join(lines)
+    for part in ("512 GiB of 1 TiB", "hit rate 75.0% (now 50.0%)", "0 ops/s", "written 0.000 GB/s", "0 evicted/s"):
+        assert part in text
+    (row,) = (line for line in lines if "abab" in line)
+    assert row.split()[0] == "9"

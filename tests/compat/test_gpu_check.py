@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.compat.engine_process import ROOT
 from tests.compat.vllm_process import site
 
@@ -12,6 +14,7 @@ SCENARIOS = ("cold", "own cache", "warm", "damaged: one block", "fresh process",
 LIMIT_S = 500
 
 
+@pytest.mark.nightly
 def test_every_row_of_a_small_model_passes_and_the_result_says_what_was_checked(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     asked = ("--only", "dense layers", "--scenarios", "|".join(SCENARIOS), "--commit", "abc", "--json", str(path))

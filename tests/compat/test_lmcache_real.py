@@ -20,6 +20,8 @@ from tests.backends.topologies import KvredisCluster
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.lmcache_process import LMCacheProcess, site
 
+pytestmark = pytest.mark.nightly
+
 ONE_KEY = json.dumps({"save_chunk_meta": False})
 PASSWORD = "s3cret/with?signs"
 URL_PASSWORD = "s3cret%2Fwith%3Fsigns"

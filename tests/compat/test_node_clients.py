@@ -91,6 +91,7 @@ def kvredis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     stop(process)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("script", "module", "protocol"),
     [

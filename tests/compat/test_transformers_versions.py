@@ -10,6 +10,8 @@ import pytest
 from tests.compat.other_versions import ROOT, passed
 from tests.compat.side_packages import COMPILED_ONCE, packages
 
+pytestmark = pytest.mark.nightly
+
 VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"))
 TESTS = tuple(
     f"tests/adapters/test_transformers{kind}.py" for kind in ("", "_kinds", "_other", "_layout", "_identity", "_types")

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import pytest
+
 from tests.compat.engine_process import ROOT
 from tests.compat.side_packages import COMPILED_ONCE, packages
 from tests.compat.test_sglang import HERE
+
+pytestmark = pytest.mark.nightly
 
 PROGRAM = """
 import random, sys

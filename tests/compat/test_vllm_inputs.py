@@ -17,6 +17,8 @@ from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site
 
+pytestmark = pytest.mark.nightly
+
 CHUNK = 64
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024}  # so that rounding plays no part
 LORA: dict[str, Any] = SMALL | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}

@@ -12,6 +12,8 @@ from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.test_vllm_real import MODELS, far, prompt
 from tests.compat.vllm_process import VLLMProcess, site
 
+pytestmark = pytest.mark.nightly
+
 CHUNKS = 15
 """Of a whole prompt, whose first 320 tokens are five."""
 PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}

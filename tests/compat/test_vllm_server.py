@@ -15,10 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.compat.conftest import start_kvredis, stop
 from tests.compat.vllm_process import CONNECTOR, VLLMProcess, environment, site
+
+pytestmark = pytest.mark.nightly
 
 READY_S = 240
 LMCACHE_METRICS = {  # of one prompt of 1,000 tokens computed and stored, and then found: 15 chunks of 64

@@ -18,6 +18,8 @@ from tests.compat.engine_process import EngineProcess
 from tests.compat.vllm_process import environment, site
 from tests.proxy import Proxy
 
+pytestmark = pytest.mark.nightly
+
 HERE = Path(__file__).parent / "vllm_tier"
 KINDS = ["gemma3", "mla", "llama"]
 PROMPT_TOKENS = 1000

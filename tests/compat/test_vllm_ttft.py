@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from kvredis.bench.vllm_concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm_result import SCHEMA, VLLMResult
 from kvredis.cli.bench import bench
 from tests.compat.vllm_process import site
+
+pytestmark = pytest.mark.nightly
 
 
 def test_a_real_engine_finds_every_prompt_again_by_each_way_and_generates_the_same_tokens(tmp_path: Path) -> None:

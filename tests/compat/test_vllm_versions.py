@@ -11,6 +11,8 @@ import pytest
 from tests.compat.other_versions import passed
 from tests.compat.vllm_process import version_of
 
+pytestmark = pytest.mark.nightly
+
 VERSIONS = sorted((Path(__file__).parent / "vllm" / "versions").glob("*.txt"))
 CORE = (
     "(found_gives and not deepseek) or without_the_connector or in_parts or one_by_one or own_prefix or kv_events"

@@ -15,6 +15,8 @@ from tests.compat.test_vllm_real import CHUNK, far, until
 from tests.compat.vllm_process import VLLMProcess, site
 from tests.proxy import Proxy
 
+pytestmark = pytest.mark.nightly
+
 STEPS = 60
 KV_BYTES = CHUNK * 4 * 2 * 2 * 64 * 4
 """Of a whole chunk: behind a header the KV of 4 layers, 2 heads of 64 numbers of 4 bytes."""

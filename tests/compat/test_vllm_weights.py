@@ -98,6 +98,7 @@ def test_a_reset_forgets_for_this_engine_alone_and_needs_no_server(engine: VLLMP
     assert engine.generate(prompt())[0] == {"tokens": cold, "cached": 0}
 
 
+@pytest.mark.nightly
 def test_two_ranks_know_their_weights_as_one_does_and_change_them_together(
     engine: VLLMProcess, server: RunningServer
 ) -> None:

@@ -129,6 +129,7 @@ def _left_out(folder: str, names: list[str]) -> set[str]:
     return {name for name in names if ignored(str(where / name))}
 
 
+@pytest.mark.nightly
 def test_its_own_commands_make_a_server_that_is_healthy(tmp_path: Path) -> None:
     build, final = stages()
     source, installed = tmp_path / "src", tmp_path / "opt/kvredis"

@@ -66,6 +66,7 @@ def test_variables_say_what_the_file_of_the_same_name_says(path: Path) -> None:
     assert ours.warnings == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", OF_LMCACHE, ids=name)
 def test_lmcache_reads_the_same_out_of_it(path: Path) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("LMCACHE_", "KVREDIS_"))}

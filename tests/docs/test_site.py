@@ -84,6 +84,7 @@ def reference(pages: dict[Path, Page], name: str) -> Page:
     return next(page for path, page in pages.items() if path.name == f"{name}.html")
 
 
+@pytest.mark.nightly
 def test_every_page_of_the_docs_is_built_and_says_what_it_is(pages: dict[Path, Page]) -> None:
     written = {page.stem for page in PAGES if page.is_relative_to(ROOT / "docs")}
     assert written <= {path.stem for path in pages}

@@ -61,7 +61,7 @@ def assert_told(caplog: pytest.LogCaptureFixture) -> None:
     assert all(line.startswith("Disk tier: ") for line in said)
 
 
-@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC], ids=str)
+@pytest.mark.parametrize("fault", [pytest.param(Fault.EIO, marks=pytest.mark.nightly), Fault.ENOSPC], ids=str)
 def test_a_disk_that_takes_nothing_leaves_the_engine_its_memory(
     tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:

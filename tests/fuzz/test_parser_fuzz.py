@@ -68,7 +68,7 @@ def store() -> Iterator[Store]:
     store.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*(pytest.param(each, marks=pytest.mark.nightly) for each in (0, 1)), 2])
 def test_the_quick_reader_takes_only_what_the_careful_one_takes(seed: int) -> None:
     run_parser_cases(seed, range(CASES))
 

@@ -5,6 +5,7 @@ looked at. `scripts/fuzz` plays many more. A failure names its seed and the shor
 """
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.fuzz.socket_run import run_process_cases, run_socket_cases
 from tests.fuzz.strangers import PROFILES
@@ -16,13 +17,18 @@ CASES = 625
 PROCESS_CASES = 400
 
 
-@pytest.mark.parametrize("profile", PROFILES)
+def nightly(profile: str) -> ParameterSet:
+    """A setting that the gate leaves to the night."""
+    return pytest.param(profile, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("profile", [each if each == "open" else nightly(each) for each in PROFILES])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_strangers_do_no_harm(loop: str, profile: str) -> None:
     run_socket_cases(loop, profile, seed=0, numbers=range(CASES))
 
 
-@pytest.mark.parametrize("profile", ["open", "restricted"])
+@pytest.mark.parametrize("profile", [nightly("open"), "restricted"])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_server_process_survives_strangers_and_keeps_no_memory_of_them(loop: str, profile: str) -> None:
     run_process_cases(loop, profile, seed=1, numbers=range(PROCESS_CASES))

@@ -1,7 +1,9 @@
 """A header is a claim: who announces values and does not send them hurts nobody."""
 
+import asyncio
 from pathlib import Path
 
+from kvredis.server.claims import UNREAD_BYTES_MIN, unread_bytes
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 
@@ -112,6 +114,54 @@ def test_a_value_that_stops_coming_is_given_up(loop: str, tmp_path: Path) -> Non
             await until(lambda: not live.store.reserved_bytes)
             assert await slow.read_all() == b""
             assert await owner.get("k") == old
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_many_writers_that_stall_together_cost_the_others_one_time_limit(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            server, began_s = live.server, live.server.now_s()
+            stalled = [await live.connect() for _ in range(8)]
+            for n, client in enumerate(stalled):
+                await client.send_raw(header(f"h{n}", 3 * MIB // 2) + bytes(4000))
+            await until(lambda: len(server.claims.queue) == 6)
+            honest = await live.connect()
+            value = pattern(2 * MIB)
+            sending = asyncio.create_task(honest.send("SET", "k", value))
+            await until(lambda: len(server.claims.queue) == 7)
+            session = next(reversed(server.claims.queue))
+            await until(lambda: unread_bytes(session.fd) >= UNREAD_BYTES_MIN)
+            server.now_s = lambda: began_s + 29.0
+            server.claims.give_up_stalled()
+            assert server.claims.given_up == 0
+            server.now_s = lambda: began_s + 31.0
+            server.claims.give_up_stalled()
+            assert server.claims.given_up == 8
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+            assert await honest.get("k") == value
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            server, began_s = live.server, live.server.now_s()
+            first, slow = await live.connect(), await live.connect()
+            large = pattern(8 * MIB)
+            await first.send_raw(header("large", 8 * MIB) + large[:10_000])
+            await until(lambda: live.store.reserved_bytes)
+            await slow.send("SET", "short", pattern(70_000))
+            await until(lambda: len(server.claims.queue) == 1)
+            server.now_s = lambda: began_s + 31.0
+            server.claims.give_up_stalled()
+            assert server.claims.given_up == 1
+            assert await slow.read_line() == b"+OK\r\n"
+            assert await first.read_all() == b""
             live.complaints.clear()
 
     run_on(loop, story())

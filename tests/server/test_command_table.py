@@ -26,6 +26,7 @@ OURS = (
         "kv.match",
         "kv.meta",
         "kv.prefetch",
+        "kv.scan",
         "kv.tiers",
         "prefetch",
     }

@@ -1,10 +1,16 @@
 """APPEND and SETRANGE where values are large: who reads keeps the old bytes, and what finds no room changes nothing."""
 
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
+from kvredis.storage.arena import HugepageMode
+from kvredis.storage.disk import DiskOptions
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease
+from kvredis.storage.options import StoreOptions
+from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 from tests.server.handlers import LARGE, OOM, bulk
 
@@ -59,7 +65,10 @@ def test_an_end_stays_what_it_was(session: FakeSession) -> None:
 def test_what_finds_no_room_changes_nothing(session: FakeSession) -> None:
     value = b"x" * (ARENA_BYTES // 2)
     session.ask([b"SET", b"k", value])
-    assert session.ask([b"APPEND", b"k", b"more"]) == OOM
+    lease = session.store.peek(b"k")
+    assert lease is not None
+    with lease:
+        assert session.ask([b"APPEND", b"k", b"more"]) == OOM
     assert session.ask([b"SETRANGE", b"k", b"%d" % ARENA_BYTES, b"more"]) == OOM
     assert session.ask([b"APPEND", b"new", b"x" * ARENA_BYTES]) == OOM
     assert session.ask("GET k") == bulk(value)
@@ -103,3 +112,42 @@ def test_what_ends_while_it_is_appended_to_leaves_nothing_behind(session: FakeSe
     assert (
         session.ask("GET k") in ({b":3\r\n": [bulk(b"new")], b":13\r\n": [bulk(b"old-value!new"), b"$-1\r\n"]}[length])
     )
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_value_that_is_appended_to_is_copied_a_few_times_and_not_each_time(session: FakeSession, kept: int) -> None:
+    for n in range(kept):  # with nothing, something, and a value of its own kind behind it
+        session.ask([b"SET", b"kept%d" % n, b"z" * LARGE])
+    piece = bytes(range(1, 251)) * 4
+    places = set()
+    for n in range(1000):
+        assert session.ask([b"APPEND", b"k", piece]) == b":%d\r\n" % ((n + 1) * len(piece))
+        entry = session.store.find(b"k")
+        assert entry is not None
+        places.add(entry.extent.offset)
+        session.store.check_integrity()
+    assert session.ask("GET k") == bulk(piece * 1000)
+    assert len(places) <= 22  # from 16 KiB to 1 MB by quarters, were there never room behind it
+
+
+def test_an_edit_in_place_is_a_change_that_others_are_told_of(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    session.ask("APPEND k y")
+    session.store.keep_journal(True)
+    for edit in ([b"APPEND", b"k", b"z"], [b"SETRANGE", b"k", b"1", b"z"]):
+        session.ask(edit)
+        assert session.store.take_journal() == [("set", b"k", 0)]
+
+
+def test_a_value_that_grew_in_place_goes_to_disk_as_it_is_and_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    options = StoreOptions(ARENA_BYTES, HugepageMode.OFF, disk=DiskOptions(tmp_path, 4 * ARENA_BYTES, direct=False))
+    store = Store.open(options)
+    store.put(b"k", b"x" * LARGE)
+    assert store.patch(b"k", LARGE, b"more")
+    store.close()
+    store = Store.open(options)
+    with closing(store):
+        entry = store.find(b"k")
+        assert entry is not None
+        assert (entry.length, entry.tier) == (LARGE + 4, "disk")
+        assert not store.patch(b"k", 0, b"y")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import hiredis
 import pytest
 
 from kvredis.server.families.kv import HEADER_BYTES_MAX, tensor_facts
@@ -185,3 +186,80 @@ def test_prefetch_with_one_tier_moves_nothing_and_answers(session: FakeSession) 
     session.ask("SET a 1")
     assert session.ask("PREFETCH a none") == b":0\r\n"
     assert session.ask("PREFETCH") == b"-ERR wrong number of arguments for 'prefetch' command\r\n"
+
+
+# ---- KV.SCAN
+
+
+def walked(session: FakeSession, *options: str, count: int = 5) -> dict[bytes, bytes]:
+    """Every key that KV.SCAN tells, with its line of facts, in RESP2."""
+    found: dict[bytes, bytes] = {}
+    cursor = b"0"
+    while True:
+        reader = hiredis.Reader()
+        reader.feed(session.ask([b"KV.SCAN", cursor, *(each.encode() for each in options), b"COUNT", b"%d" % count]))
+        cursor, told = reader.gets()
+        found |= dict(zip(told[::2], told[1::2], strict=True))
+        if cursor == b"0":
+            return found
+
+
+def test_scan_walks_all_keys_with_what_is_known_of_their_blocks(session: FakeSession) -> None:
+    large, small = block(KV, METADATA, 20_000), block(KV, METADATA, 600)
+    session.ask([b"SET", b"large", large])
+    session.ask([b"SET", b"small", small])
+    session.ask([b"SET", b"text", b"x"])
+    session.ask("GET large")
+    for at in range(50):
+        session.ask(f"SET other:{at} {at}")
+    found = walked(session)
+    assert len(found) == 53
+    assert found[b"large"] == b"nbytes=%d tier=memory hits=1 leases=0 age=0 idle=0 tokens=256" % len(large)
+    assert found[b"small"] == b"nbytes=%d tier=memory hits=0 leases=0 age=0 idle=0 tokens=256" % len(small)
+    assert found[b"text"] == b"nbytes=1 tier=memory hits=0 leases=0 age=0 idle=0"
+    assert set(walked(session, "MATCH", "*a*e")) == {b"large"}
+    assert session.store.stats.hits == 1, "looking is not using"
+
+
+def test_scan_leaves_out_what_has_expired_and_other_databases(session: FakeSession) -> None:
+    session.ask("SET here 1")
+    session.ask("SET gone 1 PXAT 1")
+    assert set(walked(session)) == {b"here"}
+    session.ask("SELECT 1")
+    assert walked(session) == {}
+
+
+def test_a_scan_ends_its_slice_by_time_whatever_count_is(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    for at in range(3000):
+        session.ask(f"SET k:{at} 1")
+    monkeypatch.setattr("kvredis.server.families.kv._SCAN_S", 0.0)
+    reader = hiredis.Reader()
+    reader.feed(session.ask("KV.SCAN 0 COUNT 1000000"))
+    cursor, told = reader.gets()
+    assert cursor != b"0"
+    assert 0 < len(told) // 2 < 100, "one bucket of 1,024"
+    assert len(walked(session, count=1_000_000)) == 3000
+
+
+@pytest.mark.parametrize(
+    ("words", "reply"),
+    [
+        ("KV.SCAN", b"-ERR wrong number of arguments for 'kv.scan' command\r\n"),
+        ("KV.SCAN x", b"-ERR invalid cursor\r\n"),
+        ("KV.SCAN 0 COUNT 0", b"-ERR syntax error\r\n"),
+        ("KV.SCAN 0 COUNT x", b"-ERR value is not an integer or out of range\r\n"),
+        ("KV.SCAN 0 TYPE string", b"-ERR syntax error\r\n"),
+        ("KV.SCAN 0 MATCH", b"-ERR syntax error\r\n"),
+    ],
+)
+def test_a_scan_that_is_not_understood_is_refused_as_scan_does(session: FakeSession, words: str, reply: bytes) -> None:
+    assert session.ask(words) == reply
+
+
+def test_scan_tells_no_facts_of_keys_that_the_user_may_not_read(session: FakeSession) -> None:
+    session.ask("MSET mine:1 a yours:1 b")
+    session.ask("ACL SETUSER narrow on nopass +kv.scan +auth ~mine:* (+get %W~yours:*)")
+    session.ask("AUTH narrow x")
+    found = walked(session)
+    assert found[b"mine:1"].startswith(b"nbytes=1 ")
+    assert found[b"yours:1"] is None, "SCAN tells names to everybody"

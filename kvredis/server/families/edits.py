@@ -1,9 +1,10 @@
 """APPEND and SETRANGE: a value made out of an older one.
 
-Both build the new value beside the old one and copy the old bytes into it. That is the price of what the store
-promises: somebody may be reading the old value at this moment, and must not see it change. A new value that finds no
-room leaves everything as it was. So a value that is made part by part is not to be made with SETRANGE, which would copy
-it as often as it has parts, and show each state: KV.RESERVE, KV.WRITE and KV.COMMIT (parts.py) do it without a copy.
+The store lays the new bytes over the value where it lies, as long as that is safe: no reader holds it, the disk does
+not have it, and there is room behind it. Else the new value is built beside the old one, whose bytes are copied into
+it, with a quarter more room than it needs: a value that is appended to time and again is copied a few times in all.
+A new value that finds no room leaves everything as it was. KV.RESERVE, KV.WRITE and KV.COMMIT (parts.py) make a value
+part by part without a copy, and show no state of it before the last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command
+from kvredis.server.events import notify
 from kvredis.server.replies import NOT_AN_INTEGER, OK, OUT_OF_MEMORY, ZERO, Reply, error, integer
+from kvredis.storage.ledger import SPARE_PART
+from kvredis.storage.store import ZEROS
 
 from .values import TOO_LONG, note_encoding, publish
 
@@ -21,9 +25,6 @@ if TYPE_CHECKING:
     from kvredis.server.session import Session
 
 OFFSET_OUT_OF_RANGE: Final = error("ERR offset is out of range")
-
-ZEROS: Final = memoryview(bytes(1024 * 1024))
-"""What a gap is filled with, a piece at a time: it may be as long as a value."""
 
 
 @command(
@@ -81,14 +82,27 @@ def setrange(session: Session, args: list[bytes]) -> Reply:
 
 
 def _edit(session: Session, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
-    """Publish the value under `key` with `patch` laid over it at `offset`, None for behind its last byte; it expires
-    when it would have. Only what is there now counts: it may have expired since it was looked at."""
+    """Lay `patch` over the value under `key` at `offset`, None for behind its last byte; it expires when it would
+    have."""
+    store, space = session.store, session.space
+    entry = store.find(key, space)
+    if entry is None or not store.patch(key, entry.length if offset is None else offset, patch, space):
+        return _make(session, key, offset, patch, event)
+    if session.observed:
+        notify(session, "$", event, key, space)
+    return integer(entry.length)
+
+
+def _make(session: Session, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
+    """Make the new value beside the old one. Only what is there now counts: it may have expired since it was looked
+    at."""
     old = session.store.peek(key, session.space)
     if offset is None:
         offset = 0 if old is None else old.length
     length = max(0 if old is None else old.length, offset + len(patch))
     with old or nullcontext():  # held, or making room for the new value might take the old one
-        room = session.store.reserve(key, length, session.space)
+        spare = 0 if old is None else length // SPARE_PART
+        room = session.store.reserve(key, length, session.space, spare=spare)
         if room is None:
             return OUT_OF_MEMORY
         with room:

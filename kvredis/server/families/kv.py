@@ -1,12 +1,29 @@
-"""Commands beyond Redis, for what a KV cache asks: how long is the prefix, what is this block, what holds a tier."""
+"""Commands beyond Redis, for what a KV cache asks: how long is the prefix, what is this block, what are all of them,
+what holds a tier."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
 
+from kvredis.server.arguments import parse_cursor, parse_integer
 from kvredis.server.commands import command
-from kvredis.server.replies import Reply, array, bulk, integer, map_reply
+from kvredis.server.patterns import matcher
+from kvredis.server.replies import (
+    INVALID_CURSOR,
+    NOT_AN_INTEGER,
+    SYNTAX_ERROR,
+    Reply,
+    array,
+    bulk,
+    integer,
+    map_reply,
+)
+from kvredis.server.slices import SLICE_S
+from kvredis.storage.tokens import tokens_of
+
+from .databases import SCAN_COUNT
 
 if TYPE_CHECKING:
     from kvredis.server.session import Session
@@ -68,6 +85,66 @@ def meta(session: Session, args: list[bytes]) -> Reply:
         return session.nil
     facts = block_facts(session.store, entry)
     return map_reply(session, [(bulk(name), _fact(session, facts.get(name))) for name in META_FIELDS])
+
+
+_SCAN_S: Final = SLICE_S
+"""A KV.SCAN goes on for so long at most, whatever COUNT is, but for the bucket that it is in, which is told whole."""
+
+
+@command(
+    "kv.scan",
+    arity=-2,
+    flags="readonly",
+    acl="keyspace read slow",
+    group="kv",
+    tips="nondeterministic_output request_policy:special",
+    since="0.1.0",
+    complexity="O(1) a call, O(N) for the whole walk",
+    syntax="cursor [MATCH pattern] [COUNT count]",
+    summary="Walks the keys step by step as SCAN does, and returns with each what is known of its block.",
+)
+def scan(session: Session, args: list[bytes]) -> Reply:
+    """The next cursor, and keys and facts in turn: nbytes, tier, hits, leases, age, idle, and tokens where they are
+    known, as `name=value` with a space between. Of a key that this user may not read the facts are nil."""
+    cursor = parse_cursor(args[1])
+    if cursor is None:
+        return INVALID_CURSOR
+    count, pattern = SCAN_COUNT, b"*"
+    for at in range(2, len(args), 2):
+        option = args[at].upper()
+        if at + 1 == len(args) or option not in (b"COUNT", b"MATCH"):
+            return SYNTAX_ERROR
+        if option == b"MATCH":
+            pattern = args[at + 1]
+            continue
+        number = parse_integer(args[at + 1])
+        if number is None:
+            return NOT_AN_INTEGER
+        if number < 1:
+            return SYNTAX_ERROR
+        count = number
+    store, user, space = session.store, session.user, session.space
+    fits, now_s, told = matcher(pattern), store.now_s(), []
+    until_s, seen = perf_counter() + _SCAN_S, 0
+    while True:
+        cursor, keys = store.scan(cursor, 1, space)  # a bucket, or the first that is not empty
+        seen += len(keys)
+        for key in keys:
+            entry = store.find(key, space) if fits(key) else None
+            if entry is not None:
+                told += [bulk(key), bulk(_line(entry, now_s)) if user.may_read(key) else session.nil]
+        if cursor == 0 or seen >= count or perf_counter() >= until_s:
+            return array([bulk(b"%d" % cursor), array(told)])
+
+
+def _line(entry: Entry, now_s: float) -> str:
+    """What is known of a block without a look at its payload; of a small one its header is at hand."""
+    tokens = entry.tokens or (tokens_of(memoryview(entry.value)) if entry.value is not None else 0)
+    return (
+        f"nbytes={entry.length} tier={entry.tier} hits={entry.hits} leases={entry.leases}"
+        f" age={int(now_s - entry.created_s)} idle={int(now_s - entry.accessed_s)}"
+        + (f" tokens={tokens}" if tokens else "")
+    )
 
 
 def _fact(session: Session, value: int | str | list[int] | None) -> Reply:

@@ -1,0 +1,41 @@
+"""Which tests the gate leaves to `make nightly`: those marked `nightly`, and the twins of what the gate tries anyway.
+
+A twin is a test's second run with one part exchanged. The gate tries the part that users have by default in every test,
+and the other one where the two are told apart: the event loop in BOTH_LOOPS, an engine's near memory in
+tests/backends/test_layered*.py.
+"""
+
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+BOTH_LOOPS = {"server/test_session.py", "server/test_server.py", "cli/test_serve.py"}
+"""Files whose subject is what an event loop does."""
+
+
+LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
+"""What takes longest comes first, in this order, so that the processes that share the tests end together."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the twins, and put the longest files first."""
+    items.sort(key=lambda item: longest_first(item.path.relative_to(TESTS).as_posix()))
+    for item in items:
+        if isinstance(item, pytest.Function) and is_twin(item):
+            item.add_marker(pytest.mark.nightly)
+
+
+def longest_first(file: str) -> int:
+    """Give a file's place among LONGEST, or behind them."""
+    return next((place for place, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST))
+
+
+def is_twin(item: pytest.Function) -> bool:
+    """Say whether a test runs on the event loop, or with the backend, that the gate tries elsewhere."""
+    file = item.path.relative_to(TESTS).as_posix()
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    if chosen.get("loop") == "asyncio":
+        return file not in BOTH_LOOPS
+    return file.startswith("faults/test_engine_") and "layered" in (chosen.get("mode"), chosen.get("kind"))
