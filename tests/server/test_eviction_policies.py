@@ -174,6 +174,15 @@ def test_under_lfu_uses_are_counted_and_idle_times_are_not(value: str) -> None:
     assert session.ask("OBJECT FREQ k") == b":255\r\n"
 
 
+def test_what_is_on_disk_alone_has_the_frequency_of_a_new_value() -> None:
+    session = session_under("LFU")
+    session.ask("SET k v")
+    entry = session.store.find(b"k")
+    assert entry is not None
+    session.store.inline_policy.forget(entry)  # as when it leaves memory
+    assert session.ask("OBJECT FREQ k") == b":5\r\n"
+
+
 def test_which_of_the_two_is_an_error_changes_with_the_policy() -> None:
     session = session_under("LRU")
     session.ask("SET k v")
