@@ -157,24 +157,24 @@ class Session(Outgoing):
     def held(self) -> Held:
         """What this client holds beside values, by kind."""
         parser, queued = self._parser, self.transaction
-        argv = parser.argument_bytes
+        unread, free, argv, in_arena = parser.memory()
         if self._paused or self.waiting is not None:
             for args in copy(self._commands):  # it goes on from where it is
                 argv += sum(ARGUMENT_BYTES + len(arg) for arg in args if isinstance(arg, bytes))
-        reserved = self.server.parts.of(self).held_bytes
-        lent = sum([lease.length for lease in self._lent if lease.offset is not None])
+        reserved = self.server.parts.held_by(self)
+        lent = sum([lease.length for lease in self._lent if lease.offset is not None]) if self._lent else 0
         unsent = self.unsent_bytes
         in_queue = 0 if queued is None else queued.arena_bytes
         return Held(
-            qbuf=parser.unread_bytes,
-            qbuf_free=parser.free_bytes,
+            qbuf=unread,
+            qbuf_free=free,
             argv=argv,
             multi=(0 if queued is None else queued.held_bytes) + WATCHED_BYTES * len(self.watching),
             rbs=self._reply_bytes,
             omem=unsent,
             subscribed=WATCHED_BYTES * self.subscriptions,
             reserved=reserved,
-            arena=parser.arena_bytes + in_queue + reserved + min(lent, unsent + self._reply_bytes),
+            arena=in_arena + in_queue + reserved + min(lent, unsent + self._reply_bytes),
         )
 
     @property
