@@ -16,7 +16,7 @@ from .cluster import REDIRECTIONS
 from .commands import SPELLINGS, Command, lookup, shown
 from .pending import Answer, Pending
 from .replies import NO_AUTH, OK, OUT_OF_MEMORY, error
-from .request import REFUSED, Argument
+from .request import REFUSED, Argument, ProtocolError
 from .transactions import end_transaction
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ NOT_QUEUED = frozenset({"exec", "discard", "multi", "watch", "quit", "reset"})
 TOUCHING_KEYS = frozenset({"write", "readonly", "may_replicate"})
 """What Redis takes a monitor for a replica to refuse."""
 
+OF_HTTP = (b"post", b"host:")
+"""What a browser says that was talked into sending commands to us: no answer, and nothing that it sent runs further."""
+
 A = TypeVar("A")
 
 QUEUED = b"+QUEUED\r\n"
@@ -47,6 +50,10 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     words = shown(args)
     command = lookup(words)
     if not isinstance(command, Command):
+        if words[0].lower() in OF_HTTP:
+            session.give_back(args)
+            session.fail(ProtocolError(""))
+            return b""
         known = SPELLINGS.get(words[0]) or SPELLINGS.get(words[0].upper())
         refusal = _reject(session, command, args, None if known is None or known.subcommands else known)
         return _spoken(session, refusal)

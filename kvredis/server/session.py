@@ -290,7 +290,7 @@ class Session(Outgoing):
             try:
                 commands = self._parser.take(nbytes)
             except ProtocolError as broken:
-                self._fail(broken)
+                self.fail(broken)
                 break
             if not commands:
                 break
@@ -412,7 +412,7 @@ class Session(Outgoing):
         self.close_after_reply = True
         return error("ERR internal error")
 
-    def _fail(self, broken: ProtocolError) -> None:
+    def fail(self, broken: ProtocolError) -> None:
         """The protocol is broken: say so, if there is something to say, and hang up."""
         self._parser.abandon()
         self.close_after_reply = True
