@@ -108,6 +108,8 @@ class Ledger:
         self._evicts = True
         self.may_refuse = self.policy.selective
         """Whether a small value may find no room: nothing leaves, or not everything may, or there is a bound."""
+        self.keep_expired = False
+        """True: what has come to its end is not found any more, but stays (CLIENT PAUSE)."""
         self.turn = GRACE_TURNS + 1
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
@@ -131,8 +133,9 @@ class Ledger:
     def _visible(self, key: bytes, space: int) -> Entry | None:
         entry = self.index.spaces[space].get(key)
         if entry is not None and entry.expire_at_ms and entry.expire_at_ms <= self.now_ms():
-            self._remove(entry, "expired")
-            self.stats.expired += 1
+            if not self.keep_expired:
+                self._remove(entry, "expired")
+                self.stats.expired += 1
             return None
         return entry
 
@@ -450,14 +453,14 @@ class Ledger:
         growth = ENTRY_OVERHEAD_BYTES + length
         if old is not None and old.value is not None:
             growth -= old.memory_bytes
-        return growth <= 0 or self._grows_inline(growth, old)
+        return self._grows_inline(max(0, growth), old)
 
     def _grows_inline(self, growth: int, newest: Entry | None = None) -> bool:
         """Whether small values may take `growth` bytes more, after those have left who may; `newest` stays."""
         if self.bound_bytes and not self._shrink(growth, newest=newest):
             return False
         selective = self.policy.selective
-        if self.evicts and not selective:
+        if growth == 0 or (self.evicts and not selective):
             return True  # what is too much leaves when the value is there
         if (selective or self.tiering is not None) and self.inline_bytes + growth > self.inline_bytes_high:
             self._evict_inline(newest, growth)

@@ -36,6 +36,9 @@ from .policy import Policy, make_policy
 from .tiering import Tiering
 from .tokens import tokens_of
 
+RANDOM_TRIES = 100
+"""How often another key is drawn where expired ones are kept."""
+
 QUEUE_JOBS_MAX = 8192
 """Disk jobs of one priority that may wait."""
 TIMED_BYTES_MIN = 256 * 1024
@@ -438,10 +441,10 @@ class Store(Moves, Flushes, Leasing):
 
     def admits_inline(self, growth_bytes: int) -> bool:
         """Whether small values may take so many bytes more; who may leave for them leaves now."""
-        if growth_bytes <= 0 or not self.may_refuse:
+        if not self.may_refuse:
             return True
         with self._lock:
-            return self._grows_inline(growth_bytes)
+            return self._grows_inline(max(0, growth_bytes))
 
     # ---- looking around ------------------------------------------------------------------------------------------
 
@@ -459,10 +462,13 @@ class Store(Moves, Flushes, Leasing):
         return len(self.index.spaces[space])
 
     def random_key(self, space: int = 0) -> bytes | None:
-        """Any key of a database, None when it is empty."""
+        """Any key of a database, None when it is empty. While what has expired is kept, that may be one of those, as
+        in Redis."""
         with self._lock:
+            tries = 0
             while (key := self.index.random_key(space)) is not None:
-                if self._visible(key, space) is not None:
+                tries += self.keep_expired
+                if tries == RANDOM_TRIES or self._visible(key, space) is not None:
                     return key
             return None
 

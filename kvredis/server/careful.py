@@ -16,7 +16,7 @@ from .cluster import REDIRECTIONS
 from .commands import SPELLINGS, Command, lookup, shown
 from .pending import Answer, Pending
 from .replies import NO_AUTH, OK, OUT_OF_MEMORY, error
-from .request import REFUSED, Argument
+from .request import REFUSED, Argument, ProtocolError
 from .transactions import end_transaction
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ NOT_QUEUED = frozenset({"exec", "discard", "multi", "watch", "quit", "reset"})
 TOUCHING_KEYS = frozenset({"write", "readonly", "may_replicate"})
 """What Redis takes a monitor for a replica to refuse."""
 
+OF_HTTP = (b"post", b"host:")
+"""What a browser says that was talked into sending commands to us: no answer, and nothing that it sent runs further."""
+
 A = TypeVar("A")
 
 QUEUED = b"+QUEUED\r\n"
@@ -47,6 +50,10 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     words = shown(args)
     command = lookup(words)
     if not isinstance(command, Command):
+        if words[0].lower() in OF_HTTP:
+            session.give_back(args)
+            session.fail(ProtocolError(""))
+            return b""
         known = SPELLINGS.get(words[0]) or SPELLINGS.get(words[0].upper())
         refusal = _reject(session, command, args, None if known is None or known.subcommands else known)
         return _spoken(session, refusal)
@@ -93,6 +100,14 @@ def run_with_care(session: Session, args: list[Argument]) -> Answer:
     return session.end_answer(_spoken(session, reply, mode, lent))
 
 
+def _takes_memory(session: Session, command: Command) -> bool:
+    """Whether Redis refuses the command beyond maxmemory: for what it, or one of those that EXEC runs, may store, and
+    whatever is to be queued."""
+    if session.transaction is None or command.name in NOT_QUEUED - {"exec"}:
+        return "denyoom" in command.flags
+    return command.name != "exec" or any("denyoom" in each.flags for each, _ in session.transaction.commands)
+
+
 def _objection(session: Session, command: Command, words: list[bytes], refused: bytes) -> bytes | None:
     """Why this command may not run now, or None."""
     server = session.server
@@ -108,6 +123,8 @@ def _objection(session: Session, command: Command, words: list[bytes], refused: 
         redirection = server.cluster.redirection(session, command, words)
         if redirection is not None:
             return redirection
+    if server.store.bound_bytes and _takes_memory(session, command) and not server.store.admits_inline(0):
+        return OUT_OF_MEMORY  # more is held than the bound already, and nothing may leave
     if refused:
         return refused
     if session.id in server.monitors and not TOUCHING_KEYS.isdisjoint(command.flags):

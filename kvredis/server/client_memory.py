@@ -10,8 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from .server import Server
@@ -25,7 +24,7 @@ OBJECTS_BYTES: Final = 8 * 1024
 WATCHED_BYTES: Final = 128
 """What a watched key or a subscription costs beside its name: Redis does not count the name either."""
 
-MEASURED_MIN: Final = 200
+MEASURED_MIN: Final = 100
 MEASURED_PART: Final = 10
 """How many clients are measured in a tenth of a second: so many, and at least a tenth of all."""
 
@@ -33,8 +32,7 @@ GONE_MIN: Final = 100
 """So many clients, and half of all, must have gone for the C library to be asked for their memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Bytes that one client holds, by the names of CLIENT LIST."""
 
     qbuf: int = 0

@@ -49,7 +49,7 @@ class Command:
     payload_args: (first, step) of the arguments that may be received straight into the arena (SET is (2, 0): just the
         one; MSET is (2, 2): every second one from there), () for none.
     access: what the command does with its keys, in the words of Redis' key specifications; `|` stands between what it
-        does with the first and with the second.
+        does with the first and with the second; `notes`: what Redis says of it beside that.
     syntax: the arguments in the notation of Redis' help; COMMAND DOCS is made from it.
     plain: how many arguments a call may have that takes the session's plain way: short, O(1), without subcommand,
         and of no concern to the connection or other clients. All other calls need care.
@@ -71,6 +71,7 @@ class Command:
     complexity: str = "O(1)"
     syntax: str = ""
     access: tuple[str, ...] = ()
+    notes: str = ""
     tips: tuple[str, ...] = ()
     subcommands: dict[str, Command] = field(default_factory=dict)
     plain: range = range(0)

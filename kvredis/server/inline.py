@@ -8,13 +8,10 @@ _SPACE = b" \t\n\v\f\r\0"
 
 
 def words_of(line: bytes) -> list[bytes]:
-    """A line's words; ProtocolError when they cannot be told apart, and for a browser that was talked into posting
-    here, which gets no answer."""
+    """A line's words; ProtocolError when they cannot be told apart."""
     words = split_words(line)
     if words is None:
         raise ProtocolError("unbalanced quotes in request")
-    if words and words[0].lower() in (b"post", b"host:"):
-        raise ProtocolError("")
     return words
 
 

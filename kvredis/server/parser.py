@@ -178,20 +178,14 @@ class Parser:
         self._gather_tries = GATHER_TRIES
         return not self._remaining
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes received and not yet made into arguments: `qbuf` of CLIENT LIST."""
-        return self._end - self._start + self._filled
-
-    @property
-    def free_bytes(self) -> int:
-        """Room for more of them: `qbuf-free`."""
-        return len(self._scratch) - (self._end - self._start)
-
-    @property
-    def argument_bytes(self) -> int:
-        """What the arguments of a command take that is not complete: `argv-mem`."""
-        return self._complete_bytes + ARGUMENT_BYTES * len(self._args)
+    def memory(self) -> tuple[int, int, int, int]:
+        """Bytes received and not yet made into arguments, and room for more of them; what the arguments take of a
+        command that is not complete; and how much of all that lies in the arena. `qbuf`, `qbuf-free` and `argv-mem` of
+        CLIENT LIST."""
+        unread = self._end - self._start
+        arguments = self._complete_bytes + ARGUMENT_BYTES * len(self._args)
+        coming = self._length - self._filled if isinstance(self._body_hold, Reservation) else 0
+        return unread + self._filled, len(self._scratch) - unread, arguments, self._arena_bytes - coming
 
     @property
     def _complete_bytes(self) -> int:
@@ -199,15 +193,9 @@ class Parser:
         return self._held_bytes - (self._length if self._body is not None and self._body_hold is not REFUSED else 0)
 
     @property
-    def arena_bytes(self) -> int:
-        """How much of both lies in the arena."""
-        coming = isinstance(self._body_hold, Reservation)
-        return self._arena_bytes - (self._length - self._filled if coming else 0)
-
-    @property
     def pending_bytes(self) -> int:
         """Bytes received and not yet part of an executed command."""
-        return self.unread_bytes + self._complete_bytes
+        return self._end - self._start + self._filled + self._complete_bytes
 
     @property
     def missing(self) -> int:

@@ -256,6 +256,11 @@ class Parts:
         found = self._clients.get(session.id)
         return ClientParts() if found is None else found
 
+    def held_by(self, session: Session) -> int:
+        """What a client's reservations take of the arena."""
+        found = self._clients.get(session.id)
+        return 0 if found is None else found.held_bytes
+
     def __len__(self) -> int:
         return sum(map(len, self._clients.values()))
 

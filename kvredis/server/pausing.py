@@ -1,7 +1,8 @@
 """CLIENT PAUSE, UNPAUSE, UNBLOCK and REPLY: commands that decide when, or whether, others are answered.
 
 A pause stops a client at the first command that it concerns, which runs when the pause ends; until then nothing more is
-read from that client. While one lasts no key expires by itself, as in Redis: a replica would not see it either.
+read from that client. While one lasts no key expires, as in Redis: a replica would not see it either. Who looks for one
+whose time has come does not find it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Pause:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(self.until_s - now_s, self.end)
+        self._server.store.keep_expired = True
         self._server.reconsider()
 
     def end(self) -> None:
@@ -54,6 +56,7 @@ class Pause:
             self._timer.cancel()
             self._timer = None
         self.until_s = 0.0
+        self._server.store.keep_expired = False
         self._server.reconsider()
         waiting, self.waiting = self.waiting, []
         for pending in waiting:

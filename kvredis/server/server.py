@@ -280,7 +280,7 @@ class Server:
             if self.idle_timeout_s:
                 self._hang_up_idle()
         received, sent = self.net_bytes()
-        self.stats.sample(self.now_s(), received, sent, store.used_bytes)
+        self.stats.sample(self.now_s(), received, sent, store.used_bytes, self.reads)
 
     def _collect_expired(self) -> None:
         """Remove what has come to its end: some now, and while there is more, some in each of the loop's next turns."""
@@ -404,6 +404,12 @@ class Server:
         sessions, gone = self.sessions.values(), self.stats.gone.values()
         received = sum([each.input_bytes for each in gone]) + sum([each.input_bytes for each in sessions])
         return received, sum([each.output_bytes for each in gone]) + sum([each.output_bytes for each in sessions])
+
+    @property
+    def reads(self) -> int:
+        """Times that bytes were received over all connections so far."""
+        gone = sum([each.reads for each in self.stats.gone.values()])
+        return gone + sum([each.reads for each in self.sessions.values()])
 
     def traffic(self) -> dict[str, Traffic]:
         """What went over each kind of connection (tcp, tls, unix), those that are gone included."""

@@ -165,24 +165,24 @@ class Session(Outgoing):
     def held(self) -> Held:
         """What this client holds beside values, by kind."""
         parser, queued = self._parser, self.transaction
-        argv = parser.argument_bytes
+        unread, free, argv, in_arena = parser.memory()
         if self._paused or self.waiting is not None:
             for args in copy(self._commands):  # it goes on from where it is
                 argv += sum(ARGUMENT_BYTES + len(arg) for arg in args if isinstance(arg, bytes))
-        reserved = self.server.parts.of(self).held_bytes
-        lent = sum([lease.length for lease in self._lent if lease.offset is not None])
+        reserved = self.server.parts.held_by(self)
+        lent = sum([lease.length for lease in self._lent if lease.offset is not None]) if self._lent else 0
         unsent = self.unsent_bytes
         in_queue = 0 if queued is None else queued.arena_bytes
         return Held(
-            qbuf=parser.unread_bytes,
-            qbuf_free=parser.free_bytes,
+            qbuf=unread,
+            qbuf_free=free,
             argv=argv,
             multi=(0 if queued is None else queued.held_bytes) + WATCHED_BYTES * len(self.watching),
             rbs=self._reply_bytes,
             omem=unsent,
             subscribed=WATCHED_BYTES * self.subscriptions,
             reserved=reserved,
-            arena=parser.arena_bytes + in_queue + reserved + min(lent, unsent + self._reply_bytes),
+            arena=in_arena + in_queue + reserved + min(lent, unsent + self._reply_bytes),
         )
 
     @property
@@ -298,7 +298,7 @@ class Session(Outgoing):
             try:
                 commands = self._parser.take(nbytes)
             except ProtocolError as broken:
-                self._fail(broken)
+                self.fail(broken)
                 break
             if not commands:
                 break
@@ -420,11 +420,14 @@ class Session(Outgoing):
         self.close_after_reply = True
         return error("ERR internal error")
 
-    def _fail(self, broken: ProtocolError) -> None:
+    def fail(self, broken: ProtocolError) -> None:
         """The protocol is broken: say so, if there is something to say, and hang up."""
         self._parser.abandon()
         self.close_after_reply = True
         self.server.note_broken(self, broken)
+        if not str(broken):  # hung up on at once, as by Redis: what was not sent by now is not sent
+            self.drop_lent(0)
+            self._replies, self._reply_bytes = [], 0
         if str(broken):
             reply = error(f"ERR Protocol error: {broken}".encode("latin-1"))  # it may quote any byte
             if self.reply_mode == "on":

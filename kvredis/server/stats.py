@@ -163,6 +163,18 @@ class ServerStats:
     operations: Rate = field(default_factory=Rate)
     input_rate: Rate = field(default_factory=Rate)
     output_rate: Rate = field(default_factory=Rate)
+    ticks: int = 0
+    loop_cycles: Rate = field(default_factory=Rate)
+    loop_work: Rate = field(default_factory=Rate)
+    """In microseconds."""
+    loop_from_ns: int = field(default_factory=time.thread_time_ns)
+    """What the loop's thread had worked before."""
+
+    @property
+    def loop_work_us(self) -> int:
+        """What the thread of the event loop has worked, which is the time in the loop without its waiting; to be asked
+        for in that thread."""
+        return max(0, time.thread_time_ns() - self.loop_from_ns) // 1000
 
     def reset(self) -> None:
         """Back to zero, in place, because sessions hold on to this object."""
@@ -170,8 +182,12 @@ class ServerStats:
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
-    def sample(self, now_s: float, received: int, sent: int, used_bytes: int = 0) -> None:
-        """To be called in every tick of the server: bytes received and sent so far, and what values hold now."""
+    def sample(self, now_s: float, received: int, sent: int, used_bytes: int = 0, reads: int = 0) -> None:
+        """To be called in every tick of the server: bytes received and sent so far, what values hold now, and how often
+        bytes were received."""
+        self.ticks += 1
+        self.loop_cycles.sample(now_s, self.ticks + reads)
+        self.loop_work.sample(now_s, self.loop_work_us)
         self.operations.sample(now_s, self.commands_processed)
         self.input_rate.sample(now_s, received)
         self.output_rate.sample(now_s, sent)

@@ -133,7 +133,6 @@ ALLOWED: dict[CommandLine, str] = {
     "CONFIG HELP": OURS,
     "COMMAND HELP": OURS,
     "COMMAND DOCS get": OURS,
-    "COMMAND INFO set": "Redis adds a note to the key specification; nobody is known to read it",
     "COMMAND COUNT": "no commands of other types",
     "COMMAND GETKEYS get": f"{V72}: there the arity of command|getkeys is -3",
 }

@@ -315,7 +315,6 @@ ALLOWED_STREAMS: dict[bytes, str] = {
     b"PING a\0b\r\n": NUL,
     b"PING\r\n*\0\r\nPING\r\n": NUL,
     b"PING\r\n*2\r\n$4\r\nPING\r\n\0\r\nx\r\nPING\r\n": NUL,
-    b"GET / HTTP/1.1\r\nHost: x\r\n\r\nPING\r\n": "Redis drops the client and the reply to GET with it",
     b"HELLO 3\r\nSUBSCRIBE a\r\nPUBLISH a x\r\nGET nope\r\nUNSUBSCRIBE\r\nPING\r\n": PUSH,
     b"HELLO 3\r\nMULTI\r\nSUBSCRIBE a\r\nPUBLISH a x\r\nEXEC\r\nPING\r\n": PUSH,
 }

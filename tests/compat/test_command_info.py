@@ -14,7 +14,6 @@ from tests.compat.wire import Wire
 
 FIELDS = ("name", "arity", "flags", "first", "last", "step", "categories", "tips", "key specifications")
 V72 = "Redis 7.2 says so; Debian's is 7.0.15"
-NOTE = "Redis adds a remark in words"
 
 ALLOWED = {
     ("command|getkeys", "arity"): V72,
@@ -25,8 +24,6 @@ ALLOWED = {
     ("wait", "flags"): V72,
     ("cluster|shards", "flags"): V72,
     ("cluster|slots", "flags"): V72,
-    ("set", "key specifications"): NOTE,
-    ("getex", "key specifications"): NOTE,
 }
 """What may differ, and why."""
 

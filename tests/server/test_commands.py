@@ -86,7 +86,8 @@ def test_cursors_are_read_as_c_reads_them() -> None:
     assert [parse_cursor(text) for text in (b"0", b"", b"+7", b"007", b"18446744073709551615")] == [
         0, 0, 7, 7, 2**64 - 1,
     ]  # fmt: skip
-    assert [parse_cursor(text) for text in (b"+", b"-1", b"x", b"1 ", b"18446744073709551616", b"1" * 50)] == [None] * 6
+    assert [parse_cursor(text) for text in (b"+", b"-", b"x", b"1 ", b"18446744073709551616", b"1" * 50)] == [None] * 6
+    assert parse_cursor(b"-1") == 2**64 - 1  # as strtoull; a walk from there is over
 
 
 def test_syntax_becomes_arguments() -> None:

@@ -1,5 +1,7 @@
 """What the door says of the store's policy: maxmemory-policy, OBJECT FREQ and IDLETIME, KV.TIERS."""
 
+from pathlib import Path
+
 import pytest
 
 from kvredis.server.server import Server, ServerOptions
@@ -9,6 +11,7 @@ from kvredis.storage.policy import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.store import Store
 
 from .fake_session import ARENA_BYTES, FakeSession
+from .live import OOM, LiveServer, run_on
 
 ADJUST = b"Please note that when switching between policies at runtime LRU and LFU data will take some time to adjust."
 NO_FREQUENCY = b"-ERR An LFU maxmemory policy is not selected, access frequency not tracked. " + ADJUST + b"\r\n"
@@ -125,6 +128,29 @@ def test_mset_is_refused_as_a_whole_where_only_a_part_of_it_fits() -> None:
     assert session.ask("EXISTS a b ending") == b":2\r\n"
 
 
+def test_beyond_maxmemory_a_transaction_is_neither_queued_nor_run(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client, other = await live.connect(), await live.connect()
+            await client.say_hello()
+            await client.ask("SET", "k", "1")
+            await client.ask("MULTI")
+            await client.ask("SET", "k", "2")
+            assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1") == b"+OK\r\n"
+            assert await client.ask("EXEC") == b"-EXECABORT Transaction discarded because of: %b" % OOM.removeprefix(
+                b"-"
+            )
+            assert await client.ask("SET", "k", "2") == OOM, "also where the value is no longer than the old one"
+            await client.ask("MULTI")
+            assert await client.ask("GET", "k") == OOM
+            assert (await client.ask("EXEC")).startswith(b"-EXECABORT")
+            assert await client.get("k") == b"1"
+            assert await client.ask("EXPIRE", "k", "100") == b":1\r\n"
+            assert await client.ask("DEL", "k") == b":1\r\n"
+
+    run_on("uvloop", story())
+
+
 # ---- OBJECT --------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +172,15 @@ def test_under_lfu_uses_are_counted_and_idle_times_are_not(value: str) -> None:
     for _ in range(300):
         session.ask("GET k")
     assert session.ask("OBJECT FREQ k") == b":255\r\n"
+
+
+def test_what_is_on_disk_alone_has_the_frequency_of_a_new_value() -> None:
+    session = session_under("LFU")
+    session.ask("SET k v")
+    entry = session.store.find(b"k")
+    assert entry is not None
+    session.store.inline_policy.forget(entry)  # as when it leaves memory
+    assert session.ask("OBJECT FREQ k") == b":5\r\n"
 
 
 def test_which_of_the_two_is_an_error_changes_with_the_policy() -> None:

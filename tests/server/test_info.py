@@ -1,5 +1,6 @@
 """INFO: the sections asked for, with figures that are those of the store and the server."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -147,12 +148,24 @@ def test_rates_are_the_mean_of_the_last_samples(session: FakeSession) -> None:
     stats = session.server.stats
     for tick in range(17):
         stats.commands_processed = tick * 100
-        stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200)
+        stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200, reads=tick * 4)
     found = facts(session, "INFO stats")
+    assert found["eventloop_cycles"] == "17"  # the session of this test reads nothing
+    assert found["instantaneous_eventloop_cycles_per_sec"] == "50"
     assert found["instantaneous_ops_per_sec"] == "1000"
     assert (found["instantaneous_input_kbps"], found["instantaneous_output_kbps"]) == ("1000.00", "2000.00")
     session.ask("CONFIG RESETSTAT")
     assert facts(session, "INFO stats")["instantaneous_ops_per_sec"] == "0"
+
+
+def test_the_event_loops_time_is_that_of_its_thread_and_of_the_commands_in_it(session: FakeSession) -> None:
+    session.server.stats.command("get").observe(3, 7_000_000)
+    before = int(facts(session, "INFO stats")["eventloop_duration_sum"])
+    while time.thread_time_ns() < session.server.stats.loop_from_ns + 1000 * (before + 2000):
+        pass
+    found = facts(session, "INFO stats")
+    assert int(found["eventloop_duration_sum"]) >= before + 2000
+    assert found["eventloop_duration_cmd_sum"] == "7000"
 
 
 def test_saves_are_counted_though_there_is_nothing_to_save(session: FakeSession) -> None:

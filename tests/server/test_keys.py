@@ -1,10 +1,12 @@
 """Generic key commands against a real store: existence, expiry, enumeration, and what does not count as use."""
 
+import random
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from kvredis.server import patterns
 from kvredis.server.patterns import matcher
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 from tests.server.handlers import LARGE, OOM
@@ -191,3 +193,27 @@ def test_a_pattern_made_to_backtrack_takes_no_time() -> None:
     assert not matcher(b"*a" * 60 + b"*b")(b"a" * 5000)
     assert not matcher(b"*" * 10_000 + b"b")(b"a" * 5000)
     assert time.process_time() - began_s < 1
+
+
+@pytest.mark.parametrize("end", [b"", b"b"])
+@pytest.mark.parametrize("piece", [b"*?", b"*a", b"?*", b"*[ab]"])
+def test_fifty_thousand_wildcards_are_walked_through_once(piece: bytes, end: bytes) -> None:
+    fits = matcher(piece * 50_000 + end)  # re alone takes many seconds to make one expression of this
+    assert fits(b"a" * 50_000 + end)
+    assert not fits(b"a" * 49_999)
+    assert fits(b"a" * 50_000) is not bool(end)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_stars_mean_what_few_do(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    asked = [
+        (bytes(rng.choices(b"ab*?[]^-\\\n", k=rng.randrange(10))), bytes(rng.choices(b"ab^-\n\\*", k=rng.randrange(8))))
+        for _ in range(2000)
+    ]
+    told = [matcher(pattern)(key) for pattern, key in asked]
+    patterns._compiled.cache_clear()
+    monkeypatch.setattr(patterns, "PIECES_MAX", 1)
+    assert [matcher(pattern)(key) for pattern, key in asked] == told
+    assert 50 < sum(told) < 1500
+    patterns._compiled.cache_clear()

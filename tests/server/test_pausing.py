@@ -30,6 +30,42 @@ def test_a_paused_write_waits_and_reads_go_on(loop: str, tmp_path: Path) -> None
     run_on(loop, story())
 
 
+def test_a_write_that_waits_for_the_end_of_a_pause_is_a_blocked_client(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            admin, client = await live.connect(), await live.connect()
+            await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            await client.send("SET", "k", "2")
+            await until(lambda: live.server.pause.waiting)
+            for count in (b"1", b"0"):
+                await admin.send("INFO", "clients")
+                assert b"\r\nblocked_clients:%b\r\n" % count in (await admin.read_bulk() or b"")
+                await admin.ask("CLIENT", "UNPAUSE")
+
+    run_on("uvloop", story())
+
+
+def test_a_key_whose_end_comes_in_a_pause_is_not_found_and_goes_when_it_is_over(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            await client.ask("SET", "k", "v", "PX", "20")
+            await client.ask("CLIENT", "PAUSE", "100000", "WRITE")
+            live.clock_ms += 21
+            assert await client.get("k") is None
+            assert await client.ask("EXISTS", "k") == b":0\r\n"
+            await client.send("RANDOMKEY")
+            assert await client.read_bulk() == b"k", "as in Redis, when there are no others"
+            assert await client.ask("DBSIZE") == b":1\r\n"
+            assert live.store.stats.expired == 0
+            await client.ask("CLIENT", "UNPAUSE")
+            assert await client.get("k") is None
+            assert live.store.stats.expired == 1
+            assert await client.ask("DBSIZE") == b":0\r\n"
+
+    run_on("uvloop", story())
+
+
 def test_a_pause_ends_by_itself(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live:

@@ -43,6 +43,27 @@ def test_a_large_value_is_queued_in_the_arena_and_stored_by_exec(loop: str, tmp_
     run_on(loop, story())
 
 
+@pytest.mark.parametrize(("key_lives", "answer"), [(False, b"*1\r\n+PONG\r\n"), (True, b"*-1\r\n")])
+def test_swapdb_breaks_a_watch_only_if_the_key_that_comes_has_not_expired(
+    key_lives: bool, answer: bytes, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client, other = await live.connect(), await live.connect()
+            live.server.expires_actively = False
+            await other.ask("SET", "k", "v", "PX", "10")
+            await client.ask("SELECT", "1")
+            await client.ask("WATCH", "k")
+            live.clock_ms += 5 if key_lives else 11
+            await other.ask("SWAPDB", "0", "1")
+            await client.ask("MULTI")
+            await client.ask("PING")
+            await client.send("EXEC")
+            assert await client.read(len(answer)) == answer
+
+    run_on("uvloop", story())
+
+
 @pytest.mark.parametrize("end", ["DISCARD", "RESET", "close", "reset", "broken"])
 def test_a_queue_that_is_not_run_gives_its_room_back(loop: str, end: str, tmp_path: Path) -> None:
     async def story() -> None:

@@ -188,11 +188,18 @@ def swapdb(session: Session, args: list[bytes]) -> Reply:
     if not (0 <= first < SPACES and 0 <= second < SPACES):
         return DB_OUT_OF_RANGE
     if first != second:
-        for space in (first, second):
-            session.server.flushed(space)
-        session.store.swap(first, second)
-        for space in (first, second):  # who watches a key that only the other one had has missed a change too
-            mark_flushed(session.server, space)
+        server, store = session.server, session.store
+        with store.now_ms.one_moment():
+            for space, key in list(
+                server.watchers
+            ):  # what has expired is gone before, and no change where it would come
+                if space in (first, second):
+                    store.find(key, first + second - space)
+            for space in (first, second):
+                server.flushed(space)
+            store.swap(first, second)
+            for space in (first, second):  # who watches a key that only the other one had has missed a change too
+                mark_flushed(server, space)
     return OK
 
 

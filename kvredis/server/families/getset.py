@@ -128,6 +128,7 @@ def getdel(session: Session, args: list[bytes]) -> Reply:
     summary="Returns a value and sets when it ends, or takes its end away.",
     syntax=("key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]"),
     access="RW access update",
+    notes="RW and UPDATE because it changes the TTL",
 )
 def getex(session: Session, args: list[bytes]) -> Reply:
     """The value or nil. Words are checked before the key is looked for, and the time only once it was found."""

@@ -104,7 +104,7 @@ def clients(server: Server) -> Iterator[Field]:
     yield "maxclients", server.maxclients
     yield "client_recent_max_input_buffer", max((each.pending_bytes for each in sessions), default=0)
     yield "client_recent_max_output_buffer", max((each.unsent_bytes for each in sessions), default=0)
-    yield "blocked_clients", len(server.blocked)
+    yield "blocked_clients", len(server.blocked) + len(server.pause.waiting)
     yield "tracking_clients", len(server.tracking.clients)
     yield "pubsub_clients", sum(each.subscriptions > 0 for each in sessions)
     yield "watching_clients", sum(bool(each.watching) for each in sessions)

@@ -60,6 +60,12 @@ def stats(server: Server) -> Iterator[Field]:
     yield "client_query_buffer_limit_disconnections", counted.query_limit_disconnections
     yield "client_output_buffer_limit_disconnections", counted.output_limit_disconnections
     yield from zeros("reply_buffer_shrinks", "reply_buffer_expands")
+    cycles, work = counted.loop_cycles.per_second, counted.loop_work.per_second
+    yield "eventloop_cycles", counted.ticks + server.reads  # a turn of the loop that does nothing is not counted
+    yield "eventloop_duration_sum", counted.loop_work_us
+    yield "eventloop_duration_cmd_sum", sum(each.nanoseconds for each in counted.commands.values()) // 1000
+    yield "instantaneous_eventloop_cycles_per_sec", round(cycles)
+    yield "instantaneous_eventloop_duration_usec", round(work / cycles) if cycles else 0
     denials = server.acl.log.denials
     for field, reason in (("auth", "auth"), ("cmd", "command"), ("key", "key"), ("channel", "channel")):
         yield f"acl_access_denied_{field}", denials[reason]

@@ -223,13 +223,13 @@ def _key_specs(session: Session, found: Command) -> list[Reply]:
     first, last, step = found.keys
     accesses = accesses_of(found)
     if len(accesses) == 1:
-        return [_key_spec(session, accesses[0], first, last, step)]
+        return [_key_spec(session, accesses[0], first, last, step, found.notes)]
     return [
         _key_spec(session, words, at, at, 1) for words, at in zip(accesses, range(first, last + 1, step), strict=True)
     ]
 
 
-def _key_spec(session: Session, access: list[str], first: int, last: int, step: int) -> Reply:
+def _key_spec(session: Session, access: list[str], first: int, last: int, step: int, notes: str = "") -> Reply:
     """Where the keys begin and how far they go; `lastkey` counts from the first key, -1 is the end."""
     range_ = [
         (bulk("lastkey"), integer(last if last < 0 else last - first)),
@@ -238,9 +238,11 @@ def _key_spec(session: Session, access: list[str], first: int, last: int, step: 
     ]
     begin = [(bulk("type"), bulk("index")), (bulk("spec"), map_reply(session, [(bulk("index"), integer(first))]))]
     end = [(bulk("type"), bulk("range")), (bulk("spec"), map_reply(session, range_))]
+    noted: list[tuple[Reply, Reply]] = [(bulk("notes"), bulk(notes))] if notes else []
     return map_reply(
         session,
         [
+            *noted,
             (bulk("flags"), set_reply(session, [simple(word) for word in access])),
             (bulk("begin_search"), map_reply(session, begin)),
             (bulk("find_keys"), map_reply(session, end)),

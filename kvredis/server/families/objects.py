@@ -87,7 +87,7 @@ def object_freq(session: Session, args: list[bytes]) -> Reply:
     if entry is None:
         return session.nil
     uses = _uses(session, entry)
-    return NO_LFU if uses is None else integer(min(uses - 1 + NEW_FREQ, FREQ_MAX))
+    return NO_LFU if uses is None else integer(min(max(uses, 1) - 1 + NEW_FREQ, FREQ_MAX))
 
 
 @subcommand(

@@ -93,6 +93,7 @@ def get(session: Session, args: list[bytes]) -> Answer:
         "[EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | KEEPTTL]"
     ),
     access="RW access update variable_flags",
+    notes="RW and ACCESS due to the optional `GET` argument",
 )
 def set_(session: Session, args: list[bytes]) -> Reply:
     """Publish a value; with options, decide first whether to."""
