@@ -6,6 +6,7 @@ thread's own.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from .lanes import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, SetLane, Touch
 from .remote_holds import RemoteReservation
 from .remote_node import Node
 from .remote_routes import HOPS_MAX, Hop
+
+log = logging.getLogger(__name__)
 
 Item = RemoteReservation | Touch
 Outcome = Literal["stored", "refused", "dropped"]
@@ -114,11 +117,17 @@ class Sender:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._has_work():
-            try:
-                self._work()
-            except Exception as error:  # of our own making too: whoever waits in flush() must not wait for ever
-                self._lose(error if isinstance(error, BackendError) else BackendError(repr(error)))
+        try:
+            while self._has_work():
+                try:
+                    self._work()
+                except BaseException as error:  # of our own making too: whoever waits in flush() must not wait for ever
+                    self._lose(error if isinstance(error, BackendError) else BackendError(repr(error)))
+        except BaseException:  # nor for a thread that is no more
+            log.exception("the thread that stores to %s ended wildly", self._node.link.address)
+            with self._changed:
+                self._settle_all()
+                self._thread = None
         if self._leaving:
             self.leave()
 

@@ -69,6 +69,8 @@ class DiskTier(DiskLedger):
         self._loose = False  # whether the index holds commits that a loss of power would undo
         self.distrusted = False
         """The device has once refused to sync: see `sync`."""
+        self.answers = 0
+        """How often the device has answered a write or a sync; it stands still while that hangs."""
         self._grow_pause = 0
         self._log_lines = 0
         self._closed = False
@@ -296,6 +298,7 @@ class DiskTier(DiskLedger):
             self._segments[number].pwrite(image[: extent.length], offset)
         except OSError as error:
             with self._lock:
+                self.answers += 1
                 self.stats.write_errors += 1
                 self._reserved.remove(extent)
                 self._coming -= count
@@ -303,6 +306,7 @@ class DiskTier(DiskLedger):
             self._complain("a record could not be written to %s: %s", segment_name(number), error.strerror or error)
             return False
         with self._lock:
+            self.answers += 1
             self._unsynced.add(number)
             self._convict()
             self.stats.written += count
@@ -388,6 +392,7 @@ class DiskTier(DiskLedger):
         try:
             for number in sorted(numbers):
                 self._segments[number].sync()
+                self.answers += 1
         except OSError as error:
             self.distrusted = True
             with self._lock:

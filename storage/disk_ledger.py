@@ -83,7 +83,8 @@ class DiskLedger:
         self._reserved: set[Extent] = set()
         self._coming = 0  # records that are to lie there: several in one extent until they are written together
         self._pending = Batch()  # what the index has yet to learn
-        self._untrue: dict[Name, Sequence[Record]] = {}  # why the index shall not learn of it yet: see `swap`
+        # Why the index shall not learn of it yet: see `swap` and `wait_for`, which has nothing to give up.
+        self._untrue: dict[Name, Sequence[Record] | None] = {}
         self._generation = 1  # of the records that the pending batch brings
         self._confirmed = 0  # the last generation that survives a loss of power
         self._superseded: dict[Record, None] = {}  # the longest superseded first
@@ -186,7 +187,14 @@ class DiskLedger:
         with self._lock:
             waiting = [self._untrue.pop(name) for name in (old, new) if name in self._untrue]
             if waiting:
-                self._untrue[new] = [record for records in waiting for record in records]
+                given = [records for records in waiting if records is not None]
+                self._untrue[new] = [record for records in given for record in records] if given else None
+
+    def wait_for(self, name: Name) -> None:
+        """Have the index learn of nothing until the value of a name is published, or forgotten: what it supersedes
+        under another name is about to go."""
+        with self._lock:
+            self._untrue.setdefault(name, None)
 
     def give_up(self, name: Name | None = None) -> bool:
         """Wait no longer for the value of a name in `untrue`, or None = of all: what a crash would find there instead
@@ -194,8 +202,10 @@ class DiskLedger:
         with self._lock:
             names = list(self._untrue) if name is None else [name] if name in self._untrue else []
             for each in names:
-                record = self._spaces[each[1]].get(each[0])
-                for leaving in (record, *self._untrue.pop(each)):
+                given = self._untrue.pop(each)
+                if given is None:
+                    continue
+                for leaving in (self._spaces[each[1]].get(each[0]), *given):
                     if leaving is not None and leaving.superseded and leaving in self._order:
                         self._retire(leaving)
                         self.stats.gave_way += 1

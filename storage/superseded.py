@@ -9,7 +9,8 @@ until the new value's is there, and the index learns of both in one step. In par
   superseded ones with it. A new value that is evicted while memory alone has it takes the old one with it; the old one
   is not found again, unless a crash comes first.
 - RENAME of a value that memory alone has leaves the records of both names until it is on disk: the value before it is
-  under its old name, or the new one under the new name. A value that is on disk changes its name in one step.
+  under its old name, or the new one under the new name. What happens to the old name meanwhile reaches the index with
+  the new value, which is written at once. A value that is on disk changes its name in one step.
 - SWAPDB is one step for all that the two databases hold. While values in them have superseded records, or stand where
   the other database has a record, neither state is true on disk; so the index learns of nothing, the exchange included,
   until those values are written, which is begun at once.
@@ -37,6 +38,7 @@ class Superseded:
     def __init__(self, disk: DiskTier) -> None:
         self._disk = disk
         self._of: dict[Entry, list[Record]] = {}
+        self._by: dict[Record, Entry] = {}  # the inverse
 
     def __iter__(self) -> Iterator[Entry]:
         """Who supersedes anything, longest first."""
@@ -48,27 +50,30 @@ class Superseded:
 
     def take_over(self, old: Entry, entry: Entry) -> None:
         """`entry` is in the place of `old`: what a crash would have brought back of this stays for it."""
-        records = self._of.pop(old, [])
+        records = self._pop(old)
         if old.record is not None:
             self._disk.supersede(old.record)
             records.append(old.record)
             old.record = None
         if records:
             self._of.setdefault(entry, []).extend(records)
+            self._by.update(dict.fromkeys(records, entry))
 
     def forget(self, entry: Entry) -> None:
         """An entry is gone, and nothing of its key shall be found again."""
-        records = self._of.pop(entry, ())
+        records = self._pop(entry)
         if entry.record is not None or self._disk.superseded_bytes or self._disk.waits:
+            self._keep_another(entry, (entry.key, entry.space))
             self._disk.forget(entry.key, entry.space)
             entry.record = None
             self._disk.drop(records)
 
     def publish(self, entry: Entry, record: Record) -> bool:
         """An entry has been written: its record takes the place of all that it supersedes. False: it may not."""
+        self._keep_another(entry, record.name)
         published = self._disk.publish(record, self.of(entry))
         if published:
-            self._of.pop(entry, None)
+            self._pop(entry)
         return published
 
     def rename(self, entry: Entry, old: Name) -> bool:
@@ -78,9 +83,10 @@ class Superseded:
         if entry.record is None:
             self._disk.rename_untrue(old, new)
             return True
+        self._keep_another(entry, new)
         renamed = self._disk.rename(old, new, self.of(entry))
         if renamed:
-            self._of.pop(entry, None)
+            self._pop(entry)
         return renamed
 
     def swap(self, first: int, second: int, unsaved: Iterable[Entry]) -> None:
@@ -108,4 +114,24 @@ class Superseded:
         """A database, or all, is emptied, on disk in a moment."""
         leaving = [entry for entry in self._of if space is None or entry.space == space]
         for entry in leaving:
-            self._disk.drop(self._of.pop(entry))
+            self._disk.drop(self._pop(entry))
+        for entry in {entry for record, entry in self._by.items() if record.space == space}:
+            self._wait_for(entry)
+
+    def _pop(self, entry: Entry) -> list[Record]:
+        records = self._of.pop(entry, [])
+        for record in records:
+            del self._by[record]
+        return records
+
+    def _keep_another(self, entry: Entry, name: Name) -> None:
+        """What is on disk under a name is about to go: it may be the value before one that has another name by now, and
+        that memory alone has."""
+        record = self._disk.get(*name)
+        other = None if record is None else self._by.get(record)
+        if other is not None and other is not entry:
+            self._wait_for(other)
+
+    def _wait_for(self, entry: Entry) -> None:
+        if self._disk.storable(entry.key, entry.length):
+            self._disk.wait_for((entry.key, entry.space))

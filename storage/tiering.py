@@ -11,6 +11,7 @@ and are counted.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -21,7 +22,7 @@ from .bringing import Bringing
 from .carrier import Carrier
 from .disk import DiskTier
 from .entry import NOWHERE, Entry, extent_length
-from .io_threads import IoThreads, Priority
+from .io_threads import CLOSE_TIMEOUT_S, IoThreads, Priority
 from .prefetch import PrefetchJob, PrefetchJobs
 from .saving import Saving
 from .segment import Record
@@ -55,6 +56,9 @@ learns of it: as often as Redis syncs its log (appendfsync everysec)."""
 
 SYNC_TRIES: Final = 8
 """How often a sync writes what one more SWAPDB makes it wait for."""
+
+HUNG_PART: Final = 30
+"""Once it has hung, a thirtieth of that time is waited for each step that is left."""
 
 SUPERSEDED_PART: Final = 8
 """When superseded records take more than an eighth of the disk, the values that supersede them are written."""
@@ -95,6 +99,8 @@ class Tiering:
         self._listed_bytes = 0  # of prefetches that are not over
         self._inline_taken_bytes = 0
         self._inline_spill: Future[None] | None = None
+        self.hung_after_s = CLOSE_TIMEOUT_S
+        """At the end a device that answers nothing for so long is given up."""
         self._settling: Future[bool] | None = None
         self._settled_s = 0.0
         self._successors: Future[None] | None = None
@@ -199,33 +205,73 @@ class Tiering:
         return [entry for entry in found if entry is not None and entry in self._store.unsaved]
 
     def close(self, *, save: bool) -> None:
-        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk."""
+        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk. Takes as
+        long as the device needs, but one that hangs is given up: its files then stay open."""
         store = self._store
         self.carrier.on_room = None
-        if save:
-            self._save_all()
-        if not self.io.close():
-            log.warning("Disk tier: the device does not answer; what it was asked for last is given up")
+        wait_s = self.hung_after_s
+        if save and not self._save_all():
+            wait_s /= HUNG_PART
+        ended = self.io.close(wait_s)
+        if not ended:
+            wait_s = self.hung_after_s / HUNG_PART
         self.saving.close()
         with store._lock:
             store._catch_up()
         order = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
-        self.disk.close([(entry.key, entry.space) for entry in order])
+        # Behind a hung device the thread that hangs may hold what `close` needs.
+        if not (self._close_disk([(entry.key, entry.space) for entry in order], wait_s) and ended):
+            log.warning("Disk tier: the device does not answer; what it was asked for last is given up")
 
-    def _save_all(self) -> None:
+    def _close_disk(self, order: Sequence[tuple[bytes, int]], hung_after_s: float) -> bool:
+        """Close the disk, in a thread that is left to itself when the device does not answer: False."""
+        errors: list[BaseException] = []
+
+        def close() -> None:
+            try:
+                self.disk.close(order)
+            except BaseException as error:  # the caller's
+                errors.append(error)
+
+        thread = threading.Thread(target=close, name="kvredis-closes-disk", daemon=True)
+        thread.start()
+
+        def ended(wait_s: float) -> bool:
+            thread.join(wait_s)
+            return not thread.is_alive()
+
+        closed = self._wait_while_it_answers(ended, hung_after_s)
+        if errors:
+            raise errors[0]
+        return closed
+
+    def _wait_while_it_answers(self, wait: Callable[[float], bool], hung_after_s: float) -> bool:
+        """Call `wait`, which waits for so many seconds and says whether it is over; False when it is not, and the
+        device has answered nothing for `hung_after_s`."""
+        answers, until_s = self.disk.answers, time.monotonic() + hung_after_s
+        while not wait(max(0.0, min(1.0, until_s - time.monotonic()))):
+            if self.disk.answers != answers:
+                answers, until_s = self.disk.answers, time.monotonic() + hung_after_s
+            elif time.monotonic() >= until_s:
+                return False
+        return True
+
+    def _save_all(self) -> bool:
+        """Save what memory alone has; False when the device does not answer."""
         store = self._store
         with store._lock:
             count, nbytes = len(store.unsaved), sum(entry.length for entry in store.unsaved)
         if not count:
-            return
+            return True
         began_s = store.now_s()
         log.info("Disk tier: saving %d blocks (%.2f GiB)", count, nbytes / 1024**3)
         done = threading.Event()
         self.saving.save(0, lambda _: done.set())
-        done.wait()
+        answers = self._wait_while_it_answers(done.wait, self.hung_after_s)
         if store.unsaved:
             log.warning("Disk tier: %d blocks could not be saved and are lost", len(store.unsaved))
         log.info("Disk tier: saved in %.1f s", store.now_s() - began_s)
+        return answers
 
     # ---- making room -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ A thread for each of the two, so that loads come in the order in which they were
 a bounded queue: an engine that asks for more than comes gets a refusal at once, and computes.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from .layout import ChunkLayout
 from .loading import Span
 from .tensors import KV, event_on, gpus_of
 
+log = logging.getLogger(__name__)
+
 LOADS_MAX = 64
 """Loads that wait for their turn; as many stores."""
 
@@ -35,7 +38,7 @@ class Later:
         self._over = threading.Event()
         self._cancelled = False
         self.refused = False
-        """Whether nothing was done because too many others were waiting, or the engine was closed."""
+        """Whether nothing was done: too many others were waiting, the engine was closed, or our own code has failed."""
 
     @property
     def tokens(self) -> int:
@@ -213,5 +216,11 @@ class Behind(Generic[Job]):
                 if not self._queue:
                     return
                 job = self._under_way = self._queue.popleft()
-            job.end(job.tokens if job.cancelled else self._run(job))
+            tokens = job.tokens
+            try:
+                tokens = job.tokens if job.cancelled else self._run(job)
+            except BaseException:  # it ends, and the thread goes on: whoever waits in settle() must not wait for ever
+                log.exception("%s: a job ended wildly", self._name)
+                job.refused = True
+            job.end(tokens)
             del job  # or what it holds would stay until the next one comes

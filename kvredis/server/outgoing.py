@@ -238,13 +238,20 @@ class Outgoing(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         try:
             complete = splicer.advance()
-        except OSError:  # the client has gone
+            if complete:
+                splicer.keep(self._lent)
+        except BaseException as error:  # or the loop, for which the socket takes more, would call this without end
             loop.remove_writer(splicer.fileno())
             self._paused = True
             self.close()
+            if isinstance(error, OSError):  # the client has gone
+                return
+            log.exception("a reply failed half way; its client %s is closed", self.addr)
+            self.server.stats.handler_exceptions += 1
+            if not isinstance(error, Exception):
+                raise
             return
         if complete:
-            splicer.keep(self._lent)
             self._lent = []
             if self._paused:
                 loop.remove_writer(splicer.fileno())

@@ -262,6 +262,27 @@ def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool)
     assert found == [SLICE_NS if steps_aside and has_slices() else slice_ns()]
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_job_that_fails_in_our_own_code_ends_refused_and_the_next_one_is_done(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(job: Later) -> int:
+        if job.tokens == 5:
+            raise error
+        return 7
+
+    behind: Behind[Later] = Behind(run, "copies")
+    bad, good = Later(5), Later(0)
+    assert behind.add(bad)
+    behind.settle()
+    assert behind.add(good)
+    behind.settle()
+    behind.close()
+    assert (bad.done, bad.refused, bad.tokens) == (True, True, 5)
+    assert (good.done, good.refused, good.tokens) == (True, False, 7)
+    assert caplog.messages == ["copies: a job ended wildly"]
+
+
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
     ended: list[tuple[Later, bool]] = []

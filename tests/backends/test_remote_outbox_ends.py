@@ -181,3 +181,29 @@ def test_when_no_thread_can_be_had_the_value_is_dropped_and_nobody_hangs(
         assert backend.flush() == 1
     assert store.used_bytes == 0
     assert put_through(backend, b"k", b"x")
+
+
+@pytest.mark.parametrize("where", ["_work", "_lose", "_has_work"])
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_when_the_thread_that_sends_fails_in_our_own_code_its_values_are_given_up_and_the_next_are_sent(
+    fake: FakeServer,
+    connect: Connect,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    error: type[Exception],
+) -> None:
+    backend = connect(fake.url)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_sender.Sender, "_work", fails)
+        patched.setattr(remote_sender.Sender, where, fails)
+        assert put(backend, b"k", b"x" * 20_000)
+        assert backend.flush() == 1
+        for thread in senders():
+            thread.join()
+    assert store.used_bytes == 0
+    assert not senders()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.splicing import Splicer
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, run_on, until
 from tests.server.spliced import ARENA, has_sent, promising
@@ -264,5 +265,31 @@ def test_a_peer_that_splices_on_holds_pages_that_the_socket_no_longer_counts(tmp
             finally:
                 os.close(read_fd)
                 os.close(write_fd)
+
+    run_on("uvloop", story())
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError, OSError])
+def test_whatever_goes_wrong_while_the_socket_takes_more_ends_its_client_once(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Splicer] = []
+
+    def advance(splicer: Splicer) -> bool:
+        called.append(splicer)
+        raise error
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA) as live:
+            reader, writer = await promising(live), await live.connect()
+            await writer.ask("SET", "k", bytes(7 * MIB))
+            await reader.send("GET", "k")
+            await until(lambda: live.server.splicing.held_bytes)
+            monkeypatch.setattr(Splicer, "advance", advance)
+            await reader.read_all()
+            await until(lambda: len(live.server.sessions) == 1)
+            assert len(called) == 1
+            assert len(live.complaints) == (error is not OSError)
+            live.complaints.clear()
 
     run_on("uvloop", story())

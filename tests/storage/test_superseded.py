@@ -125,14 +125,35 @@ def test_a_value_that_is_on_disk_is_renamed_at_once_over_what_is_there(case: Cas
     end(case)
 
 
-def test_another_value_under_the_old_name_does_not_wait_for_the_one_that_was_renamed(case: Case) -> None:
-    case.store.put(K, NEW)
-    case.store.move((K, 0), (X, 0))
-    case.store.put(K, content(4))
-    assert case.tiers.save(case.store.writes)
-    assert case.after_a_kill(K, X) == {(K, 0): content(4), (X, 0): None}
-    assert case.tiers.save()
-    assert case.after_a_kill(K, X) == {(K, 0): content(4), (X, 0): NEW}
+@pytest.mark.parametrize("what", ["written", "deleted", "renamed over", "flushed"])
+def test_what_becomes_of_the_old_name_waits_for_the_value_that_was_renamed(case: Case, what: str) -> None:
+    """Or neither the confirmed value nor what it has become would be anywhere."""
+    store = case.store
+    store.put(K, NEW)
+    if what == "flushed":
+        store.move((K, 0), (X, 1))
+        store.flush(0)
+    else:
+        store.move((K, 0), (X, 0))
+        store.put(K, content(4))
+        if what == "deleted":
+            store.delete([K])
+        elif what == "renamed over":
+            store.move((J, 0), (K, 0))
+        else:
+            case.tiers.tiering.spill([store.index.spaces[0][K]])
+            case.tiers.io.run()
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, X) == {(K, 0): OLD, (X, 0): None}
+    case.tick()
+    case.tick()
+    found = case.after_a_kill(K, X, spaces=2)
+    assert found == dict.fromkeys(found) | {
+        "written": {(K, 0): content(4), (X, 0): NEW},
+        "deleted": {(X, 0): NEW},
+        "renamed over": {(K, 0): OTHER, (X, 0): NEW},
+        "flushed": {(X, 1): NEW},
+    }.get(what, {})
     end(case)
 
 
