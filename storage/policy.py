@@ -308,7 +308,7 @@ class TTL(_OneOrder):
 class _Volatile:
     """Only entries with an end leave for what is new; two orders of one kind, one for those and one for the others."""
 
-    base: ClassVar[Callable[[], Policy]]
+    base: ClassVar[type[Policy]]
     selective = True
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ def test_a_value_comes_back_as_it_was(session: FakeSession, length: int) -> None
 
 def test_a_large_value_is_lent_to_its_dump(session: FakeSession) -> None:
     session.ask([b"SET", b"k", b"x" * LARGE])
-    (reply,) = dump(session, [b"DUMP", b"k"])  # type: ignore[arg-type]
+    (reply,) = dump(session, [b"DUMP", b"k"])  # type: ignore[arg-type, misc]
     assert isinstance(reply, list)
     assert isinstance(reply[1], memoryview)
     assert len(reply[1]) == LARGE
