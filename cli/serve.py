@@ -91,8 +91,6 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     store = Store.open(replace(parts, prefault_threads=0, page_lock=False, disk=None))
     gc.disable()  # until calm_collector: a hundred thousand blocks that come off the disk are no garbage
     arena_s = time.monotonic() - started_s
-    size_from = config.origin.get("max_local_cpu_size", "default")  # mapped by now; warming takes it
-    log.info("the arena will take %s of memory (max_local_cpu_size: %s)", gib(config.capacity_bytes), size_from)
     server: Server | None = None
     try:
         if parts.disk is not None:
@@ -102,7 +100,8 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         warming = Warming(store.arena, config)
         started_s = time.monotonic()
         warming.before_ready()
-        click.echo(arena_line(store.arena, arena_s + time.monotonic() - started_s))
+        size_from = config.origin.get("max_local_cpu_size", "default")
+        click.echo(arena_line(store.arena, arena_s + time.monotonic() - started_s, size_from))
         if told_of_disk:
             click.echo(told_of_disk)
         with told_where(config):
@@ -157,13 +156,14 @@ def raise_open_files(maxclients: int) -> int:
     return allowed
 
 
-def arena_line(arena: Arena, seconds: float) -> str:
-    """Say what the arena got, and what it did not get and why."""
+def arena_line(arena: Arena, seconds: float, size_from: str) -> str:
+    """Say what the arena got, who asked for so much memory, and what it did not get and why."""
     unit = f"{arena.page_bytes // 1024} KiB" if arena.page_bytes < 1024**2 else f"{arena.page_bytes // 1024**2} MiB"
     why = f"\nArena without hugepages: {arena.fallback}" if arena.fallback else ""
     return (
         f"Arena: {gib(arena.nbytes)}, {arena.nbytes // arena.page_bytes} pages of {unit} ({arena.pages}), "
-        f"page-locked: {arena.page_locked}, {seconds:.3f} s{why}"
+        f"page-locked: {arena.page_locked}, {seconds:.3f} s; "
+        f"it takes all of this memory (max_local_cpu_size: {size_from}){why}"
     )
 
 

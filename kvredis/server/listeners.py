@@ -255,7 +255,8 @@ class Listeners:
 def reserve(options: ServerOptions) -> Reserved:
     """Bind every address that has a number, without listening: clients are refused as if nothing were there, and no
     other server can have it. For a server whose start takes long. OSError, which names the address, when one cannot be
-    had, and then none is kept. A unix socket is made and removed again: its file says that somebody listens."""
+    had, and then none is kept. Of a unix socket it is only asked whether another server has it: a file would say that
+    this one listens."""
     found: Reserved = {}
     try:
         for port in (options.port, options.tls_port):
@@ -263,13 +264,19 @@ def reserve(options: ServerOptions) -> Reserved:
                 if (listener := _bound(host, port)) is not None:
                     found[host, port] = listener
         if options.unixsocket is not None:
-            remove_stale_socket(options.unixsocket)
-            bind_unix(options.unixsocket, options.unixsocketperm).close()
-            os.unlink(options.unixsocket)
+            _refuse_taken(options.unixsocket)
     except BaseException:
         release(found)
         raise
     return found
+
+
+def _refuse_taken(path: str) -> None:
+    try:
+        remove_stale_socket(path)
+    except OSError as error:
+        if error.errno is None:  # our own words; what the folder is like shows when the socket is made
+            raise
 
 
 def release(reserved: Reserved) -> None:
