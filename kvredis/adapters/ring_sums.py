@@ -72,10 +72,15 @@ class RingSums:
         return taken
 
     def found(self, rows: Sequence[int], event: Event) -> None:
-        """Behind `event` these rows hold what was enqueued until now."""
+        """Behind `event` these rows hold what was enqueued until now. Raises RuntimeError for a row that `sum_up` has
+        not given out."""
         for row in rows:
-            if row != NO_ROW:
-                self._taken[row].event = event
+            if row == NO_ROW:
+                continue
+            taken = self._taken.get(row)
+            if taken is None:
+                raise RuntimeError(f"row {row} of the checksums is not in use: sum_up comes first")
+            taken.event = event
 
     def wait(self, event: Event) -> None:
         """Wait until that has been passed; the device is asked once where many rows end behind the same. Raises

@@ -178,7 +178,7 @@ class Away:
         assert tiering is not None
 
         def brought(what: Bringing) -> None:  # in an I/O thread
-            tell_loop(loop, self._come, session, pending, what)
+            tell_loop(loop, pending.guard, self._come, session, pending, what)
 
         def give_up() -> None:
             self._waits.discard(pending)

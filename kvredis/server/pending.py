@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import select
 from collections.abc import Callable, Iterator
 from time import perf_counter
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from .replies import Reply
     from .session import Session
+
+log = logging.getLogger(__name__)
 
 STEP_S: Final = 0.001
 """How long a handler works before others have their turn: as long as a client may have to wait for it."""
@@ -44,6 +47,18 @@ class Pending:
         session = self._end()
         if session is not None:
             session.go_on(b"" if self.is_silent else reply)
+
+    def guard(self, completion: Callable[..., object], *args: object) -> None:
+        """Run what is to resolve this. If it raises, a mistake of ours, the client is told and sent away, as when a
+        handler raises; it would wait for ever."""
+        try:
+            completion(*args)
+        except Exception:
+            session = self._session
+            if session is None:
+                log.exception("what a client waited for that has gone has failed")
+            else:
+                self.resolve(session.apologize([session.last_command.encode()]))
 
     def cancel(self) -> None:
         """The client has gone."""

@@ -150,6 +150,34 @@ def test_a_put_for_which_there_is_no_room_is_refused_and_the_connection_goes_on(
     run_on(loop, story())
 
 
+@pytest.mark.parametrize("way", ["KV.PUT", "KV.FILL"])
+def test_a_copy_that_fails_is_an_error_for_its_client_and_leaves_no_room_taken(
+    loop: str, way: str, lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(source: LentMemory, target: memoryview, offset: int) -> bool:
+        source.close()
+        raise MemoryError("a mistake of ours")
+
+    monkeypatch.setattr(LentMemory, "copy_and_close", failing)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client, connected(live) as other:
+            await client.lend(lent)
+            words: tuple[str | int | bytes, ...] = ("KV.PUT", "k", 0, 6 * MIB)
+            if way == "KV.FILL":
+                number = await client.ask("KV.RESERVE", "k", 6 * MIB)
+                words = ("KV.FILL", number, 0, 0, 6 * MIB)
+            assert str(await client.ask(*words)) == "ERR internal error"
+            await until(lambda: len(live.sessions()) == 1)
+            assert live.store.reserved_bytes == 0
+            assert await other.ask("EXISTS", "k") == 0
+            assert not live.server.lane.copying
+            assert live.server.stats.handler_exceptions == 1
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
 def test_a_put_waits_its_turn_while_others_values_come_in(loop: str, lent: int, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live, attached(live) as client:

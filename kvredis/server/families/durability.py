@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvredis.server.arguments import parse_integer
@@ -60,7 +61,7 @@ def save(session: Session, args: list[bytes]) -> Answer:
         server.stats.note_save(saved=True)
         return OK
     pending = session.wait()
-    _save_all(server, lambda saved: pending.resolve(OK if saved else NOT_SAVED))
+    _save_all(server, partial(pending.guard, lambda saved: pending.resolve(OK if saved else NOT_SAVED)))
     return pending
 
 
@@ -139,7 +140,7 @@ def waitaof(session: Session, args: list[bytes]) -> Answer:
             else:
                 pending.timeout_reply = _reached(session)
 
-        _save(session.server, session.unsaved_since, saved)
+        _save(session.server, session.unsaved_since, partial(pending.guard, saved))
     return pending
 
 

@@ -266,8 +266,10 @@ def fill(session: Session, args: list[bytes]) -> Answer:
     part.begin_fill()
 
     def then(copied: bool) -> bytes:
-        (part.wrote if copied else part.lost)(offset, length)
-        part.end_fill()
+        try:
+            (part.wrote if copied else part.lost)(offset, length)
+        finally:
+            part.end_fill()
         return OK if copied else NOT_COPIED
 
     return _copied(session, memory, (part.view[offset : offset + length], source_offset), then)
@@ -309,13 +311,21 @@ def _copied(session: Session, memory: LentMemory, way: tuple[memoryview, int], t
         return copied_here()
     server, pending, loop = session.server, session.wait(), asyncio.get_running_loop()
 
-    def come(copying: asyncio.Future[bool]) -> None:
+    def finish(copying: asyncio.Future[bool]) -> None:
         is_there = session.waiting is pending and session.id in server.sessions
-        answer = then(noted(copying.result()) and is_there and not has_hung_up(session.fd, wholly=True))
+        taken = False
+        try:
+            copied = not copying.cancelled() and noted(copying.result())
+            taken = copied and is_there and not has_hung_up(session.fd, wholly=True)
+        finally:  # the room is given back, whatever the copy has raised
+            answer = then(taken)
         if server.store.journal:
             server.drain_journal(session)
-        server.claims.admit()
         pending.resolve(answer)
+
+    def come(copying: asyncio.Future[bool]) -> None:
+        pending.guard(finish, copying)
+        server.claims.admit()
         loop.call_soon(server.lane.copying.discard, pending)  # behind the answer, or a stop would hang up before it
 
     try:

@@ -146,7 +146,7 @@ def _in_time(session: Session, job: PrefetchJob[None], milliseconds: int) -> Pen
         pending.resolve(_status(session, job))
 
     def ended(_: PrefetchJob[None]) -> None:  # in an I/O thread, as a rule
-        tell_loop(loop, tell)
+        tell_loop(loop, pending.guard, tell)
 
     timer = loop.call_later(milliseconds / 1000, tell) if milliseconds else None
 
