@@ -168,6 +168,7 @@ def test_a_reset_without_known_weights_gives_keys_of_their_own_where_it_is_a_use
 
 def test_workers_that_do_not_answer_are_not_waited_for_for_ever(halves: Changing) -> None:
     halves.prompt("a", tables_of(halves, 1))
+    assert halves.stored() == 4
     halves.scheduling.weights.reset(forgets=False)
     for _ in range(WAIT_STEPS_MAX):
         halves.scheduling.step()

@@ -22,7 +22,7 @@ class Passed:
 def test_a_row_that_was_not_given_out_is_an_error_that_names_it() -> None:
     sums = RingSums(cast(Summing, None), 2)
     event = cast(Event, Passed())
-    with pytest.raises(RuntimeError, match="row 1 .* sum_up"):
+    with pytest.raises(RuntimeError, match=r"row 1 .* sum_up"):
         sums.found([1], event)
     sums.found([NO_ROW], event)
     taken = sums.take(100)

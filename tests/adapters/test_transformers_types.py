@@ -1,9 +1,8 @@
 """Whatever type of model transformers maps, opening it ends in service with the model's tokens, or in a LayoutError.
 
-Types with recurrent states, and a few of other kinds, are tried each time; all types with KVREDIS_ALL_MODELS=1.
+Types with recurrent states, and a few of other kinds, are tried each time; all types by night.
 """
 
-import os
 from typing import Any
 
 import pytest
@@ -112,7 +111,7 @@ def test_a_type_of_another_kind_is_served_exactly_or_refused(kind: str) -> None:
         assert any(part in found for part in OTHERS[kind].split("|")), found
 
 
-@pytest.mark.skipif(not os.environ.get("KVREDIS_ALL_MODELS"), reason="KVREDIS_ALL_MODELS=1 tries all types: minutes")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [kind for kind in ALL_TYPES if kind not in SLOW_OR_LARGE])
 def test_any_type_is_served_exactly_or_refused(kind: str) -> None:
     assert outcome(made(kind))

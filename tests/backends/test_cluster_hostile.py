@@ -377,7 +377,8 @@ def test_closing_ends_while_a_node_hangs_and_leaves_no_thread(pair: Pair, connec
     backend.close()
     assert time.monotonic() - began_s < PATIENT_S / 2
     answer.set()
-    assert not [one for one in threading.enumerate() if one.name.startswith(("kvredis stores", "kvredis learns"))]
+    ours = ("kvredis stores", "kvredis learns")
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith(ours)], "no thread is left")
     assert backend.match(KEYS) == 0
     assert loaded(backend, KEYS) == [None] * len(KEYS)
     assert not put(backend, KEYS[0], b"x")

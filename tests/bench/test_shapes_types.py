@@ -8,7 +8,6 @@ asked for two tokens: elements of K and V a token, summed over all layers. 36 of
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,7 +98,7 @@ def test_the_defaults_of_a_type_are_as_large_as_its_models_kv_or_refused_by_name
     assert bytes_of(tmp_path, told) == 2 * elements
 
 
-@pytest.mark.skipif(not os.environ.get("KVREDIS_ALL_MODELS"), reason="KVREDIS_ALL_MODELS=1 tries all types: minutes")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", recorded())
 @pytest.mark.parametrize("names", ["num_key_value_heads num_kv_heads", "head_dim kv_channels attention_head_dim"])
 def test_a_size_that_the_file_leaves_out_is_what_transformers_takes_or_refused(
@@ -150,7 +149,7 @@ def test_a_tiny_model_keeps_what_its_configuration_is_read_to_say(
     assert bytes_of(tmp_path, tell(model)) == kept_bytes(model) == layout_of(model, "tiny").bytes_per_token
 
 
-@pytest.mark.skipif(not os.environ.get("KVREDIS_ALL_MODELS"), reason="KVREDIS_ALL_MODELS=1 tries all types: minutes")
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ALL_TYPES)
 def test_any_tiny_model_that_the_adapter_serves_keeps_what_is_read(tmp_path: Path, kind: str) -> None:
     try:
