@@ -252,6 +252,7 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert believed["tokens"] != cold["tokens"]
 
 
+@pytest.mark.nightly
 def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_its_step_has_an_answer(
     server: RunningServer, tmp_path: Path
 ) -> None:

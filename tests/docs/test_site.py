@@ -95,6 +95,7 @@ def test_every_page_of_the_docs_is_built_and_says_what_it_is(pages: dict[Path, P
     assert [path.name for path, page in pages.items() if page.titles != 1] == []
 
 
+@pytest.mark.nightly
 def test_every_link_and_anchor_within_the_site_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     broken = []
     for path, page in pages.items():

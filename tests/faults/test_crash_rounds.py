@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from tests.faults.crash_client import LIMIT_S, Load, Wire, figure, look
 from tests.faults.crash_server import CrashServer
 
-ROUNDS: Final = int(os.environ.get("CRASH_ROUNDS", "30"))
+ROUNDS: Final = int(os.environ.get("CRASH_ROUNDS", "10"))
 SEED: Final = int(os.environ.get("CRASH_SEED", "0")) or random.randrange(1, 2**32)
 DYNASTY_ROUNDS: Final = 5
 AT_ONCE: Final = 2
