@@ -270,7 +270,7 @@ class Server:
         self.parts.give_up_stalled()
         self.claims.admit()
         turn = self._turns % TURNS_IN_A_SECOND
-        for session in [each for each in self.sessions.values() if each.id % TURNS_IN_A_SECOND == turn]:
+        for session in [each for number, each in self.sessions.items() if number % TURNS_IN_A_SECOND == turn]:
             if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
                 session.close()
             else:
