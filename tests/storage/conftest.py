@@ -1,5 +1,7 @@
 """Fixture machines (a sysfs and a procfs tree) and, where this machine lets us, real hugepages."""
 
+import fcntl
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,15 +54,18 @@ def make_machine(tmp_path: Path) -> MakeMachine:
 
 @pytest.fixture
 def real_hugepages() -> Iterator[int]:
-    """Have a few free 2 MiB pages in the kernel's pool, and put its size back afterwards."""
-    before = HugepagePool.read()
-    try:
-        NR_HUGEPAGES.write_text(str(before.pages_to_set(HUGEPAGES_WANTED)))
-    except OSError as error:
-        pytest.skip(f"hugepages: the pool cannot be grown here ({error})")
-    try:
-        if HugepagePool.read().available < HUGEPAGES_WANTED:
-            pytest.skip("hugepages: the kernel has no contiguous memory for the pool")
-        yield HUGEPAGES_WANTED
-    finally:
-        NR_HUGEPAGES.write_text(str(before.total - before.surplus))
+    """Have a few free 2 MiB pages in the kernel's pool, and put its size back afterwards; one test at a time, in
+    whichever process."""
+    with (Path(tempfile.gettempdir()) / "kvredis-tests-hugepages.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = HugepagePool.read()
+        try:
+            NR_HUGEPAGES.write_text(str(before.pages_to_set(HUGEPAGES_WANTED)))
+        except OSError as error:
+            pytest.skip(f"hugepages: the pool cannot be grown here ({error})")
+        try:
+            if HugepagePool.read().available < HUGEPAGES_WANTED:
+                pytest.skip("hugepages: the kernel has no contiguous memory for the pool")
+            yield HUGEPAGES_WANTED
+        finally:
+            NR_HUGEPAGES.write_text(str(before.total - before.surplus))
