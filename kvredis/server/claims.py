@@ -60,7 +60,7 @@ class Claims:
         self._store = server.store
         self.queue: OrderedDict[Session, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
-        self._queued_s: dict[Session, float] = {}  # since when they wait, or have waited until now
+        self._queued_s: dict[Session, float] = {}  # since when those wait whose value comes over their connection
         self._called: set[Session] = set()  # whose turn it is
         self._starved: list[Session] = []  # who wait until a slow reader is gone
         self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
@@ -105,8 +105,12 @@ class Claims:
             room = self._room(session, key, length)
             if room is REFUSED:
                 session.refuse_payload(OUT_OF_MEMORY)
-        if isinstance(room, Reservation) and session not in self._receiving:
-            self._receiving[session] = session.input_bytes, self._began_s(session)
+        if room is LATER:
+            self._queued_s.setdefault(session, self._server.now_s())
+        else:
+            began_s = self._began_s(session)
+            if isinstance(room, Reservation) and session not in self._receiving:
+                self._receiving[session] = session.input_bytes, began_s
         return room
 
     def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
@@ -199,7 +203,7 @@ class Claims:
             elif now_s - since_s > limit_s:
                 self._give_up(session, now_s - since_s)
         for session, length in tuple(self.queue.items()):
-            waited_s = now_s - self._queued_s[session]
+            waited_s = now_s - self._queued_s.get(session, now_s)
             if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
                 self._give_up(session, waited_s)
 
@@ -214,7 +218,6 @@ class Claims:
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
             self.queue.move_to_end(session, last=False)
-        self._queued_s.setdefault(session, self._server.now_s())
         session.waiting = Pending(session)
         return LATER
 

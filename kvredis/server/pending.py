@@ -73,7 +73,7 @@ class Pending:
         return session
 
 
-class Watch:
+class StepTimer:
     """Tells a long handler when it has had the loop for STEP_S."""
 
     __slots__ = ("_until_s",)

@@ -147,6 +147,29 @@ def test_many_writers_that_stall_together_cost_the_others_one_time_limit(loop: s
     run_on(loop, story())
 
 
+def test_who_waits_for_room_without_sending_a_value_is_not_taken_for_stalled(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            server, began_s = live.server, live.server.now_s()
+            sender, reserving = await live.connect(), await live.connect()
+            value = pattern(4 * MIB)
+            await sender.send_raw(header("k", len(value)) + value[:MIB])
+            await until(lambda: live.store.reserved_bytes)
+            await reserving.send("KV.RESERVE", "part", str(3 * MIB))
+            await until(lambda: len(server.claims.queue) == 1)
+            await sender.send_raw(value[MIB : 2 * MIB])
+            received = next(iter(server.claims._receiving)).input_bytes
+            await until(lambda: next(iter(server.claims._receiving)).input_bytes > received + 64 * 1024)
+            server.now_s = lambda: began_s + 31.0
+            server.claims.give_up_stalled()
+            assert server.claims.given_up == 0
+            await sender.send_raw(value[2 * MIB :] + b"\r\n")
+            assert await sender.read_line() == b"+OK\r\n"
+            assert (await reserving.read_line()).startswith(b":")
+
+    run_on(loop, story())
+
+
 def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:

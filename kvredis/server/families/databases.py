@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.server.arguments import parse_cursor, parse_integer
 from kvredis.server.commands import command
 from kvredis.server.patterns import matcher
-from kvredis.server.pending import Answer, Pending, Watch
+from kvredis.server.pending import Answer, Pending, StepTimer
 from kvredis.server.replies import (
     DB_OUT_OF_RANGE,
     INVALID_CURSOR,
@@ -94,13 +94,13 @@ def keys(session: Session, args: list[bytes]) -> Answer:
 def _matching(
     session: Session, space: int, fits: Callable[[bytes], bool], names: list[bytes]
 ) -> Iterator[Reply | Pending]:
-    store, watch = session.store, Watch()
+    store, timer = session.store, StepTimer()
     count, lines = 0, []
     for at in range(0, len(names), KEYS_A_STEP):
         found = [key for key in names[at : at + KEYS_A_STEP] if fits(key) and store.find(key, space) is not None]
         count += len(found)
         lines.append(b"".join(map(bulk, found)))
-        if watch.is_over():
+        if timer.is_over():
             yield from session.turns_for_others()
     yield b"*%d\r\n%b" % (count, b"".join(lines))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.server.arguments import INT64_MAX, parse_integer
 from kvredis.server.commands import command
 from kvredis.server.events import notify
-from kvredis.server.pending import Answer, Pending, Watch
+from kvredis.server.pending import Answer, Pending, StepTimer
 from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
@@ -80,10 +80,10 @@ def _dumped(session: Session, value: Lease) -> Iterator[Reply | Pending]:
     with ExitStack() as ends:
         ends.callback(value.release)
         yield b""
-        head, watch = encode_head(None, value.length), Watch()
+        head, timer = encode_head(None, value.length), StepTimer()
         steps = crc64_in_steps(value.view, crc64(head))
         while (crc := next(steps)) is None:
-            if watch.is_over():
+            if timer.is_over():
                 yield from session.turns_for_others()
         tail = footer(crc)
         session.hold(value)

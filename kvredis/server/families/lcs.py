@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command
-from kvredis.server.pending import Answer, Pending, Watch
+from kvredis.server.pending import Answer, Pending, StepTimer
 from kvredis.server.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
 
@@ -92,11 +92,11 @@ def lcs(session: Session, args: list[bytes]) -> Answer:
 
 
 def _answer(session: Session, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
-    watch = Watch()
+    timer = StepTimer()
     rows = []
     for row in table(a, b):
         rows.append(row)
-        if watch.is_over():
+        if timer.is_over():
             yield from session.turns_for_others()
     length = len(b) - rows[-1].bit_count()
     if options.length:
@@ -104,7 +104,7 @@ def _answer(session: Session, a: bytes, b: bytes, options: Options) -> Iterator[
         return
     steps = walk_back(a, b, rows)
     while (walked := next(steps)) is None:
-        if watch.is_over():
+        if timer.is_over():
             yield from session.turns_for_others()
     common, matches = walked
     if not options.indexes:
