@@ -121,7 +121,7 @@ class Sender:
             while self._has_work():
                 try:
                     self._work()
-                except BaseException as error:  # of our own making too: whoever waits in flush() must not wait for ever
+                except BaseException as error:  # of our own making too: a caller of flush() would wait for ever
                     self._lose(error if isinstance(error, BackendError) else BackendError(repr(error)))
         except BaseException:  # nor for a thread that is no more
             log.exception("the thread that stores to %s ended wildly", self._node.link.address)

@@ -75,7 +75,7 @@ class Group:
     """The keys of one model, shape and rank: `roots` are its prompts, `folded` those of them that had to be joined.
 
     `tokens_of` says how many tokens a block of so many bytes has: within one shape the length decides it, so that
-    blocks whose header nobody has read are counted too. Each key is counted once, in its root or in `loose`.
+    blocks whose header was not read are counted too. Each key is counted once, in its root or in `loose`.
     """
 
     name: KeyName

@@ -154,8 +154,8 @@ class DiskLedger:
             return True
 
     def supersede(self, record: Record) -> None:
-        """Keep a record, which nobody is to read any more, until `publish`, `rename` or `drop` is told to let it go: a
-        crash brings it back. No other block makes it leave, unless nothing else would make room."""
+        """Keep a record, which no reader is to find any more, until `publish`, `rename` or `drop` is told to let it go:
+        a crash brings it back. No other block makes it leave, unless nothing else would make room."""
         with self._lock:
             if record in self._order and not record.superseded:
                 record.superseded = True

@@ -210,9 +210,7 @@ class Store(Moves, Flushes, Leasing):
             if not self._lengthen(entry, extent_length(length)):
                 return False
             memory = self.arena.view[entry.extent.offset + PAYLOAD_OFFSET_BYTES :][: length + SLACK_BYTES]
-            for at in range(entry.length, offset, len(ZEROS)):  # an extent still holds what was there before
-                end = min(offset, at + len(ZEROS))
-                memory[at:end] = ZEROS[: end - at]
+            zero(memory, entry.length, offset)
             memory[offset : offset + len(patch)] = patch
             entry.length, entry.hits = length, 0
             entry.tokens = tokens_of(memory)
@@ -405,9 +403,9 @@ class Store(Moves, Flushes, Leasing):
     # ---- what leaves for what is new -----------------------------------------------------------------------------
 
     def set_eviction(self, policy: Policy | None) -> None:
-        """Let `policy`, a fresh one, decide from now on who leaves, or with None nobody leave (Redis' noeviction; the
-        order stays what it was). A policy of another kind takes over what the entries themselves know: when each was
-        used last, and how often."""
+        """Let `policy`, a fresh one, decide from now on who leaves, or with None let no block leave (Redis' noeviction;
+        the order stays what it was). A policy of another kind takes over what the entries themselves know: when each
+        was used last, and how often."""
         with self._lock:
             self.evicts = policy is not None
             if policy is not None and policy.name != self.policy.name:
@@ -487,3 +485,11 @@ class Store(Moves, Flushes, Leasing):
         """Raise AssertionError unless index, policies, allocator and byte accounts agree with one another."""
         with self._lock:
             survey.check_integrity(self)
+
+
+def zero(memory: memoryview, start: int, end: int) -> None:
+    """Fill a gap in a value with zero bytes, nothing when `end` is not behind `start`: an extent still holds what was
+    there before."""
+    for at in range(start, end, len(ZEROS)):
+        stop = min(end, at + len(ZEROS))
+        memory[at:stop] = ZEROS[: stop - at]

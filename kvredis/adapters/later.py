@@ -219,7 +219,7 @@ class Behind(Generic[Job]):
             tokens = job.tokens
             try:
                 tokens = job.tokens if job.cancelled else self._run(job)
-            except BaseException:  # it ends, and the thread goes on: whoever waits in settle() must not wait for ever
+            except BaseException:  # it ends, and the thread goes on: a caller of settle() would wait for ever
                 log.exception("%s: a job ended wildly", self._name)
                 job.refused = True
             job.end(tokens)

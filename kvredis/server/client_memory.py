@@ -1,6 +1,6 @@
 """What clients hold beside the values: counted for CLIENT LIST and INFO, and bounded by maxmemory-clients.
 
-Redis keeps these sums with every read and write. Here a client is measured when somebody asks, and in turns by the
+Redis keeps these sums with every read and write. Here a client is measured when a command asks, and in turns by the
 clock, all of them about once a second, since a sum for each read would cost every client something. A client that holds
 more than the bound alone is found at once where it grows without limit otherwise: in a transaction's queue.
 """

@@ -176,7 +176,7 @@ def test_a_new_value_in_the_place_of_one_that_went_to_the_other_database_is_wait
     case.store.swap(0, 1)
     case.tiers.disk.settle()
     assert case.after_a_kill(K, spaces=2) == {(K, 0): OLD, (K, 1): None}
-    assert case.tiers.save(case.store.writes), "whoever asks for a sync has it written"
+    assert case.tiers.save(case.store.writes), "a client that asks for a sync has it written"
     assert case.after_a_kill(K, spaces=2) == {(K, 0): NEW, (K, 1): OLD}
     end(case)
 

@@ -17,7 +17,7 @@ from kvredis.server.commands import command
 from kvredis.server.events import notify
 from kvredis.server.replies import NOT_AN_INTEGER, OK, OUT_OF_MEMORY, ZERO, Reply, error, integer
 from kvredis.storage.ledger import SPARE_PART
-from kvredis.storage.store import ZEROS
+from kvredis.storage.store import zero
 
 from .values import TOO_LONG, note_encoding, publish
 
@@ -106,14 +106,11 @@ def _make(session: Session, key: bytes, offset: int | None, patch: bytes, event:
         if room is None:
             return OUT_OF_MEMORY
         with room:
-            at = 0
+            held = 0
             if old is not None:
-                at = old.length
-                room.view[:at] = old.view  # the copy that the docstring above speaks of
-            while at < offset:  # an extent still holds what was there before
-                end = min(offset, at + len(ZEROS))
-                room.view[at:end] = ZEROS[: end - at]
-                at = end
+                held = old.length
+                room.view[:held] = old.view  # the copy that the docstring above speaks of
+            zero(room.view, held, offset)
             room.view[offset : offset + len(patch)] = patch
             done = publish(session, key, room, 0 if old is None else old.entry.expire_at_ms, ("$", event))
             if done is not OK:

@@ -134,7 +134,7 @@ def placed(session: Session, key: bytes, value: bytes | Reservation) -> bytes | 
 
 def small_ones_fit(session: Session, pairs: Sequence[tuple[bytes, object]]) -> bool:
     """Whether the values among `pairs` that are bytes can be stored together where not everything leaves for them. With
-    a disk that is not known before: it is asked for each, and whoever came before one that is refused stays."""
+    a disk that is not known before: it is asked for each, and those before one that is refused stay."""
     store = session.store
     if not store.may_refuse or store.tiering is not None:
         return True
