@@ -127,7 +127,10 @@ class Load:
         self._add(_is_ok, "SELECT", self._space)
         for _ in range(rng.choice((1, 1, 2, 5))):
             writes = (self._set, self._delete, self._expire, self._edit, self._copy, self._replace, self._by_rename)
-            rng.choices(writes, (12, 3, 2, 4, 1, 1, 1))[0]()
+            write = rng.choices(writes, (12, 3, 2, 4, 1, 1, 1))[0]
+            write()
+            if self._misses and write in (self._copy, self._by_rename):
+                return  # the cache may have let go of the source: only the reply tells what the target holds
         last = (self._read, self._rename, self._move, self._save, self._prefetch, self._swap, self._flush)
         rng.choices(last, (36, 10, 4, 12, 5, 3, 0.5))[0]()
 
