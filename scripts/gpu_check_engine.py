@@ -7,7 +7,6 @@ weights that follow from a seed; each is saved once, as a checkpoint that every 
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
-import copy
 import fcntl
 import json
 import os
@@ -156,28 +155,33 @@ def has_core_apart() -> bool:
 
 
 def saved(folder: Path, config: Answer) -> Path:
-    """The checkpoint in `folder`, made if it is not there. `embedding_scale` in `config` makes embeddings smaller:
-    Gemma uses one matrix twice, and would have it drown everything else."""
+    """The checkpoint in `folder`, made if it is not there: in a process of its own, since vLLM forks its core from this
+    one, and a process that was forked behind parallel work of OpenMP waits for ever in its own."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
-            return folder
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = copy.deepcopy(config)  # transformers writes into what it is given
-        scale = config.pop("embedding_scale", 1.0)
-        torch.manual_seed(7)
-        described: Any = AutoConfig.for_model(config.pop("model_type"), **config)
-        made: Any = AutoModelForCausalLM
-        weights: Any = made.from_config(described).to(torch.bfloat16)
-        if scale != 1.0:
-            weights.get_input_embeddings().weight.data.mul_(scale)
-        scratch = folder.with_suffix(".scratch")
-        weights.save_pretrained(scratch)
-        scratch.rename(folder)
+        if not folder.is_dir():
+            told = json.dumps(config)
+            subprocess.run([sys.executable, __file__, "--save", str(folder)], input=told, text=True, check=True)
     return folder
+
+
+def save(folder: Path, config: Answer) -> None:
+    """Write a checkpoint of random weights. `embedding_scale` in `config` makes embeddings smaller: Gemma uses one
+    matrix twice, and would have it drown everything else."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    scale = config.pop("embedding_scale", 1.0)
+    torch.manual_seed(7)
+    described: Any = AutoConfig.for_model(config.pop("model_type"), **config)
+    made: Any = AutoModelForCausalLM
+    weights: Any = made.from_config(described).to(torch.bfloat16)
+    if scale != 1.0:
+        weights.get_input_embeddings().weight.data.mul_(scale)
+    scratch = folder.with_suffix(".scratch")
+    weights.save_pretrained(scratch)
+    scratch.rename(folder)
 
 
 def facts(package: str) -> Answer:
@@ -211,4 +215,7 @@ def serve(package: str, make: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    serve("vllm", Engine)
+    if sys.argv[1:2] == ["--save"]:
+        save(Path(sys.argv[2]), json.load(sys.stdin))
+    else:
+        serve("vllm", Engine)

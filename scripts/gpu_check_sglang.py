@@ -333,7 +333,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--v1", type=int, default=1, choices=(0, 1), help="interface_v1; 0: SGLang copies pages itself")
     parser.add_argument("--door", default="host", choices=("host", "url"), help="shared memory, or a socket alone")
     parser.add_argument("--no-update", dest="update", action="store_false", help="leave out other weights")
-    parser.add_argument("--limit-s", type=float, default=290.0, help="what has not come by then fails")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="what has not come by then fails")
     parser.add_argument("--open-s", type=float, default=OPEN_S, help="how long an engine may take to start")
     parser.add_argument("--options", default="{}", help="more of Engine's arguments, JSON")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has SGLang")
