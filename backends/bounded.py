@@ -23,7 +23,7 @@ def within(timeout_s: float, doing: str, work: Callable[[], T]) -> T:
     """Give what `work` returns, or raise what it raises; TimeoutError, which says `doing`, when it takes too long.
 
     `work` runs in a thread of its own, and goes on after the timeout: nobody is told of its result then. Raises
-    RuntimeError when no thread can be had.
+    RuntimeError when no thread can be had, and for what was to end that thread alone: SystemExit.
     """
     results: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
@@ -31,8 +31,9 @@ def within(timeout_s: float, doing: str, work: Callable[[], T]) -> T:
         try:
             result = work()
             results.put(lambda: result)
-        except Exception as error:
-            results.put(partial(_throw, error))
+        except BaseException as error:
+            its_own = error if isinstance(error, Exception) else RuntimeError(f"{doing} was ended by {error!r}")
+            results.put(partial(_throw, its_own))
         finally:
             _calls.release()
 

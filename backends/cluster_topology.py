@@ -10,8 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
+
+from kvredis.storage.background import start_thread
 
 from .address import ClusterAddress
 from .bounded import within
@@ -66,11 +69,8 @@ class Topology:
             if self._thread is not None or self._closed or self.is_wanted:
                 return
             self._began_s = now_s
-            self._thread = threading.Thread(target=self._run, name="kvredis learns a cluster", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter ends, or has no threads left
-                self._thread = None
+            with suppress(RuntimeError):  # the interpreter ends, or has no threads left
+                self._thread = start_thread(self._run, "kvredis learns a cluster")
 
     def await_first(self) -> None:
         """Request, unless it has been learnt before, and wait for the end of that; all who wait do so until the same

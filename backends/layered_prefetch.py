@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
+from kvredis.storage.background import start_worker
+
 from . import base
 
 logger = logging.getLogger(__name__)
@@ -104,11 +106,9 @@ class Prefetcher:
                 return False
             self._jobs.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvredis prefetch", daemon=True)
                 try:
-                    self._thread.start()
+                    self._thread = start_worker(self._turn, "kvredis prefetch")
                 except RuntimeError:  # the interpreter ends, or has no threads left
-                    self._thread = None
                     self._jobs.clear()
                     return False
         return True
@@ -123,18 +123,18 @@ class Prefetcher:
         if thread is not None:
             thread.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._thread = None
-                    return
-                job = self._jobs[0]
-            try:
-                if not job.cancelled:
-                    self._fetch(job)
-            except Exception:  # whoever waits for this job or a later one must not wait for ever
-                logger.exception("A prefetch has failed")
-            with self._lock:
-                self._jobs.popleft()
-            job.over.set()
+    def _turn(self) -> bool:
+        with self._lock:
+            if not self._jobs:
+                self._thread = None
+                return False
+            job = self._jobs[0]
+        try:
+            if not job.cancelled:
+                self._fetch(job)
+        except BaseException:  # whoever waits for this job or a later one must not wait for ever
+            logger.exception("A prefetch has failed")
+        with self._lock:
+            self._jobs.popleft()
+        job.over.set()
+        return True

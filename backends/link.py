@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
 
 from .address import Address, SentinelAddress
@@ -101,13 +102,10 @@ class Link:
         with self._lock:
             if self._retrying is not None or self._closed:
                 return None
-            self._retrying = retry = threading.Thread(target=self._retry, name=f"kvredis looks for {self.address}")
-            retry.daemon = True
-        try:
-            retry.start()
-        except RuntimeError:  # the interpreter ends, or has no threads left
-            self._retrying = None
-            return None
+            try:
+                self._retrying = retry = start_thread(self._retry, f"kvredis looks for {self.address}")
+            except RuntimeError:  # the interpreter ends, or has no threads left
+                return None
         retry.join(RETRY_WAIT_S)
         return self._take_found()
 
@@ -120,12 +118,18 @@ class Link:
             found.close()
 
     def _retry(self) -> None:
-        losses = self.losses
-        connection = self._try()
-        with self._lock:
-            self._retrying = None
-            if self.losses == losses and not self._closed:
-                self._found, connection = connection, None
+        losses, connection = self.losses, None
+        try:
+            connection = self._try()
+        except BaseException:  # it ends this thread, and not the attempts
+            with self._lock:
+                self._down_since(None, 0.0)
+            raise
+        finally:
+            with self._lock:
+                self._retrying = None
+                if self.losses == losses and not self._closed:
+                    self._found, connection = connection, None
         if connection is not None:
             connection.close()
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from kvredis.storage.background import start_worker
 from kvredis.storage.errors import BackendError
 
 from . import base
@@ -39,10 +40,13 @@ class Body:
         self.room = self._rooms.reserve_ahead(self._key, length)
         return self.room is not None
 
-    def receive(self, lane: GetLane) -> None:
-        """Take the next body of a lane, in any thread; raises nothing."""
+    def receive(self, lane: GetLane, within_s: float | None = None) -> None:
+        """Take the next body of a lane, in any thread, in the connection's time for one answer unless `within_s` sets
+        it anew; raises nothing."""
         before = lane.connection.bytes_in
         try:
+            if within_s is not None:
+                lane.connection.set_timeout(within_s)
             self.got = lane.take(self._allocate)
         except BaseException as error:
             self.error = error
@@ -74,9 +78,7 @@ def receive(bodies: Sequence[Body], lane: GetLane) -> None:
     """Take the next bodies of a lane, in the time that its connection has for one answer; raises nothing."""
     until_s = time.monotonic() + lane.connection.timeout_s
     for number, body in enumerate(bodies):
-        if number:
-            lane.connection.set_timeout(max(until_s - time.monotonic(), DRAIN_S_MIN))
-        body.receive(lane)
+        body.receive(lane, max(until_s - time.monotonic(), DRAIN_S_MIN) if number else None)
 
 
 class Receiver:
@@ -93,7 +95,7 @@ class Receiver:
         self._changed = threading.Condition()
         self._given: tuple[Sequence[Body], GetLane] | None = None
         self._is_wanted = True
-        threading.Thread(target=self._run, name="kvredis receives", daemon=True).start()
+        start_worker(self._turn, "kvredis receives")
 
     @property
     def is_busy(self) -> bool:
@@ -118,17 +120,20 @@ class Receiver:
             self._is_wanted = False
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
+    def _turn(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._given is not None or not self._is_wanted)
+            if self._given is None:
+                return False
+            bodies, lane = self._given
+        try:
+            receive(bodies, lane)
+            for body in bodies:
+                if body.error is not None and not isinstance(body.error, Exception):
+                    body.error = BackendError(repr(body.error))  # SystemExit was for this thread, not for who loads
+        finally:
+            del bodies, lane  # whoever waits for work holds nobody's memory
             with self._changed:
-                self._changed.wait_for(lambda: self._given is not None or not self._is_wanted)
-                if self._given is None:
-                    return
-                bodies, lane = self._given
-            try:
-                receive(bodies, lane)
-            finally:
-                del bodies, lane  # whoever waits for work holds nobody's memory
-                with self._changed:
-                    self._given = None
-                    self._changed.notify_all()
+                self._given = None
+                self._changed.notify_all()
+        return True

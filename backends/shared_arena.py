@@ -18,9 +18,11 @@ import os
 import stat
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from kvredis.storage.addresses import address_of
+from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
 from kvredis.storage.pagelock import CudaLock, cuda_driver
 
@@ -88,8 +90,8 @@ def shared_arena(run_id: str, descriptor: int, nbytes: int, *, page_lock: bool =
             return arena
         arena = _mapped[key] = SharedArena(descriptor, nbytes)
         if page_lock:
-            arena.locking = threading.Thread(target=arena.lock, name="kvredis page lock", daemon=True)
-            arena.locking.start()
+            with suppress(RuntimeError):  # the interpreter ends, or has no threads left
+                arena.locking = start_thread(arena.lock, "kvredis page lock")
     return arena
 
 

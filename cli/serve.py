@@ -32,6 +32,7 @@ from kvredis.server.settings import begin
 from kvredis.server.slots import SLOTS
 from kvredis.server.startup import check_options
 from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.background import start_thread
 from kvredis.storage.disk import DiskTier
 from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
 from kvredis.storage.limits import gib
@@ -220,8 +221,7 @@ class Warming:
     def after_ready(self) -> None:
         """Start on the rest."""
         if not self._prefault_first and (self._prefault or self._lock):
-            self._thread = threading.Thread(target=self._run_logged, name="kvredis-warming", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run_logged, "kvredis-warming")
 
     def stop(self) -> None:
         """End it early and wait; the arena may be closed afterwards."""
@@ -238,14 +238,17 @@ class Warming:
         return time.monotonic() - started_s
 
     def _run_logged(self) -> None:
-        # Clients first: on Linux this is the calling thread's own niceness, and the threads that it starts inherit it.
-        os.setpriority(os.PRIO_PROCESS, 0, _WARMING_NICENESS)
         try:
+            # Clients first: on Linux this is the calling thread's own niceness, and threads that it starts inherit it.
+            os.setpriority(os.PRIO_PROCESS, 0, _WARMING_NICENESS)
             seconds = self._run()
         except ArenaError as error:
             self._arena.page_locked = "no"
             log.warning("%s; serving goes on", error)
             return
+        except BaseException:
+            self._arena.page_locked = "no"  # as it would be "pending" until the server ends
+            raise
         if not self._stop.is_set():
             log.info("arena: warm after %.1f s, page-locked: %s", seconds, self._arena.page_locked)
 

@@ -5,13 +5,17 @@ door has a thread and a loop of its own. It gives the port back before the serve
 """
 
 import asyncio
+import logging
 import threading
 from types import TracebackType
 
 from kvredis.server import health
 from kvredis.server.http_door import HttpDoor
 from kvredis.server.options import ServerOptions
+from kvredis.server.pending import tell_loop
 from kvredis.storage.errors import KVRedisError
+
+log = logging.getLogger(__name__)
 
 CLOSE_S = 10
 """It takes milliseconds."""
@@ -24,7 +28,7 @@ class StartingDoor:
     def __init__(self, options: ServerOptions) -> None:
         self._door = None if options.metrics_port <= 0 else HttpDoor(options, health.starting(), lambda *_: None)
         self._opened = threading.Event()
-        self._failed: OSError | None = None
+        self._failed: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvredis-starting", daemon=True)
@@ -33,8 +37,10 @@ class StartingDoor:
         if self._door is not None:
             self._thread.start()
             self._opened.wait()
-            if self._failed is not None:
+            if isinstance(self._failed, OSError):  # of the port, or of a loop that could not be made
                 raise KVRedisError(f"cannot listen: {self._failed}") from self._failed
+            if self._failed is not None:
+                raise self._failed
         return self
 
     def __exit__(
@@ -46,14 +52,16 @@ class StartingDoor:
         """Give the port back; again is nothing."""
         loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(self._ended.set)
+            tell_loop(loop, self._ended.set)
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except OSError as failed:  # of the port, or of a loop that could not be made
+        except BaseException as failed:
             self._failed = failed
+            if self._opened.is_set():  # the caller has gone on, and does without
+                log.exception("the metrics port answers no longer while the server starts")
         finally:
             self._opened.set()
 

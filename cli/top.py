@@ -91,7 +91,7 @@ class _Watcher(threading.Thread):
                     walk.step(servers)
                     self.latest = (now, rates(before, now) if before else None, prompts(walk.forest))
                     before, self.lost = now, ""
-                except Exception as error:
+                except BaseException as error:
                     self.lost = str(error) or repr(error)
                     _close(servers)
                     servers = None

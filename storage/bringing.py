@@ -36,20 +36,26 @@ class Bringing:
 
     def start(self, names: Iterable[tuple[bytes, int]], promote: Promote) -> None:
         """Hold the blocks that are in memory and send for the others; those that are nowhere are left out."""
-        for name in names:
-            if self._hold(*name):
-                continue
-            with self._lock:
-                self._left += 1
-            transfer = promote(*name, self._arrived)
-            if transfer is None:  # it has come or gone a moment ago
-                self._hold(*name)
-                self._one_less()
-                continue
-            with self._lock:
-                if not transfer.is_over:
-                    self._transfers.add(transfer)
+        try:
+            for name in names:
+                if not self._hold(*name):
+                    self._send_for(name, promote)
+        except BaseException:
+            self.release()  # the caller has nothing to release it by
+            raise
         self._one_less()
+
+    def _send_for(self, name: tuple[bytes, int], promote: Promote) -> None:
+        with self._lock:
+            self._left += 1
+        transfer = promote(*name, self._arrived)
+        if transfer is None:  # it has come or gone a moment ago
+            self._hold(*name)
+            self._one_less()
+            return
+        with self._lock:
+            if not transfer.is_over:
+                self._transfers.add(transfer)
 
     def release(self) -> None:
         """End the holds, and want no more of what has not come; again is nothing."""

@@ -9,7 +9,6 @@ The bounds are per priority: a flood of spills must not be the reason why a dema
 bounds and in the figures, where it was admitted, however urgent it has become since.
 """
 
-import logging
 import math
 import threading
 import time
@@ -20,9 +19,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
+from .background import start_worker
 from .errors import KVRedisError
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -129,9 +127,7 @@ class IoThreads:
         thread left to give, so that it is known at startup and not under load."""
         for number in range(len(self._running_threads), self.threads):
             # Daemons: a process that is told to go at once does not wait for a disk. Who can wait calls `close`.
-            thread = threading.Thread(target=self._serve, name=f"kvredis-io-{number}", daemon=True)
-            thread.start()
-            self._running_threads.append(thread)
+            self._running_threads.append(start_worker(self._turn, f"kvredis-io-{number}"))
 
     def pause(self) -> None:
         """Begin no further job until `resume`; those under way go on."""
@@ -325,14 +321,14 @@ class IoThreads:
             self._work.notify()
             return True
 
-    def _serve(self) -> None:
-        """What a thread does."""
-        while (job := self._take(wait=True)) is not None:
-            try:
-                self._run(job)
-            except BaseException:  # Future keeps a callback's Exceptions to itself and lets SystemExit through
-                log.exception("a callback behind a disk job ended wildly; the thread goes on")
-            del job  # or the job, and what its closure holds, would live on while we wait for the next
+    def _turn(self) -> bool:
+        """Wait for a job and run it, in one of the threads; False when the queue is closed."""
+        job = self._take(wait=True)
+        if job is None:
+            return False
+        self._run(job)
+        del job  # what it has raised may keep this frame, and so the job and what its closure holds
+        return True
 
     def _take(self, wait: bool) -> _Job | None:
         """Take out the job that is next; None when there is none and we do not wait, or when we are closed."""

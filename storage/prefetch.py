@@ -196,7 +196,11 @@ class PrefetchJob(Generic[T]):
                 self._moving += 1
                 self._stirred = False
             begun += 1
-            outcome = self._begin(self.kind, key, space, self._settle)
+            try:
+                outcome = self._begin(self.kind, key, space, self._settle)
+            except BaseException:  # of this block; the rest of the list is begun, and those who wait hear of the end
+                log.exception("prefetch job %d could not begin a block", self.number)
+                outcome = State.FAILED
             if isinstance(outcome, State):
                 self._note(outcome, key, space)
                 continue
@@ -268,7 +272,7 @@ class PrefetchJob(Generic[T]):
     def _call(self, callback: "Callable[[PrefetchJob[T]], None]") -> None:
         try:
             callback(self)
-        except Exception:  # the others have a right to theirs
+        except BaseException:  # the others have a right to theirs
             log.exception("a callback behind prefetch job %d failed", self.number)
 
 

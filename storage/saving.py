@@ -46,8 +46,8 @@ class Saving:
         with self._lock:
             if self._round is not None or not self._asked:
                 return
-            asked, self._asked = self._asked, []
-            current = self._round = _Round(self._tiering, asked)
+            current = self._round = _Round(self._tiering, self._asked)
+            self._asked = []
         hands = min(self._io.threads, max(1, len(current.left)))
         begun = [self._io.submit(Priority.DEMAND, 0, self._work) for _ in range(hands)]
         if not any(begun):  # the queue is full, or closed
@@ -84,7 +84,7 @@ class Saving:
 def _tell(done: Done, safe: bool) -> None:
     try:
         done(safe)
-    except Exception:  # his own; the others, and the next round, are not to suffer for it
+    except BaseException:  # his own; the others, and the next round, are not to suffer for it
         log.exception("Disk tier: a callback behind a save failed")
 
 
@@ -115,7 +115,7 @@ class _Round:
             safe = [False] * len(parcel)
             try:
                 safe = self._tiering.carrier.write_out(parcel)
-            except Exception:  # of this parcel; the others, and those who wait, are not to suffer for it
+            except BaseException:  # of this parcel; the others, and those who wait, are not to suffer for it
                 log.exception("Disk tier: a block could not be written")
             with self._lock:
                 for entry, is_safe in zip(parcel, safe, strict=True):

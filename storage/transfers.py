@@ -331,5 +331,5 @@ class Transfers(Generic[T]):
     def _call(self, callback: Callable[[Transfer[T]], None], transfer: Transfer[T]) -> None:
         try:
             callback(transfer)
-        except Exception:  # the others have a right to theirs
+        except BaseException:  # the others have a right to theirs
             log.exception("a callback behind the %s of a block failed", transfer.kind.value)

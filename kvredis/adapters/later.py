@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from kvredis.backends.forks import Home
+from kvredis.storage.background import start_worker
 from kvredis.storage.time_slices import take_long_slices
 
 from .keys import ChunkKey
@@ -198,29 +199,27 @@ class Behind(Generic[Job]):
 
     def _has_thread(self) -> bool:
         if self._thread is None:
-            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
-                thread.start()
+                self._thread = start_worker(self._turn, self._name)
             except RuntimeError:  # the interpreter ends, or has no threads left
                 return False
-            self._thread = thread
         return True
 
-    def _work(self) -> None:
+    def _turn(self) -> bool:
         if self._steps_aside:
             take_long_slices()
-        while True:
-            with self._changed:
-                self._under_way = None
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if not self._queue:
-                    return
-                job = self._under_way = self._queue.popleft()
-            tokens = job.tokens
-            try:
-                tokens = job.tokens if job.cancelled else self._run(job)
-            except BaseException:  # it ends, and the thread goes on: a caller of settle() would wait for ever
-                log.exception("%s: a job ended wildly", self._name)
-                job.refused = True
-            job.end(tokens)
-            del job  # or what it holds would stay until the next one comes
+        with self._changed:
+            self._under_way = None
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            job = self._under_way = self._queue.popleft()
+        tokens = job.tokens
+        try:
+            tokens = job.tokens if job.cancelled else self._run(job)
+        except BaseException:  # it ends, and the thread goes on: a caller of settle() would wait for ever
+            log.exception("%s: a job ended wildly", self._name)
+            job.refused = True
+        job.end(tokens)
+        del job  # what it has raised may keep this frame, and so what the job holds
+        return True

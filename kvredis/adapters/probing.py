@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
+from functools import partial
 from itertools import islice
 
 from kvredis.backends.base import Backend, Tier
+from kvredis.storage.background import start_thread
 
 from .block import block_bytes
 from .deciding import BreakEven
@@ -70,11 +72,8 @@ class Probes:
             tier = known[self.count % len(known)]
             self.count += 1
             blocks = FIRST_BLOCKS if of_unmeasured else 1
-            self._thread = threading.Thread(target=self._probe, args=(tier, blocks), name="kvredis probe", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # the interpreter ends, or has no threads left
-                self._thread = None
+            with suppress(RuntimeError):  # the interpreter ends, or has no threads left
+                self._thread = start_thread(partial(self._probe, tier, blocks), "kvredis probe")
 
     def close(self) -> None:
         """Begin no more, and wait for the one under way."""
@@ -86,13 +85,15 @@ class Probes:
 
     def _probe(self, tier: Tier, blocks: int) -> None:
         began_s = self._clock()
-        with suppress(Exception):  # the engine's next question meets the same trouble, and reports it
-            while blocks and (key := self._next(tier)) is not None:
-                blocks = blocks - 1 if self._load(tier, key) < QUICK_S else 0
-        now_s = self._clock()
-        with self._lock:
-            self._due_s = now_s + max(PROBE_EVERY_S, (now_s - began_s) * PROBE_PART)
-            self._thread = None
+        try:
+            with suppress(Exception):  # the engine's next question meets the same trouble, and reports it
+                while blocks and (key := self._next(tier)) is not None:
+                    blocks = blocks - 1 if self._load(tier, key) < QUICK_S else 0
+        finally:
+            now_s = self._clock()
+            with self._lock:
+                self._due_s = now_s + max(PROBE_EVERY_S, (now_s - began_s) * PROBE_PART)
+                self._thread = None
 
     def _next(self, tier: Tier) -> bytes | None:
         """The next key, without those that have come nearer: they say nothing of where they were."""

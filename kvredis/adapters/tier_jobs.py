@@ -8,8 +8,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Final, NamedTuple
+
+from kvredis.storage.background import start_worker
 
 from .page_store import Page, PageStore
 
@@ -57,11 +60,9 @@ class TierJobs:
         self._closed = False
         self.dropped_jobs = 0
         """Jobs that the bound has turned away."""
-        turns: list[tuple[str, Callable[[], None]]] = [("kvredis tier stores", self._work_on_stores)]
-        turns += [("kvredis tier loads", self._work_on_loads)] * load_threads
-        self._threads = [threading.Thread(target=turn, name=name, daemon=True) for name, turn in turns]
-        for thread in self._threads:
-            thread.start()
+        self._threads = [start_worker(partial(self._turn, self._stores), "kvredis tier stores")]
+        for _ in range(load_threads):
+            self._threads.append(start_worker(partial(self._turn, self._loads), "kvredis tier loads"))
 
     def submit(self, number: int, pages: Sequence[Page], *, is_load: bool) -> None:
         """Have pages loaded into their memory, or stored from it, which is the engine's again when the job is in
@@ -117,36 +118,37 @@ class TierJobs:
 
     # -- the threads -----------------------------------------------------------------------------------------------
 
-    def _work_on_stores(self) -> None:
-        while (job := self._next(self._stores)) is not None:
-            if job.keys:
-                self._store.touch(job.keys)
-                with self._changed:
-                    self._touches -= 1
-                    self._end_one()
-            else:
-                self._run(job, is_load=False)
-
-    def _work_on_loads(self) -> None:
-        while (job := self._next(self._loads)) is not None:
-            self._run(job, is_load=True)
-
-    def _next(self, queue: deque[_Job]) -> _Job | None:
+    def _turn(self, queue: deque[_Job]) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: queue or self._closed)
             if not queue:
-                return None
+                return False
             self._under_way += 1
-            return queue.popleft()
+            job = queue.popleft()
+        if job.keys:
+            self._touch(job.keys)
+        else:
+            self._run(job, is_load=queue is self._loads)
+        return True
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        try:
+            self._store.touch(keys)
+        finally:
+            with self._changed:
+                self._touches -= 1
+                self._end_one()
 
     def _run(self, job: _Job, *, is_load: bool) -> None:
         began_s = time.monotonic()
         come = [False] * len(job.pages)
+        nbytes = 0
         try:
             come = self._load(job.pages) if is_load else self._store.store(job.pages)
-        except BaseException:  # the thread lives on: the engine waits for an answer
+            nbytes = sum(page.format.nbytes for page, has in zip(job.pages, come, strict=True) if has)
+        except BaseException:  # the engine waits for an answer
             logger.exception("a job of the kvredis tier failed")
-        nbytes = sum(page.format.nbytes for page, has in zip(job.pages, come, strict=True) if has)
+            come = [False] * len(job.pages)
         with self._changed:
             self._done.append(Done(job.number, come, time.monotonic() - began_s, nbytes, is_load))
             self._waiting[is_load] -= len(job.pages)

@@ -200,9 +200,11 @@ class Away:
             bringing.release()  # or two who hold half of what they want wait for each other
             self._refused.append(pending)
             return
-        self._resolve(pending)
-        # The client's command runs in the loop's next turn, which `resolve` has asked for, and this right after it.
-        asyncio.get_running_loop().call_soon(self._release, session, bringing)
+        try:
+            self._resolve(pending)
+        finally:
+            # The client's command runs in the loop's next turn, which `resolve` has asked for, this right after it.
+            asyncio.get_running_loop().call_soon(self._release, session, bringing)
 
     def _release(self, session: Session, bringing: Bringing) -> None:
         bringing.release()

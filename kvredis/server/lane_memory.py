@@ -19,10 +19,11 @@ import mmap
 import os
 import socket
 import stat
-import threading
+from functools import partial
 from typing import Final
 
 from kvredis.storage.addresses import address_of
+from kvredis.storage.background import start_thread
 from kvredis.storage.copying import KIND, copy
 from kvredis.storage.time_slices import take_long_slices
 
@@ -147,7 +148,7 @@ def close_elsewhere(fd: int, mapped: list[_Mapped]) -> None:
     empty then: that frees gigabytes when we are the last to have them, and may wait for him when it is a file of a file
     system of his own. A thread can wait."""
     try:
-        threading.Thread(target=_close, args=(fd, mapped), name="kvredis-closing", daemon=True).start()
+        start_thread(partial(_close, fd, mapped), "kvredis-closing")
     except RuntimeError:  # no thread to be had
         _close(fd, mapped)
 
@@ -164,10 +165,12 @@ def _mapped(fd: int, nbytes: int) -> _Mapped | None:
 
 def _close(fd: int, mapped: list[_Mapped]) -> None:
     """The descriptor is closed last, as that frees the memory without the GIL."""
-    while mapped:
-        mapped.pop().take_out()
-    with contextlib.suppress(OSError):
-        os.close(fd)
+    try:
+        while mapped:
+            mapped.pop().take_out()
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
 
 
 def _take_message(side: socket.socket) -> tuple[bytes | None, list[int], bool]:

@@ -53,7 +53,7 @@ class Pending:
         handler raises; it would wait for ever."""
         try:
             completion(*args)
-        except Exception:
+        except BaseException:  # of the thread that has done the work too: SystemExit is not for the loop
             session = self._session
             if session is None:
                 log.exception("what a client waited for that has gone has failed")

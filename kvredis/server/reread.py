@@ -57,8 +57,12 @@ class Reread:
         if self.is_busy:
             self._wanted = True
             return
+        try:
+            reading = asyncio.get_running_loop().run_in_executor(None, self._cluster.read)
+        except RuntimeError as failed:  # there is no thread to be had
+            log.error("the cluster's topology stays as it was: %s", failed)
+            return
         self._reading = True
-        reading = asyncio.get_running_loop().run_in_executor(None, self._cluster.read)
         reading.add_done_callback(self._have_read)
 
     def _have_read(self, reading: asyncio.Future[tuple[Topology, Node]]) -> None:
@@ -67,6 +71,8 @@ class Reread:
             self._adopt(*reading.result())
         except ConfigError as wrong:
             log.error("the cluster's topology stays as it was: %s", wrong)
+        except BaseException:  # of the thread that has read it too: SystemExit is not for the loop
+            log.exception("the cluster's topology could not be brought into force")
         if not self.is_sweeping:
             self._ask_again()
 

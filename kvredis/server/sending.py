@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
+from kvredis.storage.background import start_worker
+
 from .replies import Buffer
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ class Sending:
             self.rest = self._send()
         except OSError:  # the client has gone
             self.has_failed = True
-        except Exception:  # a mistake of ours: nothing that is understood can follow half a reply
+        except BaseException:  # a mistake of ours: nothing that is understood can follow half a reply
             log.exception("a thread failed in a reply; its client %s is closed", self.client.addr)
             self.has_failed = True
         self._buffers = ()
@@ -140,9 +142,7 @@ class Senders:
             return False
         try:
             if len(self._started) <= len(self._under_way):
-                thread = threading.Thread(target=self._run, name="kvredis sends", daemon=True)
-                thread.start()
-                self._started.append(thread)
+                self._started.append(start_worker(self._turn, "kvredis sends"))
             sending = Sending(client, buffers)
         except (OSError, RuntimeError):  # no descriptor or no thread to be had
             return False
@@ -164,10 +164,11 @@ class Senders:
         while self._started:
             self._started.pop().join()
 
-    def _run(self) -> None:
-        while (sending := self._queue.get()) is not None:
+    def _turn(self) -> bool:
+        sending = self._queue.get()
+        if sending is not None:
             sending.run(self._done)
-            del sending  # whoever waits for work holds nobody's memory
+        return sending is not None
 
     def _done(self, sending: Sending) -> None:
         self._under_way.discard(sending)

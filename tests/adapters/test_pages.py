@@ -278,6 +278,37 @@ class TestJobs:
         assert [each.job for each in jobs.take_done()] == [1], "a touch is no job"
         jobs.close()
 
+    @pytest.mark.parametrize("error", [ValueError, SystemExit])
+    def test_what_a_job_or_a_touch_raises_keeps_neither_the_engine_nor_the_next_job_waiting(
+        self, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(*_: object) -> None:
+            raise error
+
+        store = PageStore(FakeBackend())
+        jobs = TierJobs(store, pages_max=8)
+        with monkeypatch.context() as patched:
+            for verb in ("touch", "store", "load"):
+                patched.setattr(store, verb, fails)
+            jobs.touch([b"a"])
+            jobs.submit(1, [page(b"a", filled(1))], is_load=False)
+            jobs.submit(2, [page(b"a", filled(1))], is_load=True)
+            jobs.drain()
+        assert sorted((each.job, each.come) for each in jobs.take_done()) == [(1, [False]), (2, [False])]
+        jobs.submit(3, [page(b"a", filled(1))], is_load=False)
+        jobs.drain()
+        assert [(each.job, each.come) for each in jobs.take_done()] == [(3, [True])]
+        jobs.close()
+
+    def test_a_job_whose_answer_is_not_one_for_each_page_has_failed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = PageStore(FakeBackend())
+        jobs = TierJobs(store, pages_max=8)
+        monkeypatch.setattr(store, "store", lambda pages: [])
+        jobs.submit(1, [page(b"a", filled(1))], is_load=False)
+        jobs.drain()
+        assert [(each.job, each.come) for each in jobs.take_done()] == [(1, [False])]
+        jobs.close()
+
 
 class TestConfig:
     """An engine's arguments."""

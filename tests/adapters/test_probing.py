@@ -255,3 +255,18 @@ def test_at_most_one_probe_is_under_way_and_none_begins_behind_close(even: Break
     assert not closing.is_alive()
     probes.begin()
     assert probes.count == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_after_a_probe_that_fails_the_tier_is_probed_again(
+    probes: Probes, even: BreakEven, backend: SlowBackend, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    even.load_took("remote", LAYOUT.chunk_bytes(), CHUNK_S * 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "load", fails)
+        assert probe(probes) == 1
+    backend.now_s += 1000
+    assert probe(probes) == 2

@@ -10,6 +10,7 @@ import pytest
 from kvredis.backends import layered_prefetch
 from kvredis.backends.base import Prefetch
 from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.layered_prefetch import FarPrefetch, Prefetcher
 
 from .fake_server import FakeServer, Leave, Shelf
 from .layered_pair import LENGTH, figures, near_keys, open_layered, store_through
@@ -241,3 +242,21 @@ def test_a_prefetch_from_a_server_that_is_lost_ends_and_the_next_one_works(backe
 
     wait_until(comes, "the server is asked again")
     assert near_keys(backend, keys) == keys
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_prefetch_that_fails_in_our_own_code_is_over_and_the_next_one_comes(error: type[BaseException]) -> None:
+    fetched: list[FarPrefetch] = []
+
+    def fetch(job: FarPrefetch) -> None:
+        if job is bad:
+            raise error
+        fetched.append(job)
+
+    bad, good = FarPrefetch([b"bad"]), FarPrefetch([b"good"])
+    prefetcher = Prefetcher(fetch)
+    for job in (bad, good):
+        assert prefetcher.add(job)
+        assert job.over.wait(DRAIN_S)
+    assert fetched == [good]
+    prefetcher.close()

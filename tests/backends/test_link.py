@@ -393,3 +393,35 @@ def test_a_server_that_comes_and_goes_is_tried_less_and_less_often_until_it_stay
     losses = link.losses
     comes_and_goes(4)
     assert link.losses == losses + 2
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_search_for_a_lost_server_that_fails_in_our_own_code_is_followed_by_another(
+    fake: FakeServer, clock: Clock, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_timeout_s: float) -> Address:
+        raise error
+
+    link = Link(parse_url(fake.url), 5.0, clock)
+    link.doubt()
+    with monkeypatch.context() as patched:
+        patched.setattr(link, "_find", fails)
+        clock.now_s += RETRY_S_MAX
+        assert link.open() is None
+        wait_until(lambda: link._retrying is None, "the search has ended")
+    assert link.waiting, "the next one is not made at once"
+    clock.now_s += RETRY_S_MAX
+    assert not link.waiting
+    opened = link.open()
+    wait_until(lambda: not link.waiting, "the server was found")
+    connection = opened or link.open()
+    assert connection is not None
+    connection.close()
+
+
+def test_what_would_end_the_thread_of_a_bounded_call_does_not_end_the_callers() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    with pytest.raises(RuntimeError, match=r"leaving was ended by SystemExit\(\)"):
+        within(30, "leaving", leave)

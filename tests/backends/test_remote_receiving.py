@@ -15,6 +15,7 @@ from kvredis.backends.remote_load import Load, Patience, Stream
 from kvredis.backends.remote_node import Node
 from kvredis.backends.remote_receiving import Body, Receiver
 from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.errors import BackendError
 from kvredis.storage.store import Store
 
 from .nodes import wait_until
@@ -112,3 +113,42 @@ def test_all_connections_together_keep_a_load_that_ends_no_longer_than_one_may(
     assert given[4] < DRAIN_S * 0.6, "the next server has what is left of the load's time"
     assert now_s[0] - 100.0 <= DRAIN_S * 1.5
     staging.close()
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_receiver_that_fails_in_our_own_code_takes_the_next_bodies(error: type[BaseException]) -> None:
+    def broken(_s: float) -> None:
+        raise error
+
+    def take(_allocate: object) -> None:
+        taken.set()
+
+    receiver, taken = Receiver(), threading.Event()
+    rooms = AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF)))
+    lane: Any = SimpleNamespace(
+        take=lambda _: None, connection=SimpleNamespace(timeout_s=1.0, bytes_in=0, set_timeout=broken)
+    )
+    bodies = [Body(b"one", rooms), Body(b"two", rooms)]
+    receiver.begin(bodies, lane)
+    receiver.wait()
+    assert isinstance(bodies[1].error, BackendError if error is SystemExit else error)
+    lane.take = take
+    receiver.begin([Body(b"three", rooms)], lane)
+    assert taken.wait(WAIT_S)
+    receiver.wait()
+    receiver.end()
+    wait_until(lambda: receivers() == 0, "the thread has ended")
+
+
+def test_what_ends_a_thread_that_receives_does_not_end_the_one_that_loads() -> None:
+    def take(_allocate: object) -> None:
+        raise SystemExit
+
+    receiver = Receiver()
+    body = Body(b"key", AnyRooms(Store(Arena.create(MIB, HugepageMode.OFF))))
+    lane: Any = SimpleNamespace(take=take, connection=SimpleNamespace(timeout_s=1.0, bytes_in=0))
+    receiver.begin([body], lane)
+    receiver.wait()
+    assert isinstance(body.error, BackendError)
+    receiver.end()
+    wait_until(lambda: receivers() == 0, "the thread has ended")

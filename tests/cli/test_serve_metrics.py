@@ -97,6 +97,26 @@ def test_a_starting_door_without_a_loop_stops_the_start(monkeypatch: pytest.Monk
         raise AssertionError("it is not open")
 
 
+def test_a_starting_door_that_fails_while_the_server_starts_is_told_of_and_does_not_stop_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken:
+        def open(self) -> None:
+            pass
+
+        async def close(self) -> None:
+            raise ZeroDivisionError
+
+    door = StartingDoor(ServerOptions(metrics_port=1))
+    door._door = Broken()  # type: ignore[assignment]
+    with door:
+        loop = door._loop
+        assert loop is not None
+        loop.call_soon_threadsafe(door._ended.set)
+        door._thread.join(EXIT_S)
+    assert caplog.messages == ["the metrics port answers no longer while the server starts"]
+
+
 @pytest.mark.parametrize("value", ["-2", "65536", "many"])
 def test_a_port_that_is_none_is_refused(serve: Serve, value: str) -> None:
     server = serve(*SMALL, "--metrics-port", value)

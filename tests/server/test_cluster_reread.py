@@ -237,3 +237,33 @@ def test_writers_of_many_slots_find_their_keys_whatever_moves(loop: str, tmp_pat
         assert live.store.count(0) == 0
 
     play(loop, live, story())
+
+
+@pytest.mark.parametrize("error", [MemoryError, SystemExit])
+def test_a_read_that_fails_in_our_own_code_is_told_of_and_the_next_one_is_done(
+    loop: str,
+    tmp_path: Path,
+    error: type[BaseException],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live = node(tmp_path)
+
+    def fails() -> None:
+        raise error
+
+    async def story() -> None:
+        reread, cluster = live.server.reread, live.server.cluster
+        assert reread is not None
+        assert cluster is not None
+        with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
+            patched.setattr(cluster, "read", fails)
+            reread.ask()
+            reread.ask()  # once more, when that is over
+            patched.undo()
+            await until(lambda: not reread.is_busy)
+        assert "the cluster's topology could not be brought into force" in caplog.messages
+        live.complaints.clear()
+        assert reread._server.cluster is cluster
+
+    play(loop, live, story())

@@ -150,13 +150,14 @@ def test_a_put_for_which_there_is_no_room_is_refused_and_the_connection_goes_on(
     run_on(loop, story())
 
 
+@pytest.mark.parametrize("error", [MemoryError, SystemExit])
 @pytest.mark.parametrize("way", ["KV.PUT", "KV.FILL"])
 def test_a_copy_that_fails_is_an_error_for_its_client_and_leaves_no_room_taken(
-    loop: str, way: str, lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: str, way: str, error: type[BaseException], lent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(source: LentMemory, target: memoryview, offset: int) -> bool:
         source.close()
-        raise MemoryError("a mistake of ours")
+        raise error("a mistake of ours")
 
     monkeypatch.setattr(LentMemory, "copy_and_close", failing)
 

@@ -171,11 +171,12 @@ def test_what_a_thread_sends_is_leased_until_it_is_done_though_the_client_has_go
     run_on(loop, story())
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_mistake_in_a_thread_closes_its_client_alone_and_is_told(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(one: Sending) -> Sequence[Buffer]:
-        raise ZeroDivisionError
+        raise error
 
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:

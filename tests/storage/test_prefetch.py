@@ -208,9 +208,12 @@ def test_who_has_waited_long_enough_is_not_told() -> None:
     assert desk.told == []
 
 
-def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(job: PrefetchJob[bytes]) -> None:
-        raise ValueError("mine")
+        raise error
 
     desk = Desk()
     job = desk.open("a")
@@ -219,6 +222,27 @@ def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(caplog: pyte
     desk.io.run()
     assert desk.told == [job.number]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_block_that_cannot_be_begun_has_failed_and_the_rest_of_its_job_comes(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(bounds=PrefetchBounds(moving_max=1))
+    read_in = desk.ask
+
+    def ask(kind: Kind, key: bytes, done: Callable[[Transfer[bytes]], None] | None = None) -> Transfer[bytes]:
+        if key == b"b":
+            raise error
+        return read_in(kind, key, done)
+
+    monkeypatch.setattr(desk, "ask", ask)
+    job = desk.open("abc")
+    job.add_done(desk.tell)
+    desk.io.run()
+    assert (job.counts.done, job.counts.failed) == (2, 1)
+    assert desk.told == [job.number]
+    assert caplog.messages == [f"prefetch job {job.number} could not begin a block"]
 
 
 def test_cancelling_drops_what_has_not_begun_and_tells_those_who_wait() -> None:

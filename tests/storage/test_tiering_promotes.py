@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from kvredis.storage.bringing import Bringing
 from kvredis.storage.io_threads import Priority
 from kvredis.storage.transfers import Kind, State, Transfer
@@ -291,3 +293,18 @@ def test_a_block_that_is_deleted_while_room_is_made_for_it_is_not_lost(tmp_path:
         tiers.io.run(1)
         assert seen == [State.DONE]
         assert tiers.tiering.stats.lost == tiers.store.reserved_bytes == 0
+
+
+def test_what_cannot_be_sent_for_leaves_no_hold_on_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with TieredStore(tmp_path) as tiers:
+        tiers.put_away(b"a")
+        tiers.put(b"here")
+        monkeypatch.setattr(tiers.tiering, "promote", fails)
+        with pytest.raises(MemoryError):
+            tiers.tiering.bring([(b"here", 0), NAME], lambda _: None)
+        assert tiers.store.leases == 0

@@ -3,6 +3,7 @@
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,28 @@ def test_who_asks_from_within_an_answer_gets_one(tmp_path: Path) -> None:
         tiers.tiering.saving.save(0, lambda _: tiers.tiering.saving.save(0, answers.append))
         tiers.io.run()
         assert answers == [True]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize("where", ["write", "callback"])
+def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
+    tmp_path: Path, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object) -> Any:
+        raise error
+
+    with TieredStore(tmp_path) as tiers:
+        answers: list[bool] = []
+        saving = tiers.tiering.saving
+        tiers.put(b"a")
+        with monkeypatch.context() as patched:
+            if where == "write":
+                patched.setattr(tiers.tiering.carrier, "write_out", fails)
+            saving.save(0, fails if where == "callback" else answers.append)
+            saving.save(0, answers.append)
+            tiers.io.run(1)
+        tiers.io.run()
+        assert answers == ([False, True] if where == "write" else [True])
 
 
 def test_a_failed_write_is_told_to_those_whom_it_concerns(tmp_path: Path) -> None:

@@ -206,9 +206,12 @@ def test_transfers_are_cancelled_with_the_threads() -> None:
     assert disk.ask(Kind.PROMOTE).state is State.REFUSED
 
 
-def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(transfer: Transfer[str]) -> None:
-        raise ValueError("mine")
+        raise error
 
     disk = Disk()
     disk.ask(Kind.PROMOTE, done=fail).add_done(disk.hear)

@@ -148,7 +148,7 @@ def _in_time(session: Session, job: PrefetchJob[None], milliseconds: int) -> Pen
     def ended(_: PrefetchJob[None]) -> None:  # in an I/O thread, as a rule
         tell_loop(loop, pending.guard, tell)
 
-    timer = loop.call_later(milliseconds / 1000, tell) if milliseconds else None
+    timer = loop.call_later(milliseconds / 1000, pending.guard, tell) if milliseconds else None
 
     def over() -> None:
         job.remove_done(ended)
