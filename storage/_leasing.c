@@ -8,13 +8,13 @@
 #include <Python.h>
 #include <structmember.h>
 
-static PyTypeObject *ENTRY, *RUN;
+static PyTypeObject *ENTRY, *DATABASE_TYPE, *RUN;
 static PyObject *NOWHERE;
 
-/* Slots of Entry and the one of LeaseRun: names, and how far into the object they are. */
-enum { ACCESSED_S, EXPIRE_AT_MS, EXTENT, HITS, KEY, LEASES, LENGTH, SPACE, TOKENS, VALUE, ENTRIES, SLOTS };
-static const char *const NAMES[SLOTS] = {"accessed_s", "expire_at_ms", "extent", "hits",  "key",    "leases",
-                                         "length",     "space",        "tokens", "value", "entries"};
+/* Slots of Entry, and one of Database and LeaseRun each: names, and how far into the object they are. */
+enum { ACCESSED_S, DATABASE, EXPIRE_AT_MS, EXTENT, HITS, KEY, LEASES, LENGTH, TOKENS, VALUE, NUMBER, ENTRIES, SLOTS };
+static const char *const NAMES[SLOTS] = {"accessed_s", "database", "expire_at_ms", "extent", "hits",   "key",
+                                         "leases",     "length",   "tokens",       "value",  "number", "entries"};
 static Py_ssize_t offsets[SLOTS];
 
 static PyObject **slot(PyObject *object, int name) { return (PyObject **)((char *)object + offsets[name]); }
@@ -138,8 +138,9 @@ static PyObject *hold(PyObject *module, PyObject *const *args, Py_ssize_t argc) 
 /* Whether `entry` is what stands under its key in `spaces`; -1 with an exception. */
 static int is_visible(PyObject *entry, PyObject *spaces) {
     if (spaces == Py_None) return 0;
-    PyObject *space = *slot(entry, SPACE), *key = *slot(entry, KEY);
-    Py_ssize_t number = space == NULL ? -1 : PyLong_AsSsize_t(space);
+    PyObject *database = *slot(entry, DATABASE), *key = *slot(entry, KEY);
+    PyObject *known = database == NULL || Py_TYPE(database) != DATABASE_TYPE ? NULL : *slot(database, NUMBER);
+    Py_ssize_t number = known == NULL ? -1 : PyLong_AsSsize_t(known);
     if (key == NULL || number < 0 || number >= PyList_GET_SIZE(spaces) ||
         !PyDict_CheckExact(PyList_GET_ITEM(spaces, number))) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "an entry of no database");
@@ -211,15 +212,16 @@ static int find_classes(void) {
     if (module == NULL) return -1;
     ENTRY = (PyTypeObject *)PyObject_GetAttrString(module, "Entry");
     RUN = (PyTypeObject *)PyObject_GetAttrString(module, "LeaseRun");
+    DATABASE_TYPE = (PyTypeObject *)PyObject_GetAttrString(module, "Database");
     NOWHERE = PyObject_GetAttrString(module, "NOWHERE");
     Py_DECREF(module);
-    if (!ENTRY || !RUN || !NOWHERE) return -1;
-    if (!PyType_Check(ENTRY) || !PyType_Check(RUN)) {
-        PyErr_SetString(PyExc_ImportError, "Entry and LeaseRun are no classes");
+    if (!ENTRY || !RUN || !DATABASE_TYPE || !NOWHERE) return -1;
+    if (!PyType_Check(ENTRY) || !PyType_Check(RUN) || !PyType_Check(DATABASE_TYPE)) {
+        PyErr_SetString(PyExc_ImportError, "Entry, LeaseRun and Database are no classes");
         return -1;
     }
     for (int name = 0; name < SLOTS; name++)
-        if (find_slot(name == ENTRIES ? RUN : ENTRY, name) < 0) return -1;
+        if (find_slot(name == ENTRIES ? RUN : name == NUMBER ? DATABASE_TYPE : ENTRY, name) < 0) return -1;
     return 0;
 }
 

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .allocator import Extent
+from .database import unplaced
 from .disk import TOGETHER_BYTES_MAX, DiskTier
 from .entry import INLINE_BYTES_MAX, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, extent_length
 from .errors import KVRedisError
@@ -157,10 +158,10 @@ class Carrier:
             self._disk.abandon(record.extent)
             return
         if (entry.key, entry.space) != record.name:  # it was renamed on its way
-            record.rename(entry.key, entry.space)
+            record.rename(entry.key, unplaced(entry.space))
         if self._superseded.publish(entry, record):
-            entry.record = record
-            record.write = store.unsaved.pop(entry)
+            entry.record, record.write = record, store.write_of(entry)
+            del store.unsaved[entry]
             if entry.expire_at_ms != record.expire_at_ms:
                 self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
             self._stats.spilled += 1

@@ -149,7 +149,7 @@ class DiskTier(DiskLedger):
         checksum = seal(image, facts, seq)
         if not self._put(extent, image, 1):
             return None
-        return Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
+        return Record.of(facts, extent, seq, checksum)
 
     def write_together(
         self, blocks: Sequence[tuple[Facts, bytes]], *, evict: bool = True, instead: Sequence[Record] = ()
@@ -174,7 +174,7 @@ class DiskTier(DiskLedger):
             part[HEADER_BYTES : HEADER_BYTES + facts.length] = value  # O_DIRECT takes no bytes object
             extent = Extent(whole.offset + at, nbytes)
             checksum = seal(part, facts, seq)
-            records.append(Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum))
+            records.append(Record.of(facts, extent, seq, checksum))
             at += nbytes
         if not self._put(whole, image, len(blocks)):
             return None, left

@@ -19,6 +19,7 @@ import os
 import sqlite3
 import struct
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_digest
 
 from .allocator import Extent
+from .database import SPACES, unplaced
 from .files import Files
-from .index import SPACES
 from .segment import FORMAT_VERSION, Geometry, Name, Record, record_bytes
 
 INDEX_NAME: Final = "index.sqlite"
@@ -106,32 +107,37 @@ class Batch:
 
     moved: tuple[int | None, ...] = STAY
     """Where the rows of each database go; None = they are deleted."""
-    changes: dict[Name, Row | None] = field(default_factory=dict)
-    """The row that a name has after that; None = none."""
+    changes: defaultdict[int, dict[bytes, Row | None]] = field(default_factory=lambda: defaultdict(dict))
+    """For each database, the row that a key has after that; None = none."""
     quarantined: list[Quarantined] = field(default_factory=list)
     replaces: bool = False
     """A record that is confirmed loses its place to another one: what is new has to be on the device first."""
 
+    def note(self, name: Name, row: Row | None) -> None:
+        """A name has another row, or None = none."""
+        self.changes[name[1]][name[0]] = row
+
     def move(self, step: tuple[int | None, ...]) -> None:
-        """Have databases, as they are after all that is in the batch, go where `step` says. Costs a step a change."""
+        """Have databases, as they are after all that is in the batch, go where `step` says: no two to one place."""
         self.moved = tuple(None if where is None else step[where] for where in self.moved)
-        changes = {}
-        for (key, space), row in self.changes.items():
+        changes = self.changes
+        self.changes = defaultdict(dict)
+        for space, rows in changes.items():
             where = step[space]
             if where is not None:
-                changes[key, where] = row
-        self.changes = changes
+                self.changes[where] = rows
 
     def add(self, later: "Batch") -> None:
         """Have the batch do what `later` would do after it, too."""
         if later.moved != STAY:
             self.move(later.moved)
-        self.changes.update(later.changes)
+        for space, rows in later.changes.items():
+            self.changes[space].update(rows)
         self.quarantined += later.quarantined
         self.replaces = self.replaces or later.replaces
 
     def __len__(self) -> int:
-        return len(self.changes) + len(self.quarantined) + (self.moved != STAY)
+        return sum(map(len, list(self.changes.values()))) + len(self.quarantined) + (self.moved != STAY)
 
 
 def _alias(name: Name, written_as: Name) -> bytes | None:
@@ -283,10 +289,9 @@ class DiskIndex:
             ):
                 raise ValueError("a row has turned to noise")
             extent = Extent(segment * stride_bytes + offset, record_bytes(length))
-            record = Record(key, space, extent, length, expire_at_ms, seq, checksum)
+            record = Record(key, unplaced(space), extent, length, expire_at_ms, seq, checksum)
             if alias is not None:
                 record.written_key, record.written_space = _of_alias(record.name, alias)
-                record.rename(key, space)
             yield record
 
     def quarantined(self) -> list[tuple[bytes, int, str]]:
@@ -314,13 +319,14 @@ class DiskIndex:
 
     def apply(self, batch: Batch, geometry: Geometry, *, durable: bool) -> None:
         """Do what the batch says, in one transaction; `durable`: on the device on return."""
-        gone = [(space, key) for (key, space), row in batch.changes.items() if row is None]
+        gone = [(space, key) for space, rows in batch.changes.items() for key, row in rows.items() if row is None]
         written = [
             (
-                *(*name, *geometry.locate(row.extent), row.length),
-                *(row.expire_at_ms, row.seq, row.checksum, _alias(name, row.written_as)),
+                *(key, space, *geometry.locate(row.extent), row.length),
+                *(row.expire_at_ms, row.seq, row.checksum, _alias((key, space), row.written_as)),
             )
-            for name, row in batch.changes.items()
+            for space, rows in batch.changes.items()
+            for key, row in rows.items()
             if row is not None
         ]
         strays = [

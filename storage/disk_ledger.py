@@ -8,15 +8,15 @@ device or the bytes there were bad. `check_integrity` adds them up.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from types import MappingProxyType
 
 from .allocator import Allocator, Extent
+from .database import SPACES, Database
 from .disk_index import STAY, Batch, Quarantined, row_of
 from .disk_recovery import Opened, free_room
-from .index import SPACES
 from .segment import KEY_BYTES_MAX, Name, Record, record_bytes
 
 EVICT_PART = 64
@@ -73,8 +73,10 @@ class DiskLedger:
         self._segments = opened.segments
         self._allocator: Allocator = free_room(opened)
         self._spaces: list[dict[bytes, Record]] = [{} for _ in range(SPACES)]
+        self._databases = [Database(number) for number in range(SPACES)]
         for record in opened.records:
             self._spaces[record.space][record.key] = record
+            record.database = self._databases[record.space]
         self._order = OrderedDict.fromkeys(opened.records)  # coldest first; a rename changes nothing here
         self._records_max = opened.records_max
         self._seq = opened.first_seq
@@ -84,7 +86,7 @@ class DiskLedger:
         self._coming = 0  # records that are to lie there: several in one extent until they are written together
         self._pending = Batch()  # what the index has yet to learn
         # Why the index shall not learn of it yet: see `swap` and `wait_for`, which has nothing to give up.
-        self._untrue: dict[Name, Sequence[Record] | None] = {}
+        self._untrue: dict[tuple[bytes, Database], Sequence[Record] | None] = {}
         self._generation = 1  # of the records that the pending batch brings
         self._confirmed = 0  # the last generation that survives a loss of power
         self._superseded: dict[Record, None] = {}  # the longest superseded first
@@ -125,17 +127,22 @@ class DiskLedger:
                 self._allocator.free(record.extent)
                 return False
             self._replace(old, *instead)
-            self._untrue.pop(record.name, None)
+            record.rename(record.key, self._databases[record.space])
+            self._untrue.pop((record.key, record.database), None)
             self._spaces[record.space][record.key] = record
             self._order[record] = None
             record.generation = self._generation
-            self._pending.changes[record.name] = row_of(record)
+            self._pending.note(record.name, row_of(record))
             self.live_bytes += record.extent.length
             return True
 
     def get(self, key: bytes, space: int) -> Record | None:
         """The record of a key. It may be gone by the time that it is read: then `read` says so."""
         return self._spaces[space].get(key)
+
+    def keys(self, space: int) -> KeysView[bytes]:
+        """The keys of a database."""
+        return self._spaces[space].keys()
 
     def touch(self, record: Record) -> None:
         """Note that a record was used: it leaves last. One that has left meanwhile is nothing."""
@@ -146,7 +153,7 @@ class DiskLedger:
     def forget(self, key: bytes, space: int) -> bool:
         """Drop a key's record; False when there is none. Until `sync` a crash may bring it back."""
         with self._lock:
-            self._untrue.pop((key, space), None)
+            self._untrue.pop((key, self._databases[space]), None)
             record = self._spaces[space].get(key)
             if record is None:
                 return False
@@ -180,32 +187,34 @@ class DiskLedger:
         """The names whose values have to be published, or forgotten, before the index learns of anything: `settle` and
         `sync` are False until then."""
         with self._lock:
-            return list(self._untrue)
+            return [(key, database.number) for key, database in self._untrue]
 
     def rename_untrue(self, old: Name, new: Name) -> None:
         """A value that is waited for, and that memory alone has, has another name."""
         with self._lock:
-            waiting = [self._untrue.pop(name) for name in (old, new) if name in self._untrue]
+            names = [(key, self._databases[space]) for key, space in (old, new)]
+            waiting = [self._untrue.pop(name) for name in names if name in self._untrue]
             if waiting:
                 given = [records for records in waiting if records is not None]
-                self._untrue[new] = [record for records in given for record in records] if given else None
+                self._untrue[names[1]] = [record for records in given for record in records] if given else None
 
     def wait_for(self, name: Name) -> None:
         """Have the index learn of nothing until the value of a name is published, or forgotten: what it supersedes
         under another name is about to go."""
         with self._lock:
-            self._untrue.setdefault(name, None)
+            self._untrue.setdefault((name[0], self._databases[name[1]]), None)
 
     def give_up(self, name: Name | None = None) -> bool:
         """Wait no longer for the value of a name in `untrue`, or None = of all: what a crash would find there instead
         leaves. False when it was not waited for."""
         with self._lock:
-            names = list(self._untrue) if name is None else [name] if name in self._untrue else []
+            wanted = None if name is None else (name[0], self._databases[name[1]])
+            names = list(self._untrue) if wanted is None else [wanted] if wanted in self._untrue else []
             for each in names:
                 given = self._untrue.pop(each)
                 if given is None:
                     continue
-                for leaving in (self._spaces[each[1]].get(each[0]), *given):
+                for leaving in (self._spaces[each[1].number].get(each[0]), *given):
                     if leaving is not None and leaving.superseded and leaving in self._order:
                         self._retire(leaving)
                         self.stats.gave_way += 1
@@ -222,17 +231,17 @@ class DiskLedger:
             if record is None or old == new:
                 return record is not None
             self._replace(self._spaces[new[1]].get(new[0]), *instead)
-            self._untrue.pop(new, None)
+            self._untrue.pop((new[0], self._databases[new[1]]), None)
             del self._spaces[old[1]][old[0]]
             self._spaces[new[1]][new[0]] = record
-            record.rename(*new)
-            record.named_seq = self._next_seq()
-            self._pending.changes[old] = None
-            self._pending.changes[new] = row_of(record)
+            record.rename(new[0], self._databases[new[1]])
+            record.renamed_seq = self._next_seq()
+            self._pending.note(old, None)
+            self._pending.note(new, row_of(record))
             return True
 
     def swap(self, first: int, second: int, untrue: Mapping[Name, Sequence[Record]] = MappingProxyType({})) -> None:
-        """Exchange two databases. Costs a step a record in them, and none of I/O.
+        """Exchange two databases. Costs no step a record, and none of I/O.
 
         `untrue` are names, as they are afterwards, whose values memory alone has: until those are published nothing is
         true that could be found of these names after a crash, nor of the superseded records that are given for each, so
@@ -242,17 +251,12 @@ class DiskLedger:
             spaces = self._spaces
             if first == second:
                 return
-            others = {first: second, second: first}
-            self._untrue = {(key, others.get(each, each)): old for (key, each), old in self._untrue.items()}
-            self._untrue.update(untrue)
+            Database.exchange(self._databases, first, second, self._next_seq())
+            for (key, space), records in untrue.items():
+                self._untrue[key, self._databases[space]] = records
             if not (spaces[first] or spaces[second]):
                 return
             spaces[first], spaces[second] = spaces[second], spaces[first]
-            named_seq = self._next_seq()
-            for space in (first, second):
-                for record in spaces[space].values():
-                    record.move(space)
-                    record.named_seq = named_seq
             step = list(STAY)
             step[first], step[second] = second, first
             self._pending.move(tuple(step))
@@ -265,7 +269,7 @@ class DiskLedger:
         """
         with self._lock:
             leaving = range(SPACES) if space is None else (space,)
-            self._untrue = {name: old for name, old in self._untrue.items() if name[1] not in leaving}
+            self._untrue = {name: old for name, old in self._untrue.items() if name[1].number not in leaving}
             count = sum(len(self._spaces[each]) for each in leaving)
             if not count:  # then the index will have no such row either, once it knows what is pending
                 return 0
@@ -294,7 +298,7 @@ class DiskLedger:
             if record is None:
                 return False
             record.expire_at_ms = expire_at_ms
-            self._pending.changes[record.name] = row_of(record)
+            self._pending.note(record.name, row_of(record))
             return True
 
     def superseded(self) -> list[Record]:
@@ -376,7 +380,10 @@ class DiskLedger:
             named = {(key, space): each for space, keys in enumerate(self._spaces) for key, each in keys.items()}
             assert len(named) == len(self._order)
             assert all(record.name == name and record in self._order for name, record in named.items())
-            for name, row in self._pending.changes.items():
+            changes = [
+                ((key, space), row) for space, rows in self._pending.changes.items() for key, row in rows.items()
+            ]
+            for name, row in changes:
                 assert row == (row_of(named[name]) if name in named else None), f"the index will not learn of {name}"
             assert len(self._reserved) <= self._coming
             assert len(self._order) + self._coming <= self._records_max
@@ -407,7 +414,7 @@ class DiskLedger:
         self.live_bytes -= record.extent.length
         if record.superseded:
             self._forget_superseded(record)
-        self._pending.changes[record.name] = None
+        self._pending.note(record.name, None)
 
     def _forget_superseded(self, record: Record) -> None:
         del self._superseded[record]

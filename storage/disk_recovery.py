@@ -19,10 +19,10 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 
 from .allocator import GRAIN_BYTES, Allocator, Extent
+from .database import SPACES
 from .disk_index import INDEX_NAMES, Batch, DiskIndex, Unusable, is_damage
 from .errors import ConfigError
 from .files import File, Files
-from .index import SPACES
 from .segment import (
     SEGMENTS_MAX,
     Geometry,
@@ -190,7 +190,9 @@ def _recover(opened: Opened, now_ms: int) -> None:
     kept = _without_overlaps(_borne_out(rows, opened.geometry, lengths, now_ms))
     kept = kept[max(0, len(kept) - opened.records_max) :]
     if len(kept) < len(rows):
-        gone = Batch(changes=dict.fromkeys({row.name for row in rows}.difference(row.name for row in kept)))
+        gone = Batch()
+        for row_name in {row.name for row in rows}.difference(row.name for row in kept):
+            gone.note(row_name, None)
         opened.index.apply(gone, opened.geometry, durable=False)
     opened.records, opened.dropped = kept, len(rows) - len(kept)
 

@@ -10,6 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final
 
 from .allocator import GRAIN_BYTES, Extent
+from .database import Database, unplaced
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -42,12 +43,13 @@ NOWHERE: Final = Extent(0, 0)
 
 
 class Entry:
-    """One block: `key` in database `space`, `length` bytes in `value`, else in `extent`, else in `record` on disk."""
+    """One block: `key` in `database`, `length` bytes in `value`, else in `extent`, else in `record` on disk."""
 
     __slots__ = (
         "accessed_s",
         "affirmed_turn",
         "created_s",
+        "database",
         "encoding",
         "expire_at_ms",
         "extent",
@@ -56,14 +58,13 @@ class Entry:
         "leases",
         "length",
         "record",
-        "space",
         "tokens",
         "value",
     )
 
     def __init__(self, key: bytes, space: int, length: int, extent: Extent, value: bytes | None) -> None:
         self.key = key
-        self.space = space
+        self.database: Database = unplaced(space)  # until the index has it
         self.length = length
         self.extent = extent
         self.value = value
@@ -81,6 +82,11 @@ class Entry:
         """How many tokens the block says that it holds (tokens.py); 0 for what says nothing and for small values."""
         self.affirmed_turn = 0
         """The store's turn in which somebody was told that the key is there; 0 = never."""
+
+    @property
+    def space(self) -> int:
+        """The number of its database."""
+        return self.database.number
 
     @property
     def is_resident(self) -> bool:

@@ -71,8 +71,8 @@ class Flushes(Ledger):
         collected = 0
         with self._lock:
             self._catch_up()
-            for key, space in self._expiries.due(self.now_ms()):
-                self._remove(self.index.spaces[space][key], "expired")
+            for key, database in self._expiries.due(self.now_ms()):
+                self._remove(self.index.spaces[database.number][key], "expired")
                 self.stats.expired += 1
                 collected += 1
                 if collected == entries_max:

@@ -9,10 +9,9 @@ import random
 from collections.abc import Iterator
 from typing import Final
 
+from .database import SPACES as SPACES
+from .database import Database
 from .entry import Entry
-
-SPACES: Final = 16
-"""Databases, as Redis' default."""
 
 BUCKETS: Final = 1024
 """A power of two; a SCAN call returns at least one bucket, so its replies grow beyond COUNT above about 10,000 keys."""
@@ -21,10 +20,12 @@ BUCKETS: Final = 1024
 class Index:
     """The keys of SPACES databases. No locks, no policy, no memory: the store keeps those in step."""
 
-    __slots__ = ("_buckets", "spaces")
+    __slots__ = ("_buckets", "databases", "spaces")
 
     def __init__(self) -> None:
         self.spaces: list[dict[bytes, Entry]] = [{} for _ in range(SPACES)]
+        self.databases = [Database(number) for number in range(SPACES)]
+        """What the entries of each refer to."""
         self._buckets: list[list[set[bytes]] | None] = [None] * SPACES
 
     def get(self, key: bytes, space: int) -> Entry | None:
@@ -33,13 +34,15 @@ class Index:
 
     def put(self, entry: Entry) -> Entry | None:
         """Make `entry` visible under its key; returns the one that it replaces."""
-        keys = self.spaces[entry.space]
+        space = entry.space
+        keys = self.spaces[space]
         old = keys.get(entry.key)
         keys[entry.key] = entry
+        entry.database = self.databases[space]
         if old is None:
-            buckets = self._buckets[entry.space]
+            buckets = self._buckets[space]
             if buckets is None:
-                buckets = self._buckets[entry.space] = [set() for _ in range(BUCKETS)]
+                buckets = self._buckets[space] = [set() for _ in range(BUCKETS)]
             buckets[hash(entry.key) & (BUCKETS - 1)].add(entry.key)
         return old
 
@@ -56,13 +59,14 @@ class Index:
     def rename(self, entry: Entry, key: bytes, space: int) -> Entry | None:
         """Make a visible entry visible under another name and no longer under its own; returns the one it replaces."""
         old_key, old_space = entry.key, entry.space
-        entry.key, entry.space = key, space
+        entry.key, entry.database = key, self.databases[space]
         replaced = self.put(entry)
         self._discard(old_key, old_space)
         return replaced
 
-    def swap(self, first: int, second: int) -> None:
-        """Exchange two databases; the caller tells their entries."""
+    def swap(self, first: int, second: int, write: int) -> None:
+        """Exchange two databases, at the store's write of that number. No step a key."""
+        Database.exchange(self.databases, first, second, write)
         self.spaces[first], self.spaces[second] = self.spaces[second], self.spaces[first]
         self._buckets[first], self._buckets[second] = self._buckets[second], self._buckets[first]
 
@@ -71,9 +75,9 @@ class Index:
         entries, self.spaces[space], self._buckets[space] = self.spaces[space], {}, None
         return entries
 
-    def expires(self, at_ms: float, name: tuple[bytes, int]) -> bool:
+    def expires(self, at_ms: float, name: tuple[bytes, Database]) -> bool:
         """Whether `name`, a key and its database, is there and is to be gone at just `at_ms`."""
-        entry = self.spaces[name[1]].get(name[0])
+        entry = self.spaces[name[1].number].get(name[0])
         return entry is not None and entry.expire_at_ms == at_ms
 
     def scan(self, cursor: int, count: int, space: int) -> tuple[int, list[bytes]]:
@@ -114,5 +118,6 @@ class Index:
             assert sum(map(len, buckets)) == len(entries)
             for key, entry in entries.items():
                 assert entry.key == key
+                assert entry.database is self.databases[space]
                 assert entry.space == space
                 assert key in buckets[hash(key) & (BUCKETS - 1)]

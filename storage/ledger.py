@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .allocator import GRAIN_BYTES, Allocator, Extent
 from .arena import Arena
 from .clock import Clock
+from .database import Database
 from .deadlines import Deadlines
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .halves import Departed, other_half
@@ -91,7 +92,8 @@ class Ledger:
         self.keep = True
         """False: a block stays in memory only until it is on disk and nobody holds it."""
         self.unsaved: dict[Entry, int] = {}
-        """With a disk: entries whose bytes are not there, each with the number of its write, in the order of those."""
+        """With a disk: entries whose bytes are not there, each with the number of its write, in the order of those. A
+        SWAPDB changes none of these numbers: see `write_of`."""
         self.writes = 0
         """How often something was made visible; the number of a write."""
         self.now_ms = Clock(clock_ms)
@@ -114,7 +116,7 @@ class Ledger:
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
-        self._expiries: Deadlines[tuple[bytes, int]] = Deadlines(self.index.expires)
+        self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires)
         self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)
 
     @property
@@ -231,6 +233,10 @@ class Ledger:
             self.writes += 1
             self.unsaved[entry] = self.writes
 
+    def write_of(self, entry: Entry) -> int:
+        """The number of the write that made an unsaved entry what it is: its own, or a SWAPDB since."""
+        return max(self.unsaved[entry], entry.database.swapped)
+
     def _remove(self, entry: Entry, why: str) -> None:
         self.index.remove(entry)
         self._retire(entry)
@@ -261,7 +267,7 @@ class Ledger:
 
     def _remember_expiry(self, entry: Entry) -> None:
         if entry.expire_at_ms:
-            self._expiries.add(entry.expire_at_ms, (entry.key, entry.space), len(self.index))
+            self._expiries.add(entry.expire_at_ms, (entry.key, entry.database), len(self.index))
 
     def _place(self, length: int, *, drop: bool = True) -> Extent | None:
         """An extent of `length` bytes, by eviction if need be. Without `drop` nobody leaves whom the disk shall have

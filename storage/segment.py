@@ -20,12 +20,13 @@ or an extent that crosses from one file into the next.
 import mmap
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
 
 from .allocator import GRAIN_BYTES, Extent
+from .database import Database, unplaced
 from .entry import PAYLOAD_OFFSET_BYTES
 
 FORMAT_VERSION: Final = 1
@@ -66,18 +67,20 @@ class Record:
     """A block on disk: `length` bytes of payload in the record at `extent`, which counts from the first segment on."""
 
     key: bytes
-    space: int
+    database: Database
     extent: Extent
     length: int
     expire_at_ms: int
     seq: int
     """Ever growing, over restarts too: of two records of one key the one with the higher number is the newer."""
     checksum: bytes
-    written_key: bytes | None = None
-    written_space: int | None = None
-    """The name in the header, as far as that is not the record's own any more."""
-    named_seq: int = 0
+    written_key: bytes = field(init=False)
+    written_space: int = field(init=False)
+    """The name in the header, where that is not the record's own any more."""
+    renamed_seq: int = 0
     """The sequence number that was due when it got its present name by a rename; 0 = it never did."""
+    swapped_before: int = 0
+    """Its database's `swapped` when it came there."""
     readers: int = 0
     """Reads under way; the extent is not used again before they have ended."""
     retired: bool = False
@@ -91,32 +94,38 @@ class Record:
     generation: int = 0
     """The number of the batch with which the index learned of it; 0 = it was found at the start."""
 
+    @classmethod
+    def of(cls, facts: Facts, extent: Extent, seq: int, checksum: bytes) -> "Record":
+        """The record of a block that was just sealed; in no database yet."""
+        return cls(facts.key, unplaced(facts.space), extent, facts.length, facts.expire_at_ms, seq, checksum)
+
+    def __post_init__(self) -> None:
+        self.written_key, self.written_space = self.key, self.database.number
+
+    @property
+    def space(self) -> int:
+        """The number of its database."""
+        return self.database.number
+
     @property
     def name(self) -> Name:
         """What the index knows it by."""
-        return self.key, self.space
+        return self.key, self.database.number
 
     @property
     def written_as(self) -> Name:
         """What its header knows it by."""
-        return (
-            self.key if self.written_key is None else self.written_key,
-            self.space if self.written_space is None else self.written_space,
-        )
+        return self.written_key, self.written_space
 
-    def rename(self, key: bytes, space: int) -> None:
+    @property
+    def named_seq(self) -> int:
+        """The sequence number that was due when it got its present name by a rename or SWAPDB; 0 = it never did."""
+        swapped = self.database.swapped
+        return swapped if swapped > self.swapped_before else self.renamed_seq
+
+    def rename(self, key: bytes, database: Database) -> None:
         """Give it another name; the bytes stay as they are. A published record is renamed by its tier alone."""
-        written_key = self.key if self.written_key is None else self.written_key
-        self.key, self.written_key = key, None if written_key == key else written_key
-        self.move(space)
-
-    def move(self, space: int) -> None:
-        """As `rename`, to another database under the same key; makes no object, for where many are moved at once."""
-        if self.written_space is None:
-            self.written_space = self.space
-        if self.written_space == space:
-            self.written_space = None
-        self.space = space
+        self.key, self.database, self.swapped_before = key, database, database.swapped
 
 
 @dataclass(frozen=True, slots=True)

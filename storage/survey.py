@@ -47,7 +47,7 @@ def ends(store: "Store") -> list[tuple[int, int]]:
     counts = [[0, 0] for _ in store.index.spaces]
     deadlines = store._expiries
     if len(deadlines) * 4 < len(store.index):
-        found = [store.index.get(key, space) for key, space in deadlines.held()]
+        found = [store.index.get(key, database.number) for key, database in deadlines.held()]
         entries = [entry for entry in found if entry is not None]
     else:
         entries = [entry for each in store.index.spaces for entry in list(each.values()) if entry.expire_at_ms]

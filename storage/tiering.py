@@ -148,10 +148,10 @@ class Tiering:
         return entry.is_resident or entry.record is not None
 
     def swap(self, first: int, second: int) -> None:
-        """Two databases are exchanged, but for what their entries say of themselves."""
+        """Two databases are about to be exchanged."""
         for space in (first, second):
             self.transfers.forget_all(space)
-        self.superseded.swap(first, second, filter(self.storable, self._store.unsaved))
+        self.superseded.swap(first, second, self._store.index, self._store.unsaved)
 
     def set_expiry(self, entry: Entry) -> None:
         """An entry has another end."""
@@ -359,13 +359,17 @@ class Tiering:
         untrue = self.disk.untrue
         with store._lock:
             if since > 0:
-                found = dict(takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items())))
-                found.update((entry, store.unsaved[entry]) for entry in self.waited_for(untrue))
-                return list(found.items())
+                late = takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items()))
+                found = dict.fromkeys(entry for entry, _ in late)
+                found.update(dict.fromkeys(self.waited_for(untrue)))
+                swapped = {database for database in store.index.databases if database.swapped >= since}
+                if swapped:
+                    found.update(dict.fromkeys(entry for entry in store.unsaved if entry.database in swapped))
+                return [(entry, store.write_of(entry)) for entry in found]
             ordered = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
             ordered = [entry for entry in ordered if entry in store.unsaved]
             leased = store.unsaved.keys() - set(ordered)
-            return [(entry, store.unsaved[entry]) for entry in (*ordered, *leased)]
+            return [(entry, store.write_of(entry)) for entry in (*ordered, *leased)]
 
     def sync(self) -> bool:
         """Have all that has been written or deleted survive a crash; blocks. For a SWAPDB that has come meanwhile some

@@ -85,6 +85,10 @@ class FakeSession:
         """There are none."""
         return iter(())
 
+    def count_failure(self, command: Command, reply: bytes) -> None:
+        """As of a session."""
+        self.server.stats.count_error(reply)
+
     def push(self, message: bytes) -> None:
         self.pushed.append(message)
 

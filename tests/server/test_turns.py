@@ -5,12 +5,18 @@ from pathlib import Path
 import pytest
 
 from kvredis.server import pending
+from kvredis.server.families.crc64 import crc64
+from kvredis.server.families.rdb import encode_head, footer
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
+
+_BODY = encode_head(None, 2 * MIB) + pattern(2 * MIB)
+DUMP = _BODY + footer(crc64(_BODY))
 
 LONG = {
     "KEYS": ("KEYS", "key:*"),
     "DUMP": ("DUMP", "large"),
     "LCS": ("LCS", "left", "right"),
+    "RESTORE": ("RESTORE", "restored", "0", DUMP, "REPLACE"),
 }
 
 
@@ -38,7 +44,7 @@ def test_others_are_served_while_a_long_command_runs(
             await until(lambda: any(session.waiting for session in live.sessions()))
             assert await other.ask("PING") == b"+PONG\r\n"
             assert any(session.waiting for session in live.sessions()), "it still runs"
-            assert (await asking.read_line())[:1] in b"*$"
+            assert (await asking.read_line())[:1] in b"*$+"
 
     run_on(loop, story())
 
@@ -57,7 +63,7 @@ def test_a_client_that_goes_while_its_long_command_runs_leaves_nothing(
             await until(lambda: any(session.waiting for session in live.sessions()))
             asking.reset()
             await until(lambda: len(live.sessions()) == 1)
-            assert live.store.leases == 0
+            assert live.store.leases == live.store.reserved_bytes == 0
 
     run_on(loop, story())
 
@@ -74,7 +80,7 @@ def test_in_a_transaction_a_long_command_runs_without_a_gap(
             alone = await client.read_line()
             if name == "KEYS":
                 alone += b"".join([await client.read_line() for _ in range(2 * int(alone[1:]))])
-            else:
+            elif alone[:1] == b"$":
                 alone += await client.read(int(alone[1:]) + 2)
             monkeypatch.setattr(pending, "STEP_S", 0.0)
             await client.send("MULTI")
@@ -82,5 +88,26 @@ def test_in_a_transaction_a_long_command_runs_without_a_gap(
             await client.send("EXEC")
             wanted = b"+OK\r\n+QUEUED\r\n*1\r\n" + alone
             assert await client.read(len(wanted)) == wanted
+
+    run_on(loop, story())
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_key_that_comes_while_a_dump_is_looked_at_is_not_replaced_unasked(
+    loop: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "STEP_S", 0.0)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            asking, other = await live.connect(), await live.connect()
+            await asking.send("RESTORE", "k", "0", DUMP[:-1] + b"?" if damaged else DUMP)
+            await until(lambda: any(session.waiting for session in live.sessions()))
+            assert await other.ask("SET", "k", "there") == b"+OK\r\n"
+            error = b"-ERR DUMP payload" if damaged else b"-BUSYKEY"
+            assert (await asking.read_line()).startswith(error)
+            assert await other.ask("GET", "k") == b"$5\r\n", "and not with the dump"
+            assert live.store.reserved_bytes == 0
+            assert live.server.stats.command("restore").failed_calls == 1
 
     run_on(loop, story())

@@ -1,7 +1,7 @@
 """A store over a few MiB whose clocks the test moves, and values whose bytes tell where they belong."""
 
 import random
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Lease
@@ -63,3 +63,12 @@ def read(store: Store, key: bytes, space: int = 0) -> bytes | None:
         return found
     with found as lease:
         return bytes(lease.view)
+
+
+class Unwalked(dict[Any, Any]):
+    """A dict for what may look keys up, and not go through all of them."""
+
+    def _walked(self) -> NoReturn:
+        raise AssertionError("a walk over every key")
+
+    __iter__ = keys = values = items = _walked

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.database import unplaced
 from kvredis.storage.disk_index import INDEX_NAME
 from kvredis.storage.segment import HEADER_BYTES, scratch
 
 from .fake_files import FakeFiles, Fault
 from .small_disk import got, index_agrees, keys, put, small_disk, written
+from .small_store import Unwalked
 
 A, B, C = (b"a", 0), (b"b", 0), (b"c", 0)
 
@@ -158,11 +160,26 @@ def test_what_was_written_before_another_block_took_its_name_comes_too_late(tmp_
         disk.check_integrity()
 
 
+def test_no_record_is_looked_at_to_exchange_databases(tmp_path: Path) -> None:
+    with closing(small_disk(tmp_path)) as disk:
+        assert put(disk, b"a", b"one")
+        assert put(disk, b"b", b"two", space=1)
+        disk._spaces[:2] = Unwalked(disk._spaces[0]), Unwalked(disk._spaces[1])
+        disk._pending.changes.update({space: Unwalked(rows) for space, rows in disk._pending.changes.items()})
+        disk.swap(0, 1)
+        disk._spaces[:2] = dict(dict.items(disk._spaces[0])), dict(dict.items(disk._spaces[1]))
+        disk._pending.changes.update({space: dict(dict.items(rows)) for space, rows in disk._pending.changes.items()})
+        assert (got(disk, b"a", 1), got(disk, b"b")) == (b"one", b"two")
+        index_agrees(disk)
+    with closing(small_disk(tmp_path)) as disk:
+        assert (got(disk, b"a", 1), got(disk, b"b")) == (b"one", b"two")
+
+
 def test_a_block_that_was_renamed_while_it_was_written_is_published_under_its_new_name(tmp_path: Path) -> None:
     with closing(small_disk(tmp_path)) as disk:
         record = written(disk, b"a", b"payload")
         assert record is not None
-        record.rename(b"b", 3)
+        record.rename(b"b", unplaced(3))
         assert disk.publish(record)
         assert got(disk, b"b", 3) == b"payload"
         assert disk.get(*A) is None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.database import unplaced
 from kvredis.storage.disk import DiskOptions, DiskTier
 from kvredis.storage.disk_index import INDEX_NAME, Batch, DiskIndex, row_of
 from kvredis.storage.errors import ConfigError
@@ -274,10 +275,15 @@ def test_a_hundred_thousand_blocks_are_read_in_quickly(tmp_path: Path) -> None:
     index.begin_epoch(cut.segment_bytes)
     a_segment = cut.segment_bytes // 4096
     rows = (
-        Record(b"key %d" % n, 0, cut.address(n // a_segment, n % a_segment * 4096, 4096), 1, 0, n + 1, bytes(16))
+        Record(
+            b"key %d" % n, unplaced(0), cut.address(n // a_segment, n % a_segment * 4096, 4096), 1, 0, n + 1, bytes(16)
+        )
         for n in range(blocks)
     )
-    index.apply(Batch(changes={row.name: row_of(row) for row in rows}), cut, durable=False)
+    batch = Batch()
+    for row in rows:
+        batch.note(row.name, row_of(row))
+    index.apply(batch, cut, durable=False)
     index.close(())
     for number in range(cut.count):
         (tmp_path / f"segment-{number:04d}.kv").touch()

@@ -122,11 +122,13 @@ def test_a_key_expires_at_its_own_time_in_its_own_database() -> None:
     entry = entry_of(b"k", 2)
     index.put(entry)
     entry.expire_at_ms = 77
-    assert index.expires(77, (b"k", 2))
-    assert not index.expires(78, (b"k", 2))
-    assert not index.expires(77, (b"k", 1))
+    assert index.expires(77, (b"k", index.databases[2]))
+    assert not index.expires(78, (b"k", index.databases[2]))
+    assert not index.expires(77, (b"k", index.databases[1]))
+    index.swap(1, 2, 0)
+    assert index.expires(77, (b"k", index.databases[1])), "it keeps its end where it comes"
     index.remove(entry)
-    assert not index.expires(77, (b"k", 2))
+    assert not index.expires(77, (b"k", index.databases[1]))
 
 
 @pytest.mark.parametrize("damage", ["key", "space", "bucket"])
@@ -138,7 +140,7 @@ def test_damage_is_noticed(damage: str) -> None:
     if damage == "key":
         entry.key = b"other"
     elif damage == "space":
-        entry.space = 1
+        entry.database = index.databases[1]
     else:
         del index.spaces[0][keys[0]]
     with pytest.raises(AssertionError):

@@ -11,6 +11,7 @@ import pytest
 
 from kvredis.storage import leasing
 from kvredis.storage.allocator import Extent
+from kvredis.storage.database import unplaced
 from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
 from kvredis.storage.leasing import Place, end_in_python, hold_in_python
 from kvredis.storage.policy import make_policy
@@ -267,7 +268,7 @@ class TestNatively:
         with pytest.raises(ValueError, match="more often"):
             native.end([(LeaseRun([entry(b"k")], 0.0), 0, 0)], None, none)
         stranger = entry(b"k")
-        stranger.leases, stranger.space = 1, 16
+        stranger.leases, stranger.database = 1, unplaced(16)
         with pytest.raises(ValueError, match="no database"):
             native.end([(LeaseRun([stranger], 0.0), 0, 0)], [{}], none)
 

@@ -8,7 +8,7 @@ from kvredis.storage.entry import Lease
 from kvredis.storage.flushing import SLICE_ENTRIES
 from kvredis.storage.store import Store
 
-from .small_store import BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read, small_store
+from .small_store import BLOCK_BYTES, BLOCKS, Clock, Unwalked, content, fill, present, read, small_store
 
 
 @pytest.fixture
@@ -124,6 +124,19 @@ def test_exchanged_databases_keep_their_values_ends_and_walks(store: Store, cloc
     clock.now_s += 1
     assert store.collect_expired() == 1
     assert (store.keys_in(0), store.keys_in(1)) == ([b"b"], [])
+
+
+def test_no_key_is_looked_at_to_exchange_databases(store: Store, clock: Clock) -> None:
+    store.put(b"a", content(1), 0, clock.ms() + 1000)
+    store.put(b"b", b"2", 1)
+    spaces = store.index.spaces
+    spaces[:2] = Unwalked(spaces[0]), Unwalked(spaces[1])
+    store.swap(0, 1)
+    spaces[:2] = dict(dict.items(spaces[0])), dict(dict.items(spaces[1]))
+    assert (store.keys_in(0), store.keys_in(1)) == ([b"b"], [b"a"])
+    store.put(b"a", b"3", 0)
+    assert store.delete([b"a"], 1), "what is stored later is in the database that has the number by now"
+    assert read(store, b"a") == b"3"
 
 
 def test_a_flush_leaves_an_empty_store_at_once_and_its_readers_what_they_hold(store: Store, clock: Clock) -> None:

@@ -222,13 +222,14 @@ class Walk:
     def save(self) -> None:
         store = self.store
         since = self.rng.choice((0, store.writes, max(1, store.writes - 5)))
-        asked = {entry: number for entry, number in store.unsaved.items() if number >= since}
+        asked = {entry: number for entry in store.unsaved if (number := store.write_of(entry)) >= since}
         evicted = self.tiers.disk.stats.evicted
 
         def saved(answer: bool) -> None:
             """Somebody is told that what he wrote is safe, or that it is not."""
             self.totals["saved" if answer else "not saved"] += 1
-            unsaved = [entry for entry, number in asked.items() if self.store.unsaved.get(entry) == number]
+            left = [entry for entry in asked if entry in store.unsaved]
+            unsaved = [entry for entry in left if store.write_of(entry) == asked[entry]]
             with self.noted():
                 assert not (answer and unsaved) or self.tiers.disk.stats.evicted > evicted
 

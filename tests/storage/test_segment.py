@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvredis.storage.allocator import GRAIN_BYTES, Extent
+from kvredis.storage.database import unplaced
 from kvredis.storage.entry import extent_length
 from kvredis.storage.segment import (
     HEADER_BYTES,
@@ -31,7 +32,7 @@ def sealed(facts: Facts, payload: bytes, seq: int = 7) -> tuple[memoryview, Reco
     image[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
     checksum = seal(image, facts, seq)
     extent = Extent(0, record_bytes(len(payload)))
-    return image, Record(facts.key, facts.space, extent, facts.length, facts.expire_at_ms, seq, checksum)
+    return image, Record.of(facts, extent, seq, checksum)
 
 
 @pytest.mark.parametrize("key", [b"", b"k", bytes(range(256)), b"x" * KEY_BYTES_MAX], ids=len)
@@ -68,15 +69,15 @@ def test_a_sound_record_of_another_block_is_a_fault() -> None:
 
 def test_a_renamed_record_is_sound_as_what_it_was_written_as_until_it_has_that_name_again() -> None:
     image, record = sealed(Facts(b"a", 0, 100, 0), b"p" * 100)
-    record.rename(b"b", 0)
-    record.rename(b"c", 1)
+    record.rename(b"b", unplaced(0))
+    record.rename(b"c", unplaced(1))
     assert (record.name, record.written_as) == ((b"c", 1), (b"a", 0))
     assert fault(image, record) is None
     other, _ = sealed(Facts(b"c", 1, 100, 0), b"p" * 100)
     assert fault(other, record) == "another record"
-    record.rename(b"a", 0)
+    record.rename(b"a", unplaced(0))
     assert (record.name, record.written_as) == ((b"a", 0), (b"a", 0))
-    assert (record.written_key, record.written_space) == (None, None)
+    assert record.written_as == record.name
     assert fault(image, record) is None
 
 

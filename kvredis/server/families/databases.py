@@ -172,7 +172,7 @@ def flushall(session: Session, args: list[bytes]) -> Reply:
     acl="keyspace write fast dangerous",
     group="server",
     since="4.0.0",
-    complexity="O(N) in the number of keys of both databases; values are not moved",
+    complexity="O(1); with a disk, O(N) in the number of values that either memory or the disk alone has",
     syntax="index1 index2",
     summary="Exchange two databases: clients of one see the keys of the other at once.",
 )

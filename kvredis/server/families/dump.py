@@ -6,12 +6,12 @@ arena; the value then moves a few bytes towards the front of its own extent and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.arguments import INT64_MAX, parse_integer
-from kvredis.server.commands import command
+from kvredis.server.commands import COMMANDS, command
 from kvredis.server.events import notify
 from kvredis.server.pending import Answer, Pending, StepTimer
 from kvredis.server.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
@@ -19,7 +19,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
 
 from .crc64 import crc64, crc64_in_steps
 from .lzf import EXPANSION_MAX, decompress
-from .rdb import Text, decode, encode_head, footer, is_whole
+from .rdb import Text, decode, encode_head, footer, is_whole_in_steps
 from .values import DEL, give_back, look_up, publish
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ PACKED_BYTES_MAX: Final = 8 * 1024 * 1024
 """The longest compressed string that is unpacked. A hostile one takes a third of a second for each MiB, in which nobody
 else is served; a value that is worth storing here hardly compresses, and Redis then dumps it as it is."""
 TOO_LONG: Final = error(f"ERR Bad data format: a compressed string may have {PACKED_BYTES_MAX} bytes")
+
+LONG_BYTES: Final = 256 * 1024
+"""A dump of so many bytes is looked at in steps: its checksum takes longer than another client is to wait."""
+MOVED_BYTES: Final = 256 * 1024
+"""What is moved of a long value between two looks at the clock."""
 
 _RESTORE = {
     "arity": -4,
@@ -98,11 +103,11 @@ def _dumped(session: Session, value: Lease) -> Iterator[Reply | Pending]:
     summary="Makes a key of what DUMP has returned.",
     **_RESTORE,  # type: ignore[arg-type]
 )
-def restore(session: Session, args: list[bytes]) -> Reply:
+def restore(session: Session, args: list[bytes]) -> Answer:
     """RESTORE key ttl dump [REPLACE] [ABSTTL] [IDLETIME seconds | FREQ n]."""
-    reply = _restore(session, args)
-    give_back(args)
-    return reply
+    restored = _restored(session, args)
+    reply = next(restored)
+    return restored if reply == b"" else reply
 
 
 @command(
@@ -113,12 +118,29 @@ def restore(session: Session, args: list[bytes]) -> Reply:
     summary="RESTORE, as one node of a cluster says it to another.",
     **_RESTORE,  # type: ignore[arg-type]
 )
-def restore_asking(session: Session, args: list[bytes]) -> Reply:
+def restore_asking(session: Session, args: list[bytes]) -> Answer:
     """As RESTORE."""
     return restore(session, args)
 
 
-def _restore(session: Session, args: list[bytes]) -> Reply:
+def _restored(session: Session, args: list[bytes]) -> Iterator[Reply | Pending]:
+    """The reply to a RESTORE. Before that to one of a long dump, whose checksum is looked at in steps, comes an empty
+    part, which is the caller's: from there on what the command brought ends with this."""
+    body = args[3].view if isinstance(args[3], Reservation) else memoryview(args[3])
+    is_long = len(body) >= LONG_BYTES
+    with ExitStack() as ends:
+        ends.callback(give_back, args)
+        if is_long:
+            yield b""
+        reply = yield from _restore(session, args, body, in_steps=is_long)
+        if is_long and isinstance(reply, bytes) and reply.startswith(b"-"):
+            session.count_failure(COMMANDS[args[0].upper()], reply)
+    yield reply
+
+
+def _restore(
+    session: Session, args: list[bytes], body: memoryview, *, in_steps: bool
+) -> Generator[Pending, None, Reply]:
     """The command without the end of what it brought. Its checks come in Redis' order."""
     key, store = args[1], session.store
     options = _read_options(args)
@@ -133,13 +155,22 @@ def _restore(session: Session, args: list[bytes]) -> Reply:
         return NOT_AN_INTEGER
     if ttl_ms < 0:
         return INVALID_TTL
-    body = args[3].view if isinstance(args[3], Reservation) else memoryview(args[3])
-    if not is_whole(body):
+    timer, looks = StepTimer(), is_whole_in_steps(body)
+    while (whole := next(looks)) is None:
+        if in_steps and timer.is_over():
+            yield from session.turns_for_others()
+    if not whole:
         return WRONG_CHECKSUM
     found = decode(body)
-    value, refusal = _value(session, args, body, found) if isinstance(found, Text) else (found, BAD_DATA)
+    if isinstance(found, Text):
+        value, refusal = yield from _value(session, args, body, found, timer)
+    else:
+        value, refusal = found, BAD_DATA
     if value is None:
         return refusal
+    there = store.find(key, session.space) is not None  # others have had their turn
+    if there and b"REPLACE" not in words:
+        return BUSY_KEY
     expire_at_ms = min(ttl_ms + (0 if b"ABSTTL" in words else store.now_ms()), INT64_MAX) if ttl_ms else 0
     with value if isinstance(value, Reservation) else nullcontext():
         if ttl_ms and expire_at_ms <= store.now_ms():
@@ -184,15 +215,19 @@ def _read_options(args: list[bytes]) -> tuple[set[bytes], int] | bytes:
 
 
 def _value(
-    session: Session, args: list[bytes], body: memoryview, text: Text
-) -> tuple[bytes | Reservation | None, bytes]:
+    session: Session, args: list[bytes], body: memoryview, text: Text, timer: StepTimer
+) -> Generator[Pending, None, tuple[bytes | Reservation | None, bytes]]:
     """The string that `text` points out in `body`, where it can be published; None and an error if it cannot be had."""
     packed = body[text.start : text.end]
     if not text.packed:
         received = args[3]
         if not isinstance(received, Reservation) or text.length < INLINE_BYTES_MAX:
             return bytes(packed), BAD_DATA
-        received.view[: text.length] = packed  # some ten bytes forward, within the extent that is published
+        for at in range(0, text.length, MOVED_BYTES):  # some ten bytes forward, within the extent that is published
+            part = packed[at : at + MOVED_BYTES]
+            received.view[at : at + len(part)] = part
+            if text.length >= LONG_BYTES and timer.is_over():
+                yield from session.turns_for_others()
         received.shorten(text.length)
         return received, BAD_DATA
     if len(packed) > PACKED_BYTES_MAX:

@@ -4,12 +4,13 @@ Short integers are kept as such and everything else as its length and its bytes;
 here and not written. The format of strings has been the same through all versions that this reads.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from kvredis.server.arguments import parse_integer
 
-from .crc64 import crc64
+from .crc64 import crc64, crc64_in_steps
 
 VERSION_MAX: Final = 11
 """Of Redis 7.2: what claims to be newer is refused, as there."""
@@ -56,11 +57,14 @@ def footer(crc: int) -> bytes:
     return version + crc64(version, crc).to_bytes(8, "little")
 
 
-def is_whole(dump: memoryview) -> bool:
-    """Whether version and checksum are those of a dump that can be read."""
+def is_whole_in_steps(dump: memoryview) -> Iterator[bool | None]:
+    """Whether version and checksum are those of a dump that can be read: said last, after a None for each stretch of it
+    that was looked at, for a caller who has other things to do as well."""
     if len(dump) < FOOTER_BYTES or int.from_bytes(dump[-10:-8], "little") > VERSION_MAX:
-        return False
-    return crc64(dump[:-8]) == int.from_bytes(dump[-8:], "little")
+        yield False
+        return
+    for crc in crc64_in_steps(dump[:-8]):
+        yield None if crc is None else crc == int.from_bytes(dump[-8:], "little")
 
 
 def decode(dump: memoryview) -> bytes | Text | None:
