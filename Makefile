@@ -5,7 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
     $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
-EXTENSIONS := storage/_native.c storage/_leasing.c backends/_recvmsg.c kvredis/server/_plain.c
+EXTENSIONS := storage/memory/_native.c storage/_leasing.c backends/_recvmsg.c kvredis/server/_plain.c
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test check nightly coverage bench gpu-check gpu-check-sglang docs docs-serve fuzz crash clean
@@ -61,7 +61,7 @@ docs-serve: $(VENV)/docs.stamp
 	scripts/docs serve
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info storage/*.so kvredis/server/*.so .demo .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info storage/*.so storage/*/*.so backends/*/*.so kvredis/server/*/*.so .demo .mypy_cache .ruff_cache .pytest_cache
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "kvredis needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from kvredis.storage.arena import Arena
 from kvredis.storage.errors import ArenaError, BackendError
+from kvredis.storage.memory.arena import Arena
 
 from .connection import DEPTH_MAX, Connection, Reply, read_map
 from .shared_arena import SharedArena, shared_arena

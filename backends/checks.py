@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.policy import POLICIES
+from kvredis.storage.eviction.base import POLICIES
 
 from .extra_config import apply_entries
 from .sources import Found

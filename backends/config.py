@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvredis.storage.arena import HugepageMode
-from kvredis.storage.disk_recovery import DiskOptions
+from kvredis.storage.disk.recovery import DiskOptions
+from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES
+from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import GIB, StoreOptions
-from kvredis.storage.policy import POLICIES, REDIS_POLICIES
 
 from . import values
 from .checks import ALLKEYS, check_all

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from kvredis.storage.arena import Arena
 from kvredis.storage.entry import extent_length
+from kvredis.storage.memory.arena import Arena
 
 logger = logging.getLogger(__name__)
 

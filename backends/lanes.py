@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final
 
-from kvredis.storage.arena import Arena
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena
 
 from . import base
 from .attached import AttachedConnection

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
-from kvredis.storage.arena import Arena
 from kvredis.storage.entry import Lease, Reservation, extent_length
+from kvredis.storage.memory.arena import Arena
 
 from .local import LocalBackend
 from .local_reading import ROOM_LOOK_S

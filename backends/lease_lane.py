@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvredis.storage.copying import copy
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.copy import copy
 
 from .attached import AttachedConnection, SharedLease
 from .connection import Allocate

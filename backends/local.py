@@ -10,9 +10,9 @@ from typing import Final
 
 from kvredis.storage.entry import Lease, Reservation, extent_length
 from kvredis.storage.errors import BackendError
-from kvredis.storage.prefetch import PrefetchJob
 from kvredis.storage.store import Store
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
+from kvredis.storage.tiering.prefetch import PrefetchJob
 
 from . import base
 from .endings import Endings

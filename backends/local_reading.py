@@ -17,7 +17,7 @@ from typing import Final
 
 from kvredis.storage.entry import Lease, extent_length
 from kvredis.storage.store import Store
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
 
 ROOM_LOOK_S: Final = 0.05
 """How often one who waits for room looks again, though nobody has told him of any."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvredis.storage.arena import Arena
+from kvredis.storage.memory.arena import Arena
 
 from . import base
 

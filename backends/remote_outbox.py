@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from kvredis.storage.arena import Arena
+from kvredis.storage.memory.arena import Arena
 
 from .fitting import Fitting
 from .lanes import Touch

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
-from kvredis.storage.arena import Arena
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena
 
 from .connection import Reply
 from .lanes import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, SetLane, Touch

@@ -21,10 +21,10 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-from kvredis.storage.addresses import address_of
 from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
-from kvredis.storage.pagelock import CudaLock, cuda_driver
+from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import ctypes
 import random
 from typing import Final
 
-from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
-from kvredis.storage.segment import HEADER_BYTES, record_bytes
+from kvredis.storage.disk.segment import HEADER_BYTES, record_bytes
+from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
 
 from .errors import VerificationError
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvredis.storage.files import RealFiles
-from kvredis.storage.pagelock import c_library
-from kvredis.storage.segment import HEADER_BYTES
+from kvredis.storage.disk.files import RealFiles
+from kvredis.storage.disk.segment import HEADER_BYTES
+from kvredis.storage.memory.page_lock import c_library
 
 from .disk_blocks import Blocks
 from .disk_result import DEVICE, LOOP, Mode

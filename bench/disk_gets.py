@@ -19,8 +19,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Final
 
-from kvredis.storage.arena import Arena
-from kvredis.storage.segment import record_bytes
+from kvredis.storage.disk.segment import record_bytes
+from kvredis.storage.memory.arena import Arena
 
 from .disk_client import BlockClient, Values
 from .disk_device import forget_pages

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kvredis.storage.files import RealFiles
+from kvredis.storage.disk.files import RealFiles
 
 from .disk_blocks import Blocks
 from .disk_device import Loop, RateArm, Timing, cached_share, device_tool

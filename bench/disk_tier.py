@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.io_threads import IoThreads, Priority
-from kvredis.storage.segment import Facts
+from kvredis.storage.disk.segment import Facts
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.tiering.executor import IoThreads, Priority
 
 from .disk_blocks import Blocks
 from .disk_device import Timing, forget_pages

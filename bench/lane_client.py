@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Final
 
 from kvredis.backends.wire import CRLF
-from kvredis.storage.arena import Arena
-from kvredis.storage.copying import copy
+from kvredis.storage.memory.arena import Arena
+from kvredis.storage.memory.copy import copy
 
 from .errors import BenchError
 from .workload import Memory

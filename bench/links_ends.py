@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
 
 from .disk_blocks import same_bytes
 from .errors import BenchError, VerificationError

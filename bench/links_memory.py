@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena, HugepageMode
 from kvredis.storage.errors import ArenaError
-from kvredis.storage.hugepages import anonymous_thp, shmem_thp, shmem_thp_usable
-from kvredis.storage.pagelock import c_library
+from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena, HugepageMode
+from kvredis.storage.memory.hugepages import anonymous_thp, shmem_thp, shmem_thp_usable
+from kvredis.storage.memory.page_lock import c_library
 
 from .disk_blocks import same_bytes
 from .errors import BenchError, VerificationError

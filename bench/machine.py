@@ -6,7 +6,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from kvredis.storage.copying import KIND
+from kvredis.storage.memory.copy import KIND
 
 _PACKAGES = ("uvloop",)
 

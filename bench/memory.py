@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from kvredis import install_line
-from kvredis.storage import copying
 from kvredis.storage.errors import ArenaError
-from kvredis.storage.hugepages import pages_needed
-from kvredis.storage.limits import gib
+from kvredis.storage.memory import copy
+from kvredis.storage.memory.hugepages import pages_needed
+from kvredis.storage.memory.memory_limits import gib
 
 from .errors import BenchError
 from .figures import GB, counted, middle, paired_ratio, paired_ratios, rotated
@@ -93,7 +93,7 @@ def run(plan: MemoryPlan, progress: Progress) -> MemoryResult:
         schema=SCHEMA,
         machine=machine_facts(),
         torch=TorchFacts(version=str(torch.__version__), threads=threads),
-        copying=copying.KIND,
+        copying=copy.KIND,
         options={**asdict(plan), "threads": plan.crews()},
         pages={},
         notes=[],

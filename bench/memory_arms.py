@@ -15,7 +15,7 @@ from threading import Barrier
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from kvredis.storage import copying
+from kvredis.storage.memory import copy as copying
 
 from .errors import BenchError, VerificationError
 from .memory_pages import Region
@@ -194,7 +194,7 @@ def memmove(arrays: Arrays, pairs: Sequence[Pair], crew: Crew) -> None:
 
 
 def store_copy(arrays: Arrays, pairs: Sequence[Pair], crew: Crew) -> None:
-    """Copy as the store does where it must: kvredis.storage.copying."""
+    """Copy as the store does where it must: kvredis.storage.memory.copy."""
     nbytes, source, target = arrays.block_bytes, arrays.source, arrays.target
 
     def copy(some: Sequence[Pair]) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.hugepages import HUGEPAGE_BYTES, HugepagePool, anonymous_thp, meminfo, pages_needed
-from kvredis.storage.limits import gib
+from kvredis.storage.memory.arena import Arena, HugepageMode
+from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES, HugepagePool, anonymous_thp, meminfo, pages_needed
+from kvredis.storage.memory.memory_limits import gib
 
 from .errors import BenchError
 

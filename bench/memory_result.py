@@ -87,7 +87,7 @@ class MemoryResult(TypedDict):
     schema: str
     machine: dict[str, str | int]
     torch: TorchFacts
-    copying: str  # how the store's own copy is done here, see kvredis.storage.copying.KINDS
+    copying: str  # how the store's own copy is done here, see kvredis.storage.memory.copy.KINDS
     options: dict[str, object]
     pages: dict[str, str]
     notes: list[str]

@@ -26,7 +26,7 @@ from kvredis.adapters.block import block_bytes
 from kvredis.adapters.deciding import TRIAL_TIMES, break_even_bytes_per_s
 from kvredis.adapters.layout import DTYPES, ChunkLayout
 from kvredis.storage.entry import extent_length
-from kvredis.storage.hugepages import pages_needed
+from kvredis.storage.memory.hugepages import pages_needed
 
 from .figures import GB
 from .shapes import ModelShape

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvredis.storage.addresses import address_of
-from kvredis.storage.pagelock import PageLock, lock_pages
+from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.page_lock import PageLock, lock_pages
 
 from .errors import VerificationError
 from .figures import GB

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from kvredis.storage.copying import copy
+from kvredis.storage.memory.copy import copy
 
 from .errors import BenchError
 from .lane_client import LaneClient, LentMemory, Place

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.storage.copying import copy
+from kvredis.storage.memory.copy import copy
 
 from .errors import VerificationError
 from .figures import by_repeat, middle, paired_ratio, percentile, rotated

@@ -12,7 +12,7 @@ from typing import Final, Self
 
 from kvredis.backends.address import Address
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store as Staging
 
 from .errors import BenchError

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvredis.storage.limits import gib, memory_obstacle
+from kvredis.storage.memory.memory_limits import gib, memory_obstacle
 
 from .errors import BenchError, VerificationError
 from .figures import size_text

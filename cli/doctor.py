@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 
 from kvredis.backends.config import Config
-from kvredis.storage.arena import Machine
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.hugepages import HUGEPAGE_BYTES
-from kvredis.storage.limits import gib
+from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES
+from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import parse_size
 
 from .configuring import check_store, config_file_option, load_config

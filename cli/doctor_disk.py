@@ -16,12 +16,12 @@ from pathlib import Path
 import click
 
 from kvredis.backends.config import KEYS, Config
-from kvredis.storage.arena import Machine
-from kvredis.storage.disk_recovery import LOCK_NAME
-from kvredis.storage.files import Files, RealFiles
-from kvredis.storage.limits import gib
+from kvredis.storage.disk.files import Files, RealFiles
+from kvredis.storage.disk.recovery import LOCK_NAME
+from kvredis.storage.disk.segment import segment_number
+from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import GIB
-from kvredis.storage.segment import segment_number
 
 from .configuring import config_file_option, load_config, option_of
 from .doctor_disk_rate import MEASURED_BYTES, DiskRate, disk_rate, io_limits

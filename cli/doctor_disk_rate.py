@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvredis.storage.arena import Machine
-from kvredis.storage.files import File, Files
-from kvredis.storage.limits import control_groups
+from kvredis.storage.disk.files import File, Files
+from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.memory_limits import control_groups
 
 PIECE_BYTES = 4 * 1024 * 1024
 MEASURED_BYTES = 64 * 1024 * 1024

@@ -9,8 +9,8 @@ import mmap
 from typing import Any
 
 from kvredis.backends.config import Config
-from kvredis.storage.hugepages import HUGEPAGE_BYTES
-from kvredis.storage.pagelock import CudaLock, cuda_driver
+from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES
+from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
 
 from .doctor_finding import Finding
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvredis.backends.config import Config
-from kvredis.storage.arena import HugepageMode, Machine
-from kvredis.storage.hugepages import (
+from kvredis.storage.memory.arena import HugepageMode, Machine
+from kvredis.storage.memory.hugepages import (
     HUGEPAGE_BYTES,
     HugepagePool,
     anonymous_thp,
@@ -20,7 +20,7 @@ from kvredis.storage.hugepages import (
     shmem_thp,
     shmem_thp_usable,
 )
-from kvredis.storage.limits import gib, group_limits, hugetlb_obstacle, memory_obstacle
+from kvredis.storage.memory.memory_limits import gib, group_limits, hugetlb_obstacle, memory_obstacle
 
 from .doctor_finding import Finding
 

@@ -20,11 +20,11 @@ from kvredis.server.acl import Acl
 from kvredis.server.families import load_families
 from kvredis.server.listeners import BACKLOG, bind_tcp
 from kvredis.server.startup import check_options
-from kvredis.storage.arena import Machine
+from kvredis.storage.disk.segment import default_segment_bytes
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.limits import gib
-from kvredis.storage.native import NATIVE_WANTED
-from kvredis.storage.segment import default_segment_bytes
+from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.memory_limits import gib
+from kvredis.storage.memory.native import NATIVE_WANTED
 
 from .configuring import EVENT_LOOP_VARIABLE, FILES_BESIDE_CLIENTS, server_options_of, told_where
 from .doctor_finding import Finding
@@ -33,7 +33,7 @@ ASK_S = 2.0
 """How long a server that is there already may take to say what it is."""
 
 EXTENSIONS = (
-    "kvredis.storage._native",
+    "kvredis.storage.memory._native",
     "kvredis.storage._leasing",
     "kvredis.backends._recvmsg",
     "kvredis.server._plain",

@@ -31,11 +31,11 @@ from kvredis.server.server import Server
 from kvredis.server.settings import begin
 from kvredis.server.slots import SLOTS
 from kvredis.server.startup import check_options
-from kvredis.storage.arena import PREFAULT_THREADS_MAX, Arena
 from kvredis.storage.background import start_thread
-from kvredis.storage.disk import DiskTier
+from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError
-from kvredis.storage.limits import gib
+from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 

@@ -1,4 +1,4 @@
-/* Holds on many blocks at a time, and their end, natively. leasing.py is the contract and has the same in Python.
+/* Holds on many blocks at a time, and their end, natively. lease_many.py is the contract and has the same in Python.
  *
  * WHY slots are read where they lie and not as attributes: a block leased by the thousand is touched by nothing else,
  * so a lease costs what is noted down for it, and a dozen attributes were most of that. Where slots lie is asked of the

@@ -1,9 +1,9 @@
-"""What storage/_leasing.c offers to leasing.py."""
+"""What storage/_leasing.c offers to lease_many.py."""
 
 from collections.abc import Callable, Sequence
 
 from .entry import Entry
-from .leasing import Found, Hit, Place
+from .lease_many import Found, Hit, Place
 
 def hold(
     keys: Sequence[bytes],

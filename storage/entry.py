@@ -9,13 +9,13 @@ slow reader.
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from .allocator import GRAIN_BYTES, Extent
 from .database import Database, unplaced
+from .memory.allocator import GRAIN_BYTES, Extent
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .segment import Record
+    from .disk.segment import Record
     from .store import Store
 
 INLINE_BYTES_MAX: Final = 16 * 1024
@@ -79,7 +79,8 @@ class Entry:
         self.encoding: tuple[bytes, str] | None = None
         """What some want to know of how `value` came about: that value, so that it is void for another, and a word."""
         self.tokens = 0
-        """How many tokens the block says that it holds (tokens.py); 0 for what says nothing and for small values."""
+        """How many tokens the block says that it holds (tensor_facts.py); 0 for what says nothing and for small
+        values."""
         self.affirmed_turn = 0
         """The store's turn in which somebody was told that the key is there; 0 = never."""
 
@@ -234,7 +235,7 @@ class Lease:
 
 class LeaseRun:
     """Holds that were taken together and have one time limit, for who asks for many at a time and reads the arena by
-    itself: a list, where a Lease for each would cost an object and a view. storage/leasing.py makes and ends them.
+    itself: a list, where a Lease for each would cost an object and a view. storage/lease_many.py makes and ends them.
 
     `entries` has an entry for each hold that goes on, and None for each that has ended or never was.
     """

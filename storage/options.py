@@ -4,9 +4,9 @@ import math
 import re
 from dataclasses import dataclass
 
-from .arena import HugepageMode
-from .disk_recovery import DiskOptions
+from .disk.recovery import DiskOptions
 from .errors import ConfigError
+from .memory.arena import HugepageMode
 
 GIB = 1024**3
 

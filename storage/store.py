@@ -12,10 +12,9 @@ from contextlib import ExitStack
 from itertools import takewhile
 from operator import attrgetter
 
-from . import survey
-from .arena import Arena
+from . import integrity
 from .clock import unix_ms
-from .disk import DiskTier
+from .disk.tier import DiskTier
 from .entry import (
     INLINE_BYTES_MAX,
     NOWHERE,
@@ -26,15 +25,16 @@ from .entry import (
     Reservation,
     extent_length,
 )
-from .flushing import Flushes
-from .io_threads import IoThreads
-from .leasing import Leasing
-from .ledger import Change
-from .moves import Moves
+from .eviction.base import Policy, make_policy
+from .flush import Flushes
+from .lease_many import Leasing
+from .memory.arena import Arena
 from .options import StoreOptions
-from .policy import Policy, make_policy
-from .tiering import Tiering
-from .tokens import tokens_of
+from .rename import Moves
+from .state import Change
+from .tensor_facts import tokens_of
+from .tiering.executor import IoThreads
+from .tiering.manager import Tiering
 
 RANDOM_TRIES = 100
 """How often another key is drawn where expired ones are kept."""
@@ -479,12 +479,12 @@ class Store(Moves, Flushes, Leasing):
     def tiers(self) -> dict[str, dict[str, int | str]]:
         """Figures of each tier, sizes in bytes: room, entries, holds and what the memory is made of."""
         with self._lock:
-            return survey.tiers(self)
+            return integrity.tiers(self)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index, policies, allocator and byte accounts agree with one another."""
         with self._lock:
-            survey.check_integrity(self)
+            integrity.check_integrity(self)
 
 
 def zero(memory: memoryview, start: int, end: int) -> None:

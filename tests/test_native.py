@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvredis.cli.doctor_system import EXTENSIONS
-from kvredis.storage.copying import KINDS
+from kvredis.storage.memory.copy import KINDS
 
 IN_USE = """
 from kvredis.server.plain import plain_commands
 from kvredis.cli.doctor_system import EXTENSIONS
-from kvredis.storage.copying import KIND
+from kvredis.storage.memory.copy import KIND
 print(KIND, plain_commands.__name__)
 """
 

@@ -15,7 +15,7 @@ import torch
 
 from kvredis.backends.forks import Home
 from kvredis.storage.background import start_worker
-from kvredis.storage.time_slices import take_long_slices
+from kvredis.storage.memory.sched import take_long_slices
 
 from .keys import ChunkKey
 from .layout import ChunkLayout

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from xxhash import xxh3_128
 
-from kvredis.storage.copying import copy
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import copy
 
 from .block import HEADER_ALIGN_BYTES, HEADER_BYTES_MAX, LENGTH_BYTES, TENSOR_NAME
 

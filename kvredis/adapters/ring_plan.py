@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvredis.storage.addresses import addresses_of
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.addresses import addresses_of
 
 from .paged import PagedKV
 from .transfer import NO_ROW, Part, check_part, layer_parts

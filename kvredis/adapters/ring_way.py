@@ -21,7 +21,7 @@ from weakref import ref
 
 import torch
 
-from kvredis.storage.addresses import address_of
+from kvredis.storage.memory.addresses import address_of
 
 from .ring_device import Device, Event
 from .ring_moving import RingMoving

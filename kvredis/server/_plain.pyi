@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvredis.storage.entry import LeaseRun
-from kvredis.storage.leasing import Found, Place
+from kvredis.storage.lease_many import Found, Place
 
 from .places import Held, Room
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Final, cast
 
 from kvredis.storage.entry import Lease, extent_length
 from kvredis.storage.index import SPACES
-from kvredis.storage.transfers import Transfer
+from kvredis.storage.tiering.transfers import Transfer
 
 from .arguments import parse_integer
 from .commands import shown
 from .pending import Pending, tell_loop
 
 if TYPE_CHECKING:
-    from kvredis.storage.bringing import Bringing
+    from kvredis.storage.tiering.promotion import Bringing
 
     from .commands import Command
     from .request import Argument

@@ -26,7 +26,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.registry import Collector
 
 from kvredis import __version__
-from kvredis.storage.copying import KIND as COPYING
+from kvredis.storage.memory.copy import KIND as COPYING
 from kvredis.storage.stats import Times
 
 from .figures import PREFIX, Figure, Kind, Seen, Values, read_all

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.io_threads import Priority
 from kvredis.storage.stats import Times
+from kvredis.storage.tiering.executor import Priority
 
 from .health import trouble
 

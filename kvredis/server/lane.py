@@ -1,8 +1,8 @@
 """The same-host lane: clients that read blocks where they lie in the arena, and store blocks out of their own memory.
 
 Each side lends its memory to the other read-only. A client that attaches over a unix socket is given the arena's memfd,
-which is sealed (storage/arena.py), so all it can do is to read; to store it lends us memory of its own, out of which we
-copy (lane_memory.py). Neither can damage what is the other's, nor be killed by it.
+which is sealed (storage/memory/arena.py), so all it can do is to read; to store it lends us memory of its own, out of
+which we copy (lane_memory.py). Neither can damage what is the other's, nor be killed by it.
 
 WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so
 (KV.RELEASE, RESET), when its time limit has passed, or with the connection. The client counts the limit from before it
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, extent_length
 from kvredis.storage.errors import ArenaError
-from kvredis.storage.leasing import Found, Place
+from kvredis.storage.lease_many import Found, Place
 from kvredis.storage.store import Store
 
 from . import places

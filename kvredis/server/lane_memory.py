@@ -4,8 +4,8 @@ WHY it is not simply mapped and read: a page of somebody else's memfd that canno
 a hole, no hugepage is left, the control group is full) kills who touches it in a mapping, and is an error to preadv. So
 a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own engines'
 arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ, Linux
-5.14). It is worth that, because the streaming stores of storage/copying.py take half the time of preadv's copy. Nor is
-another user's memory mapped: to have a page that he has never written to would cost us one. Either way the bytes go
+5.14). It is worth that, because the streaming stores of storage/memory/copy.py take half the time of preadv's copy. Nor
+is another user's memory mapped: to have a page that he has never written to would cost us one. Either way the bytes go
 straight into the extent, long ones without the GIL.
 """
 
@@ -22,10 +22,10 @@ import stat
 from functools import partial
 from typing import Final
 
-from kvredis.storage.addresses import address_of
 from kvredis.storage.background import start_thread
-from kvredis.storage.copying import KIND, copy
-from kvredis.storage.time_slices import take_long_slices
+from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import KIND, copy
+from kvredis.storage.memory.sched import take_long_slices
 
 READ_BYTES_MAX: Final = 1 << 30
 """What one preadv is asked for; the kernel gives at most 2 GiB less a page."""

@@ -18,8 +18,8 @@ from itertools import chain
 from time import perf_counter
 from typing import Final
 
-from kvredis.storage.allocator import GRAIN_BYTES
 from kvredis.storage.entry import NOWHERE, Entry
+from kvredis.storage.memory.allocator import GRAIN_BYTES
 from kvredis.storage.store import Store
 
 from .page_facts import Told, is_there, shown

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, LeaseRun
-from kvredis.storage.leasing import Found, Place
-from kvredis.storage.native import NATIVE_WANTED
+from kvredis.storage.lease_many import Found, Place
+from kvredis.storage.memory.native import NATIVE_WANTED
 
 
 class Shared:

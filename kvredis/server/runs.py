@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from kvredis.storage.native import NATIVE_WANTED
+from kvredis.storage.memory.native import NATIVE_WANTED
 
 from .commands import SPELLINGS
 

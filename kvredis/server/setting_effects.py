@@ -9,7 +9,7 @@ import logging
 import resource
 from typing import TYPE_CHECKING
 
-from kvredis.storage.policy import make_policy
+from kvredis.storage.eviction.base import make_policy
 
 from .setting_checks import parse_limits
 

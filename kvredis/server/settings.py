@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.eviction.base import REDIS_POLICIES, redis_name
 from kvredis.storage.index import SPACES
-from kvredis.storage.policy import REDIS_POLICIES, redis_name
 
 from . import events, splicing, tracking
 from .lane import LEASE_MS_MAX

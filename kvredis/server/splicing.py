@@ -32,8 +32,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvredis.storage.addresses import address_of
 from kvredis.storage.entry import Lease
+from kvredis.storage.memory.addresses import address_of
 
 from .commands import command
 from .lent_pages import CAN_LEND, Pipe, unread_bytes

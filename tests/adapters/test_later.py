@@ -13,7 +13,7 @@ from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.tensors import event_on
 from kvredis.backends.config import Config
 from kvredis.storage.errors import LayoutError
-from kvredis.storage.time_slices import SLICE_NS
+from kvredis.storage.memory.sched import SLICE_NS
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 from tests.backends.nodes import wait_until
 from tests.storage.asked_slices import has_slices, slice_ns

@@ -12,7 +12,7 @@ from kvredis.adapters.layout import ChunkLayout
 from kvredis.backends.address import parse_url
 from kvredis.backends.config import Config
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.backends.fake_server import FakeServer, Leave, Shelf
 

@@ -18,7 +18,7 @@ from kvredis.adapters.transformers import CachedModel, layout_of
 from kvredis.backends.address import parse_url
 from kvredis.backends.config import Config
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.adapters.slow_backend import settle
 from tests.backends.fake_server import Answer, FakeServer, Leave, Shelf

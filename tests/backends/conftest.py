@@ -13,8 +13,8 @@ import pytest
 from kvredis.backends import link
 from kvredis.backends.address import parse_url
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.certificates import make_papers
 

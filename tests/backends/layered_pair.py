@@ -9,7 +9,7 @@ from kvredis.backends.layered import LayeredBackend
 from kvredis.backends.layered_passage import Passage
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES
 
 from .conftest import small_store

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvredis.backends.local import LocalBackend
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
 
 from .conftest import small_store
 from .verbs import content, put

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvredis.backends.address import parse_url
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 

@@ -7,7 +7,7 @@ import pytest
 from kvredis.backends.checks import ALLKEYS
 from kvredis.backends.config import Config
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.policy import POLICIES, REDIS_POLICIES, make_policy, redis_name
+from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy, redis_name
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -10,8 +10,8 @@ from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.backends.config import KEYS, Config
 from kvredis.backends.sources import Key
-from kvredis.storage.arena import HugepageMode
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.arena import HugepageMode
 
 GIB = 1024**3
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kvredis.backends.config import HASH_ALGORITHMS, KEYS, Config, read
-from kvredis.storage.arena import HugepageMode
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.arena import HugepageMode
 
 GIB = 1024**3
 

@@ -14,8 +14,8 @@ from kvredis.backends import attached, same_host
 from kvredis.backends.address import parse_url
 from kvredis.backends.base import Lease
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena
 from kvredis.storage.errors import ArenaError
+from kvredis.storage.memory.arena import Arena
 from kvredis.storage.store import Store
 
 from .conftest import ServerProcess, small_store, start_server

@@ -24,8 +24,8 @@ from kvredis.backends import attached, lease_lane, link
 from kvredis.backends.address import parse_url
 from kvredis.backends.attached import AttachedConnection, SharedLease
 from kvredis.backends.remote import RemoteBackend
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena, HugepageMode
 
 from .conftest import EXIT_S, ROOT, ServerProcess, small_store, start_server
 from .lane_server import ask, attached_ids, lane_figures, lane_path, lane_url, mapped, store_blocks

@@ -14,8 +14,8 @@ from kvredis.backends import attached, lease_lane
 from kvredis.backends.attached import AttachedConnection, SharedLease
 from kvredis.backends.lease_lane import LeaseLane, leases_for
 from kvredis.backends.shared_arena import SharedArena
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from tests.storage.test_pagelock import FakeDriver
 
 from .lane_server import pass_time

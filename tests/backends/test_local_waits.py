@@ -9,7 +9,7 @@ import pytest
 
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.local_reading import Waits
-from kvredis.storage.io_threads import Priority
+from kvredis.storage.tiering.executor import Priority
 
 from .conftest import Clock
 from .local_disk import (

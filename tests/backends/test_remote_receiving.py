@@ -14,8 +14,8 @@ from kvredis.backends.remote_holds import AnyRooms
 from kvredis.backends.remote_load import Load, Patience, Stream
 from kvredis.backends.remote_node import Node
 from kvredis.backends.remote_receiving import Body, Receiver
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 from .nodes import wait_until

@@ -17,7 +17,7 @@ from kvredis.backends.layered_passage import Passage
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote import RemoteBackend
 from kvredis.backends.remote_receiving import Body, Receiver
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 from .fake_server import FakeServer, Shelf, _read_command, polite

@@ -10,8 +10,8 @@ import pytest
 
 from kvredis.backends import shared_arena as module
 from kvredis.backends.shared_arena import SharedArena, shared_arena
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import BackendError
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from tests.storage.test_pagelock import FakeDriver
 
 from .lane_server import mapped

@@ -11,8 +11,8 @@ from kvredis.bench.disk_rates import RatePlan, run_rates, summarize
 from kvredis.bench.disk_result import RateSample
 from kvredis.bench.disk_tier import TierArm
 from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import HEADER_BYTES, Record
+from kvredis.storage.disk.segment import HEADER_BYTES, Record
+from kvredis.storage.disk.tier import DiskTier
 
 TINY = RatePlan(repeats=1, threads=(1, 2), block_bytes=256 * 1024, cell_bytes=2 * 1024**2)
 

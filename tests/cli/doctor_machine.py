@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvredis.cli.main import main
-from kvredis.storage.arena import Machine
+from kvredis.storage.memory.arena import Machine
 
 GIB = 1024**3
 POOL = "kernel/mm/hugepages/hugepages-2048kB"

@@ -10,8 +10,8 @@ import time
 from itertools import count
 
 from kvredis.cli.main import main
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import Record
+from kvredis.storage.disk.segment import Record
+from kvredis.storage.disk.tier import DiskTier
 
 LOOK_S = 0.02
 _numbers, _lock, _read = count(), threading.Lock(), DiskTier.read

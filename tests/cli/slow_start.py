@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from kvredis.cli.main import main
-from kvredis.storage.disk import DiskTier
+from kvredis.storage.disk.tier import DiskTier
 
 opened = DiskTier.open
 gate = os.environ.pop("KVREDIS_TEST_GATE", "")

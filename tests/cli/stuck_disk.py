@@ -6,9 +6,9 @@ For what must hold while a server is being saved, which a real disk is done with
 import threading
 
 from kvredis.cli.main import main
-from kvredis.storage.allocator import Extent
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import Facts, Record
+from kvredis.storage.disk.segment import Facts, Record
+from kvredis.storage.disk.tier import DiskTier
+from kvredis.storage.memory.allocator import Extent
 
 
 def write(self: DiskTier, extent: Extent, image: memoryview, facts: Facts) -> Record | None:

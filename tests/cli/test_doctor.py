@@ -18,7 +18,7 @@ from kvredis.backends.config import Config
 from kvredis.cli import doctor_gpu, doctor_system
 from kvredis.cli.doctor_finding import Finding, draw
 from kvredis.cli.doctor_system import network
-from kvredis.storage.arena import Machine
+from kvredis.storage.memory.arena import Machine
 from tests.server.certificates import make_papers
 
 from .conftest import ROOT, Serve
@@ -274,7 +274,7 @@ def test_what_is_not_installed_is_a_fact_and_a_fault_when_it_is_asked_for(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     findings = json.loads(run(machine, "system", "--json").stdout)
     assert (findings["uvloop"]["ok"], findings["uvloop"]["found"]) == (None, "not installed")
-    assert findings["C extensions"]["found"].startswith("not built: kvredis.storage._native, ")
+    assert findings["C extensions"]["found"].startswith("not built: kvredis.storage.memory._native, ")
     findings = json.loads(run(machine, "system", "--json", KVREDIS_EVENT_LOOP="uvloop").stdout)
     assert findings["uvloop"]["ok"] is False
 

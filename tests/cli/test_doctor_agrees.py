@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.hugepages import HugepagePool, shmem_thp_usable
-from kvredis.storage.pagelock import cuda_driver
+from kvredis.storage.memory.hugepages import HugepagePool, shmem_thp_usable
+from kvredis.storage.memory.page_lock import cuda_driver
 
 from .conftest import EXIT_S
 

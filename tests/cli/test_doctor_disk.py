@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from kvredis.backends.config import Config
 from kvredis.cli.doctor_disk import DiskFacts, disk_facts
 from kvredis.cli.main import main
-from kvredis.storage.arena import Machine
-from kvredis.storage.disk_recovery import LOCK_NAME
-from kvredis.storage.files import RealFiles
-from kvredis.storage.segment import segment_name
+from kvredis.storage.disk.files import RealFiles
+from kvredis.storage.disk.recovery import LOCK_NAME
+from kvredis.storage.disk.segment import segment_name
+from kvredis.storage.memory.arena import Machine
 
 
 class BufferedFiles(RealFiles):

@@ -9,7 +9,7 @@ import pytest
 from kvredis.backends.config import Config
 from kvredis.cli.doctor_finding import Finding
 from kvredis.cli.doctor_gpu import gpu
-from kvredis.storage.arena import Machine
+from kvredis.storage.memory.arena import Machine
 from tests.storage.test_pagelock import FakeDriver
 
 from .doctor_machine import GIB, make_machine, run, set_meminfo, set_nodes, set_pool, write

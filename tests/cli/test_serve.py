@@ -18,7 +18,7 @@ from kvredis.cli.serve import event_loop_factory, raise_open_files
 from kvredis.server.listeners import bind_tcp, release, reserve
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.hugepages import HugepagePool
+from kvredis.storage.memory.hugepages import HugepagePool
 
 from .conftest import EXIT_S, ROOT, Serve
 

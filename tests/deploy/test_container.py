@@ -147,7 +147,7 @@ def test_its_own_commands_make_a_server_that_is_healthy(tmp_path: Path) -> None:
     packages = {path.name.partition("-")[0] for path in installed.glob("lib/python*/site-packages/*.dist-info")}
     assert {"kvredis", "uvloop"} <= packages
     assert "torch" not in packages
-    built = {path.name.partition(".")[0] for path in installed.glob("lib/python*/site-packages/kvredis/*/_*.so")}
+    built = {path.name.partition(".")[0] for path in installed.glob("lib/python*/site-packages/kvredis/**/_*.so")}
     assert built == {name.rpartition(".")[2] for name in EXTENSIONS}
 
     env = image_variables()

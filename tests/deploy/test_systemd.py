@@ -14,7 +14,7 @@ import redis
 
 from kvredis.backends.config import Config
 from kvredis.backends.opening import open_backend
-from kvredis.storage.hugepages import pages_needed
+from kvredis.storage.memory.hugepages import pages_needed
 from tests.backends.verbs import content, put_through
 from tests.cli.test_service_manager import ServiceManager
 

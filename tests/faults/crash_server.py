@@ -16,7 +16,7 @@ END_S: Final = 30
 
 _PROGRAM: Final = """
 import sys
-from kvredis.storage import segment
+from kvredis.storage.disk import segment
 segment.SEGMENT_BYTES = int(sys.argv.pop(1))
 from kvredis.cli.main import main
 main()

@@ -5,9 +5,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.files import File
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.disk.files import File
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.tiering.manager import Tiering
 from tests.server.feed import Word
 from tests.server.live import MIB, Client, LiveServer, pattern
 from tests.storage.fake_files import FakeFile, FakeFiles

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Final
 
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.files import Files
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.entry import Lease
-from kvredis.storage.files import Files
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
 from tests.faults.crash_model import NOTHING, Held, Name, Seen, ident_of
 from tests.storage.fake_io import ManualIo
 from tests.storage.small_store import Clock

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvredis.backends.local import LocalBackend
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.backends.nodes import wait_until
 from tests.faults.engine_runs import STORED, Subject, warnings_of

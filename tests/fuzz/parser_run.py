@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvredis.server.parser import Parser
 from kvredis.server.request import REFUSED, Argument, Refused
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Reservation
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.fuzz.corpus import session
 from tests.fuzz.mutator import cuts, mutate, shrink

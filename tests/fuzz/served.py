@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from kvredis.server.server import Server, ServerOptions
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import LOOPS
 

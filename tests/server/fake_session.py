@@ -12,8 +12,8 @@ from kvredis.server.server import Server, ServerOptions
 from kvredis.server.session import Session
 from kvredis.server.tracking import Tracking
 from kvredis.server.transactions import Transaction
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Lease
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 ARENA_BYTES = 4 * 1024 * 1024

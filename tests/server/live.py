@@ -17,7 +17,7 @@ import uvloop
 
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.session import Session
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.feed import Word, request
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvredis.server.page_survey import Surveys
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Entry
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 MIB = 1024 * 1024

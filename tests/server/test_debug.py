@@ -7,7 +7,7 @@ import pytest
 
 from kvredis.server.families.debug import is_local
 from kvredis.server.server import Server, ServerOptions
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession
 

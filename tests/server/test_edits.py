@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.arena import HugepageMode
-from kvredis.storage.disk import DiskOptions
+from kvredis.storage.disk.tier import DiskOptions
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease
+from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server

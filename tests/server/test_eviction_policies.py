@@ -6,8 +6,8 @@ import pytest
 
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.settings import value_of
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.policy import POLICIES, REDIS_POLICIES, make_policy
+from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 from .fake_session import ARENA_BYTES, FakeSession

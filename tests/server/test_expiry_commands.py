@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvredis.server.server import Server, ServerOptions
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, received, run

@@ -9,8 +9,8 @@ import pytest
 from kvredis.server.intake import GATHER_TRIES, SCRATCH_BYTES
 from kvredis.server.parser import Parser
 from kvredis.server.request import Argument, QueryBufferLimit
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Reservation
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.feed import feed, no_payload, request
 from tests.server.live import LiveServer, run_on

@@ -13,7 +13,7 @@ import pytest
 
 from kvredis.server import lane_memory
 from kvredis.server.lane_memory import LentMemory, receive
-from kvredis.storage.copying import KIND
+from kvredis.storage.memory.copy import KIND
 
 FUTURE_WRITE = 0x10
 BYTES = 3 * 1024 * 1024 + 4096

@@ -14,7 +14,7 @@ import hiredis
 import pytest
 
 from kvredis.server.lane_memory import LentMemory
-from kvredis.storage.time_slices import SLICE_NS
+from kvredis.storage.memory.sched import SLICE_NS
 from tests.server.feed import request
 from tests.server.lane_client import SHRINK, LaneClient, attached, connected, memory, open_descriptors
 from tests.server.live import MIB, LiveServer, pattern, run_on, until

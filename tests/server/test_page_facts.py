@@ -14,7 +14,7 @@ from kvredis.server.families.kv import tensor_facts
 from kvredis.server.page_facts import KEYS_WANTED, blocks_between, meant, search, shown, state, told_block
 from kvredis.server.page_survey import Surveys
 from kvredis.server.server import Server
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.live import run_on

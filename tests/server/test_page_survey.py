@@ -10,7 +10,7 @@ import pytest
 from kvredis.server import page_facts, page_survey, slices
 from kvredis.server.page_facts import blocks_between, search
 from kvredis.server.page_survey import CELLS_MAX, KINDS, NO_KIND, Survey, Surveys, kind_of, prefix_of
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import run_on
 from tests.server.surveyed import CHUNK, MIB, entry_of, store, surveyed

@@ -9,8 +9,8 @@ from kvredis.server.inline import split_words
 from kvredis.server.intake import EVIDENCE_BYTES_MAX, LINE_BYTES_MAX, PAYLOAD_BYTES_MIN, SCRATCH_BYTES
 from kvredis.server.parser import Parser
 from kvredis.server.request import REFUSED, Argument, ProtocolError, Refused
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import SLACK_BYTES, Reservation
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.feed import CarefulParser, feed, no_payload, request
 

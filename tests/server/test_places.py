@@ -10,9 +10,9 @@ import pytest
 
 from kvredis.server import places
 from kvredis.server.places import Held, Shared, keep_in_python, take_in_python
-from kvredis.storage.allocator import Extent
 from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
-from kvredis.storage.leasing import Found
+from kvredis.storage.lease_many import Found
+from kvredis.storage.memory.allocator import Extent
 
 PLENTY = (1 << 40, 1000)
 KEEPS = [keep_in_python] if places.keep is keep_in_python else [keep_in_python, places.keep]

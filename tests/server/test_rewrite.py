@@ -10,7 +10,7 @@ from kvredis.backends.config import KEYS, Config
 from kvredis.server.families.rewrite import RewriteError, rewrite, with_settings
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.settings import SETTINGS, Effect, value_of
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.settings import SETTINGS, Effect, value_of
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from tests.server.feed import request
 from tests.server.live import Client, run_on, until
 from tests.server.tiered_server import DISK_BYTES, TieredServer, block, bulk, info

@@ -11,9 +11,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.io_threads import IoThreads
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.tiering.executor import IoThreads
+from kvredis.storage.tiering.manager import Tiering
 from tests.server.live import Client, LiveServer, until
 from tests.storage.fake_files import FakeFiles
 from tests.storage.fake_io import ManualIo

@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 
-from kvredis.storage.time_slices import SchedAttributes
+from kvredis.storage.memory.sched import SchedAttributes
 
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 

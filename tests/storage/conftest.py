@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.arena import Machine
-from kvredis.storage.hugepages import HugepagePool
+from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.hugepages import HugepagePool
 
 POOL_FILES = {
     "nr_hugepages": "total",

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from kvredis.storage.allocator import GRAIN_BYTES
-from kvredis.storage.disk_index import INDEX_NAME
-from kvredis.storage.files import File, RealFiles
+from kvredis.storage.disk.files import File, RealFiles
+from kvredis.storage.disk.index import INDEX_NAME
+from kvredis.storage.memory.allocator import GRAIN_BYTES
 
 
 class Killed(BaseException):

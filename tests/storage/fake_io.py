@@ -5,7 +5,7 @@ It is the real queue, so a test of what stands on it meets the real bounds, prio
 
 from typing import Any, Final
 
-from kvredis.storage.io_threads import IoThreads, _Job
+from kvredis.storage.tiering.executor import IoThreads, _Job
 
 from .small_store import Clock
 

@@ -3,10 +3,10 @@
 import random
 from pathlib import Path
 
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.disk_index import row_of
-from kvredis.storage.files import Files
-from kvredis.storage.segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
+from kvredis.storage.disk.files import Files
+from kvredis.storage.disk.index import row_of
+from kvredis.storage.disk.segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 
 KIB = 1024
 SEGMENT_BYTES = 64 * KIB

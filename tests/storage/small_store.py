@@ -3,8 +3,8 @@
 import random
 from typing import Any, Final, NoReturn
 
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES, Lease
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 BLOCK_BYTES: Final = 64 * 1024 - PAYLOAD_OFFSET_BYTES - SLACK_BYTES

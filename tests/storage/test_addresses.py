@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvredis.storage import addresses
-from kvredis.storage.addresses import View, address_of, addresses_of
+from kvredis.storage.memory import addresses
+from kvredis.storage.memory.addresses import View, address_of, addresses_of
 
 
 def in_python(views: Sequence[View]) -> list[int]:

@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 
 import pytest
 
-from kvredis.storage.allocator import BEYOND, GRAIN_BYTES, Allocator, Extent, windows
+from kvredis.storage.memory.allocator import BEYOND, GRAIN_BYTES, Allocator, Extent, windows
 
 
 class Block:

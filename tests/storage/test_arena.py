@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage import arena as arena_module
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import ArenaError, HugepageShortage
-from kvredis.storage.hugepages import HugepagePool
+from kvredis.storage.memory import arena as arena_module
+from kvredis.storage.memory.arena import Arena, HugepageMode
+from kvredis.storage.memory.hugepages import HugepagePool
 
 from .conftest import NR_HUGEPAGES, MakeMachine
 

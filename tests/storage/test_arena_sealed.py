@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvredis.storage import arena as arena_module
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.errors import ArenaError
+from kvredis.storage.memory import arena as arena_module
+from kvredis.storage.memory.arena import Arena, HugepageMode
 
 MIB = 1024 * 1024
 PUNCH_HOLE_KEEP_SIZE = 3

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kvredis.storage import copying
-from kvredis.storage.copying import copy
+from kvredis.storage.memory import copy as copying
+from kvredis.storage.memory.copy import copy
 
 MIB = 1024 * 1024
 LENGTHS = (0, 1, 63, 64, 4096, 65_535, 65_536, 65_537, 65_599, 262_143, 262_144, 604_160, 2 * MIB + 1)
@@ -143,7 +143,7 @@ def test_other_threads_run_during_a_long_copy(kind: str) -> None:
 
 @pytest.mark.parametrize("way", [-1, 99, 2**70, "avx2", None])
 def test_the_extension_refuses_a_way_that_there_is_not(way: object) -> None:
-    native = pytest.importorskip("kvredis.storage._native", reason="the extension is not built here")
+    native = pytest.importorskip("kvredis.storage.memory._native", reason="the extension is not built here")
     memory = bytearray(4)
     with pytest.raises((ValueError, TypeError, OverflowError)):
         native.copy(memory, b"1234", way)

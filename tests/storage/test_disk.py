@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.allocator import GRAIN_BYTES
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.files import RealFiles
+from kvredis.storage.disk.segment import HEADER_BYTES, KEY_BYTES_MAX, Facts, scratch
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.files import RealFiles
-from kvredis.storage.segment import HEADER_BYTES, KEY_BYTES_MAX, Facts, scratch
+from kvredis.storage.memory.allocator import GRAIN_BYTES
+from kvredis.storage.memory.arena import Arena, HugepageMode
 
 from .fake_files import FakeFiles, Fault, on
 from .small_disk import (
@@ -153,7 +153,7 @@ def test_nobody_leaves_while_being_read_so_a_disk_full_of_readers_has_no_room(tm
 def test_a_full_device_means_fewer_segments_and_is_asked_again_only_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.storage.disk.GROW_PAUSE_TRIES", 2)
+    monkeypatch.setattr("kvredis.storage.disk.tier.GROW_PAUSE_TRIES", 2)
     files = FakeFiles(on("allocate segment-0001", Fault.ENOSPC))
     with closing(small_disk(tmp_path, files)) as disk:
         for name in (b"a", b"b", b"c"):
@@ -380,7 +380,7 @@ def test_an_index_that_cannot_be_written_confirms_nothing_and_frees_nothing(tmp_
 
 
 def test_many_changes_are_settled_by_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvredis.storage.disk.CHANGES_HIGH", 4)
+    monkeypatch.setattr("kvredis.storage.disk.tier.CHANGES_HIGH", 4)
     files = FakeFiles()
     with closing(small_disk(tmp_path, files)) as disk:
         begun = files.words.count("index: commit")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.allocator import Extent
-from kvredis.storage.segment import HEADER_BYTES, Record, scratch
+from kvredis.storage.disk.segment import HEADER_BYTES, Record, scratch
+from kvredis.storage.memory.allocator import Extent
 
 from .fake_files import FakeFiles, Fault
 from .small_disk import KIB, SEGMENT_BYTES, content, got, index_agrees, keys, put, small_disk, written
@@ -174,7 +174,7 @@ def test_extents_become_free_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest
             freed.append(self.before - len(disk._freeing))
             lock.release()
 
-    monkeypatch.setattr("kvredis.storage.disk.FREED_AT_ONCE", 4)
+    monkeypatch.setattr("kvredis.storage.disk.tier.FREED_AT_ONCE", 4)
     freed: list[int] = []
     with closing(small_disk(tmp_path)) as disk:
         for number in range(11):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import Name
+from kvredis.storage.disk.segment import Name
+from kvredis.storage.disk.tier import DiskTier
 
 from .fake_files import FakeFiles, Fault, Killed, Plan, at
 from .small_disk import content, got, index_agrees, put, small_disk, written

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.storage.database import unplaced
-from kvredis.storage.disk_index import INDEX_NAME
-from kvredis.storage.segment import HEADER_BYTES, scratch
+from kvredis.storage.disk.index import INDEX_NAME
+from kvredis.storage.disk.segment import HEADER_BYTES, scratch
 
 from .fake_files import FakeFiles, Fault
 from .small_disk import got, index_agrees, keys, put, small_disk, written

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvredis.storage.database import unplaced
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.disk_index import INDEX_NAME, Batch, DiskIndex, row_of
+from kvredis.storage.disk.files import RealFiles
+from kvredis.storage.disk.index import INDEX_NAME, Batch, DiskIndex, row_of
+from kvredis.storage.disk.segment import HEADER_BYTES, Record, geometry
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.files import RealFiles
-from kvredis.storage.segment import HEADER_BYTES, Record, geometry
 
 from .fake_files import FakeFiles, Fault, on
 from .small_disk import SEGMENT_BYTES, content, got, index_agrees, keys, put, small_disk, taken, written

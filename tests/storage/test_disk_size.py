@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.allocator import GRAIN_BYTES, Allocator, Extent, windows
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.disk_ledger import LOOK_RECORDS_MAX
-from kvredis.storage.segment import HEADER_BYTES, Record
+from kvredis.storage.disk.segment import HEADER_BYTES, Record
+from kvredis.storage.disk.state import LOOK_RECORDS_MAX
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.memory.allocator import GRAIN_BYTES, Allocator, Extent, windows
 
 from .small_disk import KIB, SEGMENT_BYTES, content, got, keys, put, small_disk
 
@@ -99,7 +99,7 @@ def test_what_is_read_or_leaves_while_room_is_looked_for_far_off_makes_none(
                 run[1].readers += 1
             yield run
 
-    monkeypatch.setattr("kvredis.storage.disk.windows", interrupted)
+    monkeypatch.setattr("kvredis.storage.disk.tier.windows", interrupted)
     extent, left = disk.place(TWO_GRAINS)
     assert extent is not None
     assert left == found[2:]

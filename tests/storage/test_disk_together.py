@@ -4,8 +4,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import Facts, record_bytes
+from kvredis.storage.disk.segment import Facts, record_bytes
+from kvredis.storage.disk.tier import DiskTier
 
 from .fake_files import FakeFiles, Fault, on
 from .small_disk import SEGMENT_BYTES, content, got, options, put, small_disk

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.disk import DiskTier
-from kvredis.storage.segment import Facts, Name
+from kvredis.storage.disk.segment import Facts, Name
+from kvredis.storage.disk.tier import DiskTier
 
 from .fake_files import FakeFiles, Fault
 from .small_disk import content, got, image_of, index_agrees, put, small_disk

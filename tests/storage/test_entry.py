@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.storage.allocator import GRAIN_BYTES
 from kvredis.storage.entry import (
     ENTRY_OVERHEAD_BYTES,
     INLINE_BYTES_MAX,
@@ -14,6 +13,7 @@ from kvredis.storage.entry import (
     Reservation,
     extent_length,
 )
+from kvredis.storage.memory.allocator import GRAIN_BYTES
 from kvredis.storage.store import Store
 
 from .small_store import BLOCK_BYTES, content, small_store

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.files import RealFile, RealFiles
+from kvredis.storage.disk.files import RealFile, RealFiles
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.halves import DEPARTED_TURNS
+from kvredis.storage.lmcache_pairs import DEPARTED_TURNS
 from kvredis.storage.store import Store
 
 from .small_store import small_store

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.hugepages import (
+from kvredis.storage.memory.hugepages import (
     HugepagePool,
     anonymous_thp,
     meminfo,
@@ -14,7 +14,7 @@ from kvredis.storage.hugepages import (
     shmem_thp_usable,
     shortage_text,
 )
-from kvredis.storage.limits import hugetlb_obstacle, memory_obstacle
+from kvredis.storage.memory.memory_limits import hugetlb_obstacle, memory_obstacle
 
 from .conftest import MakeMachine
 

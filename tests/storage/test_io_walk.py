@@ -14,8 +14,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvredis.storage.io_threads import IoFigures, IoThreads, JobOverdue, Priority
-from kvredis.storage.transfers import Kind, State, Transfer, Transfers
+from kvredis.storage.tiering.executor import IoFigures, IoThreads, JobOverdue, Priority
+from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
 from .fake_io import ManualIo
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import INLINE_BYTES_MAX
-from kvredis.storage.ledger import GRACE_TURNS
+from kvredis.storage.memory.arena import Arena, HugepageMode
+from kvredis.storage.state import GRACE_TURNS
 from kvredis.storage.store import Store
 
 from .small_store import small_store

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvredis.storage import leasing
-from kvredis.storage.allocator import Extent
+from kvredis.storage import lease_many
 from kvredis.storage.database import unplaced
 from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
-from kvredis.storage.leasing import Place, end_in_python, hold_in_python
-from kvredis.storage.policy import make_policy
+from kvredis.storage.eviction.base import make_policy
+from kvredis.storage.lease_many import Place, end_in_python, hold_in_python
+from kvredis.storage.memory.allocator import Extent
 from kvredis.storage.store import Store
 
 from .small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, small_store
@@ -29,15 +29,15 @@ class Way(NamedTuple):
 
 
 PYTHON = Way("python", hold_in_python, end_in_python)
-WAYS = [PYTHON] if leasing.hold is hold_in_python else [PYTHON, Way("native", leasing.hold, leasing.end)]
+WAYS = [PYTHON] if lease_many.hold is hold_in_python else [PYTHON, Way("native", lease_many.hold, lease_many.end)]
 
 
 @contextmanager
 def by(way: Way) -> Iterator[None]:
     """Do the work that way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leasing, "hold", way.hold)
-        patch.setattr(leasing, "end", way.end)
+        patch.setattr(lease_many, "hold", way.hold)
+        patch.setattr(lease_many, "end", way.end)
         yield
 
 

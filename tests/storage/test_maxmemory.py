@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.storage.entry import NOWHERE, Entry
-from kvredis.storage.policy import REDIS_POLICIES, make_policy
+from kvredis.storage.eviction.base import REDIS_POLICIES, make_policy
 from kvredis.storage.store import Store
 
 from .small_store import ARENA_BYTES, BLOCKS, Clock, content, fill, present, read, small_store

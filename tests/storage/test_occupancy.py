@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvredis.storage.allocator import Allocator, Extent
 from kvredis.storage.entry import extent_length
+from kvredis.storage.memory.allocator import Allocator, Extent
 
 KIB = 1024
 MIB = 1024 * KIB

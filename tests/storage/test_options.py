@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvredis.storage.arena import HugepageMode
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions, parse_size
 
 GIB = 1024**3

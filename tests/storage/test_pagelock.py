@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.storage.pagelock import c_library, lock_pages
+from kvredis.storage.memory.page_lock import c_library, lock_pages
 
 ADDRESS, NBYTES = 0x10000, 1 << 20
 

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.storage.arena import Arena, HugepageMode
+from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.options import StoreOptions
-from kvredis.storage.policy import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.store import Store
 
 from .small_store import ARENA_BYTES, BLOCKS, content, fill, present, read

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.storage import lfu
 from kvredis.storage.entry import NOWHERE, Entry
-from kvredis.storage.policy import POLICIES, make_policy
+from kvredis.storage.eviction import lfu
+from kvredis.storage.eviction.base import POLICIES, make_policy
 
 ROOM = 200
 BLOCKS = 25 * ROOM

@@ -6,10 +6,10 @@ from itertools import islice
 
 import pytest
 
-from kvredis.storage import s3fifo
 from kvredis.storage.entry import NOWHERE, Entry
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.policy import POLICIES, Policy, make_policy
+from kvredis.storage.eviction import s3fifo
+from kvredis.storage.eviction.base import POLICIES, Policy, make_policy
 
 from .policy_models import MODELS
 

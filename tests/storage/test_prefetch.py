@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvredis.storage.io_threads import IoThreads, Priority
-from kvredis.storage.prefetch import PrefetchBounds, PrefetchCounts, PrefetchJob, PrefetchJobs
-from kvredis.storage.transfers import Kind, State, Transfer, Transfers
+from kvredis.storage.tiering.executor import IoThreads, Priority
+from kvredis.storage.tiering.prefetch import PrefetchBounds, PrefetchCounts, PrefetchJob, PrefetchJobs
+from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
 from .fake_io import ManualIo
 

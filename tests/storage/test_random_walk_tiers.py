@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_digest
 
-from kvredis.storage.bringing import Bringing
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
-from kvredis.storage.prefetch import PrefetchJob
-from kvredis.storage.transfers import Kind
+from kvredis.storage.tiering.prefetch import PrefetchJob
+from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.tiering.transfers import Kind
 
 from .fake_files import Fault
 from .small_store import Clock, content

@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from kvredis.storage.allocator import GRAIN_BYTES, Extent
 from kvredis.storage.database import unplaced
-from kvredis.storage.entry import extent_length
-from kvredis.storage.segment import (
+from kvredis.storage.disk.segment import (
     HEADER_BYTES,
     KEY_BYTES_MAX,
     SEGMENTS_MAX,
@@ -22,6 +20,8 @@ from kvredis.storage.segment import (
     segment_name,
     segment_number,
 )
+from kvredis.storage.entry import extent_length
+from kvredis.storage.memory.allocator import GRAIN_BYTES, Extent
 
 KIB = 1024
 

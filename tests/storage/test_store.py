@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.storage.arena import HugepageMode
 from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES, INLINE_BYTES_MAX, NOWHERE, Entry, Lease, extent_length
 from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 

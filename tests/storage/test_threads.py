@@ -8,10 +8,10 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.storage.allocator import Allocator
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease
+from kvredis.storage.eviction.base import LRU
 from kvredis.storage.index import Index
-from kvredis.storage.policy import LRU
+from kvredis.storage.memory.allocator import Allocator
 from kvredis.storage.store import Store
 
 from .small_store import content, fill, small_store

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from kvredis.storage.transfers import State
+from kvredis.storage.tiering.transfers import State
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read

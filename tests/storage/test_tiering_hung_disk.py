@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.disk import DiskOptions, DiskTier
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 
 from .fake_files import FakeFiles, Fault

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.bringing import Bringing
+from kvredis.storage.tiering.promotion import Bringing
 
 from .small_store import BLOCKS, content, fill, present, read
 from .tiered_store import MIB, TieredStore

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.io_threads import Priority
-from kvredis.storage.prefetch import PrefetchJob
-from kvredis.storage.transfers import Kind
+from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.tiering.prefetch import PrefetchJob
+from kvredis.storage.tiering.transfers import Kind
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read

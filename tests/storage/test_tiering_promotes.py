@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.bringing import Bringing
-from kvredis.storage.io_threads import Priority
-from kvredis.storage.transfers import Kind, State, Transfer
+from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.tiering.transfers import Kind, State, Transfer
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.storage.io_threads import Priority
+from kvredis.storage.tiering.executor import Priority
 
 from .fake_files import Fault, on
 from .small_store import content

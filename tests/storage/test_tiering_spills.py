@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.io_threads import Priority
+from kvredis.storage.tiering.executor import Priority
 
 from .fake_files import Fault, on
 from .small_store import BLOCK_BYTES, BLOCKS, content, fill, read

@@ -13,13 +13,13 @@ from typing import Final
 
 import pytest
 
-from kvredis.storage.arena import HugepageMode
-from kvredis.storage.bringing import Bringing
-from kvredis.storage.disk import DiskOptions
+from kvredis.storage.disk.tier import DiskOptions
 from kvredis.storage.entry import Lease
+from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
+from kvredis.storage.tiering.promotion import Bringing
 
 from .small_store import content
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvredis.storage.time_slices import SLICE_NS, take_long_slices
+from kvredis.storage.memory.sched import SLICE_NS, take_long_slices
 
 from .asked_slices import attributes, has_slices, slice_ns
 

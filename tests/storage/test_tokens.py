@@ -6,10 +6,10 @@ import pytest
 
 from kvredis.adapters.block import encode_header
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.storage.arena import Arena, HugepageMode
 from kvredis.storage.entry import Entry
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from kvredis.storage.tokens import tokens_of
+from kvredis.storage.tensor_facts import tokens_of
 
 LAYOUT = ChunkLayout(2, 2, 64, "bf16", 256)
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvredis.storage.io_threads import Priority
-from kvredis.storage.transfers import Kind, State, Transfer, Transfers
+from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
 from .fake_io import ManualIo
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
-from kvredis.storage.arena import Arena, HugepageMode
-from kvredis.storage.bringing import Bringing
-from kvredis.storage.disk import DiskOptions, DiskTier
-from kvredis.storage.policy import make_policy
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.eviction.base import make_policy
+from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from kvredis.storage.tiering import Tiering
+from kvredis.storage.tiering.manager import Tiering
+from kvredis.storage.tiering.promotion import Bringing
 
 from .fake_files import FakeFiles, Fault
 from .fake_io import ManualIo

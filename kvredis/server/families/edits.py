@@ -16,7 +16,7 @@ from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command
 from kvredis.server.events import notify
 from kvredis.server.replies import NOT_AN_INTEGER, OK, OUT_OF_MEMORY, ZERO, Reply, error, integer
-from kvredis.storage.ledger import SPARE_PART
+from kvredis.storage.state import SPARE_PART
 from kvredis.storage.store import zero
 
 from .values import TOO_LONG, note_encoding, publish

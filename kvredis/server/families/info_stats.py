@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kvredis.server.figures import fields
 from kvredis.server.settings import value_of
-from kvredis.storage.allocator import GRAIN_BYTES
-from kvredis.storage.copying import KIND
-from kvredis.storage.survey import ends
+from kvredis.storage.integrity import ends
+from kvredis.storage.memory.allocator import GRAIN_BYTES
+from kvredis.storage.memory.copy import KIND
 
 from .info_sections import Field, zeros
 
@@ -113,7 +113,7 @@ def keyspace(server: Server) -> Iterator[Field]:
 
 def kv(server: Server) -> Iterator[Field]:
     """The arena in blocks, each tier's figures as KV.TIERS has them, how payloads are copied (`native`, see
-    storage/copying.py), values on their way, the store's own counters; then every figure of /metrics (figures.py).
+    storage/memory/copy.py), values on their way, the store's own counters; then every figure of /metrics (figures.py).
 
     Values are of any length, so a block is what room is given in: `block_size` bytes, of which a value takes as many as
     it needs. `num_blocks` is all there are, and `full` + `free` is `num_blocks`; what is being written or still being

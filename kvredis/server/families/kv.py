@@ -21,7 +21,7 @@ from kvredis.server.replies import (
     map_reply,
 )
 from kvredis.server.slices import SLICE_S
-from kvredis.storage.tokens import tokens_of
+from kvredis.storage.tensor_facts import tokens_of
 
 from .databases import SCAN_COUNT
 

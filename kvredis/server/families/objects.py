@@ -23,7 +23,8 @@ LFU = error(f"ERR An LFU maxmemory policy is selected, idle time not tracked. {_
 NEW_FREQ = 5
 FREQ_MAX = 255
 """What OBJECT FREQ says of a value that was stored a moment ago, and at most: Redis' LFU_INIT_VAL and its eight bits.
-Redis' counter is logarithmic and drawn by lot (lfu-log-factor); ours counts uses, and ages as storage/lfu.py says."""
+Redis' counter is logarithmic and drawn by lot (lfu-log-factor); ours counts uses, and ages as storage/eviction/lfu.py
+says."""
 
 container("object", since="2.2.3", complexity="Depends on subcommand.", summary="How a value is kept.")
 

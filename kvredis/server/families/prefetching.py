@@ -13,8 +13,8 @@ from kvredis.server.arguments import parse_integer
 from kvredis.server.commands import command, keys_end
 from kvredis.server.pending import Answer, Pending, tell_loop
 from kvredis.server.replies import NOT_AN_INTEGER, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, map_reply
-from kvredis.storage.prefetch import PrefetchCounts, PrefetchJob
-from kvredis.storage.transfers import Kind
+from kvredis.storage.tiering.prefetch import PrefetchCounts, PrefetchJob
+from kvredis.storage.tiering.transfers import Kind
 
 if TYPE_CHECKING:
     from kvredis.server.session import Session

@@ -23,9 +23,9 @@ from kvredis.server.replies import (
     Reply,
     error,
 )
-from kvredis.storage.copying import copy as copy_payload
 from kvredis.storage.entry import Lease
 from kvredis.storage.index import SPACES
+from kvredis.storage.memory.copy import copy as copy_payload
 
 from .values import encoding_of, look_up, note_encoding
 

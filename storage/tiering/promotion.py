@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from .entry import Lease
+from kvredis.storage.entry import Lease
+
 from .transfers import State, Transfer
 
 if TYPE_CHECKING:
-    from .store import Store
+    from kvredis.storage.store import Store
 
 Promote = Callable[[bytes, int, Callable[[Transfer[None]], None]], Transfer[None] | None]
 

@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from .allocator import Extent
-from .database import unplaced
-from .disk import TOGETHER_BYTES_MAX, DiskTier
-from .entry import INLINE_BYTES_MAX, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, extent_length
-from .errors import KVRedisError
-from .ledger import INLINE_LOOK_ENTRIES_MAX
-from .segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
-from .stats import TierStats
-from .superseded import Superseded
-from .tokens import tokens_of
+from kvredis.storage.database import unplaced
+from kvredis.storage.disk.segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
+from kvredis.storage.disk.superseded import Superseded
+from kvredis.storage.disk.tier import TOGETHER_BYTES_MAX, DiskTier
+from kvredis.storage.entry import INLINE_BYTES_MAX, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, extent_length
+from kvredis.storage.errors import KVRedisError
+from kvredis.storage.memory.allocator import Extent
+from kvredis.storage.state import INLINE_LOOK_ENTRIES_MAX
+from kvredis.storage.stats import TierStats
+from kvredis.storage.tensor_facts import tokens_of
+
 from .transfers import NoRoom
 
 if TYPE_CHECKING:
-    from .store import Store
+    from kvredis.storage.store import Store
 
 assert HEADER_BYTES == PAYLOAD_OFFSET_BYTES, "a record is an extent's own image"
 

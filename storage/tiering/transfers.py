@@ -17,8 +17,9 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from .errors import KVRedisError
-from .io_threads import JobOverdue, Priority
+from kvredis.storage.errors import KVRedisError
+
+from .executor import JobOverdue, Priority
 
 log = logging.getLogger(__name__)
 

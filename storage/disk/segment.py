@@ -25,9 +25,9 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
 
-from .allocator import GRAIN_BYTES, Extent
-from .database import Database, unplaced
-from .entry import PAYLOAD_OFFSET_BYTES
+from kvredis.storage.database import Database, unplaced
+from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES
+from kvredis.storage.memory.allocator import GRAIN_BYTES, Extent
 
 FORMAT_VERSION: Final = 1
 """Of records and index together; another one is another directory's."""

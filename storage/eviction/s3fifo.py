@@ -22,7 +22,7 @@ Where this differs from the paper, and why:
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from .entry import Entry
+from kvredis.storage.entry import Entry
 
 SMALL_PART = 10
 """The small queue is one part in this many of all entries."""

@@ -28,7 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .errors import ArenaError, HugepageShortage
+from kvredis.storage.errors import ArenaError, HugepageShortage
+
 from .hugepages import (
     HUGEPAGE_BYTES,
     PROC_ROOT,
@@ -39,8 +40,8 @@ from .hugepages import (
     shmem_thp_usable,
     shortage_text,
 )
-from .limits import gib, hugetlb_obstacle, memory_obstacle
-from .pagelock import PageLock, c_library, lock_pages
+from .memory_limits import gib, hugetlb_obstacle, memory_obstacle
+from .page_lock import PageLock, c_library, lock_pages
 
 BASE_PAGE_BYTES = mmap.PAGESIZE
 PREFAULT_THREADS_MAX = 16

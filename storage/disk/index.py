@@ -29,8 +29,9 @@ from typing import Final, NamedTuple
 
 from xxhash import xxh3_64_digest
 
-from .allocator import Extent
-from .database import SPACES, unplaced
+from kvredis.storage.database import SPACES, unplaced
+from kvredis.storage.memory.allocator import Extent
+
 from .files import Files
 from .segment import FORMAT_VERSION, Geometry, Name, Record, record_bytes
 

@@ -6,7 +6,7 @@ place in its order, and a payload of gigabytes is renamed as quickly as a short 
 
 import threading
 
-from .ledger import Ledger
+from .state import Ledger
 
 Name = tuple[bytes, int]
 """A key and its database."""

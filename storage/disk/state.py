@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from types import MappingProxyType
 
-from .allocator import Allocator, Extent
-from .database import SPACES, Database
-from .disk_index import STAY, Batch, Quarantined, row_of
-from .disk_recovery import Opened, free_room
+from kvredis.storage.database import SPACES, Database
+from kvredis.storage.memory.allocator import Allocator, Extent
+
+from .index import STAY, Batch, Quarantined, row_of
+from .recovery import Opened, free_room
 from .segment import KEY_BYTES_MAX, Name, Record, record_bytes
 
 EVICT_PART = 64

@@ -11,8 +11,8 @@ from contextlib import suppress
 from functools import partial
 
 from .entry import NOWHERE, Entry, LeaseRun
-from .ledger import Ledger
-from .native import NATIVE_WANTED
+from .memory.native import NATIVE_WANTED
+from .state import Ledger
 
 Found = Entry | bytes | None
 """A block that is held now; a small value, which needs no hold; None for a miss, or what is on disk alone."""

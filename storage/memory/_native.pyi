@@ -1,4 +1,4 @@
-"""What storage/_native.c offers to copying.py and addresses.py."""
+"""What storage/memory/_native.c offers to copy.py and addresses.py."""
 
 from collections.abc import Sequence
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Final, TypeVar
 
-from .background import start_worker
-from .errors import KVRedisError
+from kvredis.storage.background import start_worker
+from kvredis.storage.errors import KVRedisError
 
 T = TypeVar("T")
 

@@ -18,20 +18,13 @@ from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
-from .allocator import GRAIN_BYTES, Allocator, Extent
-from .database import SPACES
-from .disk_index import INDEX_NAMES, Batch, DiskIndex, Unusable, is_damage
-from .errors import ConfigError
+from kvredis.storage.database import SPACES
+from kvredis.storage.errors import ConfigError
+from kvredis.storage.memory.allocator import GRAIN_BYTES, Allocator, Extent
+
 from .files import File, Files
-from .segment import (
-    SEGMENTS_MAX,
-    Geometry,
-    Record,
-    default_segment_bytes,
-    geometry,
-    segment_name,
-    segment_number,
-)
+from .index import INDEX_NAMES, Batch, DiskIndex, Unusable, is_damage
+from .segment import SEGMENTS_MAX, Geometry, Record, default_segment_bytes, geometry, segment_name, segment_number
 
 log = logging.getLogger(__name__)
 

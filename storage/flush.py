@@ -7,10 +7,10 @@ reader sees an empty store. The old ones are `Discarded`: objects only, no room 
 
 import threading
 
-from .allocator import Allocator
 from .deadlines import Deadlines
 from .entry import NOWHERE, Entry
-from .ledger import Ledger
+from .memory.allocator import Allocator
+from .state import Ledger
 
 SLICE_ENTRIES = 10_000
 """How many entries are freed at a time: a few milliseconds."""

@@ -8,7 +8,7 @@ place of a confirmed one, or databases were exchanged. The second on checking ev
 is not as it should be leaves for the quarantine, its extent stays unused until the next start, and the read is a miss.
 
 Two kinds of methods. Those that decide (`publish`, `abandon`, `get`, `touch`, `supersede`, `forget`, `rename`, `swap`,
-`clear`, `set_expiry` ...: see disk_ledger.py) take one short lock, never wait for a device and suit the event loop.
+`clear`, `set_expiry` ...: see state.py) take one short lock, never wait for a device and suit the event loop.
 Those that do (`place`, `write`, `read`, `settle`, `sync`, `close`) block and belong on an I/O thread. What was decided
 reaches the index in batches, through `settle`: a crash forgets what was not settled, as it forgets what memory held.
 """
@@ -23,12 +23,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Self
 
-from .allocator import Extent, windows
-from .disk_index import Batch
-from .disk_ledger import DiskLedger, DiskStats
-from .disk_recovery import LOCK_NAME, DiskOptions, Opened, open_directory
+from kvredis.storage.memory.allocator import Extent, windows
+
 from .files import Files, RealFiles
+from .index import Batch
+from .recovery import LOCK_NAME, DiskOptions, Opened, open_directory
 from .segment import HEADER_BYTES, Facts, Name, Record, fault, record_bytes, scratch, seal, segment_name
+from .state import DiskLedger, DiskStats
 
 __all__ = ["DiskOptions", "DiskStats", "DiskTier"]
 

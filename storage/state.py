@@ -9,19 +9,19 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .allocator import GRAIN_BYTES, Allocator, Extent
-from .arena import Arena
 from .clock import Clock
 from .database import Database
 from .deadlines import Deadlines
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
-from .halves import Departed, other_half
+from .eviction.base import LRU, Policy
 from .index import Index
-from .policy import LRU, Policy
+from .lmcache_pairs import Departed, other_half
+from .memory.allocator import GRAIN_BYTES, Allocator, Extent
+from .memory.arena import Arena
 from .stats import StoreStats
 
 if TYPE_CHECKING:
-    from .tiering import Tiering
+    from .tiering.manager import Tiering
 
 INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""

@@ -1,6 +1,6 @@
 """What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
 
-The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which carrier.py
+The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
 does.
 
 Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that whoever stores
@@ -18,20 +18,21 @@ from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final
 
-from .bringing import Bringing
-from .carrier import Carrier
-from .disk import DiskTier
-from .entry import NOWHERE, Entry, extent_length
-from .io_threads import CLOSE_TIMEOUT_S, IoThreads, Priority
+from kvredis.storage.disk.segment import Record
+from kvredis.storage.disk.superseded import Superseded
+from kvredis.storage.disk.tier import DiskTier
+from kvredis.storage.entry import NOWHERE, Entry, extent_length
+from kvredis.storage.stats import TierStats
+
+from .disk_io import Carrier
+from .executor import CLOSE_TIMEOUT_S, IoThreads, Priority
+from .flush import Saving
 from .prefetch import PrefetchJob, PrefetchJobs
-from .saving import Saving
-from .segment import Record
-from .stats import TierStats
-from .superseded import Superseded
+from .promotion import Bringing
 from .transfers import Kind, State, Transfer, Transfers
 
 if TYPE_CHECKING:
-    from .store import Store
+    from kvredis.storage.store import Store
 
 log = logging.getLogger(__name__)
 

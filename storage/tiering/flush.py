@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .entry import Entry
-from .io_threads import IoThreads, Priority
+from kvredis.storage.entry import Entry
+
+from .executor import IoThreads, Priority
 
 if TYPE_CHECKING:
-    from .tiering import Tiering
+    from .manager import Tiering
 
 log = logging.getLogger(__name__)
 

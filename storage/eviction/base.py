@@ -13,8 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
-from .entry import Entry
-from .errors import ConfigError
+from kvredis.storage.entry import Entry
+from kvredis.storage.errors import ConfigError
+
 from .lfu import LFU
 from .s3fifo import S3FIFO
 

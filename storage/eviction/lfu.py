@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from threading import Lock
 
-from .entry import Entry
+from kvredis.storage.entry import Entry
 
 USES_MAX = 255
 """The highest count, as in Redis. It bounds the number of cohorts, and how long anything outlives its use."""

@@ -28,10 +28,11 @@ moves (RENAME, SWAPDB) is never in two places, nor in none.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from .disk import DiskTier
-from .entry import Entry
-from .index import Index
+from kvredis.storage.entry import Entry
+from kvredis.storage.index import Index
+
 from .segment import Name, Record
+from .tier import DiskTier
 
 
 class Superseded:
