@@ -15,10 +15,10 @@ from kvredis.storage.tiering.manager import Tiering
 from kvredis.storage.tiering.prefetch import PrefetchJob
 
 from . import base
-from .endings import Endings
-from .fitting import Fitting
-from .forks import Home
-from .local_reading import ROOM_LOOK_S, ReadAhead, Waits
+from .fork_guard import Home
+from .gc_guard import Endings
+from .oversized import Fitting
+from .readahead import ROOM_LOOK_S, ReadAhead, Waits
 
 LOAD_WAIT_S: Final = 10.0
 """A block that the disk has not brought by then is a miss."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from kvredis.backends.address import Address
-from kvredis.backends.connection import Connection, Reply
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import Connection, Reply
 from kvredis.storage.errors import BackendError
 
 from .disk_blocks import same_bytes

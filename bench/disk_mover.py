@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from kvredis.backends.address import parse_url
+from kvredis.backends.config.url import parse_url
 from kvredis.storage.errors import KVRedisError
 
 from .disk_client import BlockClient, Values

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 
 from .disk_result import WITHOUT_DISK, PingRow, PingSample
 from .errors import BenchError

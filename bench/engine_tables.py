@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from kvredis import install_line
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 from kvredis.storage.errors import KVRedisError
 
 from .engine_tables_process import WorkerProcess

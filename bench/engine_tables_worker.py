@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from kvredis.backends.shared_arena import wait_locked
+from kvredis.backends.shm.arena import wait_locked
 from kvredis.storage.errors import KVRedisError
 
 from .engine_tables_compute import Engine, Spent, compare

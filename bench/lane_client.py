@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Final
 
-from kvredis.backends.wire import CRLF
+from kvredis.backends.resp.wire import CRLF
 from kvredis.storage.memory.arena import Arena
 from kvredis.storage.memory.copy import copy
 

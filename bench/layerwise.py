@@ -153,8 +153,8 @@ def run(plan: LayerwisePlan, progress: Progress) -> LayerwiseResult:
 @contextmanager
 def _backend(plan: LayerwisePlan, shape: ModelShape, on_gpu: bool) -> Iterator[Backend]:
     """Memory for all that is stored at one time: a prompt, the prefix, each share of it, and what the bound is for."""
-    from kvredis.backends.config import Config
-    from kvredis.backends.opening import open_backend
+    from kvredis.backends.config.schema import Config
+    from kvredis.backends.factory import open_backend
 
     one = shape.block_bytes(plan.prefix_tokens)
     need = int(one * (2 + sum(plan.shares))) + 2 * (plan.cap_bytes + one)

@@ -13,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from kvredis.backends.address import parse_url
+from kvredis.backends.config.url import parse_url
 from kvredis.storage.errors import KVRedisError
 
 from .wire import Resp, Wire

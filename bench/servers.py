@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 import kvredis
-from kvredis.backends.address import Address
-from kvredis.backends.connection import Connection, Reply
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import Connection, Reply
 from kvredis.storage.errors import KVRedisError
 
 from .errors import BenchError

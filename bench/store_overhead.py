@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kvredis import install_line
-from kvredis.backends.connection import Connection
-from kvredis.backends.shared_arena import wait_locked
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.shm.arena import wait_locked
 
 from .errors import BenchError, VerificationError
 from .figures import percentile, rotated

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 
 from .errors import BenchError
 from .servers import child_environment, end_child

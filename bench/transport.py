@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvredis import install_line
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 from kvredis.storage.entry import INLINE_BYTES_MAX
 
 from .errors import BenchError

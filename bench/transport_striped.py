@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Final, Self
 
-from kvredis.backends.address import Address
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import Address
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store as Staging
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 
 from .errors import BenchError
 from .figures import rotated

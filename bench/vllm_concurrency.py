@@ -34,7 +34,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 
 from .errors import BenchError
 from .figures import GB, by_repeat, middle, paired_ratios, rotated

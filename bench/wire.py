@@ -1,9 +1,9 @@
 """The bench's client: the product's zero-copy socket, speaking RESP or memcached's text protocol.
 
 A comparison is fair only when every server is driven by the same code. The languages differ in a few constant strings
-(a Dialect); all bytes of all arms go through `backends.wire`: one sendmsg([head, value, tail]), one receive of the body
-into the caller's memory. The bench knows the length of every value it asks for, so it knows each reply's exact first
-line: an error, a miss or a wrong length is a WireError that shows what came instead.
+(a Dialect); all bytes of all arms go through `backends.resp.wire`: one sendmsg([head, value, tail]), one receive of the
+body into the caller's memory. The bench knows the length of every value it asks for, so it knows each reply's exact
+first line: an error, a miss or a wrong length is a WireError that shows what came instead.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import socket
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvredis.backends import wire as sockets
-from kvredis.backends.address import Address
-from kvredis.backends.connection import encode, promise_to_receive
-from kvredis.backends.wire import CRLF
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp import wire as sockets
+from kvredis.backends.resp.connection import encode, promise_to_receive
+from kvredis.backends.resp.wire import CRLF
 
 from .errors import BenchError
 

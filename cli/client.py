@@ -17,8 +17,8 @@ from typing import Any, Final, Self, TypeVar
 
 import click
 
-from kvredis.backends.address import Address, ClusterAddress, RemoteAddress, parse_remote
-from kvredis.backends.sentinel import SentinelResolver
+from kvredis.backends.config.url import Address, ClusterAddress, RemoteAddress, parse_remote
+from kvredis.backends.resp.sentinel import SentinelResolver
 from kvredis.storage.errors import BackendError
 
 from .configuring import config_file_option, load_config

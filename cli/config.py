@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from kvredis.backends.config import Config, read
-from kvredis.backends.sources import Found
-from kvredis.backends.values import shown
+from kvredis.backends.config.parsers import shown
+from kvredis.backends.config.schema import Config, read
+from kvredis.backends.config.sources import Found
 
 from .configuring import config_file_option, load_config, of_file
 

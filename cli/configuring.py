@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
-from kvredis.backends.config import KEYS, Config
-from kvredis.backends.sources import FILE_VARIABLE, Key
+from kvredis.backends.config.schema import KEYS, Config
+from kvredis.backends.config.sources import FILE_VARIABLE, Key
 from kvredis.server.options import ServerOptions
 from kvredis.server.sending import threads_for
 from kvredis.storage.errors import ConfigError

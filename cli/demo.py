@@ -22,7 +22,7 @@ from urllib.parse import quote
 import click
 
 from kvredis import install_line
-from kvredis.backends.address import parse_remote
+from kvredis.backends.config.url import parse_remote
 
 from .bench_options import ended_as_exit
 from .client import PASSWORD_VARIABLE, place_of

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 
 from .demo_spec import Run, Spec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Machine
 from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from kvredis.backends.config import KEYS, Config
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.disk.files import Files, RealFiles
 from kvredis.storage.disk.recovery import LOCK_NAME
 from kvredis.storage.disk.segment import segment_number

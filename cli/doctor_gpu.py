@@ -8,7 +8,7 @@ import ctypes
 import mmap
 from typing import Any
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES
 from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
 

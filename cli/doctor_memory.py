@@ -9,7 +9,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.memory.arena import HugepageMode, Machine
 from kvredis.storage.memory.hugepages import (
     HUGEPAGE_BYTES,

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvredis import __version__
-from kvredis.backends.config import DEFAULT_ORIGIN, KEYS, Config
+from kvredis.backends.config.schema import DEFAULT_ORIGIN, KEYS, Config
 from kvredis.server.acl import Acl
 from kvredis.server.families import load_families
 from kvredis.server.listeners import BACKLOG, bind_tcp
@@ -35,7 +35,7 @@ ASK_S = 2.0
 EXTENSIONS = (
     "kvredis.storage.memory._native",
     "kvredis.storage._leasing",
-    "kvredis.backends._recvmsg",
+    "kvredis.backends.resp._recvmsg",
     "kvredis.server._plain",
 )
 

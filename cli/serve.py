@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.server.cluster import Cluster
 from kvredis.server.listeners import Reserved, release, reserve
 from kvredis.server.options import ServerOptions

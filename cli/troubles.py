@@ -13,8 +13,8 @@ import ssl
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvredis.backends.address import Address, ClusterAddress, RemoteAddress, SentinelAddress
-from kvredis.backends.tls import told as tls_told
+from kvredis.backends.config.tls import told as tls_told
+from kvredis.backends.config.url import Address, ClusterAddress, RemoteAddress, SentinelAddress
 
 from .terminal import printable
 

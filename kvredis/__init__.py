@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvredis.adapters.engine import CacheEngine as CacheEngine
     from kvredis.adapters.layout import ChunkLayout as ChunkLayout
-    from kvredis.backends.config import Config as Config
+    from kvredis.backends.config.schema import Config as Config
 
 __version__ = "0.1.0"
 __all__ = ["CacheEngine", "ChunkLayout", "Config", "__version__"]
@@ -19,7 +19,7 @@ __all__ = ["CacheEngine", "ChunkLayout", "Config", "__version__"]
 _HOMES = {
     "CacheEngine": "kvredis.adapters.engine",
     "ChunkLayout": "kvredis.adapters.layout",
-    "Config": "kvredis.backends.config",
+    "Config": "kvredis.backends.config.schema",
 }
 
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Final
 import click
 from mkdocs.exceptions import PluginError
 
-from kvredis.backends.config import KEYS
-from kvredis.backends.extra_config import ENTRIES
-from kvredis.backends.lmcache_names import FOREIGN_KEYS, FORMER_NAMES
-from kvredis.backends.sources import Key
-from kvredis.backends.values import shown
+from kvredis.backends.config.extra_config import ENTRIES
+from kvredis.backends.config.lmcache import FOREIGN_KEYS, FORMER_NAMES
+from kvredis.backends.config.parsers import shown
+from kvredis.backends.config.schema import KEYS
+from kvredis.backends.config.sources import Key
 from kvredis.bench.pictures import draw_file
 from kvredis.cli.main import main
 from kvredis.cli.serve import serve
@@ -111,8 +111,8 @@ def configuration_page() -> str:
     return "\n".join(
         [
             *_front("Configuration", "Every configuration key with its default, variable, flag and meaning."),
-            "Made from the table in `backends/config.py`. Precedence, lowest first: defaults, the YAML file that",
-            "`LMCACHE_CONFIG_FILE` or `--config-file` names, `LMCACHE_*` and `KVREDIS_*` variables, flags.",
+            "Made from the table in `backends/config/schema.py`. Precedence, lowest first: defaults, the YAML file",
+            "that `LMCACHE_CONFIG_FILE` or `--config-file` names, `LMCACHE_*` and `KVREDIS_*` variables, flags.",
             "`kvredis config show --origin` says which of them each value is from, `kvredis config check FILE` what is",
             "wrong or odd about a file. Sizes are in GiB or carry a unit; units are powers of 1024, as in redis.conf.",
             "",

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kvredis.backends.address import Address
-from kvredis.backends.connection import Connection
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import Connection
 from kvredis.bench.errors import BenchError
 from kvredis.bench.line_process import LineProcess
 from kvredis.bench.servers import child_environment, free_port, info_lines

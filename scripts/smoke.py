@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 
 VALUE = bytes(range(256)) * 4096
 

@@ -15,8 +15,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 
 FAKE = '''
 import hashlib, json, os, random, sys
-from kvredis.backends.address import Address
-from kvredis.backends.connection import Connection
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import Connection
 
 CHUNK, TRICK = 64, os.environ["TRICK"]
 if sys.argv[1:] == ["--facts"]:

@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check_sglang.py"
 
 FAKE = '''
 import hashlib, json, os, random, sys
-from kvredis.backends.address import Address
-from kvredis.backends.connection import Connection
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import Connection
 from kvredis.storage.errors import KVRedisError
 
 TRICK = os.environ["TRICK"]

@@ -125,7 +125,7 @@ def test_imports_run_downstairs() -> None:
 WRONG_IMPORTS = [
     ("storage", "import storage.arena"),
     ("cli", "from backends.config import Config"),
-    ("storage", "from kvredis.backends.config import Config"),
+    ("storage", "from kvredis.backends.config.schema import Config"),
     ("server", "from kvredis.adapters.engine import CacheEngine"),
     ("adapters", "import kvredis.server.server"),
     ("backends", "from kvredis import CacheEngine"),

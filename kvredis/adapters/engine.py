@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 from kvredis.backends.base import Backend, NothingToFetch, Prefetch, Tier
-from kvredis.backends.config import Config
-from kvredis.backends.opening import open_backend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 from kvredis.storage.errors import ConfigError, LayoutError
 
 from .deciding import PREFILLS_ASKED_MAX, BreakEven, Piece

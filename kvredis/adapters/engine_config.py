@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from kvredis.backends.config import DEFAULT_ORIGIN, Config
+from kvredis.backends.config.schema import DEFAULT_ORIGIN, Config
 from kvredis.storage.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kvredis.backends.forks import Home
+from kvredis.backends.fork_guard import Home
 from kvredis.storage.background import start_worker
 from kvredis.storage.memory.sched import take_long_slices
 

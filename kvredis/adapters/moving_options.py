@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvredis.backends.base import Backend
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 
 from .bandwidth import Bandwidth
 from .block import block_bytes

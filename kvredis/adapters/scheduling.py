@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvredis.backends.base import Backend
-from kvredis.backends.remote_blocks import RemoteBlocks
+from kvredis.backends.remote.blocks import RemoteBlocks
 
 from .chunk_moves import ChunkMove, LoadJob, StoreJob
 from .key_weights import FreshPages, KeyWeights

@@ -33,7 +33,7 @@ import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-from kvredis.backends.opening import open_backend
+from kvredis.backends.factory import open_backend
 
 from .engine_config import config_from, of_rank
 from .page_store import Page, PageStore

@@ -8,8 +8,8 @@ import threading
 from dataclasses import dataclass
 
 from kvredis.backends.base import Backend
-from kvredis.backends.config import Config
-from kvredis.backends.opening import open_backend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 
 from .deciding import BreakEven
 from .layout import ChunkLayout

@@ -20,7 +20,7 @@ import torch
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 
 from .engine import AUTO, CacheEngine, Role

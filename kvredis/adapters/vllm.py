@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvredis.backends.config import Config
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 
 from .engine import AUTO

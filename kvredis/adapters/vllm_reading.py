@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvredis.backends.config import KEYS, Config
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
 from .layout import ChunkLayout

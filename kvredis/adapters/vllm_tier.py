@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from kvredis.backends.opening import open_backend
+from kvredis.backends.factory import open_backend
 
 from .engine_config import config_from
 from .page_keys import page_prefix

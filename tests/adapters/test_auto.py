@@ -12,7 +12,7 @@ from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.stats import LoadPlan
 from kvredis.backends.base import Tier
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", model="tiny/llama")

@@ -13,7 +13,7 @@ from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.stats import LoadPlan
 from kvredis.adapters.storing import TOUCH_KEY_BYTES, TOUCH_SHARE
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvredis.adapters.engine_config import for_device, of_rank
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 
 
 @pytest.fixture

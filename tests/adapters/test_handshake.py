@@ -8,7 +8,7 @@ import pytest
 
 from kvredis.adapters.handshake import Handshake, agreed_groups, engine_facts
 from kvredis.adapters.vllm_reading import groups_of
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_specs import (
     FullAttentionSpec,

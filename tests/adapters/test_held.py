@@ -8,7 +8,7 @@ import torch
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.tensors import empty_kv
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 
 from .fake_backend import FakeBackend, FakeLease
 

@@ -14,7 +14,7 @@ from xxhash import xxh3_128_digest
 
 from kvredis.adapters.keys import ALGORITHMS, chunk_keys, fingerprint
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.backends.config import HASH_ALGORITHMS
+from kvredis.backends.config.schema import HASH_ALGORITHMS
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 256, model="meta-llama/Llama-3.1-8B")
 

@@ -11,7 +11,7 @@ from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.later import LOADS_MAX, Behind, Later
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.tensors import event_on
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.memory.sched import SLICE_NS
 from tests.adapters.fake_backend import FakeBackend, FakeLease

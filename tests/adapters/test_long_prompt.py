@@ -8,7 +8,7 @@ import torch
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 
 LAYOUT = ChunkLayout(1, 1, 4, "bf16", model="tiny/llama")

@@ -8,9 +8,9 @@ import redis
 from kvredis.adapters.chunk_moves import LoadJob, StoreJob
 from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.moving_options import MovingOptions, options_of
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.opening import open_backend
 from kvredis.storage.errors import ConfigError
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, mover_on, moves_of
 from tests.backends.conftest import StartServer, server_of

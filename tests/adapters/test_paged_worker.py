@@ -14,7 +14,7 @@ from kvredis.adapters.scheduling import Scheduling
 from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions
 from kvredis.adapters.shared_backend import join, leave
 from kvredis.adapters.vllm_views import layer_groups
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names

@@ -17,7 +17,7 @@ from kvredis.adapters.paged import PagedKV
 from kvredis.adapters.tensors import event_on
 from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
 from kvredis.adapters.transfer_cuda import RingTransfer
-from kvredis.backends.shared_arena import SharedArena
+from kvredis.backends.shm.arena import SharedArena
 
 from .test_transfer_cuda import made_layers, parts_of, true
 

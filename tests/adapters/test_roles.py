@@ -7,7 +7,7 @@ import torch
 
 from kvredis.adapters.engine import CacheEngine, Role
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.slow_backend import SlowBackend
 

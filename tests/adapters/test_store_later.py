@@ -10,7 +10,7 @@ import torch
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.later import LOADS_MAX
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicLayer
 from kvredis.adapters.engine import CacheEngine, Role
 from kvredis.adapters.transformers import CachedModel, layout_of
 from kvredis.adapters.transformers_cache import CACHE, RoomyLayer, attention_layers, keys_and_values, token_major
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny

@@ -21,7 +21,7 @@ from kvredis.adapters.transformers import CachedModel, layout_of
 from kvredis.adapters.transformers_cache import CACHE
 from kvredis.adapters.transformers_model import identity_of
 from kvredis.adapters.vllm_reading import groups_of
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import KVRedisError, LayoutError
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.test_transformers_other import adapted, changed

@@ -19,7 +19,7 @@ from kvredis.adapters.transformers_cache import (
     keys_and_values,
     token_major,
 )
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import LINEAR, WINDOWS, tiny
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.adapters.tiny_models import SHAPE, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")

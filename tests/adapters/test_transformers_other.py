@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.transformers import CachedModel, layout_of
 from kvredis.adapters.transformers_cache import CACHE, fresh_cache
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny
 

@@ -15,9 +15,9 @@ from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.backends.address import parse_url
-from kvredis.backends.config import Config
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.adapters.slow_backend import settle

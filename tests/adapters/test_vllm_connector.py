@@ -12,7 +12,7 @@ import torch
 
 from kvredis.adapters.keys import key_prefix
 from kvredis.adapters.scheduling_options import Prompt
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.paged_specs import (
     FullAttentionSpec,

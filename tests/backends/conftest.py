@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import link
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote import health
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
@@ -181,7 +181,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The remote backend's clock. Who sets it forward sees what the next attempt comes to, however slow the machine."""
-    monkeypatch.setattr(link, "RETRY_WAIT_S", EXIT_S)
+    monkeypatch.setattr(health, "RETRY_WAIT_S", EXIT_S)
     return Clock()
 
 

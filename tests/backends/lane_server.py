@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from kvredis.backends import attached
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.shm import connection
 
 from .conftest import ServerProcess
 from .verbs import BLOCK, content, put_through
@@ -65,4 +65,4 @@ def store_blocks(backend: RemoteBackend, keys: list[bytes], length: int = BLOCK)
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let leases be so much older, as we count."""
-    monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvredis.backends.address import parse_url
-from kvredis.backends.layered import LayeredBackend
-from kvredis.backends.layered_passage import Passage
+from kvredis.backends.config.url import parse_url
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.tiered.backend import LayeredBackend
+from kvredis.backends.tiered.staging import Passage
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES
 

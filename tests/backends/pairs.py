@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-from kvredis.backends.connection import Connection, TlsConnection
+from kvredis.backends.resp.connection import Connection, TlsConnection
 from tests.server.certificates import Papers
 
 Pair = tuple[Connection, socket.socket]

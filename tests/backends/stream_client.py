@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 

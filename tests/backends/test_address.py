@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvredis.backends.address import (
+from kvredis.backends.config.tls import Tls
+from kvredis.backends.config.url import (
     SCHEMES,
     Address,
     ClusterAddress,
@@ -12,7 +13,6 @@ from kvredis.backends.address import (
     parse_url,
     redact,
 )
-from kvredis.backends.tls import Tls
 from kvredis.storage.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.checks import ALLKEYS
-from kvredis.backends.config import Config
+from kvredis.backends.config.rules import ALLKEYS
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy, redis_name
 

@@ -8,12 +8,12 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends.address import ClusterAddress, parse_remote
-from kvredis.backends.cluster import ClusterBackend
-from kvredis.backends.cluster_slots import slot_of
-from kvredis.backends.connection import Connection
-from kvredis.backends.link import RETRY_S_MAX
-from kvredis.backends.wire import Buffer
+from kvredis.backends.config.url import ClusterAddress, parse_remote
+from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.remote.health import RETRY_S_MAX
+from kvredis.backends.resp.cluster_slots import slot_of
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.resp.wire import Buffer
 from kvredis.storage.store import Store
 from tests.server.certificates import Papers, make_papers
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvredis.backends import cluster, cluster_topology
-from kvredis.backends.address import ClusterAddress
-from kvredis.backends.cluster import ClusterBackend
-from kvredis.backends.cluster_slots import SLOTS, slot_of
-from kvredis.backends.link import RETRY_S_MAX
-from kvredis.backends.remote_routes import HOPS_MAX
+from kvredis.backends.config.url import ClusterAddress
+from kvredis.backends.remote import cluster
+from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.remote.health import RETRY_S_MAX
+from kvredis.backends.remote.routing import HOPS_MAX
+from kvredis.backends.resp import cluster_topology
+from kvredis.backends.resp.cluster_slots import SLOTS, slot_of
 from kvredis.storage.store import Store
 
 from .conftest import Clock

@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends.address import ClusterAddress, parse_remote
-from kvredis.backends.cluster import ClusterBackend
-from kvredis.backends.cluster_slots import slot_of
+from kvredis.backends.config.url import ClusterAddress, parse_remote
+from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.resp.cluster_slots import slot_of
 
 from .conftest import small_store
 from .nodes import wait_until

@@ -8,8 +8,8 @@ import pytest
 
 from kvredis.adapters.keys import chunk_keys
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.backends.config import KEYS, Config
-from kvredis.backends.sources import Key
+from kvredis.backends.config.schema import KEYS, Config
+from kvredis.backends.config.sources import Key
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import HugepageMode
 

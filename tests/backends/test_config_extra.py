@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 
 NO_MEANING = "a setting of LMCache without a meaning in kvredis"

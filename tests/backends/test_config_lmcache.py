@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.config import KEYS, Config
-from kvredis.backends.lmcache_names import FOREIGN_KEYS, FORMER_NAMES
+from kvredis.backends.config.lmcache import FOREIGN_KEYS, FORMER_NAMES
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
 FILES = Path(__file__).parent / "lmcache_files"

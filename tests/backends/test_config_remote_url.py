@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.address import Address, parse_url
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
+from kvredis.backends.config.url import Address, parse_url
 from kvredis.storage.errors import ConfigError
 
 

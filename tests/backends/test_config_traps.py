@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.config import HASH_ALGORITHMS, KEYS, Config, read
+from kvredis.backends.config.schema import HASH_ALGORITHMS, KEYS, Config, read
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import HugepageMode
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.backends.address import Address
-from kvredis.backends.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, ServerFull, encode
-from kvredis.backends.wire import DISCARD_BYTES, SCRATCH_BYTES
+from kvredis.backends.config.url import Address
+from kvredis.backends.resp.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, ServerFull, encode
+from kvredis.backends.resp.wire import DISCARD_BYTES, SCRATCH_BYTES
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import Papers, make_papers
 

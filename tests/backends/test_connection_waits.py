@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from kvredis.backends.attached import AttachedConnection
-from kvredis.backends.connection import Connection
-from kvredis.backends.wire import SCRATCH_BYTES
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.resp.wire import SCRATCH_BYTES
+from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import Papers, make_papers
 

@@ -8,14 +8,14 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends.address import ClusterAddress, parse_remote
 from kvredis.backends.base import Backend
-from kvredis.backends.cluster import ClusterBackend
-from kvredis.backends.layered import LayeredBackend
-from kvredis.backends.layered_passage import Passage
+from kvredis.backends.config.url import ClusterAddress, parse_remote
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_holds import Staging
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.shm.buffers import Staging
+from kvredis.backends.tiered.backend import LayeredBackend
+from kvredis.backends.tiered.staging import Passage
 from kvredis.storage.store import Store
 
 from .conftest import ServerProcess, small_disk, small_store

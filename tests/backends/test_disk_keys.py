@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 
 GIB = 1024**3

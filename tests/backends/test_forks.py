@@ -9,10 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends.attached import AttachedConnection
 from kvredis.backends.base import Backend
-from kvredis.backends.connection import Connection
 from kvredis.backends.local import LocalBackend
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.storage.errors import BackendError
 
 from .conftest import EXIT_S, ROOT, Connect, ServerProcess, small_store
@@ -138,8 +138,8 @@ def test_a_forked_process_reads_and_sends_nothing_on_the_other_s_connection(monk
 
 PARENT = """
 import gc, os, sys
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
 from tests.backends.conftest import small_store
 from tests.backends.verbs import content, keys_of, put_through
 

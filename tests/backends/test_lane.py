@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import attached, same_host
-from kvredis.backends.address import parse_url
 from kvredis.backends.base import Lease
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.shm import connection as attached
+from kvredis.backends.shm import discovery
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.memory.arena import Arena
 from kvredis.storage.store import Store
@@ -54,7 +55,7 @@ def lane(server: ServerProcess) -> Iterator[Open]:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was logged of which way values go."""
-    return [record.getMessage() for record in caplog.records if record.name == same_host.__name__]
+    return [record.getMessage() for record in caplog.records if record.name == discovery.__name__]
 
 
 def all_of(backend: RemoteBackend, keys: list[bytes]) -> list[Lease]:
@@ -135,7 +136,7 @@ def test_a_server_on_another_host_is_reached_over_tcp_and_no_warning_says_so(
     lane: Open, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "boot_id").write_text("another\n")
-    monkeypatch.setattr(same_host, "BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(discovery, "BOOT_ID", tmp_path / "boot_id")
     with caplog.at_level(logging.INFO, "kvredis"):
         backend = lane()
         store_blocks(backend, keys_of(2))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import lease_lane
-from kvredis.backends.address import parse_url
-from kvredis.backends.attached import AttachedConnection
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.wire import Buffer
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.resp.wire import Buffer
+from kvredis.backends.shm import reader
+from kvredis.backends.shm.connection import AttachedConnection
 
 from .conftest import small_store, start_server
 from .lane_server import ask, lane_url, store_blocks
@@ -23,7 +23,7 @@ MIB = 1 << 20
 def test_a_load_that_knows_the_length_of_blocks_asks_once_and_waits_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_lane, "TOGETHER_MAX", 5)
+    monkeypatch.setattr(reader, "TOGETHER_MAX", 5)
     calls: list[str] = []
     send, receive = AttachedConnection.send_buffers, AttachedConnection._receive
 
@@ -74,7 +74,7 @@ def test_a_server_says_whether_leases_may_wait_for_its_disk(
 def test_many_loads_from_disk_at_once_do_not_wait_for_each_others_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_lane, "TOGETHER_BYTES", MIB)
+    monkeypatch.setattr(reader, "TOGETHER_BYTES", MIB)
     loads = [[b"load %d block %d" % (load, number) for number in range(24)] for load in range(14)]
     disk = ["--local-disk", f"{tmp_path}/disk", "--max-local-disk-size", "1GB", "--max-local-cpu-size", "64MB"]
     server = start_server("kvredis", tmp_path, *disk)

@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 import redis
 
-from kvredis.backends import attached, lease_lane, link
-from kvredis.backends.address import parse_url
-from kvredis.backends.attached import AttachedConnection, SharedLease
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote import health
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.shm import connection as attached
+from kvredis.backends.shm import reader
+from kvredis.backends.shm.connection import AttachedConnection, SharedLease
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 
@@ -45,7 +47,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def backend(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteBackend]:
     """A backend that shares memory with the server, and soon looks whether a lost one is back."""
-    monkeypatch.setattr(link, "RETRY_S_MAX", 0.2)
+    monkeypatch.setattr(health, "RETRY_S_MAX", 0.2)
     with closing(RemoteBackend(parse_url(lane_path(server)), small_store(), timeout_s=2.0)) as backend:
         yield backend
 
@@ -93,7 +95,7 @@ def test_a_server_that_dies_while_a_block_is_copied_to_near_memory_leaves_a_miss
             if len(copies) == 2:
                 server.kill()
 
-        monkeypatch.setattr(lease_lane, "copy", copy)
+        monkeypatch.setattr(reader, "copy", copy)
         assert loaded(layered, keys_of(4)) == [content(b"block:0", 60_000), None, None, None]
         assert len(copies) == 2
         store = layered.near.store
@@ -125,8 +127,8 @@ def test_an_operator_who_ends_a_connection_ends_what_is_read_through_it(
 
 CLIENT = """
 import sys
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
 from tests.backends.conftest import small_store
 from tests.backends.lane_server import store_blocks
 from tests.backends.verbs import keys_of, put

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.tiered.backend import LayeredBackend
 
 from .conftest import ServerProcess
 from .fake_server import FakeServer, Leave, Shelf

@@ -6,8 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import layered, layered_passage
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.tiered import backend as layered
+from kvredis.backends.tiered import staging
+from kvredis.backends.tiered.backend import LayeredBackend
 
 from .conftest import Clock
 from .fake_server import FakeServer, Leave, Shelf
@@ -47,7 +48,7 @@ def far_is_a_prefix(shelf: Shelf, keys: list[bytes]) -> bool:
 
 def rested(backend: LayeredBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on what was not taken may be sent again at once."""
-    monkeypatch.setattr(layered_passage, "UNSENT_PAUSE_S", 0.0)
+    monkeypatch.setattr(staging, "UNSENT_PAUSE_S", 0.0)
     wait_until(lambda: backend._passage.may_send, "the pause is over")
 
 
@@ -283,7 +284,7 @@ def test_what_was_stored_again_and_sent_is_not_sent_once_more(
 def test_what_is_known_to_be_missing_is_bounded(
     backend: LayeredBackend, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layered_passage, "UNSENT_KEYS_MAX", 3)
+    monkeypatch.setattr(staging, "UNSENT_KEYS_MAX", 3)
     keys = keys_of(24)
     store_prompt(backend, keys)
     assert len(backend._passage.unsent_of(keys)) == 3

@@ -9,8 +9,8 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import layered_passage
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.tiered import staging
+from kvredis.backends.tiered.backend import LayeredBackend
 from tests.proxy import Proxy
 
 from .conftest import ServerProcess, StartServer
@@ -32,7 +32,7 @@ def server(request: pytest.FixtureRequest, server_of: StartServer) -> ServerProc
 @pytest.fixture
 def backend(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[LayeredBackend]:
     """64 blocks of near memory, which sends again at once what was not taken."""
-    monkeypatch.setattr(layered_passage, "UNSENT_PAUSE_S", 0.0)
+    monkeypatch.setattr(staging, "UNSENT_PAUSE_S", 0.0)
     with closing(open_layered(server.url, timeout_s=TIMEOUT_S)) as backend:
         yield backend
         backend.flush()

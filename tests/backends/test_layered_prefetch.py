@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import layered_prefetch
 from kvredis.backends.base import Prefetch
-from kvredis.backends.layered import LayeredBackend
-from kvredis.backends.layered_prefetch import FarPrefetch, Prefetcher
+from kvredis.backends.tiered import prefetch as layered_prefetch
+from kvredis.backends.tiered.backend import LayeredBackend
+from kvredis.backends.tiered.prefetch import FarPrefetch, Prefetcher
 
 from .fake_server import FakeServer, Leave, Shelf
 from .layered_pair import LENGTH, figures, near_keys, open_layered, store_through

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvredis.backends import attached, lease_lane
-from kvredis.backends.attached import AttachedConnection, SharedLease
-from kvredis.backends.lease_lane import LeaseLane, leases_for
-from kvredis.backends.shared_arena import SharedArena
+from kvredis.backends.shm import connection as attached
+from kvredis.backends.shm import reader
+from kvredis.backends.shm.arena import SharedArena
+from kvredis.backends.shm.connection import AttachedConnection, SharedLease
+from kvredis.backends.shm.reader import LeaseLane, leases_for
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from tests.storage.test_pagelock import FakeDriver
@@ -135,7 +136,7 @@ def test_all_that_is_asked_for_one_block_takes_no_longer_than_one_answer_may(mon
             lane.ask(1)
             lane.asked = 0  # two batches are under way
         theirs.sendall(SHARE_USED * 3 + b"$4096\r\n" + VALUE + b"\r\n")
-        monkeypatch.setattr(lease_lane, "time", SimpleNamespace(monotonic=later))
+        monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=later))
         waits_s.clear()
         assert lane.take(lambda length: memoryview(bytearray(4096))) == 4096
     assert waits_s == [5.0, 4.5, 4.0, 3.5]

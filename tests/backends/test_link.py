@@ -9,11 +9,11 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from kvredis.backends import link as link_module
-from kvredis.backends.address import Address, SentinelAddress, parse_url
-from kvredis.backends.bounded import CALLS_MAX, within
-from kvredis.backends.connection import Connection
-from kvredis.backends.link import RETRY_S_MAX, RETRY_S_MIN, Link
+from kvredis.backends.config.url import Address, SentinelAddress, parse_url
+from kvredis.backends.remote import health as link_module
+from kvredis.backends.remote.health import RETRY_S_MAX, RETRY_S_MIN, Link
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.resp.time_limit import CALLS_MAX, within
 from kvredis.storage.errors import BackendError
 
 from .conftest import EXIT_S, Clock

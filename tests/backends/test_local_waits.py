@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.local_reading import Waits
+from kvredis.backends.readahead import Waits
 from kvredis.storage.tiering.executor import Priority
 
 from .conftest import Clock

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.base import Backend
-from kvredis.backends.config import Config
-from kvredis.backends.layered import LayeredBackend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.opening import open_backend
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.store import Store
 
 from .conftest import ServerProcess, StartServer

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvredis.backends import recvmsg
+from kvredis.backends.resp import recvmsg
 
 Receive = Callable[[int, Sequence[memoryview], int], int]
 Ends = tuple[socket.socket, socket.socket]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.address import parse_url
-from kvredis.backends.lanes import SETS_UNANSWERED_MAX, SetLane, Touch
-from kvredis.backends.link import RETRY_S_MAX, RETRY_S_MIN
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_holds import RemoteReservation
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.health import RETRY_S_MAX, RETRY_S_MIN
+from kvredis.backends.remote.pipeline import SETS_UNANSWERED_MAX, SetLane, Touch
+from kvredis.backends.shm.buffers import RemoteReservation
 from kvredis.storage.store import Store
 
 from .conftest import Clock, Connect, StartServer, small_store

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.backends.address import parse_url
-from kvredis.backends.connection import Connection
-from kvredis.backends.link import Link
-from kvredis.backends.remote_node import Node
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.health import Link
+from kvredis.backends.remote.pool import Node
+from kvredis.backends.resp.connection import Connection
 from kvredis.storage.errors import BackendError
 
 from .conftest import Clock

@@ -5,9 +5,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import remote_blocks, remote_outbox
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote import blocks, write_queue
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.store import Store
 
 from .conftest import Connect, small_store
@@ -96,7 +96,7 @@ def test_a_value_of_more_than_half_of_memory_goes_alone(fake: FakeServer, shelf:
 def test_small_values_have_a_bound_too(
     fake: FakeServer, shelf: Shelf, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_outbox, "VALUES_MAX", 5)
+    monkeypatch.setattr(write_queue, "VALUES_MAX", 5)
     backend = connect(fake.url)
     assert sum(put(backend, key, b"x") for key in keys_of(9)) == 5
     assert backend.stats()["dropped"] == 4
@@ -214,7 +214,7 @@ def test_a_touch_waits_for_the_values_it_touches_on_whatever_connection(
 def test_a_long_touch_is_cut_and_its_tail_goes_first(
     fake: FakeServer, shelf: Shelf, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_blocks, "QUESTION_KEYS", 2)
+    monkeypatch.setattr(blocks, "QUESTION_KEYS", 2)
     backend = connect(fake.url)
     keys = keys_of(5)
     assert put(backend, b"k", b"x")
@@ -228,9 +228,9 @@ def test_a_long_touch_is_cut_and_its_tail_goes_first(
 def test_touches_that_wait_are_bounded(fake: FakeServer, shelf: Shelf, connect: Connect) -> None:
     backend = connect(fake.url)
     assert put(backend, b"k", b"x")
-    for _ in range(3 * remote_outbox.TOUCHES_MAX):
+    for _ in range(3 * write_queue.TOUCHES_MAX):
         backend.touch([b"head"])
     shelf.open.set()
     assert backend.flush() == 0
-    assert len(names(shelf, b"TOUCH")) == remote_outbox.TOUCHES_MAX
+    assert len(names(shelf, b"TOUCH")) == write_queue.TOUCHES_MAX
     assert backend.touch([b"head"]) == 0

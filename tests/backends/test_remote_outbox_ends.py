@@ -6,10 +6,10 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import remote_sender
-from kvredis.backends.address import parse_url
-from kvredis.backends.link import RETRY_S_MAX, Link
+from kvredis.backends.config.url import parse_url
 from kvredis.backends.local import LocalBackend
+from kvredis.backends.remote import writer
+from kvredis.backends.remote.health import RETRY_S_MAX, Link
 from kvredis.storage.errors import BackendError
 from kvredis.storage.store import Store
 
@@ -140,7 +140,7 @@ def test_closing_sends_what_is_on_its_way(fake: FakeServer, shelf: Shelf, connec
 def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_sender, "LINGER_S", 3600.0)  # it is still there when this test looks, however slow
+    monkeypatch.setattr(writer, "LINGER_S", 3600.0)  # it is still there when this test looks, however slow
     backend = connect(fake.url)
     backend.match([b"k"])
     assert loaded(backend, [b"k"]) == [None]
@@ -156,7 +156,7 @@ def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend
 def test_a_thread_that_had_nothing_to_do_has_a_successor(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_sender, "LINGER_S", 0.0)
+    monkeypatch.setattr(writer, "LINGER_S", 0.0)
     backend = connect(fake.url)
     for number in itertools.count():
         assert put_through(backend, b"%d" % number, b"x" * 20_000)
@@ -199,8 +199,8 @@ def test_when_the_thread_that_sends_fails_in_our_own_code_its_values_are_given_u
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(remote_sender.Sender, "_work", fails)
-        patched.setattr(remote_sender.Sender, where, fails)
+        patched.setattr(writer.Sender, "_work", fails)
+        patched.setattr(writer.Sender, where, fails)
         assert put(backend, b"k", b"x" * 20_000)
         assert backend.flush() == 1
         for thread in senders():

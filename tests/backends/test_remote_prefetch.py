@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_blocks import QUESTION_KEYS
-from kvredis.backends.remote_prefetch import RemotePrefetch
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.blocks import QUESTION_KEYS
+from kvredis.backends.remote.prefetch import RemotePrefetch
 
 from .conftest import Connect, ServerProcess, StartServer
 from .fake_server import Answer, FakeServer, Leave, Said, polite

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends import remote_load
-from kvredis.backends.address import Address
-from kvredis.backends.lanes import DRAIN_S
-from kvredis.backends.link import Link
-from kvredis.backends.remote_holds import AnyRooms
-from kvredis.backends.remote_load import Load, Patience, Stream
-from kvredis.backends.remote_node import Node
-from kvredis.backends.remote_receiving import Body, Receiver
+from kvredis.backends.config.url import Address
+from kvredis.backends.remote import load as remote_load
+from kvredis.backends.remote.health import Link
+from kvredis.backends.remote.load import Load, Patience, Stream
+from kvredis.backends.remote.pipeline import DRAIN_S
+from kvredis.backends.remote.pool import Node
+from kvredis.backends.remote.receive import Body, Receiver
+from kvredis.backends.shm.buffers import AnyRooms
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

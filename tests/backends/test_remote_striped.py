@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends import remote_load
-from kvredis.backends.address import Address
-from kvredis.backends.lanes import GetLane
-from kvredis.backends.layered import LayeredBackend
-from kvredis.backends.layered_passage import Passage
+from kvredis.backends.config.url import Address
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.remote_receiving import Body, Receiver
+from kvredis.backends.remote import load as remote_load
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.pipeline import GetLane
+from kvredis.backends.remote.receive import Body, Receiver
+from kvredis.backends.tiered.backend import LayeredBackend
+from kvredis.backends.tiered.staging import Passage
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 

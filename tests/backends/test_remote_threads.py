@@ -4,10 +4,10 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import remote_load
-from kvredis.backends.address import Address, parse_url
-from kvredis.backends.connection import Connection
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import Address, parse_url
+from kvredis.backends.remote import load as remote_load
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.resp.connection import Connection
 
 from .conftest import ServerProcess, StartServer, small_store
 from .fake_server import FakeServer, Leave, polite

@@ -6,9 +6,9 @@ from contextlib import closing
 
 import pytest
 
-from kvredis.backends import remote_outbox
-from kvredis.backends.address import parse_url
-from kvredis.backends.remote import RemoteBackend
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote import write_queue
+from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.store import Store
 
 from .conftest import Clock, Connect, small_store
@@ -255,11 +255,11 @@ def test_touches_for_later_are_bounded_and_dropped_while_the_server_is_lost(
 ) -> None:
     backend = connect(fake.url)
     assert put(backend, b"k", b"x")
-    for _ in range(3 * remote_outbox.TOUCHES_MAX):
+    for _ in range(3 * write_queue.TOUCHES_MAX):
         backend.touch_later([b"k"])
     shelf.open.set()
     assert backend.flush() == 0
-    assert [name for name, _ in shelf.log].count(b"TOUCH") == remote_outbox.TOUCHES_MAX
+    assert [name for name, _ in shelf.log].count(b"TOUCH") == write_queue.TOUCHES_MAX
     fake.answer = lambda args: Leave()
     assert backend.match([b"k"]) == 0
     backend.touch_later([b"k"])

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.address import SentinelAddress, parse_remote
-from kvredis.backends.link import RETRY_S_MAX, Link
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.sentinel import SentinelResolver
+from kvredis.backends.config.url import SentinelAddress, parse_remote
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.health import RETRY_S_MAX, Link
+from kvredis.backends.resp.sentinel import SentinelResolver
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import make_papers
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.backends import shared_arena as module
-from kvredis.backends.shared_arena import SharedArena, shared_arena
+from kvredis.backends.shm import arena as module
+from kvredis.backends.shm.arena import SharedArena, shared_arena
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from tests.storage.test_pagelock import FakeDriver

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 
 from .conftest import EXIT_S, ROOT, ServerProcess
 from .verbs import content

@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvredis.backends.address import parse_url
-from kvredis.backends.connection import Connection, TlsConnection
-from kvredis.backends.link import Link
-from kvredis.backends.remote import RemoteBackend
-from kvredis.backends.tls_wire import RECORD_BYTES
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.backend import RemoteBackend
+from kvredis.backends.remote.health import Link
+from kvredis.backends.resp.connection import Connection, TlsConnection
+from kvredis.backends.resp.tls_wire import RECORD_BYTES
 from kvredis.storage.errors import BackendError
 from tests.compat.conftest import start_kvredis, stop
 from tests.proxy import Proxy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 from kvredis.bench.disk_client import BlockClient, Values
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.servers import child_environment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 from kvredis.bench.errors import BenchError
 from kvredis.bench.servers import (
     RECIPES,

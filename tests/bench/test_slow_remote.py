@@ -13,7 +13,7 @@ from typing import Self
 import pytest
 from click.testing import CliRunner
 
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 from kvredis.bench.errors import BenchError
 from kvredis.bench.servers import ServerProcess
 from kvredis.bench.slow_remote import SlowRemotePlan, run

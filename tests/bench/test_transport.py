@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvredis.backends.connection import Connection
+from kvredis.backends.resp.connection import Connection
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.lane_client import LaneClient, LaneMissing, LentMemory, request
 from kvredis.bench.servers import ServerProcess, kvredis_recipe

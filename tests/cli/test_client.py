@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.address import Address
+from kvredis.backends.config.url import Address
 from kvredis.cli.client import mapped
 from kvredis.cli.troubles import told
 from tests.backends.topologies import KvredisCluster, Sentinels

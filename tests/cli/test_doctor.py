@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.cli import doctor_gpu, doctor_system
 from kvredis.cli.doctor_finding import Finding, draw
 from kvredis.cli.doctor_system import network

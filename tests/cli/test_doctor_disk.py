@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.cli.doctor_disk import DiskFacts, disk_facts
 from kvredis.cli.main import main
 from kvredis.storage.disk.files import RealFiles

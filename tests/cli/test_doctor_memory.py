@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.cli.doctor_finding import Finding
 from kvredis.cli.doctor_gpu import gpu
 from kvredis.storage.memory.arena import Machine

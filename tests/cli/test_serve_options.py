@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.config import KEYS, Config
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.cli.configuring import server_options_of
 from kvredis.server.options import ServerOptions
 from kvredis.server.sending import threads_for

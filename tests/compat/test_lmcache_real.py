@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from tests.backends.topologies import KvredisCluster
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.lmcache_process import LMCacheProcess, site

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
 from kvredis.cli.doctor_system import EXTENSIONS
 from tests.compat.side_packages import UNREACHABLE
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from kvredis.adapters.engine_config import config_from
-from kvredis.backends.config import KEYS, Config
-from kvredis.backends.opening import open_backend
+from kvredis.backends.config.schema import KEYS, Config
+from kvredis.backends.factory import open_backend
 from kvredis.server.topology import read_topology
 from tests.backends.topologies import KvredisCluster
 from tests.backends.verbs import content, loaded, put_through

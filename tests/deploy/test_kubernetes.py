@@ -16,7 +16,7 @@ import redis
 import yaml
 
 from kvredis import __version__
-from kvredis.backends.config import KEYS, Config
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.server.slots import SLOTS
 from kvredis.server.topology import read_topology
 from tests.cli.conftest import ServeProcess

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvredis.backends.config import Config
-from kvredis.backends.opening import open_backend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 from kvredis.storage.memory.hugepages import pages_needed
 from tests.backends.verbs import content, put_through
 from tests.cli.test_service_manager import ServiceManager

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import click
 import pytest
 
-from kvredis.backends.config import KEYS
+from kvredis.backends.config.schema import KEYS
 from kvredis.cli.main import main
 from kvredis.server.commands import every_command
 from kvredis.server.families import load_families

@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvredis.adapters.engine import CacheEngine
 from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.backends import link
 from kvredis.backends.base import Backend
-from kvredis.backends.config import Config
+from kvredis.backends.config.schema import Config
+from kvredis.backends.remote import health
 from tests.backends.nodes import HOST, Node, wait_until, with_free_ports
 from tests.backends.topologies import needs_redis, redis_command
 
@@ -180,4 +180,4 @@ def served(kind: Kind, *flags: str, password: str = "") -> Iterator[Node]:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts at a lost server come sooner than they do for an engine that has better things to do."""
-    monkeypatch.setattr(link, "RETRY_S_MAX", RETRY_S)
+    monkeypatch.setattr(health, "RETRY_S_MAX", RETRY_S)

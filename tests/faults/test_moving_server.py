@@ -14,8 +14,8 @@ from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, StoreJob
 from kvredis.adapters.moving import ChunkMover
 from kvredis.adapters.transfer import Moving
 from kvredis.backends.base import Backend
-from kvredis.backends.config import Config
-from kvredis.backends.opening import open_backend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, mover_on, moves_of, pages_in
 from tests.backends.nodes import HOST, Node, wait_until
 from tests.faults.engine_runs import TIMEOUT_S, quick_retries, served

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvredis.backends.config import KEYS, Config
+from kvredis.backends.config.schema import KEYS, Config
 from kvredis.server.families.rewrite import RewriteError, rewrite, with_settings
 from kvredis.server.server import Server, ServerOptions
 from kvredis.server.settings import SETTINGS, Effect, value_of

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from kvredis.backends.config import KEYS, SECTION
+from kvredis.backends.config.schema import KEYS, SECTION
 
 MORE = "settings"
 """The mapping of settings that have no key of their own."""

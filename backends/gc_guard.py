@@ -1,0 +1,54 @@
+"""When a load ends whose generator nobody has closed: at once, unless the garbage collector has found it in a cycle.
+
+WHY not then: a collection comes whenever something is allocated, also while its thread holds a lock of the store, of
+its disk or of a connection, and to end a load takes these. So what it holds is given back when the backend is asked
+for something next. Nor does it end in a process that was forked meanwhile: what it holds is the other's.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from .fork_guard import Home
+
+
+class _Here(threading.local):
+    """What this thread is doing."""
+
+    collects = False
+
+
+_here = _Here()
+
+
+def _note(phase: str, info: object) -> None:
+    _here.collects = phase == "start"
+
+
+class Endings:
+    """What is done at the end of each load of one backend. Any thread may call anything."""
+
+    def __init__(self) -> None:
+        self._put_off: deque[Callable[[], object]] = deque()
+        self._home = Home()
+        if _note not in gc.callbacks:
+            gc.callbacks.append(_note)
+
+    def end(self, ending: Callable[[], object]) -> None:
+        """Call `ending`: now, or at the next `catch_up` if this thread collects garbage."""
+        if _here.collects:
+            self._put_off.append(ending)
+        elif self._home.is_here():
+            ending()
+
+    def catch_up(self) -> None:
+        """Call what was put off. At the beginning of what a backend is asked for, where its thread holds no lock."""
+        while self._put_off and self._home.is_here():
+            try:
+                ending = self._put_off.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            ending()

@@ -1,0 +1,223 @@
+"""Values on their way to servers: a bounded queue, so that who stores never waits.
+
+A server takes what it can. When more is stored than that, the queue fills, and what comes next is not taken: it is
+dropped and counted, because an engine that waits for its cache is slower than one without. The bounds hold for all
+servers of a backend together; what goes to one of them is sent by a thread of its own (writer.py).
+
+WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. Whoever asks
+for it meanwhile is served from here, and need not wait for a queue that may be seconds long.
+
+Values and touches leave in the order in which they came: that an engine stores a prompt tail first, and touches its
+head in between, is what keeps a full server from evicting the head before the tail.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from kvredis.backends.oversized import Fitting
+from kvredis.backends.shm.buffers import RemoteLease, RemoteReservation, Staging
+from kvredis.storage.memory.arena import Arena
+
+from .pipeline import Touch
+from .pool import Node
+from .routing import Routes
+from .writer import Item, Outcome, Sender
+
+logger = logging.getLogger(__name__)
+
+QUEUE_PART: Final = 2
+"""Half of the staging memory may wait to be sent; the rest is for loads, which an engine does wait for."""
+VALUES_MAX: Final = 4096
+"""Values on their way; a bound for small ones, which take no room in the arena."""
+TOUCHES_MAX: Final = 64
+"""Touches that wait for their turn; a later one is dropped, as it is advice only."""
+DRAIN_PART: Final = 0.75
+"""The share of the timeout in which close() lets the queue drain; the rest is for ending what is under way."""
+
+
+class Outbox:
+    """The SETs of one backend. Any thread may call any public method; none waits for the network, but for those that
+    say so.
+    """
+
+    def __init__(self, routes: Callable[[], Routes], staging: Staging, *, keep: bool = False) -> None:
+        """With `keep` a value stays in `staging` when it has left."""
+        self._routes = routes
+        self._staging = staging
+        self._keep = keep
+        self._fitting = Fitting(staging.arena)
+        self._bytes_max = staging.arena.nbytes // QUEUE_PART
+        self.changed = threading.Condition()  # its lock is reentrant: a collected generator may end a hold anywhere
+        self._bytes = 0  # reserved, queued or unanswered
+        self._outstanding: dict[Item, int] = {}  # queued or unanswered, numbered, oldest first
+        self._newest: dict[bytes, RemoteReservation] = {}  # of these the last under each key
+        self._senders: dict[Node, Sender] = {}
+        self._number = 0
+        self._touches = 0
+        self._counts: dict[Outcome, int] = {"stored": 0, "refused": 0, "dropped": 0}
+        self._refused_unflushed = 0
+        self.closed = self.over = False
+
+    # ---- storing -------------------------------------------------------------------------------------------------
+
+    def room(self, length: int) -> int:
+        """Count the values of `length` bytes that would be taken now, if their server takes any."""
+        with self.changed:
+            if self.closed:
+                return 0
+            free = (self._bytes_max - self._bytes) // max(length, 1)
+            return max(min(free, VALUES_MAX - len(self._outstanding)), 0 if self._bytes else 1)
+
+    def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
+        """Get room for a value; None, counted as dropped, when the queue or the memory is full or its server lost."""
+        self._fitting.look_at(length)
+        node = self._routes().owner(key)
+        with self.changed:
+            taken = not node.link.waiting and self.room(length) > 0
+            self._bytes += length if taken else 0
+        room = self._staging.reserve(key, length) if taken else None
+        if room is not None:
+            return RemoteReservation(key, room, self._take, self._give_up, self._keep)
+        with self.changed:
+            self._bytes -= length if taken else 0
+            self._counts["dropped"] += not self.closed
+        return None
+
+    def touch(self, keys: Sequence[bytes], touches: Mapping[Node, Touch], *, always: bool = False) -> int | None:
+        """Have `keys` touched behind all that is on its way, and count those of them that are; None: nothing is, and
+        unless `always` that is all."""
+        with self.changed:
+            if not self._outstanding and not always:
+                return None
+            for node, touch in touches.items():
+                if self._touches < TOUCHES_MAX and not self.closed:
+                    self._touches += 1
+                    self._append(touch, node)
+            return sum(key in self._newest for key in keys)
+
+    def flush(self) -> int:
+        """Wait until every commit so far is answered; count those that came to nothing since the last flush."""
+        with self.changed:
+            last = self._number
+            self.changed.wait_for(lambda: next(iter(self._outstanding.values()), last + 1) > last)
+            refused, self._refused_unflushed = self._refused_unflushed, 0
+            return refused
+
+    def _take(self, value: RemoteReservation) -> None:
+        node = self._routes().owner(value.key)
+        with self.changed:
+            self._newest[value.key] = value
+            self._append(value, node)
+
+    def _give_up(self, value: RemoteReservation) -> None:
+        with self.changed:
+            self._bytes -= len(value.view)
+            self._end_hold(value)
+
+    def _append(self, item: Item, node: Node) -> None:
+        self._number += 1
+        self._outstanding[item] = self._number
+        if self.closed:
+            self.settle(item, "dropped")
+        else:
+            self.pass_on(item, node)
+
+    # ---- reading what has not left -------------------------------------------------------------------------------
+
+    def without(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Leave out the keys whose value is on its way."""
+        with self.changed:
+            return [key for key in keys if key not in self._newest] if self._newest else keys
+
+    def hold(self, keys: Iterable[bytes]) -> list[RemoteLease | None]:
+        """Lease each value that is on its way, as it was committed last; None for the others."""
+        with self.changed:
+            return [None if (value := self._newest.get(key)) is None else self._lease(value) for key in keys]
+
+    def wait_for(self, keys: Sequence[bytes]) -> None:
+        """Wait until none of `keys` is on its way."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._newest.keys().isdisjoint(keys))
+
+    def _lease(self, value: RemoteReservation) -> RemoteLease:
+        value.holds += 1
+        return RemoteLease(value.view, partial(self._end_hold, value))
+
+    def _end_hold(self, value: RemoteReservation) -> None:
+        with self.changed:
+            value.holds -= 1
+            if not value.holds:
+                value.free()
+
+    # ---- for the senders, which hold the lock ----------------------------------------------------------------------
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that values are in until they are answered."""
+        return self._staging.arena
+
+    def is_superseded(self, item: Item) -> bool:
+        """Say whether a newer value of the same key follows."""
+        return isinstance(item, RemoteReservation) and self._newest.get(item.key) is not item
+
+    def pass_on(self, item: Item, node: Node) -> None:
+        """Let the sender of `node` have it; it is outstanding already, and keeps its room."""
+        if node not in self._senders:
+            self._senders[node] = Sender(node, self, lambda reply: self._routes().follow(node, reply))
+        self._senders[node].take(item)
+
+    def settle(self, item: Item, outcome: Outcome | None = None) -> None:
+        """Nothing more is to come of it."""
+        del self._outstanding[item]
+        if isinstance(item, RemoteReservation):
+            if self._newest.get(item.key) is item:
+                del self._newest[item.key]
+            item.taken = outcome == "stored"
+            if outcome:
+                self._counts[outcome] += 1
+                self._refused_unflushed += outcome != "stored"
+            self._bytes -= len(item.view)
+            self._end_hold(item)
+        else:
+            self._touches -= 1
+        self.changed.notify_all()
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def let_go(self, node: Node) -> None:
+        """No key is that server's any more: what is on its way there goes there still, and nothing else."""
+        with self.changed:
+            sender = self._senders.get(node)
+        if sender is not None:
+            sender.leave()
+
+    def forget(self, node: Node) -> None:
+        """Its sender has left; for that sender, and without the lock."""
+        with self.changed:
+            self._senders.pop(node, None)
+
+    def close(self, name: str, timeout_s: float) -> None:
+        """Take nothing more, wait within the timeout for the answers to what was taken, and end the threads."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._outstanding, timeout_s * DRAIN_PART)
+            if self._outstanding:
+                count = len(self._outstanding) - self._touches
+                logger.warning("%s has not taken %d blocks in time; they are dropped", name, count)
+            self.over = True
+            senders = tuple(self._senders.values())
+        for sender in senders:
+            sender.end()
+
+    def stats(self) -> dict[str, int]:
+        """Give counters since the start, and what is on its way: values, and bytes with those that are reserved."""
+        with self.changed:
+            queued = len(self._outstanding) - self._touches
+            counts = {str(outcome): count for outcome, count in self._counts.items()}
+            return {**counts, "queued": queued, "queued_bytes": self._bytes}

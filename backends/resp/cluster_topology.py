@@ -1,0 +1,136 @@
+"""Learning who owns which slot, beside everything else: by a thread that asks one node after the other and ends.
+
+redis-py does the asking, with authentication and TLS; payloads then go over our own connections. Nobody waits for it
+but at the very start. Later a node that has no slot any more says so itself (MOVED), and one that is lost gives misses.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from kvredis.backends.config.url import ClusterAddress
+from kvredis.storage.background import start_thread
+
+from .cluster_slots import SlotRange, ranges_of
+from .redis_py import client
+from .time_limit import within
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[str, int]
+"""Host and port."""
+
+REFRESH_S_MIN: Final = 1.0
+"""Between the end of one refresh and the next, or as long as the last one took if that was longer."""
+ASK_S_MAX: Final = 2.0
+"""For one node to answer; also how long the first who come may wait for the first refresh."""
+WAIT_AGAIN_S: Final = 0.1
+"""How long they wait for a later one when that first has found nobody."""
+
+
+class Topology:
+    """Refreshes on demand. Any thread may call anything; `adopt` is called in the refreshing thread, without a lock."""
+
+    def __init__(
+        self,
+        address: ClusterAddress,
+        timeout_s: float,
+        places: Callable[[], Sequence[Place]],
+        adopt: Callable[[list[SlotRange]], None],
+        silent: Callable[[Sequence[Place]], None],
+    ) -> None:
+        """`places` are who may know, the likeliest first. Each is given `timeout_s`, and never more than ASK_S_MAX.
+        `silent` is called as `adopt` is, once a spell in which none of them knows, with those who said nothing at all;
+        the log has been told."""
+        self.refreshes = 0
+        self.is_wanted = False  # requested, but too early: to be requested again when somebody comes by
+        self._address = address
+        self._timeout_s = min(timeout_s, ASK_S_MAX)
+        self._places = places
+        self._adopt = adopt
+        self._silent = silent
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._next_s = self._began_s = 0.0
+        self._is_down = False
+        self._closed = False
+
+    def request(self) -> None:
+        """Have the topology learnt anew, unless that is under way, or was done just now."""
+        with self._changed:
+            now_s = time.monotonic()
+            self.is_wanted = self._thread is None and now_s < self._next_s
+            if self._thread is not None or self._closed or self.is_wanted:
+                return
+            self._began_s = now_s
+            with suppress(RuntimeError):  # the interpreter ends, or has no threads left
+                self._thread = start_thread(self._run, "kvredis learns a cluster")
+
+    def await_first(self) -> None:
+        """Request, unless it has been learnt before, and wait for the end of that; all who wait do so until the same
+        moment, ASK_S_MAX after its beginning at the latest, and much sooner once there was nobody."""
+        if self.refreshes:
+            return
+        self.request()
+        with self._changed:
+            left_s = self._began_s + (WAIT_AGAIN_S if self._is_down else self._timeout_s) - time.monotonic()
+            self._changed.wait_for(lambda: self._thread is None, max(left_s, 0.0))
+
+    def close(self) -> None:
+        """Learn no more, and wait for the thread, which may be in the middle of a question."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        began_s, ranges = time.monotonic(), []
+        try:
+            ranges = self._learn()
+            if ranges:
+                self._adopt(ranges)
+        finally:
+            with self._changed:
+                self.refreshes += bool(ranges)
+                self._thread = None
+                now_s = time.monotonic()
+                self._next_s = now_s + max(REFRESH_S_MIN, now_s - began_s)
+                self._changed.notify_all()
+
+    def _learn(self) -> list[SlotRange]:
+        """Ask until one node knows; an empty list, and a line in the log once a spell, when none does."""
+        import redis  # before the clock starts: the first time it may take as long as all the rest
+
+        answers, silent = [], []
+        for host, port in self._places():
+            if self._closed:
+                return []
+            try:
+                ask = partial(_ask, self._address, host, port, self._timeout_s)
+                ranges = within(self._timeout_s, f"asking {host}:{port} for its cluster", ask)
+            except Exception as error:  # what redis-py makes of an answer that is none may be anything
+                answers.append(f"{host}:{port}: {str(error)[:200]}")
+                if isinstance(error, redis.ConnectionError | redis.TimeoutError | TimeoutError):
+                    silent.append((host, port))
+                continue
+            self._is_down = False
+            return ranges
+        if not self._is_down:
+            logger.warning("%s: no node tells its slots (%s)", self._address, "; ".join(answers))
+            self._silent(silent)
+        self._is_down = True
+        return []
+
+
+def _ask(address: ClusterAddress, host: str, port: int, timeout_s: float) -> list[SlotRange]:
+    with client(host, port, (address.username, address.password), address.tls, timeout_s) as asked:
+        return ranges_of(asked.execute_command("CLUSTER", "SLOTS"), host)
