@@ -10,6 +10,6 @@ setup(
         Extension("kvredis.storage.memory._native", ["storage/memory/_native.c"], optional=True),
         Extension("kvredis.storage._leasing", ["storage/_leasing.c"], optional=True),
         Extension("kvredis.backends.resp._recvmsg", ["backends/resp/_recvmsg.c"], optional=True),
-        Extension("kvredis.server._plain", ["kvredis/server/_plain.c"], optional=True),
+        Extension("kvredis.server.protocol._plain", ["kvredis/server/protocol/_plain.c"], optional=True),
     ]
 )

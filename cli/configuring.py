@@ -11,8 +11,8 @@ import click
 
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.backends.config.sources import FILE_VARIABLE, Key
+from kvredis.server.net.io_threads import threads_for
 from kvredis.server.options import ServerOptions
-from kvredis.server.sending import threads_for
 from kvredis.storage.errors import ConfigError
 
 EVENT_LOOP_VARIABLE = "KVREDIS_EVENT_LOOP"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kvredis import __version__
 from kvredis.backends.config.schema import DEFAULT_ORIGIN, KEYS, Config
-from kvredis.server.acl import Acl
-from kvredis.server.families import load_families
-from kvredis.server.listeners import BACKLOG, bind_tcp
-from kvredis.server.startup import check_options
+from kvredis.server.acl.state import Acl
+from kvredis.server.commands import load_families
+from kvredis.server.config.startup import check_options
+from kvredis.server.net.listeners import BACKLOG, bind_tcp
 from kvredis.storage.disk.segment import default_segment_bytes
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Machine
@@ -36,7 +36,7 @@ EXTENSIONS = (
     "kvredis.storage.memory._native",
     "kvredis.storage._leasing",
     "kvredis.backends.resp._recvmsg",
-    "kvredis.server._plain",
+    "kvredis.server.protocol._plain",
 )
 
 METRICS_PORT = "metrics port"

@@ -24,13 +24,13 @@ from typing import Any
 import click
 
 from kvredis.backends.config.schema import Config
-from kvredis.server.cluster import Cluster
-from kvredis.server.listeners import Reserved, release, reserve
+from kvredis.server.cluster.node import Cluster
+from kvredis.server.cluster.slots import SLOTS
+from kvredis.server.config.settings import begin
+from kvredis.server.config.startup import check_options
+from kvredis.server.net.listeners import Reserved, release, reserve
 from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server
-from kvredis.server.settings import begin
-from kvredis.server.slots import SLOTS
-from kvredis.server.startup import check_options
 from kvredis.storage.background import start_thread
 from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.errors import ArenaError, ConfigError, KVRedisError

@@ -9,10 +9,10 @@ import logging
 import threading
 from types import TracebackType
 
-from kvredis.server import health
-from kvredis.server.http_door import HttpDoor
+from kvredis.server.client.blocked import tell_loop
+from kvredis.server.http import health
+from kvredis.server.http.server import HttpDoor
 from kvredis.server.options import ServerOptions
-from kvredis.server.pending import tell_loop
 from kvredis.storage.errors import KVRedisError
 
 log = logging.getLogger(__name__)

@@ -26,11 +26,11 @@ from kvredis.backends.config.sources import Key
 from kvredis.bench.pictures import draw_file
 from kvredis.cli.main import main
 from kvredis.cli.serve import serve
-from kvredis.server.commands import COMMANDS, Command
-from kvredis.server.exposition import LMCACHE
-from kvredis.server.families import load_families
-from kvredis.server.figures import BLOCKS, CLIENTS, DISK, MEMORY, SERVER, TIMES, Figure, Kind
-from kvredis.server.settings import SETTINGS, Effect
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import COMMANDS, Command
+from kvredis.server.config.settings import SETTINGS, Effect
+from kvredis.server.metrics.metrics import BLOCKS, CLIENTS, DISK, MEMORY, SERVER, TIMES, Figure, Kind
+from kvredis.server.metrics.prometheus import LMCACHE
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -173,8 +173,8 @@ def settings_page() -> str:
     """The table of settings that CONFIG GET knows."""
     lines = [
         *_front("Settings of a running server", "What CONFIG GET reports and CONFIG SET changes."),
-        "Made from the table in `kvredis/server/settings.py`. The names are Redis'. Those that have a configuration",
-        "key are told under [Configuration](configuration.md); all others can be set at the start under",
+        "Made from the table in `kvredis/server/config/settings.py`. The names are Redis'. Those that have a",
+        "configuration key are told under [Configuration](configuration.md); all others can be set at the start under",
         "`kvredis: settings:`.",
         "",
     ]

@@ -13,7 +13,7 @@ from kvredis.cli.doctor_system import EXTENSIONS
 from kvredis.storage.memory.copy import KINDS
 
 IN_USE = """
-from kvredis.server.plain import plain_commands
+from kvredis.server.protocol.fast_parser import plain_commands
 from kvredis.cli.doctor_system import EXTENSIONS
 from kvredis.storage.memory.copy import KIND
 print(KIND, plain_commands.__name__)

@@ -28,7 +28,7 @@ class ServerOptions:
     protected_mode: bool = True
     maxclients: int = 10_000
     loglevel: str = "notice"
-    # -- one node of a cluster: the file that says which slots each of its nodes serves (topology.py)
+    # -- one node of a cluster: the file that says which slots each of its nodes serves (cluster/topology.py)
     cluster_topology: str | None = None
     cluster_node: str | None = None  # which of its nodes this one is: name, id or host:port
     # -- TLS: only read when tls_port is not 0

@@ -1,7 +1,8 @@
 """The server: listening sockets, the clients that are connected, and the few things that happen by the clock.
 
-It owns no loop, and no threads but sending.py's: it runs on whichever loop starts it (uvloop lends buffers to the
-kernel, asyncio's own copies what a write leaves over, and the sessions ask `transport_lends` which of the two it is).
+It owns no loop, and no threads but net/io_threads.py's: it runs on whichever loop starts it (uvloop lends buffers to
+the kernel, asyncio's own copies what a write leaves over, and the sessions ask `transport_lends` which of the two it
+is).
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.storage.store import Store
 
-from .acl import Acl
-from .away import Away
-from .claims import Claims
-from .client_memory import ClientMemory
-from .cluster import Cluster
-from .events import publish_event
-from .families import load_families
-from .http_door import HttpDoor
-from .http_gate import HttpGate
-from .intake import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX
-from .lane import Lane
-from .latency import LatencyMonitor
-from .listeners import Listeners
+from .acl.state import Acl
+from .client.admission import Claims
+from .client.blocked import Pending, has_hung_up
+from .client.blocked_on_disk import Away
+from .client.memory import ClientMemory
+from .client.output import KINDS, NO_LIMIT
+from .client.pause import Pause
+from .client.session import Session
+from .client.timeout import Silence
+from .cluster.node import Cluster
+from .commands import load_families
+from .commands.keyspace_events import publish_event
+from .commands.latency import LatencyMonitor
+from .commands.pubsub import PubSub
+from .commands.slowlog import SlowLog
+from .commands.tracking import TrackingTable
+from .commands.transactions import mark_changed, mark_flushed, unwatch_all
+from .config.reload import Reread
+from .config.settings import begin
+from .http.auth import HttpGate
+from .http.routes import routes as watching_routes
+from .http.server import HttpDoor
+from .metrics.stats import ServerStats, Traffic
+from .multipart import Parts
+from .net.io_threads import Senders
+from .net.listeners import Listeners
+from .net.zerocopy import Splicing
 from .options import MIB
 from .options import ServerOptions as ServerOptions
-from .outgoing import KINDS, NO_LIMIT
-from .parts import Parts
-from .pausing import Pause
-from .pending import Pending, has_hung_up
-from .pubsub import PubSub
-from .request import ProtocolError, QueryBufferLimit
-from .reread import Reread
-from .sending import Senders
-from .session import Session
-from .settings import begin
-from .silence import Silence
-from .slowlog import SlowLog
-from .splicing import Splicing
-from .stats import ServerStats, Traffic
-from .tracking import TrackingTable
-from .transactions import mark_changed, mark_flushed, unwatch_all
-from .watching import routes as watching_routes
+from .protocol.limits import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX
+from .protocol.request import ProtocolError, QueryBufferLimit
+from .shm.attach import Lane
 
 if TYPE_CHECKING:
-    from .commands import Command
-    from .request import Argument
+    from .commands.registry import Command
+    from .protocol.request import Argument
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvredis.cli import serve as serve_module
 from kvredis.cli.serve import event_loop_factory, raise_open_files
-from kvredis.server.listeners import bind_tcp, release, reserve
+from kvredis.server.net.listeners import bind_tcp, release, reserve
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.hugepages import HugepagePool

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.slots import slot_of
+from kvredis.server.cluster.slots import slot_of
 
 from .conftest import Serve, ServeProcess
 

@@ -7,8 +7,8 @@ import pytest
 
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.cli.configuring import server_options_of
+from kvredis.server.net.io_threads import threads_for
 from kvredis.server.options import ServerOptions
-from kvredis.server.sending import threads_for
 from tests.server.certificates import PASSWORD, Papers, make_papers
 
 from .conftest import Serve

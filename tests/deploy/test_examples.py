@@ -17,7 +17,7 @@ import yaml
 from kvredis.adapters.engine_config import config_from
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.backends.factory import open_backend
-from kvredis.server.topology import read_topology
+from kvredis.server.cluster.topology import read_topology
 from tests.backends.topologies import KvredisCluster
 from tests.backends.verbs import content, loaded, put_through
 from tests.cli.conftest import ServeProcess

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvredis.server.figures import FIGURES, Kind
+from kvredis.server.metrics.metrics import FIGURES, Kind
 from tests.deploy.promtool import ROOT, promtool
 from tests.deploy.scrape import asked_names, scraped_names
 

@@ -17,13 +17,13 @@ from tests.docs.blocks import ROOT
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ROOMS = ("storage", "backends", "cli", "kvredis/server", "kvredis/adapters")
 OWN_REPLIES = (
-    "kvredis/server/lane.py",
-    "kvredis/server/parts.py",
-    "kvredis/server/splicing.py",
-    "kvredis/server/families/lane.py",
-    "kvredis/server/families/parts.py",
-    "kvredis/server/families/prefetching.py",
-    "kvredis/server/families/durability.py",
+    "kvredis/server/shm/attach.py",
+    "kvredis/server/multipart.py",
+    "kvredis/server/net/zerocopy.py",
+    "kvredis/server/shm/commands.py",
+    "kvredis/server/commands/multipart.py",
+    "kvredis/server/commands/prefetch.py",
+    "kvredis/server/commands/persistence.py",
 )
 """Where error replies are our own words, but for these."""
 REDIS_WORDS = ("Command not allowed inside a transaction", "value is out of range", "timeout is out of range")

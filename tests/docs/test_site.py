@@ -18,10 +18,10 @@ import pytest
 
 from kvredis.backends.config.schema import KEYS
 from kvredis.cli.main import main
-from kvredis.server.commands import every_command
-from kvredis.server.families import load_families
-from kvredis.server.figures import FIGURES
-from kvredis.server.settings import SETTINGS
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import every_command
+from kvredis.server.config.settings import SETTINGS
+from kvredis.server.metrics.metrics import FIGURES
 from tests.docs.blocks import PAGES, ROOT
 
 BUILD_S = 300

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
 from tests.server.feed import request
 from tests.server.live import MIB, Client, LiveServer, pattern
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.commands import COMMANDS, SPELLINGS, Handler
-from kvredis.server.families import load_families
-from kvredis.server.replies import Reply
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import COMMANDS, SPELLINGS, Handler
+from kvredis.server.protocol.replies import Reply
 from kvredis.storage.entry import Lease
 from tests.faults.clients import last_words
 from tests.server.feed import request

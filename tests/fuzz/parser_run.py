@@ -7,8 +7,8 @@ the error must be equal, and once the client has gone nothing may be reserved.
 import random
 from dataclasses import dataclass
 
-from kvredis.server.parser import Parser
-from kvredis.server.request import REFUSED, Argument, Refused
+from kvredis.server.protocol.parser import Parser
+from kvredis.server.protocol.request import REFUSED, Argument, Refused
 from kvredis.storage.entry import Reservation
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from kvredis.server.commands import Command, every_command, lookup
-from kvredis.server.families import load_families
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import Command, every_command, lookup
 from tests.fuzz.corpus import CLUSTER, LEFT_OUT, LINES, SHAPES, SWEEPING, fill, session
 from tests.fuzz.mutator import cuts, encode, mutate, shrink
 from tests.server.feed import CarefulParser as Parser

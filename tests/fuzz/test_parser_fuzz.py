@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.parser import Parser
-from kvredis.server.plain import plain_commands
+from kvredis.server.protocol.fast_parser import plain_commands
+from kvredis.server.protocol.parser import Parser
 from kvredis.storage.store import Store
 from tests.fuzz.parser_run import ParserCase, both, make_store, run_parser_cases
 from tests.server.feed import feed, no_payload, request
@@ -128,6 +128,6 @@ def test_what_is_not_plain_does_not_make_a_buffer_be_read_over_and_over(
         tries.append(len(data))
         return plain_commands(data)
 
-    monkeypatch.setattr("kvredis.server.parser.plain_commands", counted)
+    monkeypatch.setattr("kvredis.server.protocol.parser.plain_commands", counted)
     assert len(feed(Parser(no_payload), data)) >= 500 or data[:2] == b"*0"
     assert sum(tries) < 3 * len(data)

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from typing import cast
 
-from kvredis.server.acl_users import User
-from kvredis.server.client_memory import Held
-from kvredis.server.commands import Command, lookup
-from kvredis.server.pending import Pending
-from kvredis.server.replies import NULL, NULL_BULK, joined
+from kvredis.server.acl.users import User
+from kvredis.server.client.blocked import Pending
+from kvredis.server.client.memory import Held
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import Command, lookup
+from kvredis.server.commands.tracking import Tracking
+from kvredis.server.commands.transactions import Transaction
+from kvredis.server.protocol.replies import NULL, NULL_BULK, joined
 from kvredis.server.server import Server, ServerOptions
-from kvredis.server.session import Session
-from kvredis.server.tracking import Tracking
-from kvredis.server.transactions import Transaction
 from kvredis.storage.entry import Lease
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from kvredis.server.parser import Parser
-from kvredis.server.request import REFUSED, Argument, ProtocolError, Refused
+from kvredis.server.protocol.parser import Parser
+from kvredis.server.protocol.request import REFUSED, Argument, ProtocolError, Refused
 from kvredis.storage.entry import Reservation
 
 Word = bytes | str

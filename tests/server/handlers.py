@@ -2,9 +2,9 @@
 
 from typing import cast
 
-from kvredis.server.commands import COMMANDS
-from kvredis.server.replies import joined
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import COMMANDS
+from kvredis.server.protocol.replies import joined
 from kvredis.storage.entry import Reservation
 from tests.server.fake_session import FakeSession
 

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 
 import uvloop
 
+from kvredis.server.client.session import Session
 from kvredis.server.server import Server, ServerOptions
-from kvredis.server.session import Session
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.feed import Word, request

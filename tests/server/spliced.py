@@ -2,7 +2,7 @@
 
 import os
 
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
 from tests.server.feed import Word
 from tests.server.live import MIB, Client, LiveServer
 

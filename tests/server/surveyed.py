@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.server.page_survey import Surveys
+from kvredis.server.http.page.survey import Surveys
 from kvredis.storage.entry import Entry
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

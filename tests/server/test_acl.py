@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.acl import Acl
-from kvredis.server.acl_log import GROUPED_MS, WORD_BYTES_MAX, AclLog, Refusal
-from kvredis.server.commands import Command, lookup
-from kvredis.server.session import Session
-from kvredis.server.transactions import Transaction
+from kvredis.server.acl.log import GROUPED_MS, WORD_BYTES_MAX, AclLog, Refusal
+from kvredis.server.acl.state import Acl
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import Command, lookup
+from kvredis.server.commands.transactions import Transaction
 from tests.server.fake_session import FakeSession, make_server
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.acl_rules import CATEGORIES
-from kvredis.server.commands import every_command
+from kvredis.server.acl.rules import CATEGORIES
+from kvredis.server.commands.registry import every_command
 from tests.server.fake_session import FakeSession, make_server
 
 HASH = b"2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.acl import Acl
-from kvredis.server.acl_file import FILE_BYTES_MAX, PROBLEMS_MAX, AclFileError, read_users, write_users
-from kvredis.server.acl_rules import KEY_AFTER_ALL
-from kvredis.server.acl_users import BAD_HASH, User, merged
-from kvredis.server.families import load_families
+from kvredis.server.acl.file import FILE_BYTES_MAX, PROBLEMS_MAX, AclFileError, read_users, write_users
+from kvredis.server.acl.rules import KEY_AFTER_ALL
+from kvredis.server.acl.state import Acl
+from kvredis.server.acl.users import BAD_HASH, User, merged
+from kvredis.server.commands import load_families
 from kvredis.storage.errors import ConfigError
 
 load_families()

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from kvredis.server.acl_access import READ, WRITE, touched_by
-from kvredis.server.acl_rules import (
+from kvredis.server.acl.access import READ, WRITE, touched_by
+from kvredis.server.acl.rules import (
     CHANNEL_AFTER_ALL,
     FIRST_ARG_OF_SUBCOMMAND,
     KEY_AFTER_ALL,
@@ -14,10 +14,10 @@ from kvredis.server.acl_rules import (
     UNKNOWN,
     RuleError,
 )
-from kvredis.server.acl_users import BAD_HASH, NO_SUCH_PASSWORD, UnmatchedParenthesis, User, merged, proves
-from kvredis.server.commands import COMMANDS, Command, lookup
-from kvredis.server.families import load_families
-from kvredis.server.replies import OK
+from kvredis.server.acl.users import BAD_HASH, NO_SUCH_PASSWORD, UnmatchedParenthesis, User, merged, proves
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import COMMANDS, Command, lookup
+from kvredis.server.protocol.replies import OK
 
 load_families()
 

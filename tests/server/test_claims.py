@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from kvredis.server.claims import UNREAD_BYTES_MIN, unread_bytes
+from kvredis.server.client.admission import UNREAD_BYTES_MIN, unread_bytes
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 

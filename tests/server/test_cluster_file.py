@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.cluster import find_self
+from kvredis.server.cluster.node import find_self
+from kvredis.server.cluster.slots import SLOTS
+from kvredis.server.cluster.topology import FILE_BYTES_MAX, NODES_MAX, Topology, read_topology
+from kvredis.server.config.startup import check_options
 from kvredis.server.options import ServerOptions
-from kvredis.server.slots import SLOTS
-from kvredis.server.startup import check_options
-from kvredis.server.topology import FILE_BYTES_MAX, NODES_MAX, Topology, read_topology
 from kvredis.storage.errors import ConfigError
 
 TWO = "nodes:\n- {host: h1, port: 1, slots: 0-99}\n- {host: h2, port: 2, slots: 100-16383}\n"

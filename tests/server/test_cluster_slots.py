@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from kvredis.server.cluster import NOT_SERVED, Cluster
-from kvredis.server.commands import COMMANDS, every_command
+from kvredis.server.cluster.node import NOT_SERVED, Cluster
+from kvredis.server.cluster.slots import SLOTS, head_of, routing_keys, slot_of
+from kvredis.server.commands.registry import COMMANDS, every_command
 from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server
-from kvredis.server.slots import SLOTS, head_of, routing_keys, slot_of
 from tests.server.cluster_node import HALF, topology_file
 from tests.server.fake_session import FakeSession, make_server
 

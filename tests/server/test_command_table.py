@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import hiredis
 import pytest
 
-from kvredis.server.commands import COMMANDS, Command, every_command, lookup
-from kvredis.server.families import load_families
-from kvredis.server.families.introspect import has_keys
-from kvredis.server.families.syntax import Argument, parse
+from kvredis.server.commands import load_families
+from kvredis.server.commands.command import has_keys
+from kvredis.server.commands.command_syntax import Argument, parse
+from kvredis.server.commands.registry import COMMANDS, Command, every_command, lookup
 from tests.server.fake_session import FakeSession, make_server
 
 load_families()

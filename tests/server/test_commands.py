@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvredis.server.arguments import INT64_MAX, parse_cursor, parse_integer
-from kvredis.server.commands import COMMANDS, SPELLINGS, Command, every_command, lookup
-from kvredis.server.families import load_families
-from kvredis.server.families.syntax import Argument, parse
+from kvredis.server.commands import load_families
+from kvredis.server.commands.command_syntax import Argument, parse
+from kvredis.server.commands.registry import COMMANDS, SPELLINGS, Command, every_command, lookup
+from kvredis.server.protocol.arguments import INT64_MAX, parse_cursor, parse_integer
 
 load_families()
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from kvredis.server.families.long_double import TEXT_BYTES_MAX, add, parse, printed, rounded
+from kvredis.server.commands.compat.long_double import TEXT_BYTES_MAX, add, parse, printed, rounded
 from tests.server.fake_session import FakeSession, make_server
 
 NOT_AN_INTEGER = b"-ERR value is not an integer or out of range\r\n"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.families.debug import is_local
+from kvredis.server.commands.compat.debug import is_local
 from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.config.settings import value_of
 from kvredis.server.server import Server, ServerOptions
-from kvredis.server.settings import value_of
 from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from kvredis.adapters.block import encode_header
 from kvredis.adapters.layout import ChunkLayout
-from kvredis.server import slices
-from kvredis.server.exposition import buckets
-from kvredis.server.figures import FIGURES, Kind
+from kvredis.server.http.page import slices
+from kvredis.server.metrics.metrics import FIGURES, Kind
+from kvredis.server.metrics.prometheus import buckets
 from kvredis.server.server import Server
 from kvredis.storage.stats import Times
 from tests.deploy.promtool import promtool

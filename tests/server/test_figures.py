@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from kvredis.server.figures import FIGURES, Kind, fields, read_all
+from kvredis.server.metrics.metrics import FIGURES, Kind, fields, read_all
 from kvredis.server.server import Server
 from tests.server.fake_session import make_server
 from tests.server.http_client import ask

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import http_door
-from kvredis.server.http_door import HttpDoor, HttpError, HttpRequest, HttpResponse, Routes
+from kvredis.server.http import server
+from kvredis.server.http.server import HttpDoor, HttpError, HttpRequest, HttpResponse, Routes
 from kvredis.server.options import ServerOptions
 from tests.server.http_client import HttpClient, ask, connect, serving
 from tests.server.live import LiveServer, run_on
@@ -177,7 +177,7 @@ def test_a_route_may_wait_refuse_and_fail_and_only_a_failure_is_logged(
 
 
 def test_an_answer_that_takes_too_long_is_given_up(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_door, "ANSWER_S", 0.01)
+    monkeypatch.setattr(server, "ANSWER_S", 0.01)
 
     async def never(_request: HttpRequest) -> HttpResponse:
         await asyncio.Event().wait()
@@ -185,7 +185,7 @@ def test_an_answer_that_takes_too_long_is_given_up(loop: str, monkeypatch: pytes
 
     async def story() -> None:
         door = HttpDoor(ServerOptions(metrics_port=-1), {"/": (never, False)}, lambda *_: None)
-        answer = await door.answer(HttpRequest("GET", "/", {}, {}), http_door.Peer("", ""))
+        answer = await door.answer(HttpRequest("GET", "/", {}, {}), server.Peer("", ""))
         assert answer.status == 503
 
     run_on(loop, story())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import http_door
+from kvredis.server.http import server
 from tests.server.certificates import make_papers
 from tests.server.http_client import ask, basic, serving
 from tests.server.live import LiveServer
@@ -99,7 +99,7 @@ def test_without_a_password_a_name_that_is_pointed_at_loopback_shows_nothing(
 def test_protected_mode_holds_for_strangers_from_elsewhere_but_for_health(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "address_of", lambda _name: "192.0.2.1:5")
+    monkeypatch.setattr(server, "address_of", lambda _name: "192.0.2.1:5")
 
     async def story(live: LiveServer) -> None:
         assert (await ask(live, "/metrics")).status == 403

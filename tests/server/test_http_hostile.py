@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import http_door
-from kvredis.server.http_door import HttpDoor, HttpRequest, HttpResponse
+from kvredis.server.http import server
+from kvredis.server.http.server import HttpDoor, HttpRequest, HttpResponse
 from kvredis.server.options import ServerOptions
 from tests.server.http_client import HttpClient, ask, connect, serving
 from tests.server.live import LiveServer, run_on, until
 
 
 def test_a_head_that_never_ends_is_hung_up_on(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_door, "HEAD_S", 0.05)
+    monkeypatch.setattr(server, "HEAD_S", 0.05)
 
     async def story(live: LiveServer) -> None:
         silent, slow = await connect(live), await connect(live)
@@ -33,7 +33,7 @@ def test_a_head_that_never_ends_is_hung_up_on(loop: str, tmp_path: Path, monkeyp
 def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "HEAD_S", 0.2)
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
 
     async def story(live: LiveServer) -> None:
         client = await connect(live)
@@ -55,7 +55,7 @@ def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
 def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str, tmp_path: Path) -> None:
     async def story(live: LiveServer) -> None:
         assert live.server.http is not None
-        crowd = [await connect(live) for _ in range(http_door.CONNECTIONS_MAX)]
+        crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
         await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
         assert (await ask(live, "/health")).status == 200
         assert await crowd[0].read_all() == b""
@@ -71,7 +71,7 @@ def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str,
 def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, tmp_path: Path) -> None:
     async def story(live: LiveServer) -> None:
         assert live.server.http is not None
-        crowd = [await connect(live) for _ in range(http_door.CONNECTIONS_MAX)]
+        crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
         await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
         assert (await crowd[0].ask("/health")).status == 200
         assert (await ask(live, "/health")).status == 200
@@ -86,8 +86,8 @@ def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, tmp_path
 def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_door, "ANSWER_S", 0.05)
-    monkeypatch.setattr(http_door, "SEND_S", 0.05)
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
+    monkeypatch.setattr(server, "SEND_S", 0.05)
     body = bytes(32 * 1024 * 1024)
     asked: list[str] = []
 

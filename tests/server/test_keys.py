@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server import patterns
-from kvredis.server.patterns import matcher
+from kvredis.server.protocol import glob
+from kvredis.server.protocol.glob import matcher
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 from tests.server.handlers import LARGE, OOM
 
@@ -212,8 +212,8 @@ def test_many_stars_mean_what_few_do(seed: int, monkeypatch: pytest.MonkeyPatch)
         for _ in range(2000)
     ]
     told = [matcher(pattern)(key) for pattern, key in asked]
-    patterns._compiled.cache_clear()
-    monkeypatch.setattr(patterns, "PIECES_MAX", 1)
+    glob._compiled.cache_clear()
+    monkeypatch.setattr(glob, "PIECES_MAX", 1)
     assert [matcher(pattern)(key) for pattern, key in asked] == told
     assert 50 < sum(told) < 1500
-    patterns._compiled.cache_clear()
+    glob._compiled.cache_clear()

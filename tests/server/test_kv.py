@@ -7,7 +7,7 @@ from typing import Any
 import hiredis
 import pytest
 
-from kvredis.server.families.kv import HEADER_BYTES_MAX, tensor_facts
+from kvredis.server.commands.kv import HEADER_BYTES_MAX, tensor_facts
 from kvredis.server.server import Server
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 
@@ -232,7 +232,7 @@ def test_scan_leaves_out_what_has_expired_and_other_databases(session: FakeSessi
 def test_a_scan_ends_its_slice_by_time_whatever_count_is(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(3000):
         session.ask(f"SET k:{at} 1")
-    monkeypatch.setattr("kvredis.server.families.kv._SCAN_S", 0.0)
+    monkeypatch.setattr("kvredis.server.commands.kv._SCAN_S", 0.0)
     reader = hiredis.Reader()
     reader.feed(session.ask("KV.SCAN 0 COUNT 1000000"))
     cursor, told = reader.gets()

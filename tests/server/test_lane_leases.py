@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import lane as lane_module
-from kvredis.server import places as places_module
+from kvredis.server.shm import attach as lane_module
+from kvredis.server.shm import lease_table as places_module
 from kvredis.storage import lease_many
 from kvredis.storage.entry import INLINE_BYTES_MAX
 from kvredis.storage.lease_many import Place

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvredis.server import lane_memory
-from kvredis.server.lane_memory import LentMemory, receive
+from kvredis.server.shm import lent_memory
+from kvredis.server.shm.lent_memory import LentMemory, receive
 from kvredis.storage.memory.copy import KIND
 
 FUTURE_WRITE = 0x10
@@ -99,7 +99,7 @@ def test_the_last_to_have_memory_frees_it_by_closing_the_descriptor_and_not_by_u
 
 @streams
 def test_a_kernel_that_cannot_say_whether_pages_are_there_has_them_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_memory, "_MADV_POPULATE_READ", 12345)
+    monkeypatch.setattr(lent_memory, "_MADV_POPULATE_READ", 12345)
     with lent(b"content", fcntl.F_SEAL_SHRINK | FUTURE_WRITE) as memory:
         target = bytearray(7)
         assert memory.copy(memoryview(target), 0)
@@ -115,7 +115,7 @@ def test_holes_that_were_there_before_read_as_zeros() -> None:
 
 @streams
 def test_the_mapping_goes_with_the_last_who_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_memory, "close_elsewhere", lambda fd, mapped: os.close(fd))
+    monkeypatch.setattr(lent_memory, "close_elsewhere", lambda fd, mapped: os.close(fd))
     with lent(b"content", fcntl.F_SEAL_SHRINK | FUTURE_WRITE) as memory:
         another = memory.another()
         memory.close()

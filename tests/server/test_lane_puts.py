@@ -13,7 +13,7 @@ from typing import Any
 import hiredis
 import pytest
 
-from kvredis.server.lane_memory import LentMemory
+from kvredis.server.shm.lent_memory import LentMemory
 from kvredis.storage.memory.sched import SLICE_NS
 from tests.server.feed import request
 from tests.server.lane_client import SHRINK, LaneClient, attached, connected, memory, open_descriptors

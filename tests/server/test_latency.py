@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.latency import EVENTS_MAX, SAMPLES_MAX, LatencyMonitor, Spikes, graph, report
-from kvredis.server.stats import CommandStats
+from kvredis.server.commands.latency import EVENTS_MAX, SAMPLES_MAX, LatencyMonitor, Spikes, graph, report
+from kvredis.server.metrics.stats import CommandStats
 from tests.server.fake_session import FakeSession, make_server
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.families.lcs import LENGTH_MAX, table, walk_back
+from kvredis.server.commands.compat.lcs import LENGTH_MAX, table, walk_back
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.handlers import LARGE
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.server.listeners import Listeners, bind_tcp, bind_unix
+from kvredis.server.net.listeners import Listeners, bind_tcp, bind_unix
 from kvredis.server.options import ServerOptions
 from tests.server.live import LOOPS, LiveServer, run_on, until
 

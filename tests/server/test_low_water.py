@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.low_water import LONG_BYTES, LOW_WATER_BYTES, LowWater
+from kvredis.server.net.rcvlowat import LONG_BYTES, LOW_WATER_BYTES, LowWater
 from tests.server.live import LOOPS, LiveServer, run_on, until
 
 MIB = 1024 * 1024

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.families.memory import figures, report
+from kvredis.server.commands.memory import figures, report
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 
 

@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.monitor import ARG_BYTES_MAX, ARGS_MAX, feed, monitor_line
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
+from kvredis.server.commands.monitor import ARG_BYTES_MAX, ARGS_MAX, feed, monitor_line
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.live import LiveServer, pattern, run_on
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.outgoing import PUSH_BYTES_MAX
+from kvredis.server.client.output import PUSH_BYTES_MAX
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 

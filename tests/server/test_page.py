@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvredis.server import page
-from kvredis.server.page import PREFIX_CHARS_MAX, load_page
+from kvredis.server.http.page import page
+from kvredis.server.http.page.page import PREFIX_CHARS_MAX, load_page
 from kvredis.storage.index import BUCKETS
 from tests.server.http_client import HttpClient, ask, basic, connect
 from tests.server.live import LiveServer, run_on

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvredis.server import page_facts
-from kvredis.server.families.kv import tensor_facts
-from kvredis.server.page_facts import KEYS_WANTED, blocks_between, meant, search, shown, state, told_block
-from kvredis.server.page_survey import Surveys
+from kvredis.server.commands.kv import tensor_facts
+from kvredis.server.http.page import facts as page_facts
+from kvredis.server.http.page.facts import KEYS_WANTED, blocks_between, meant, search, shown, state, told_block
+from kvredis.server.http.page.survey import Surveys
 from kvredis.server.server import Server
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvredis.server import page_facts, page_survey, slices
-from kvredis.server.page_facts import blocks_between, search
-from kvredis.server.page_survey import CELLS_MAX, KINDS, NO_KIND, Survey, Surveys, kind_of, prefix_of
+from kvredis.server.http.page import facts, slices, survey
+from kvredis.server.http.page.facts import blocks_between, search
+from kvredis.server.http.page.survey import CELLS_MAX, KINDS, NO_KIND, Survey, Surveys, kind_of, prefix_of
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import run_on
@@ -59,7 +59,7 @@ def test_a_cell_that_is_hardly_used_is_not_shown_as_free() -> None:
 
 
 def test_more_blocks_than_cells_still_add_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_survey, "CELLS_MAX", 64)
+    monkeypatch.setattr(survey, "CELLS_MAX", 64)
     for number in range(2000):
         store.put(b"k%d" % number, bytes(16 * 1024 + number))
     told = surveyed(store)
@@ -95,7 +95,7 @@ def test_blocks_of_a_piece_come_in_the_order_of_their_places(store: Store, monke
     starts = [entry_of(store, b"k%d" % number).extent.offset for number in range(8)]
     told: dict[str, Any] = asyncio.run(blocks_between(store, starts[2] + 1, starts[5]))
     assert [each["key"] for each in told["blocks"]] == ["k2", "k3", "k4"]
-    monkeypatch.setattr(page_facts, "BLOCKS_SHOWN", 2)
+    monkeypatch.setattr(facts, "BLOCKS_SHOWN", 2)
     told = asyncio.run(blocks_between(store, 0, 8 * step))
     assert ([each["key"] for each in told["blocks"]], told["count"]) == (["k0", "k1"], 8)
 
@@ -139,13 +139,13 @@ def test_prompts_are_told_with_tokens_bytes_and_hits(store: Store) -> None:
 
 
 def test_prefixes_are_bounded_and_what_is_beyond_is_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_survey, "GROUPS_MAX", 40)
+    monkeypatch.setattr(survey, "GROUPS_MAX", 40)
     for number in range(100):
         store.put(b"p%d:x" % number, bytes(100 + number))
     told = surveyed(store)
     assert told["prefixes_in_all"] == 40
     assert told["ungrouped"] == 60
-    assert len(told["prefixes"]) <= 2 * page_survey.GROUPS_SHOWN
+    assert len(told["prefixes"]) <= 2 * survey.GROUPS_SHOWN
 
 
 # ---- the walk --------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_prefixes_are_bounded_and_what_is_beyond_is_counted(store: Store, monkey
 def test_others_run_in_between_while_a_long_walk_is_on(
     store: Store, monkeypatch: pytest.MonkeyPatch, walk: str
 ) -> None:
-    for module in (slices, page_facts):
+    for module in (slices, facts):
         monkeypatch.setattr(module, "SLICE_S", 0.0)  # a slice ends with each batch
     for number in range(4000):
         store.put(b"k%d" % number, b"x")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.parts import RANGES_MAX, Part, Piece
+from kvredis.server.multipart import RANGES_MAX, Part, Piece
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import MIB, pattern

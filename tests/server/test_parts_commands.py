@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.parts import RESERVATIONS_MAX
+from kvredis.server.multipart import RESERVATIONS_MAX
 from tests.server.cluster_node import HALF, MOVED, OURS, THEIRS, topology_file
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, run_on, until

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.commands import SPELLINGS
-from kvredis.server.families.strings import getrange
-from kvredis.server.replies import Reply
-from kvredis.server.session import Session
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import SPELLINGS
+from kvredis.server.commands.strings import getrange
+from kvredis.server.protocol.replies import Reply
 from tests.server.live import MIB, Client, LiveServer, pattern, run_on
 from tests.server.tiered_server import TieredServer, block
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.families.lane import COPY_HERE_BYTES_MAX
-from kvredis.server.pending import Pending
+from kvredis.server.client.blocked import Pending
+from kvredis.server.shm.commands import COPY_HERE_BYTES_MAX
 from tests.server.feed import request
 from tests.server.lane_client import attached, memory
 from tests.server.live import MIB, LiveServer, pattern, run_on, until

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvredis.server import places
-from kvredis.server.places import Held, Shared, keep_in_python, take_in_python
+from kvredis.server.shm import lease_table
+from kvredis.server.shm.lease_table import Held, Shared, keep_in_python, take_in_python
 from kvredis.storage.entry import NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, LeaseRun
 from kvredis.storage.lease_many import Found
 from kvredis.storage.memory.allocator import Extent
 
 PLENTY = (1 << 40, 1000)
-KEEPS = [keep_in_python] if places.keep is keep_in_python else [keep_in_python, places.keep]
-TAKES = [take_in_python] if places.take is take_in_python else [take_in_python, places.take]
+KEEPS = [keep_in_python] if lease_table.keep is keep_in_python else [keep_in_python, lease_table.keep]
+TAKES = [take_in_python] if lease_table.take is take_in_python else [take_in_python, lease_table.take]
 RUN = LeaseRun([], 0.0)
 
 
@@ -101,15 +101,15 @@ class TestNatively:
                 held[word(3)] = Shared((RUN, 3, 8192))
             other, at = dict(held), rng.randrange(len(found) + 1)
             room = (rng.randrange(60_000), rng.randrange(-1, 9))
-            assert places.keep(found, at, RUN, held, room) == keep_in_python(found, at, RUN, other, room)
+            assert lease_table.keep(found, at, RUN, held, room) == keep_in_python(found, at, RUN, other, room)
             assert held == other
             words = rng.choices([*held, *[word(rng.randrange(60))] * (rng.random() < 0.5)] or [b"0"], k=4)
-            assert places.take(words, held) == take_in_python(words, other)
+            assert lease_table.take(words, held) == take_in_python(words, other)
             assert held == other
 
     def test_what_they_cannot_work_with_is_refused(self) -> None:
-        keep: Callable[..., Any] = places.keep
-        take: Callable[..., Any] = places.take
+        keep: Callable[..., Any] = lease_table.keep
+        take: Callable[..., Any] = lease_table.take
         bad: list[tuple[Any, ...]] = [(), ((), 0, RUN, {}, PLENTY), ([], -1, RUN, {}, PLENTY), ([], 0, RUN, [], PLENTY)]
         for args in (*bad, ([], 0, RUN, {}, [1, 2]), ([], 0, RUN, {}, (1, "2")), ([], "0", RUN, {}, PLENTY)):
             with pytest.raises(TypeError):
@@ -124,14 +124,14 @@ class TestNatively:
             take([b"5"], {b"5": (RUN, 0, "many")})
 
     def test_a_length_that_is_none_is_left_alone(self) -> None:
-        assert places.keep([Entry(b"key", 0, -1, Extent(0, 4096), None)], 0, RUN, {}, PLENTY) == (b"", 0, 0)
+        assert lease_table.keep([Entry(b"key", 0, -1, Extent(0, 4096), None)], 0, RUN, {}, PLENTY) == (b"", 0, 0)
 
     def test_nothing_is_kept_of_what_was_taken(self) -> None:
         found, held, counts = [entry(page + 10**6) for page in range(10)], Held(), []
         for _ in range(4):
             for _ in range(300):
-                places.keep(found, 0, RUN, held, PLENTY)
-                assert places.take(list(held), held) is not None
+                lease_table.keep(found, 0, RUN, held, PLENTY)
+                assert lease_table.take(list(held), held) is not None
             gc.collect()
             counts.append((sys.getrefcount(RUN), sys.getrefcount(found[0]), sys.getrefcount(found[0].extent)))
         assert held == {}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvredis.server.plain import TEXT_BYTES_MAX, plain_commands_in_python
+from kvredis.server.protocol.fast_parser import TEXT_BYTES_MAX, plain_commands_in_python
 from tests.fuzz.corpus import session
 from tests.fuzz.mutator import mutate
 from tests.server.feed import request
@@ -39,7 +39,7 @@ ALPHABET = (
 STREAMS = 4000
 GUARDED = """
 import ctypes, mmap, random, sys
-from kvredis.server._plain import plain_commands
+from kvredis.server.protocol._plain import plain_commands
 from tests.server.test_plain import streams
 
 page = mmap.PAGESIZE
@@ -59,7 +59,7 @@ print("unharmed")
 def readers() -> list[Reader]:
     """Both, or the one that is here."""
     try:
-        from kvredis.server._plain import plain_commands
+        from kvredis.server.protocol._plain import plain_commands
     except ImportError:
         return [plain_commands_in_python]
     return [plain_commands_in_python, plain_commands]

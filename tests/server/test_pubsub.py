@@ -5,9 +5,9 @@ from typing import cast
 
 import pytest
 
-from kvredis.server import pubsub
+from kvredis.server.client.session import Session
+from kvredis.server.commands import pubsub
 from kvredis.server.server import Server
-from kvredis.server.session import Session
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.pushes import message
 

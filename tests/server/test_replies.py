@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvredis.server import replies
+from kvredis.server.protocol import replies
 
 
 @dataclass

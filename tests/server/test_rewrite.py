@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from kvredis.backends.config.schema import KEYS, Config
-from kvredis.server.families.rewrite import RewriteError, rewrite, with_settings
+from kvredis.server.config.rewrite import RewriteError, rewrite, with_settings
+from kvredis.server.config.settings import SETTINGS, Effect, value_of
 from kvredis.server.server import Server, ServerOptions
-from kvredis.server.settings import SETTINGS, Effect, value_of
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession

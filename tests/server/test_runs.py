@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvredis.server import runs
+from kvredis.server.client import get_run
 from kvredis.storage.entry import NOWHERE, Entry
 from tests.server.feed import request
 from tests.server.live import LiveServer, run_on
@@ -86,10 +86,10 @@ async def story(folder: Path, seed: int) -> Seen:
         )
 
 
-@pytest.mark.skipif(runs.natively is None, reason="the extension is not built here")
+@pytest.mark.skipif(get_run.natively is None, reason="the extension is not built here")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_does_what_its_gets_do_one_by_one(loop: str, seed: int, tmp_path: Path) -> None:
-    natively = runs.natively
+    natively = get_run.natively
     assert natively is not None
     done = []
 
@@ -98,10 +98,10 @@ def test_a_run_does_what_its_gets_do_one_by_one(loop: str, seed: int, tmp_path: 
         return done[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "natively", counted)
+        patch.setattr(get_run, "natively", counted)
         in_runs = run_on(loop, story(tmp_path, seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "natively", None)
+        patch.setattr(get_run, "natively", None)
         one_by_one = run_on(loop, story(tmp_path, seed))
     assert in_runs == one_by_one
     assert sum(done) > 50, "too few for a comparison"
@@ -112,7 +112,7 @@ def entry(key: bytes, value: object) -> Entry:
     return Entry(key, 0, 5, NOWHERE, value)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(runs.natively is None, reason="the extension is not built here")
+@pytest.mark.skipif(get_run.natively is None, reason="the extension is not built here")
 class TestNatively:
     """The function in C by itself."""
 
@@ -174,5 +174,5 @@ class TestNatively:
     @staticmethod
     def run(*args: object) -> int:
         """Call it with whatever."""
-        assert runs.natively is not None
-        return runs.natively(*args)  # type: ignore[arg-type]
+        assert get_run.natively is not None
+        return get_run.natively(*args)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import sending
-from kvredis.server.replies import Buffer
-from kvredis.server.sending import THREADS_AUTO_MAX, Sending, threads_for
+from kvredis.server.net import io_threads
+from kvredis.server.net.io_threads import THREADS_AUTO_MAX, Sending, threads_for
+from kvredis.server.protocol.replies import Buffer
 from kvredis.server.server import ServerOptions
 from tests.server.feed import request
 from tests.server.live import LIMIT_S, MIB, Client, LiveServer, pattern, run_on, until
@@ -136,7 +136,7 @@ def test_a_client_that_is_killed_gets_no_more_of_what_a_thread_sends(
 ) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, 64 * MIB, io_threads=THREADS) as live:
-            monkeypatch.setattr(sending, "IDLE_MS", LIMIT_S * 1000)
+            monkeypatch.setattr(io_threads, "IDLE_MS", LIMIT_S * 1000)
             value = pattern(20 * MIB)
             first, second = await sent_by_a_thread(live, value)
             live.sessions()[-1].close()
@@ -247,7 +247,7 @@ def test_without_a_descriptor_for_a_thread_the_loop_sends(
             value = pattern(6 * MIB)
             first = await behind(live, value)
             second = await live.connect("tcp")
-            monkeypatch.setattr("kvredis.server.sending.os.dup", none_left)
+            monkeypatch.setattr("kvredis.server.net.io_threads.os.dup", none_left)
             assert await second.get("behind") == value
             assert not live.server.stats.threaded_writes
             assert await first.read_bulk() == value

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.commands import COMMANDS
+from kvredis.server.commands.registry import COMMANDS
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.live import LiveServer, run_on, until
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvredis.server.config.settings import SETTINGS, Effect, value_of
 from kvredis.server.server import Server, ServerOptions
-from kvredis.server.settings import SETTINGS, Effect, value_of
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

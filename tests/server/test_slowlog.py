@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.session import Session
-from kvredis.server.slowlog import NEVER_NS, SlowLog, kept_args
+from kvredis.server.client.session import Session
+from kvredis.server.commands.slowlog import NEVER_NS, SlowLog, kept_args
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.live import LiveServer, pattern, run_on
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.splicing import Splicer
+from kvredis.server.net.zerocopy import Splicer
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, run_on, until
 from tests.server.spliced import ARENA, has_sent, promising

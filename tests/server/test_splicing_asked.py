@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.claims import SLOW_READER_S
-from kvredis.server.splicing import SHARE, VALUE_BYTES_MIN
+from kvredis.server.client.admission import SLOW_READER_S
+from kvredis.server.net.zerocopy import SHARE, VALUE_BYTES_MIN
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
 from tests.server.spliced import ARENA, has_sent, promise, promising

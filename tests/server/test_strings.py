@@ -8,12 +8,12 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.commands import Handler
-from kvredis.server.families.strings import get, mset, msetnx, set_, setnx
-from kvredis.server.families.values import expiry_ms
-from kvredis.server.replies import joined
+from kvredis.server.client.session import Session
+from kvredis.server.commands.registry import Handler
+from kvredis.server.commands.strings import get, mset, msetnx, set_, setnx
+from kvredis.server.commands.values import expiry_ms
+from kvredis.server.protocol.replies import joined
 from kvredis.server.server import Server
-from kvredis.server.session import Session
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import pytest
 
-from kvredis.server.commands import every_command
-from kvredis.server.families import load_families
+from kvredis.server.commands import load_families
+from kvredis.server.commands.registry import every_command
 from tests.server.live import run_on
 from tests.server.tiered_server import TieredServer, block
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvredis.server.families.prefetching import TOO_MANY_JOBS
+from kvredis.server.commands.prefetch import TOO_MANY_JOBS
 from tests.server.feed import request
 from tests.server.live import MIB, run_on, until
 from tests.server.prefetches import ask, begin, counts, job, read_map

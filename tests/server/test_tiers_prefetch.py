@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.families.prefetching import BAD_PRIORITY, BAD_TIME, NO_SUCH_JOB, STAGING_ONLY
-from kvredis.server.replies import NOT_AN_INTEGER, SYNTAX_ERROR
+from kvredis.server.commands.prefetch import BAD_PRIORITY, BAD_TIME, NO_SUCH_JOB, STAGING_ONLY
+from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR
 from tests.server.feed import request
 from tests.server.live import LiveServer, run_on, until
 from tests.server.prefetches import ask, begin, counts, job, read_map

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvredis.server import listeners
+from kvredis.server.net import listeners
+from kvredis.server.net.tls import make_context
 from kvredis.server.options import ServerOptions
-from kvredis.server.tls import make_context
 from kvredis.storage.errors import ConfigError
 from tests.server.certificates import PASSWORD, Papers, make_papers
 from tests.server.feed import request

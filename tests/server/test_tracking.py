@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
-from kvredis.server import tracking
-from kvredis.server.commands import Command, lookup
+from kvredis.server.client.session import Session
+from kvredis.server.commands import tracking
+from kvredis.server.commands.registry import Command, lookup
+from kvredis.server.commands.tracking import TrackingTable, letters_of, redirection_of
 from kvredis.server.server import Server
-from kvredis.server.session import Session
-from kvredis.server.tracking import TrackingTable, letters_of, redirection_of
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.pushes import invalidation, message
 

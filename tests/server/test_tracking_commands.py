@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvredis.server.commands.tracking import PREFIXES_MAX
 from kvredis.server.server import Server
-from kvredis.server.tracking import PREFIXES_MAX
 from tests.server.fake_session import FakeSession, make_server
 
 OK = b"+OK\r\n"

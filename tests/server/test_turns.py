@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server import pending
-from kvredis.server.families.crc64 import crc64
-from kvredis.server.families.rdb import encode_head, footer
+from kvredis.server.client import blocked
+from kvredis.server.commands.compat.crc64 import crc64
+from kvredis.server.commands.compat.rdb import encode_head, footer
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
 _BODY = encode_head(None, 2 * MIB) + pattern(2 * MIB)
@@ -34,7 +34,7 @@ async def filled(live: LiveServer) -> None:
 def test_others_are_served_while_a_long_command_runs(
     loop: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "STEP_S", 0.0)
+    monkeypatch.setattr(blocked, "STEP_S", 0.0)
 
     async def story() -> None:
         async with LiveServer(tmp_path) as live:
@@ -53,7 +53,7 @@ def test_others_are_served_while_a_long_command_runs(
 def test_a_client_that_goes_while_its_long_command_runs_leaves_nothing(
     loop: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "STEP_S", 0.0)
+    monkeypatch.setattr(blocked, "STEP_S", 0.0)
 
     async def story() -> None:
         async with LiveServer(tmp_path) as live:
@@ -82,7 +82,7 @@ def test_in_a_transaction_a_long_command_runs_without_a_gap(
                 alone += b"".join([await client.read_line() for _ in range(2 * int(alone[1:]))])
             elif alone[:1] == b"$":
                 alone += await client.read(int(alone[1:]) + 2)
-            monkeypatch.setattr(pending, "STEP_S", 0.0)
+            monkeypatch.setattr(blocked, "STEP_S", 0.0)
             await client.send("MULTI")
             await client.send(*LONG[name])
             await client.send("EXEC")
@@ -96,7 +96,7 @@ def test_in_a_transaction_a_long_command_runs_without_a_gap(
 def test_a_key_that_comes_while_a_dump_is_looked_at_is_not_replaced_unasked(
     loop: str, damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "STEP_S", 0.0)
+    monkeypatch.setattr(blocked, "STEP_S", 0.0)
 
     async def story() -> None:
         async with LiveServer(tmp_path) as live:

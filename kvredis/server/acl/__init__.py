@@ -1,0 +1,2 @@
+"""Access control: users, rules, the ACL file and its log, and the ACL command. The server, clients and the HTTP
+server import it."""

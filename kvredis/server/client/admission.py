@@ -1,0 +1,242 @@
+"""Who may receive a value into the arena, and when: a header is a claim, not bytes.
+
+Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
+bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
+All values on their way together get a share of the arena, and who comes too late for it waits his turn unread, which
+TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time, which begins when they stop,
+also while the value waits for its turn: many writers that stall together cost the others one such time, not one each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import sys
+import termios
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+from kvredis.server.cluster.node import TRY_AGAIN
+from kvredis.server.commands.registry import SPELLINGS
+from kvredis.server.protocol.replies import OUT_OF_MEMORY
+from kvredis.server.protocol.request import LATER, REFUSED, Argument, Later, Refused
+from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
+
+from .blocked import Pending
+from .blocked_on_spill import DiskRoom
+
+if TYPE_CHECKING:
+    from kvredis.server.server import Server
+
+    from .session import Session
+
+log = logging.getLogger(__name__)
+
+SHARE: Final = 4
+"""Values on their way may hold a quarter of the arena; a single one may be larger when it is alone."""
+
+CLIENT_SHARE: Final = 2
+"""One client's unfinished MSET, transaction or values in parts may hold half of the arena while others' values are
+coming in."""
+
+PROGRESS_BYTES_MIN: Final = 64 * 1024
+"""What must arrive within the time limit of a body, unless the body ends."""
+
+UNREAD_BYTES_MIN: Final = 16 * 1024
+"""What a client that waits for its turn must have sent of its value, unless less is missing: about as much as the
+smallest socket buffer in use takes while the server does not read."""
+
+TURN_S: Final = 1.0
+"""What a client that has waited for its turn has at least for sending on, once it is its turn."""
+
+SLOW_READER_S: Final = 5.0
+"""Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
+
+
+class Claims:
+    """The values that are on their way into the arena."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._store = server.store
+        self.queue: OrderedDict[Session, int] = OrderedDict()
+        """Clients whose value waits for its turn, with its length."""
+        self._queued_s: dict[Session, float] = {}  # since when those wait whose value comes over their connection
+        self._called: set[Session] = set()  # whose turn it is
+        self._starved: list[Session] = []  # who wait until a slow reader is gone
+        self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
+        self.disk_room = DiskRoom(server)
+        self.given_up = 0
+        """Values whose bytes stopped coming."""
+
+    @property
+    def share_bytes(self) -> int:
+        """What all values on their way may hold of the arena."""
+        return self._store.limit_bytes // SHARE
+
+    @property
+    def receiving(self) -> int:
+        """How many clients hold room for values that are not complete."""
+        return sum(bool(session.reservations) for session in self._receiving)
+
+    def open_payload(self, session: Session, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
+        """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when
+        there is no room, LATER when others must finish first."""
+        name = args[0] if args else None
+        command = SPELLINGS.get(name) or SPELLINGS.get(name.upper()) if isinstance(name, bytes) else None
+        if command is None or not command.payload_args or not session.authenticated:
+            return None
+        first, step = command.payload_args
+        at = len(args)
+        if at != first and not (step and at > first and (at - first) % step == 0):
+            return None
+        key = args[at - 1] if step else args[1]
+        if not isinstance(key, bytes):
+            return None
+        if not session.user.unrestricted and session.user.denial(command, args) is not None:
+            return None  # it will be refused: nobody leaves the arena for it
+        room: Reservation | Refused | Later
+        if not command.keys[0]:  # KV.WRITE: there is room already, for the whole of it
+            room = self._server.parts.open_payload(session, args, length)
+        else:
+            cluster = self._server.cluster
+            if cluster is not None and not cluster.serves(key):
+                session.refuse_payload(TRY_AGAIN)  # it will be told where the slot is, unless that is here by then
+                return REFUSED
+            room = self._room(session, key, length)
+            if room is REFUSED:
+                session.refuse_payload(OUT_OF_MEMORY)
+        if room is LATER:
+            self._queued_s.setdefault(session, self._server.now_s())
+        else:
+            began_s = self._began_s(session)
+            if isinstance(room, Reservation) and session not in self._receiving:
+                self._receiving[session] = session.input_bytes, began_s
+        return room
+
+    def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+        """Room for a value that comes in parts, by the rules for one that comes at once. LATER: `session.waiting` is
+        set, and the client is to ask again when that is resolved. Alone, too, it is given half of the arena at most, or
+        one larger value: what it announces here need not be on its way."""
+        if length < INLINE_BYTES_MAX:
+            return self._store.reserve(key, length, session.space) or REFUSED
+        held = self._server.parts.of(session).held_bytes
+        if held and held + extent_length(length) > self._store.limit_bytes // CLIENT_SHARE:
+            return REFUSED
+        return self._room(session, key, length)
+
+    def _room(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+        room: Refused | Later | None = None
+        if self._store.reserved_bytes:  # else nobody else's value is coming in
+            room = self._out_of_turn(session, length)
+        if room is not None:
+            return room
+        if self._called:
+            self._called.discard(session)
+        return self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
+
+    def _began_s(self, session: Session) -> float:
+        """Since when a client whose turn has come may be taken to send nothing: since it began to wait."""
+        now_s = self._server.now_s()
+        return max(self._queued_s.pop(session, now_s), now_s - self._server.body_timeout_s + TURN_S)
+
+    def _out_of_turn(self, session: Session, length: int) -> Refused | Later | None:
+        """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
+        may."""
+        wanted = extent_length(length)
+        held, arena_bytes = self._store.reserved_bytes, self._store.limit_bytes
+        if held + wanted > self.share_bytes or (self.queue and session not in self._called):
+            if wanted > arena_bytes:
+                return REFUSED
+            own = sum(reservation.extent.length for reservation in session.reservations)
+            own += self._server.parts.of(session).held_bytes
+            if not own:
+                return self._wait_for_turn(session, length)
+            if held > own and own + wanted > arena_bytes // CLIENT_SHARE:
+                return REFUSED  # to wait with room in hand is how two clients come to wait for each other
+        return None
+
+    def admit(self) -> None:
+        """Let those ask again whose turn has come, in their order."""
+        held = self._store.reserved_bytes
+        while self.queue:
+            session, length = next(iter(self.queue.items()))
+            wanted = extent_length(length)
+            if held and held + wanted > self.share_bytes:
+                return
+            del self.queue[session]
+            self._called.add(session)
+            held += wanted
+            if session.waiting is not None:
+                session.waiting.resolve(b"")
+
+    def keeps_waiting(self, session: Session) -> bool:
+        """Whether it is here that a client waits, or for a block from disk: what it has sent is to be answered."""
+        return (
+            self._server.away.keeps_waiting(session)
+            or self.disk_room.keeps_waiting(session)
+            or session in self._starved
+            or session in self.queue
+        )
+
+    def forget(self, session: Session) -> None:
+        """A client has gone, and with it all that it held."""
+        self._receiving.pop(session, None)
+        self._called.discard(session)
+        self._queued_s.pop(session, None)
+        self.disk_room.forget(session)
+        self.queue.pop(session, None)
+        starved, self._starved = self._starved, []
+        for each in starved:
+            if each is not session and each.waiting is not None:
+                each.waiting.resolve(b"")
+        self.admit()
+
+    def give_up_stalled(self) -> None:
+        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body."""
+        now_s = self._server.now_s()
+        limit_s = self._server.body_timeout_s
+        for session, (received, since_s) in list(self._receiving.items()):
+            if not session.reservations:
+                del self._receiving[session]
+            elif session.input_bytes - received >= PROGRESS_BYTES_MIN:
+                self._receiving[session] = session.input_bytes, now_s
+            elif now_s - since_s > limit_s:
+                self._give_up(session, now_s - since_s)
+        for session, length in tuple(self.queue.items()):
+            waited_s = now_s - self._queued_s.get(session, now_s)
+            if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
+                self._give_up(session, waited_s)
+
+    def _give_up(self, session: Session, silent_s: float) -> None:
+        log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
+        self.given_up += 1
+        session.close()
+
+    def _wait_for_turn(self, session: Session, length: int) -> Later:
+        self.disk_room.forget(session)  # or it would be called there while it waits here
+        self.queue[session] = length
+        if session in self._called:  # others were quicker: it stays the next
+            self._called.discard(session)
+            self.queue.move_to_end(session, last=False)
+        session.waiting = Pending(session)
+        return LATER
+
+    def _wait_for_reader(self, session: Session, length: int) -> Refused | Later:
+        """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
+        let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
+        if extent_length(length) > self._store.limit_bytes:
+            return REFUSED
+        slow = min(self._server.sessions.values(), key=lambda each: each.slow_since_s, default=None)
+        if slow is None or not self._store.evicts or self._server.now_s() - slow.slow_since_s < SLOW_READER_S:
+            return REFUSED
+        log.warning("client %s closed: it does not read, and what is lent to it is needed", slow.addr)
+        slow.close()
+        self._starved.append(session)
+        session.waiting = Pending(session)
+        return LATER
+
+
+def unread_bytes(fd: int) -> int:
+    """Give how many bytes of a client wait in its socket, as FIONREAD of tcp(7) and unix(7) counts them."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)

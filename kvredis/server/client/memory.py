@@ -1,0 +1,167 @@
+"""What clients hold beside the values: counted for CLIENT LIST and INFO, and bounded by maxmemory-clients.
+
+Redis keeps these sums with every read and write. Here a client is measured when a command asks, and in turns by the
+clock, all of them about once a second, since a sum for each read would cost every client something. A client that holds
+more than the bound alone is found at once where it grows without limit otherwise: in a transaction's queue.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from kvredis.server.server import Server
+
+    from .session import Session
+
+log = logging.getLogger(__name__)
+
+OBJECTS_BYTES: Final = 8 * 1024
+"""What a connection costs without its buffers: the session, its parser and the loop's transport."""
+
+WATCHED_BYTES: Final = 128
+"""What a watched key or a subscription costs beside its name: Redis does not count the name either."""
+
+MEASURED_MIN: Final = 100
+MEASURED_PART: Final = 10
+"""How many clients are measured in a tenth of a second: so many, and at least a tenth of all."""
+
+GONE_MIN: Final = 100
+"""So many clients, and half of all, must have gone for the C library to be asked for their memory."""
+
+
+class Held(NamedTuple):
+    """Bytes that one client holds, by the names of CLIENT LIST."""
+
+    qbuf: int = 0
+    """Received and not yet made into arguments."""
+    qbuf_free: int = 0
+    argv: int = 0
+    """Arguments of the command being received, and of those that wait to be run."""
+    multi: int = 0
+    """Commands queued in a transaction, and what is watched."""
+    rbs: int = 0
+    """Replies that are gathered and not yet handed to the socket."""
+    omem: int = 0
+    """Replies and messages that the socket has not taken yet."""
+    subscribed: int = 0
+    reserved: int = 0
+    """Room for values that come in parts (KV.RESERVE)."""
+    arena: int = 0
+    """What of all that lies in the arena, where it counts as a value that comes in or goes out."""
+
+    @property
+    def buffered(self) -> int:
+        """All that grows with what the client does."""
+        sent = self.rbs + self.omem
+        return self.qbuf + self.argv + self.multi + sent + self.subscribed + self.reserved
+
+    @property
+    def total(self) -> int:
+        """`tot-mem`: that, and what every connection costs."""
+        return self.buffered + self.qbuf_free + OBJECTS_BYTES
+
+    @property
+    def beside(self) -> int:
+        """What `used_memory` has for a client in addition to the values."""
+        return max(0, self.buffered - self.arena)
+
+
+def held_by_all(server: Server) -> tuple[int, int]:
+    """What all clients hold, and how much of that counts in `used_memory` in addition to the values."""
+    total = beside = 0
+    for session in server.sessions.values():
+        held = session.held()
+        total += held.total
+        beside += held.beside
+    return total, beside
+
+
+class ClientMemory:
+    """The clients of one server as far as they were measured, and the bound for all of them together."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.limit = "0"
+        """maxmemory-clients: bytes, or a percentage of maxmemory; 0 = no bound."""
+        self._measured: dict[Session, tuple[int, int]] = {}  # total and beside
+        self._total = self._beside = 0
+        self._round: Iterator[Session] = iter(())
+        self._most = 0  # clients since memory was last given back
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, as musl has none
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all clients may hold; 0 = no bound."""
+        if self.limit.endswith("%"):
+            return self._server.store.limit_bytes * int(self.limit[:-1]) // 100
+        return int(self.limit)
+
+    def tick(self) -> None:
+        """Measure some of the clients, tell the store what they hold, and hang up on the largest beyond the bound."""
+        store = self._server.store
+        if not (self.limit_bytes or store.bound_bytes):
+            if self._measured:
+                self._measured.clear()
+                self._total = self._beside = store.beside_bytes = 0
+            return
+        sessions = self._server.sessions
+        for _ in range(max(MEASURED_MIN, len(sessions) // MEASURED_PART)):
+            session = next(self._round, None)
+            if session is None:
+                self._round = iter(list(sessions.values()))
+                break
+            if session.id in sessions:
+                self._measure(session)
+        store.beside_bytes = self._beside
+        self._evict()
+
+    def give_back(self) -> None:
+        """Give the kernel what the C library keeps of buffers of clients that have gone: a crowd that leaves would else
+        be paid for until the next one. Called every second or so; takes milliseconds when there is much."""
+        present = len(self._server.sessions)
+        self._most = max(self._most, present)
+        if self._trim is not None and self._most - present >= max(GONE_MIN, present):
+            self._most = present
+            self._trim(0)
+
+    def forget(self, session: Session) -> None:
+        """A client has gone."""
+        total, beside = self._measured.pop(session, (0, 0))
+        self._total -= total
+        self._beside -= beside
+
+    def alone_exceeds(self, session: Session) -> bool:
+        """Whether one client, which may be hung up on, holds more than all may."""
+        limit = self.limit_bytes
+        return bool(limit) and not session.no_evict and session.held().total >= limit
+
+    def note_evicted(self, session: Session, nbytes: int) -> None:
+        """Tell of a client that is hung up on for what it holds."""
+        self._server.stats.evicted_clients += 1
+        log.warning(
+            "client %s closed: it holds %d bytes of what all clients may (maxmemory-clients)", session.addr, nbytes
+        )
+
+    def _measure(self, session: Session) -> None:
+        held = session.held()
+        self.forget(session)
+        self._measured[session] = held.total, held.beside
+        self._total += held.total
+        self._beside += held.beside
+
+    def _evict(self) -> None:
+        limit = self.limit_bytes
+        if not limit or self._total < limit:
+            return
+        largest_first = sorted(self._measured, key=lambda each: self._measured[each][0], reverse=True)
+        for session in largest_first:
+            if self._total < limit:
+                return
+            if not session.no_evict:
+                self.note_evicted(session, self._measured[session][0])
+                self.forget(session)
+                session.close()

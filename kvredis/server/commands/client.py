@@ -1,0 +1,297 @@
+"""CLIENT: who is connected, under which name, and sending somebody away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvredis.server.protocol.arguments import parse_integer
+from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+
+from .connection import BAD_CLIENT_NAME, is_plain_word
+from .help import help_reply
+from .registry import container, subcommand
+from .tracking import letters_of, redirection_of
+
+if TYPE_CHECKING:
+    from kvredis.server.client.session import Session
+
+CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
+"""The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""
+
+BAD_CLIENT_ID = error("ERR client-id should be greater than 0")
+NO_SUCH_CLIENT = error("ERR No such client")
+
+_OWN = {"flags": "noscript loading stale", "acl": "slow connection"}
+_ADMIN = {"flags": "admin noscript loading stale", "acl": "admin slow dangerous connection"}
+
+container(
+    "client",
+    group="connection",
+    since="2.4.0",
+    complexity="Depends on subcommand.",
+    summary="This connection and the others.",
+)
+
+
+@subcommand("client|id", arity=2, since="5.0.0", summary="This connection's number.", **_OWN)
+def client_id(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT ID."""
+    return integer(session.id)
+
+
+@subcommand("client|getname", arity=2, since="2.6.9", summary="This connection's name.", **_OWN)
+def client_getname(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT GETNAME; nil without one."""
+    return bulk(session.name) if session.name else session.nil
+
+
+@subcommand("client|setname", arity=3, since="2.6.9", syntax="connection-name", summary="Name this connection.", **_OWN)
+def client_setname(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT SETNAME name; an empty one takes it away."""
+    if not is_plain_word(args[2]):
+        return BAD_CLIENT_NAME
+    session.name = args[2]
+    return OK
+
+
+@subcommand(
+    "client|setinfo",
+    arity=4,
+    since="7.2.0",
+    syntax="LIB-NAME libname | LIB-VER libver",
+    summary="Say which library this client uses.",
+    **_OWN,
+)
+def client_setinfo(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT SETINFO LIB-NAME|LIB-VER value."""
+    attribute = args[2].upper()
+    if attribute not in (b"LIB-NAME", b"LIB-VER"):
+        return error(b"ERR Unrecognized option '%b'" % args[2].split(b"\0")[0])
+    if not is_plain_word(args[3]):
+        return error(b"ERR %b cannot contain spaces, newlines or special characters." % args[2])
+    if attribute == b"LIB-NAME":
+        session.lib_name = args[3]
+    else:
+        session.lib_ver = args[3]
+    return OK
+
+
+@subcommand(
+    "client|info", arity=2, since="6.2.0", tips="nondeterministic_output", summary="This connection's line.", **_OWN
+)
+def client_info(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT INFO."""
+    return verbatim(session, describe(session))
+
+
+@subcommand(
+    "client|list",
+    arity=-2,
+    since="2.4.0",
+    tips="nondeterministic_output",
+    complexity="O(N) in the number of connections",
+    syntax="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
+    summary="A line for each connection.",
+    **_ADMIN,
+)
+def client_list(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT LIST [TYPE type | ID id ...]."""
+    everyone = session.server.sessions
+    option = args[2].upper() if len(args) > 3 else b""
+    if option == b"TYPE" and len(args) == 4:
+        if args[3].upper() not in CLIENT_TYPES:
+            return _unknown_type(args[3])
+        listed = [each for each in everyone.values() if type_of(each) == args[3].upper()]
+    elif option == b"ID":
+        numbers = [parse_integer(arg) for arg in args[3:]]
+        if None in numbers:
+            return error("ERR Invalid client ID")
+        listed = [everyone[number] for number in numbers if number in everyone]
+    elif len(args) == 2:
+        listed = list(everyone.values())
+    else:
+        return SYNTAX_ERROR
+    return verbatim(session, b"".join(map(describe, listed)))
+
+
+@subcommand(
+    "client|kill",
+    arity=-3,
+    since="2.4.0",
+    complexity="O(N) in the number of connections",
+    syntax="ip:port | [ID client-id] [TYPE type] [USER username] [ADDR ip:port] [LADDR ip:port] [SKIPME <YES | NO>]",
+    summary="Close connections.",
+    **_ADMIN,
+)
+def client_kill(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT KILL addr: OK or an error. CLIENT KILL option value ...: how many were closed."""
+    if len(args) == 3:
+        found = [each for each in session.server.sessions.values() if each.addr.encode() == args[2]]
+        for each in found[:1]:
+            _close(session, each)
+        return OK if found else NO_SUCH_CLIENT
+    filters = _kill_filters(session, args)
+    if isinstance(filters, bytes):
+        return filters
+    skip_me = filters.pop(b"SKIPME", b"YES").upper() == b"YES"
+    doomed = [
+        each for each in session.server.sessions.values() if all(_FITS[name](each, filters[name]) for name in filters)
+    ]
+    doomed = [each for each in doomed if not (skip_me and each is session)]
+    for each in doomed:
+        _close(session, each)
+    return integer(len(doomed))
+
+
+@subcommand(
+    "client|no-evict",
+    arity=3,
+    since="7.0.0",
+    syntax="ON | OFF",
+    summary="Exempt this connection from being closed for its buffers; none is closed for that yet.",
+    **_ADMIN,
+)
+def client_no_evict(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT NO-EVICT ON|OFF."""
+    switch = _SWITCH.get(args[2].upper())
+    if switch is None:
+        return SYNTAX_ERROR
+    session.no_evict = switch
+    return OK
+
+
+@subcommand(
+    "client|no-touch",
+    arity=3,
+    since="7.2.0",
+    syntax="ON | OFF",
+    summary="Ask that this connection's reads leave the eviction order alone.",
+    **_OWN,
+)
+def client_no_touch(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT NO-TOUCH ON|OFF."""
+    switch = _SWITCH.get(args[2].upper())
+    if switch is None:
+        return SYNTAX_ERROR
+    session.no_touch = switch
+    session.fetch = session.store.fetch_untouched if switch else session.store.fetch
+    return OK
+
+
+@subcommand(
+    "client|help", arity=2, flags="loading stale", acl="slow connection", since="5.0.0", summary="Print this help."
+)
+def client_help(session: Session, args: list[bytes]) -> Reply:
+    """CLIENT HELP."""
+    return help_reply("client")
+
+
+def type_of(session: Session) -> bytes:
+    """What kind of client it is, for the filters of LIST and KILL."""
+    return b"PUBSUB" if session.subscriptions else b"NORMAL"
+
+
+def describe(session: Session) -> bytes:
+    """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break."""
+    now_s = time.monotonic()
+    held = session.held()
+    unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
+    queued, lane = session.transaction, session.server.lane.of(session)
+    letters = "".join(
+        letter
+        for letter, is_so in (
+            ("O", session.id in session.server.monitors),
+            ("P", session.subscriptions > 0),
+            ("x", queued is not None),
+            ("b", session.waiting is not None),
+            (letters_of(session), True),
+            ("d", session.watch_broken),
+            ("c", session.close_after_reply),
+            ("U", unix_socket),
+            ("e", session.no_evict),
+            ("T", session.no_touch),
+        )
+        if is_so
+    )
+    fields: list[tuple[str, object]] = [
+        ("id", session.id),
+        ("addr", session.addr),
+        ("laddr", session.laddr),
+        ("fd", session.fd),
+        ("name", session.name.decode("latin-1")),
+        ("age", int(now_s - session.created_s)),
+        ("idle", int(now_s - session.last_command_s)),
+        ("flags", letters or "N"),
+        ("db", session.space),
+        ("sub", len(session.channels)),
+        ("psub", len(session.patterns)),
+        ("ssub", len(session.shard_channels)),
+        ("multi", -1 if queued is None else len(queued.commands)),
+        ("qbuf", held.qbuf),
+        ("qbuf-free", held.qbuf_free),
+        ("argv-mem", held.argv),
+        ("multi-mem", held.multi),
+        ("rbs", held.rbs),
+        ("rbp", held.rbs),
+        ("obl", held.rbs),
+        ("oll", int(held.omem > 0)),
+        ("omem", held.omem),
+        ("tot-mem", held.total),
+        ("events", "r"),
+        ("cmd", session.last_command),
+        ("user", session.user.name.decode("latin-1")),
+        ("redir", redirection_of(session)),
+        ("resp", session.resp),
+        ("lib-name", session.lib_name.decode("latin-1")),
+        ("lib-ver", session.lib_ver.decode("latin-1")),
+        ("lane", "none" if lane is None else "attached"),
+        ("leases", 0 if lane is None else lane.leases),
+        ("lent", 0 if lane is None else lane.lent_bytes),
+        ("resv", len(session.server.parts.of(session))),
+    ]
+    return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"
+
+
+_SWITCH = {b"ON": True, b"OFF": False}
+
+_FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
+    b"ID": lambda each, value: each.id == int(value),
+    b"ADDR": lambda each, value: each.addr.encode() == value,
+    b"LADDR": lambda each, value: each.laddr.encode() == value,
+    b"USER": lambda each, value: each.user.name == value,
+    b"TYPE": lambda each, value: value.upper() == type_of(each),
+}
+
+
+def _kill_filters(session: Session, args: list[bytes]) -> dict[bytes, bytes] | bytes:
+    """The options of CLIENT KILL's new form, checked, or the error for them."""
+    filters: dict[bytes, bytes] = {}
+    for at in range(2, len(args), 2):
+        option = args[at].upper()
+        if at + 1 == len(args) or (option != b"SKIPME" and option not in _FITS):
+            return SYNTAX_ERROR
+        value = args[at + 1]
+        if option == b"ID" and (parse_integer(value) or 0) < 1:
+            return BAD_CLIENT_ID
+        if option == b"TYPE" and value.upper() not in CLIENT_TYPES:
+            return _unknown_type(value)
+        if option == b"USER" and session.server.acl.user(value) is None:
+            return error(b"ERR No such user '%b'" % value.split(b"\0")[0])
+        if option == b"SKIPME" and value.upper() not in (b"YES", b"NO"):
+            return SYNTAX_ERROR
+        filters[option] = value
+    return filters
+
+
+def _unknown_type(name: bytes) -> bytes:
+    return error(b"ERR Unknown client type '%b'" % name.split(b"\0")[0])
+
+
+def _close(session: Session, other: Session) -> None:
+    """Close `other` at once, or oneself once the reply is out."""
+    if other is session:
+        session.close_after_reply = True
+    else:
+        other.close()

@@ -1,0 +1,349 @@
+"""String commands: the ones that move payloads, SET and GET and their kin.
+
+A value argument is bytes when it was small and a Reservation when the parser received it into the arena; a value leaves
+as bytes or as a view under a Lease that the session keeps until it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvredis.server.protocol.arguments import parse_integer
+from kvredis.server.protocol.replies import (
+    CRLF,
+    EMPTY_BULK,
+    NOT_AN_INTEGER,
+    OK,
+    ONE,
+    OUT_OF_MEMORY,
+    ZERO,
+    Buffer,
+    Reply,
+    integer,
+)
+from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
+
+from .keyspace_events import notify
+from .registry import command, wrong_arity
+from .values import SET, give_back, look_up, missing, placed, publish, publish_if, set_options, small_ones_fit
+
+if TYPE_CHECKING:
+    from kvredis.server.client.blocked import Answer, Pending
+    from kvredis.server.client.session import Session
+
+MGET_BYTES_HIGH = 1024 * 1024
+"""Payload that MGET gathers before it begins to send."""
+
+SET_FLAGS = frozenset({b"NX", b"XX", b"GET", b"KEEPTTL"})
+
+_HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
+"""Before every value that is bytes."""
+
+
+@command(
+    "get",
+    arity=2,
+    flags="readonly fast",
+    keys=(1, 1, 1),
+    reads=(1, 1, 1),
+    waits=True,
+    acl="read string fast",
+    group="string",
+    summary="Returns the string value of a key.",
+    syntax="key",
+    access="RO access",
+)
+def get(session: Session, args: list[bytes]) -> Answer:
+    """The value, lent if it lies in the arena."""
+    value = session.fetch(args[1], session.space)
+    if type(value) is bytes:
+        return _HEADS[len(value)] + value + CRLF
+    if value is not None:
+        return _lent(session, value)  # type: ignore[arg-type]
+    if session.store.tiering is not None and session.transaction is None:
+        waiting = session.server.away.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
+        if waiting is not None:
+            return waiting
+    return missing(session, args[1])
+
+
+@command(
+    "set",
+    arity=-3,
+    flags="write denyoom",
+    keys=(1, 1, 1),
+    reads=(1, 1, 1),
+    acl="write string slow",
+    payload=(2, 0),
+    group="string",
+    summary="Sets the string value of a key, ignoring its type. The key is created if it doesn't exist.",
+    syntax=(
+        "key value [NX | XX] [GET] "
+        "[EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | KEEPTTL]"
+    ),
+    access="RW access update variable_flags",
+    notes="RW and ACCESS due to the optional `GET` argument",
+)
+def set_(session: Session, args: list[bytes]) -> Reply:
+    """Publish a value; with options, decide first whether to."""
+    value = args[2]
+    if len(args) == 3 and not session.observed:
+        if type(value) is bytes:
+            return OK if session.store.put(args[1], value, session.space) else OUT_OF_MEMORY
+        value.commit()  # type: ignore[attr-defined]
+        return OK
+    reply = _set_with_options(session, args)
+    if isinstance(value, Reservation):
+        value.abort()  # does nothing when it was committed
+    return reply
+
+
+def _set_with_options(session: Session, args: list[bytes]) -> Reply:
+    key = args[1]
+    options = set_options(session, args[3:], SET_FLAGS, "set")
+    if isinstance(options, bytes):
+        return options
+    answer = _value(session, key) if b"GET" in options.flags else None
+    done = publish_if(session, key, args[2], options)
+    return done if answer is None or done is OUT_OF_MEMORY else answer
+
+
+@command(
+    "setnx",
+    arity=3,
+    flags="write denyoom fast",
+    keys=(1, 1, 1),
+    acl="write string fast",
+    payload=(2, 0),
+    group="string",
+    summary="Set the string value of a key only when the key doesn't exist.",
+    syntax="key value",
+    access="OW insert",
+)
+def setnx(session: Session, args: list[bytes]) -> Reply:
+    """1 when the key was free and holds the value now, else 0."""
+    key, value = args[1], args[2]
+    if session.store.find(key, session.space) is not None:
+        session.server.stats.sets_existed += 1
+        give_back(args)
+        return ZERO
+    done = publish(session, key, value, 0, SET)
+    return ONE if done is OK else done
+
+
+@command(
+    "mget",
+    arity=-2,
+    flags="readonly fast",
+    keys=(1, -1, 1),
+    reads=(1, -1, 1),
+    waits=True,
+    acl="read string fast",
+    group="string",
+    summary="Atomically returns the string values of one or more keys.",
+    complexity="O(N) where N is the number of keys to retrieve.",
+    syntax="key [key ...]",
+    access="RO access",
+    tips="request_policy:multi_shard",
+)
+def mget(session: Session, args: list[bytes]) -> Answer:
+    """The values in order, each lent; missing ones are nil. The keys count as used at one instant, the head last.
+
+    From MGET_BYTES_HIGH of payload on the rest is looked up as the client takes it: the first value leaves before the
+    last is found, and a client that does not read holds no more of the arena than that.
+    """
+    parts: list[Buffer] = [b"*%d\r\n" % (len(args) - 1)]
+    left_bytes = MGET_BYTES_HIGH
+    if session.store.tiering is not None:
+        return _values_from(session, args, 1, parts)
+    for at in range(1, len(args)):
+        value = _value(session, args[at])
+        if isinstance(value, bytes):
+            parts.append(value)
+            left_bytes -= len(value)
+        else:
+            parts += value
+            left_bytes -= len(value[1])
+        if left_bytes <= 0 and at + 1 < len(args):
+            return _values_from(session, args, at + 1, parts)
+    if not session.no_touch:
+        session.store.touch(args[1:], session.space)
+    return parts
+
+
+def _values_from(session: Session, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Pending]:
+    """What MGET has found so far, then the values from argument `at` on as they are asked for, each waited for if it
+    is on disk."""
+    yield parts
+    keys = args[at:]
+    if session.store.tiering is None:
+        yield from (_value(session, key) for key in keys)
+    else:
+        arrivals = session.server.away.stream(session, [(key, session.space) for key in keys])
+        for key in keys:
+            while (waiting := next(arrivals)) is not None:
+                yield waiting
+            yield _value(session, key)
+    if not session.no_touch:
+        session.store.touch(args[1:], session.space)
+
+
+@command(
+    "mset",
+    arity=-3,
+    flags="write denyoom",
+    keys=(1, -1, 2),
+    acl="write string slow",
+    payload=(2, 2),
+    group="string",
+    since="1.0.1",
+    summary="Atomically creates or modifies the string values of one or more keys.",
+    complexity="O(N) where N is the number of keys to set.",
+    syntax="key value [key value ...]",
+    access="OW update",
+    tips="request_policy:multi_shard response_policy:all_succeeded",
+)
+def mset(session: Session, args: list[bytes]) -> Reply:
+    """All the pairs or none: room for every value is had before the first becomes visible."""
+    if len(args) % 2 == 0:
+        give_back(args)
+        return wrong_arity("mset")
+    return _set_pairs(session, args)
+
+
+@command(
+    "msetnx",
+    arity=-3,
+    flags="write denyoom",
+    keys=(1, -1, 2),
+    acl="write string slow",
+    payload=(2, 2),
+    group="string",
+    since="1.0.1",
+    summary="Sets several keys at once, provided that none of them is there.",
+    complexity="O(N) where N is the number of keys to set.",
+    syntax="key value [key value ...]",
+    access="OW insert",
+    tips="request_policy:multi_shard response_policy:agg_min",
+)
+def msetnx(session: Session, args: list[bytes]) -> Reply:
+    """1 when every key was free and holds its value now, else 0 with nothing changed."""
+    if len(args) % 2 == 0:
+        give_back(args)
+        return wrong_arity("msetnx")
+    if any(session.store.find(key, session.space) is not None for key in args[1::2]):
+        session.server.stats.sets_existed += len(args) // 2
+        give_back(args)
+        return ZERO
+    done = _set_pairs(session, args)
+    return ONE if done is OK else done
+
+
+def _set_pairs(session: Session, args: list[bytes]) -> bytes:
+    """Place every value, then publish them in their order; a key named twice keeps the last one."""
+    values = [placed(session, key, value) for key, value in zip(args[1::2], args[2::2], strict=True)]
+    pairs = list(zip(args[1::2], values, strict=True))
+    done = OK if None not in values and small_ones_fit(session, pairs) else OUT_OF_MEMORY
+    for key, value in pairs:
+        if done is OK:
+            done = publish(session, key, value, 0, SET)  # type: ignore[arg-type]  # none is None
+        elif isinstance(value, Reservation):
+            value.abort()
+    if done is OK:
+        session.server.stats.sets_duplicate += len(pairs) - len({*args[1::2]})
+    return done
+
+
+@command(
+    "getrange",
+    arity=4,
+    flags="readonly",
+    keys=(1, 1, 1),
+    reads=(1, 1, 1),
+    acl="read string slow",
+    group="string",
+    since="2.4.0",
+    summary="Returns a substring of the string stored at a key.",
+    complexity="O(1): a range of a stored value is lent, not copied.",
+    syntax="key start end",
+    access="RO access",
+)
+def getrange(session: Session, args: list[bytes]) -> Reply:
+    """Bytes start..end, both inclusive, negative ones counted from the end; empty when there are none."""
+    start, end = parse_integer(args[2]), parse_integer(args[3])
+    if start is None or end is None:
+        return NOT_AN_INTEGER
+    value = look_up(session, args[1])
+    if value is None:
+        return EMPTY_BULK
+    length = len(value) if isinstance(value, bytes) else value.length
+    if start < 0 and end < 0 and start > end:
+        start, end = 1, 0
+    start = max(0, start + length if start < 0 else start)
+    end = min(length - 1, max(0, end + length) if end < 0 else end)
+    if start > end or length == 0:
+        if not isinstance(value, bytes):
+            value.release()
+        return EMPTY_BULK
+    if isinstance(value, bytes):
+        return b"$%d\r\n%b\r\n" % (end - start + 1, value[start : end + 1])
+    session.hold(value)
+    if end == length - 1:  # who reads a block in parts has then read it
+        session.store.stats.hit_tokens += value.entry.tokens
+    return [b"$%d\r\n" % (end - start + 1), value.view[start : end + 1], b"\r\n"]
+
+
+@command(
+    "substr",
+    arity=4,
+    flags="readonly",
+    keys=(1, 1, 1),
+    reads=(1, 1, 1),
+    acl="read string slow",
+    group="string",
+    summary="The old name of GETRANGE.",
+    complexity="O(1): a range of a stored value is lent, not copied.",
+    syntax="key start end",
+    access="RO access",
+)
+def substr(session: Session, args: list[bytes]) -> Reply:
+    """As GETRANGE."""
+    return getrange(session, args)
+
+
+@command(
+    "strlen",
+    arity=2,
+    flags="readonly fast",
+    keys=(1, 1, 1),
+    acl="read string fast",
+    group="string",
+    since="2.2.0",
+    summary="Returns the length of a string value.",
+    syntax="key",
+    access="RO",
+)
+def strlen(session: Session, args: list[bytes]) -> Reply:
+    """Bytes of the value, 0 without one."""
+    entry = session.store.find(args[1], session.space)
+    if entry is None:
+        notify(session, "m", "keymiss", args[1])
+        return ZERO
+    return integer(entry.length)
+
+
+def _value(session: Session, key: bytes) -> Reply:
+    """A value's reply: small ones in one piece, the others lent."""
+    value = session.fetch(key, session.space)
+    if value is None:
+        return missing(session, key)
+    return _lent(session, value) if isinstance(value, Lease) else _HEADS[len(value)] + value + CRLF
+
+
+def _lent(session: Session, lease: Lease) -> Reply:
+    """The reply that goes out of the arena as it is."""
+    session.hold(lease)
+    session.store.stats.hit_tokens += lease.entry.tokens
+    view = lease.view
+    return [b"$%d\r\n" % len(view), view, b"\r\n"]

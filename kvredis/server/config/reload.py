@@ -1,0 +1,123 @@
+"""SIGHUP: the topology is read again, and what is in slots that are no longer ours leaves.
+
+A key of such a slot cannot be asked for any more, but it must be gone before the slot may come back, or its value of
+then would come back too. So a reread that is asked for while keys still leave begins when they have left. Clients are
+served all the while: the file is read in a thread, and keys leave some at a time. It is the same at the start with a
+disk tier that has kept keys from before: whose slots were given away meanwhile is found out, and they leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from kvredis.server.cluster.slots import slot_of
+from kvredis.server.commands.keyspace_events import publish_event
+from kvredis.server.commands.pubsub import confirmation
+from kvredis.storage.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvredis.server.cluster.node import Cluster
+    from kvredis.server.cluster.topology import Node, Topology
+    from kvredis.server.server import Server
+
+log = logging.getLogger(__name__)
+
+KEYS_A_STEP: Final = 500
+"""How many keys are looked at before clients have their turn: less than a millisecond."""
+
+
+class Reread:
+    """The changes of one server's topology."""
+
+    def __init__(self, server: Server, cluster: Cluster) -> None:
+        self._server = server
+        self._cluster = cluster
+        self._wanted = False
+        self._left = 0  # keys that have gone in the sweep under way
+        self._reading = False
+        self.is_sweeping = False
+        """Whether keys of slots that are not ours are still here. SCAN may tell their names, nobody their values."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether what was asked for is not done yet."""
+        return self._reading or self.is_sweeping
+
+    def start(self) -> None:
+        """Let go of keys that were recovered from disk and are not ours. To be called on the server's loop."""
+        if self._server.store.count(0):
+            self._begin_sweep()
+
+    def ask(self) -> None:
+        """Read the file and bring it into force, both soon; what is asked meanwhile is asked once more afterwards. A
+        file that cannot be used is logged, and nothing changes. To be called on the server's loop; never blocks."""
+        if self.is_busy:
+            self._wanted = True
+            return
+        try:
+            reading = asyncio.get_running_loop().run_in_executor(None, self._cluster.read)
+        except RuntimeError as failed:  # there is no thread to be had
+            log.error("the cluster's topology stays as it was: %s", failed)
+            return
+        self._reading = True
+        reading.add_done_callback(self._have_read)
+
+    def _have_read(self, reading: asyncio.Future[tuple[Topology, Node]]) -> None:
+        self._reading = False
+        try:
+            self._adopt(*reading.result())
+        except ConfigError as wrong:
+            log.error("the cluster's topology stays as it was: %s", wrong)
+        except BaseException:  # of the thread that has read it too: SystemExit is not for the loop
+            log.exception("the cluster's topology could not be brought into force")
+        if not self.is_sweeping:
+            self._ask_again()
+
+    def _adopt(self, topology: Topology, myself: Node) -> None:
+        cluster = self._cluster
+        before = cluster.myself.slots
+        lost = cluster.adopt(topology, myself)
+        came = myself.slots - before + len(lost)
+        log.info("cluster topology %d: node %s, %d slots came and %d left", cluster.epoch, myself.name, came, len(lost))
+        if lost:
+            self._hush(lost)
+            self._begin_sweep()
+
+    def _hush(self, lost: set[int]) -> None:
+        """Tell who listens to shard channels of these slots that there is nothing more to hear; they ask elsewhere."""
+        pubsub = self._server.pubsub
+        for channel in [each for each in pubsub.shard_channels if slot_of(each) in lost]:
+            for session in list(pubsub.shard_channels[channel].values()):
+                pubsub.sunsubscribe(session, channel)
+                session.push(confirmation(session, b"sunsubscribe", channel, len(session.shard_channels)))
+
+    def _begin_sweep(self) -> None:
+        self.is_sweeping = True
+        self._left = 0
+        self._sweep(0)
+
+    def _sweep(self, cursor: int) -> None:
+        """Delete what is not ours of the next keys; the rest in the loop's next turns."""
+        server, serves = self._server, self._cluster.serves
+        cursor, keys = server.store.scan(cursor, KEYS_A_STEP, 0)
+        gone = [key for key in keys if not serves(key)]
+        if gone:
+            self._left += server.store.delete(gone, 0)
+            server.drain_journal(None)
+            if server.event_letters:
+                for key in gone:
+                    publish_event(server, "g", "del", key, 0)
+        if cursor:
+            asyncio.get_running_loop().call_soon(self._sweep, cursor)
+            return
+        self.is_sweeping = False
+        if self._left:
+            log.info("cluster: %d keys have left with their slots", self._left)
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        if self._wanted:
+            self._wanted = False
+            self.ask()

@@ -1,0 +1,331 @@
+"""The settings that tools ask a Redis for, each with its true value here, and what happens when one is changed.
+
+SETTINGS is the one table. A setting has one of four effects: LIVE is read by the code that it steers the moment it
+changes; FIXED was decided at start, and CONFIG SET says so in Redis' words, as for PROTECTED ones; IGNORED is checked,
+kept and reported so that tools and test suites which set it go on, and steers nothing, because what it is for does not
+exist here. Where the server keeps a value in a form of its own, `read` takes it from there, and it is kept once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvredis.server.commands import keyspace_events, tracking
+from kvredis.server.net import zerocopy
+from kvredis.server.shm.attach import LEASE_MS_MAX
+from kvredis.storage.errors import ConfigError
+from kvredis.storage.eviction.base import REDIS_POLICIES, redis_name
+from kvredis.storage.index import SPACES
+
+from .checks import (
+    Check,
+    anything,
+    buffer_limits,
+    clamped,
+    limits_text,
+    memory,
+    memory_or_share,
+    number,
+    one_of,
+    percentiles,
+    save_points,
+    seconds,
+    yes_no,
+)
+from .effects import (
+    LOG_LEVELS,
+    set_acl_log,
+    set_body_timeout,
+    set_bulk_bytes_max,
+    set_clients_bytes,
+    set_clients_max,
+    set_idle_timeout,
+    set_keepalive,
+    set_lane_limit,
+    set_latency_threshold,
+    set_latency_tracking,
+    set_log_level,
+    set_maxmemory,
+    set_output_limits,
+    set_password,
+    set_policy,
+    set_protected_mode,
+    set_query_bytes_max,
+    set_slow_entries,
+    set_slow_threshold,
+)
+
+if TYPE_CHECKING:
+    from kvredis.server.server import Server
+
+MIB = 1024 * 1024
+INT32_MAX = 2**31 - 1
+
+IMMUTABLE = "can't set immutable config"
+PROTECTED = "can't set protected config"
+
+Read = Callable[["Server"], str]
+Apply = Callable[["Server", str], None]
+"""Bring a value into effect; ValueError with Redis' words when that cannot be done, and then nothing has changed."""
+
+
+class Effect(Enum):
+    """What CONFIG SET does to a setting."""
+
+    LIVE = "live"
+    FIXED = "fixed"
+    PROTECTED = "protected"
+    IGNORED = "ignored"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `default` is what it is until somebody sets it; `read` takes it from the server instead."""
+
+    default: str = ""
+    check: Check = anything
+    effect: Effect = Effect.IGNORED
+    read: Read | None = None
+    apply: Apply | None = None
+
+
+class SettingError(ValueError):
+    """A setting that cannot be what was asked for; the text is Redis'."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
+        self.reason = reason
+
+
+def value_of(server: Server, name: str) -> str:
+    """What a setting is now."""
+    setting = SETTINGS[name]
+    return setting.read(server) if setting.read is not None else server.settings.get(name, setting.default)
+
+
+def checked(name: str, text: str) -> str:
+    """`text` as the setting would report it. SettingError for an unknown or fixed one and for what it does not take."""
+    setting = SETTINGS.get(name)
+    if setting is None:
+        raise SettingError(name, "there is no setting of this name")
+    if setting.effect in (Effect.FIXED, Effect.PROTECTED):
+        raise SettingError(name, IMMUTABLE if setting.effect is Effect.FIXED else PROTECTED)
+    try:
+        return setting.check(text)
+    except ValueError as wrong:
+        raise SettingError(name, str(wrong)) from wrong
+
+
+def change(server: Server, wanted: Mapping[str, str]) -> None:
+    """Set all of `wanted`, or nothing: SettingError names the one that was in the way. Names are those of SETTINGS.
+
+    `server.settings` then holds what was asked for, which is also what CONFIG REWRITE writes.
+    """
+    texts = {name: checked(name, text) for name, text in wanted.items()}
+    done: list[tuple[str, str | None, str]] = []
+    for name, text in texts.items():
+        before = value_of(server, name)
+        done.append((name, server.settings.get(name), before))
+        server.settings[name] = text
+        try:
+            _apply(server, name, text)
+        except ValueError as wrong:
+            for changed, kept, value in reversed(done):
+                if kept is None:
+                    del server.settings[changed]
+                else:
+                    server.settings[changed] = kept
+                if changed != name:  # the one that failed has changed nothing
+                    _apply(server, changed, value)
+            raise SettingError(name, str(wrong)) from wrong
+
+
+def begin(server: Server) -> None:
+    """Bring into effect what the server was started with and does not read by itself. ConfigError names what is bad."""
+    options = server.options
+    own = {
+        "client-output-buffer-limit": options.client_output_buffer_limit,
+        "maxmemory-policy": "noeviction"
+        if options.maxmemory_policy == "noeviction"
+        else redis_name(server.store.policy),
+        "notify-keyspace-events": options.notify_keyspace_events,
+    }
+    further = {name.lower(): str(text) for name, text in options.settings.items()}
+    try:
+        change(server, own)
+        for name in own:
+            del server.settings[name]  # nobody has set it since the start
+        change(server, further)
+    except SettingError as wrong:
+        shown = "***" if "pass" in wrong.name else (own | further)[wrong.name]
+        raise ConfigError(wrong.name, shown, "settings", wrong.reason) from wrong
+
+
+def _apply(server: Server, name: str, text: str) -> None:
+    apply = SETTINGS[name].apply
+    if apply is not None:
+        apply(server, text)
+
+
+def _working_folder() -> str:
+    """Where the process stands, "" if somebody has removed that folder: no reason to fail CONFIG GET *."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
+def _policy(text: str) -> str:
+    """A policy of Redis or of ours; who is refused is told of Redis' alone, in its words."""
+    if text.lower() in REDIS_POLICIES:
+        return text.lower()
+    return one_of(
+        "volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl",
+        "allkeys-lru", "allkeys-lfu", "allkeys-random", "noeviction",
+    )(text)  # fmt: skip
+
+
+def _live(check: Check, apply: Apply | None, read: Read | None = None, default: str = "") -> Setting:
+    return Setting(default, check, Effect.LIVE, read, apply)
+
+
+def _fixed(default: str = "", read: Read | None = None) -> Setting:
+    return Setting(default, effect=Effect.FIXED, read=read)
+
+
+def _ignored(check: Check, **defaults: str) -> dict[str, Setting]:
+    """Settings without an effect, by their names with underscores."""
+    return {name.replace("_", "-"): Setting(default, check) for name, default in defaults.items()}
+
+
+def _made_of() -> dict[str, Setting]:
+    """What the server is made of."""
+    return {
+        "databases": _fixed(str(SPACES)),
+        "port": _fixed(read=lambda server: str(server.tcp_port)),
+        "bind": _fixed(read=lambda server: " ".join(server.options.bind)),
+        "unixsocket": _fixed(read=lambda server: server.unixsocket or ""),
+        "unixsocketperm": _fixed(read=lambda server: server.options.unixsocketperm or "0"),
+        "tls-port": _fixed(read=lambda server: str(server.listeners.tls_port)),
+        "metrics-port": _fixed(read=lambda server: "0" if server.http is None else str(server.http.port)),
+        "tls-cert-file": _fixed(read=lambda server: server.options.tls_cert_file or ""),
+        "tls-key-file": _fixed(read=lambda server: server.options.tls_key_file or ""),
+        "tls-ca-cert-file": _fixed(read=lambda server: server.options.tls_ca_cert_file or ""),
+        "tls-auth-clients": _fixed(read=lambda server: server.options.tls_auth_clients),
+        "tls-protocols": _fixed(read=lambda server: " ".join(server.options.tls_protocols)),
+        "tls-ciphers": _fixed(read=lambda server: server.options.tls_ciphers or ""),
+        "io-threads": _fixed(read=lambda server: str(server.senders.threads)),
+        "lane": _fixed(read=lambda server: server.options.lane),
+        "aclfile": _fixed(read=lambda server: server.options.aclfile or ""),
+        "cluster-enabled": _fixed(read=lambda server: "no" if server.cluster is None else "yes"),
+        "enable-debug-command": _fixed(read=lambda server: server.options.enable_debug_command),
+        "dir": Setting(effect=Effect.PROTECTED, read=lambda server: _working_folder()),
+        "dbfilename": Setting(effect=Effect.PROTECTED),
+        **{
+            name: _fixed(default)
+            for name, default in {
+                "acl-pubsub-default": "resetchannels", "always-show-logo": "no", "appenddirname": "",
+                "appendfilename": "", "appendonly": "no", "cluster-require-full-coverage": "no", "daemonize": "no",
+                "enable-module-command": "no", "enable-protected-configs": "no",
+                "io-threads-do-reads": "no", "logfile": "", "pidfile": "", "replicaof": "", "shutdown-timeout": "10",
+                "slaveof": "", "supervised": "no", "syslog-enabled": "no", "tcp-backlog": "511",
+            }.items()
+        },
+    }  # fmt: skip
+
+
+def _changeable() -> dict[str, Setting]:
+    """What can be changed while it runs."""
+    return {
+        "loglevel": _live(
+            one_of(*LOG_LEVELS),
+            set_log_level,
+            lambda server: server.settings.get("loglevel", server.options.loglevel),
+        ),
+        "requirepass": _live(
+            anything,
+            set_password,
+            lambda server: server.settings.get("requirepass", server.options.requirepass),
+        ),
+        "maxclients": _live(number(1, 2**32 - 1), set_clients_max, lambda server: str(server.maxclients)),
+        "protected-mode": _live(yes_no, set_protected_mode, lambda server: "yes" if server.protected_mode else "no"),
+        "maxmemory": _live(memory(), set_maxmemory, lambda server: str(server.store.limit_bytes)),
+        "maxmemory-clients": _live(memory_or_share, set_clients_bytes, lambda server: server.client_memory.limit),
+        "maxmemory-policy": _live(
+            _policy,
+            set_policy,
+            lambda server: redis_name(server.store.policy) if server.store.evicts else "noeviction",
+        ),
+        "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
+        "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),
+        "body-timeout": _live(seconds, set_body_timeout, lambda server: f"{server.body_timeout_s:g}"),
+        "lane-lease-ms": _live(number(1, LEASE_MS_MAX), set_lane_limit, lambda server: str(server.lane.lease_ms)),
+        "proto-max-bulk-len": _live(memory(MIB), set_bulk_bytes_max, lambda server: str(server.bulk_bytes_max)),
+        "client-query-buffer-limit": _live(
+            memory(MIB), set_query_bytes_max, lambda server: str(server.query_bytes_max)
+        ),
+        "client-output-buffer-limit": _live(
+            buffer_limits, set_output_limits, lambda server: limits_text(server.output_limits)
+        ),
+        "slowlog-log-slower-than": _live(
+            number(-1), set_slow_threshold, lambda server: str(server.slowlog.threshold_us)
+        ),
+        "slowlog-max-len": _live(number(0), set_slow_entries, lambda server: str(server.slowlog.entries_max)),
+        "latency-monitor-threshold": _live(
+            number(0), set_latency_threshold, lambda server: str(server.latency.threshold_ms)
+        ),
+        "latency-tracking": _live(yes_no, set_latency_tracking, default="yes"),
+        "latency-tracking-info-percentiles": _live(percentiles, None, default="50 99 99.9"),
+        "notify-keyspace-events": _live(
+            keyspace_events.normalize,
+            keyspace_events.listen_for,
+            lambda server: server.settings.get(
+                "notify-keyspace-events", keyspace_events.normalize(server.options.notify_keyspace_events)
+            ),
+        ),
+        "unix-splice": _live(one_of("asked", "yes", "no"), zerocopy.set_mode, lambda server: server.splicing.mode),
+        "tracking-table-max-keys": _live(number(0), tracking.set_keys_max, default=str(tracking.KEYS_MAX_DEFAULT)),
+        "acllog-max-len": _live(number(0), set_acl_log, default="128"),
+    }
+
+
+def _without_effect() -> dict[str, Setting]:
+    """What is taken and steers nothing."""
+    return {
+        "save": Setting("", save_points),
+        "hz": Setting("10", clamped(1, 500)),
+        "appendfsync": Setting("everysec", one_of("everysec", "always", "no")),
+        "oom-score-adj": Setting("no", one_of("no", "yes", "relative", "absolute")),
+        **_ignored(number(1, INT32_MAX), maxmemory_samples="5", active_defrag_cycle_max="25"),
+        **_ignored(
+            number(0, INT32_MAX), lfu_log_factor="10", lfu_decay_time="1", min_replicas_to_write="0",
+            min_replicas_max_lag="10", repl_diskless_sync_delay="5", repl_timeout="60", repl_ping_replica_period="10",
+            replica_priority="100", auto_aof_rewrite_percentage="100", repl_backlog_ttl="3600",
+        ),
+        **_ignored(number(0), busy_reply_threshold="5000", lua_time_limit="5000"),
+        **_ignored(number(0, 100), maxmemory_eviction_tenacity="10"),
+        **_ignored(number(1, 10), active_expire_effort="1"),
+        **_ignored(memory(1), repl_backlog_size="1048576"),
+        **_ignored(memory(), auto_aof_rewrite_min_size="67108864", hll_sparse_max_bytes="3000"),
+        **_ignored(
+            yes_no, lazyfree_lazy_eviction="no", lazyfree_lazy_expire="no", lazyfree_lazy_server_del="no",
+            lazyfree_lazy_user_del="no", lazyfree_lazy_user_flush="no", activedefrag="no", activerehashing="yes",
+            dynamic_hz="yes", stop_writes_on_bgsave_error="yes", rdbcompression="yes", rdbchecksum="yes",
+            no_appendfsync_on_rewrite="no", repl_diskless_sync="yes", repl_disable_tcp_nodelay="no",
+            replica_read_only="yes", replica_serve_stale_data="yes", aof_use_rdb_preamble="yes",
+        ),
+        **_ignored(  # encodings of types that a block store does not have; test suites set them
+            number(-(2**63)), hash_max_listpack_entries="128", hash_max_listpack_value="64", list_compress_depth="0",
+            list_max_listpack_size="-2", set_max_intset_entries="512", set_max_listpack_entries="128",
+            set_max_listpack_value="64", stream_node_max_entries="100", zset_max_listpack_entries="128",
+            zset_max_listpack_value="64",
+        ),
+    }  # fmt: skip
+
+
+SETTINGS: dict[str, Setting] = {**_made_of(), **_changeable(), **_without_effect()}

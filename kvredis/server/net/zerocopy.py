@@ -1,0 +1,357 @@
+"""Large replies on unix sockets without a copy on our side: the arena's own pages are lent to the socket.
+
+vmsplice puts references to the pages into a pipe, splice moves them on into the socket, and the kernel copies once:
+when the client receives. For large values that halves the CPU of a send, whatever the pages are.
+
+WHY it is safe for whoever receives (read, readv, recv, recvmsg, io_uring's like): until then the client would see what
+lies in those pages at that time. So the Leases of a spliced reply are held on, which keeps the extents of blocks that
+were overwritten, deleted or evicted meanwhile from being used again. How far the client is: what is sent on a unix
+socket stays charged to its sender until the receiver has copied it all and it is freed, each buffer with at least its
+length. TIOCOUTQ tells that sum, so that `sent - TIOCOUTQ` is a lower bound of what has been received, in order; a
+lease ends when that bound has passed the end of its reply, and not before. This holds beyond the connection: what a
+client has not read can still be read after we hung up. So we keep a duplicate of the socket, shut down, and ask it;
+when the client closes its end, or dies, the kernel frees what is in there, and the sum is 0. All that clients keep in
+this way is at most a SHARE of the arena; beyond it replies are sent with a copy, as on every other transport.
+
+WHY it must be asked for: a client that does not receive but splices on (HAProxy, systemd-socket-proxyd: from the socket
+into a pipe into another socket) holds pages that no account of ours shows, and would hand on what is written there
+later. It cannot change a page, as spliced pages are never written in place. But it may read what was not meant for it,
+and what is behind it would take wrong bytes for right ones. So KV.SPLICE asks for two things: the promise to receive,
+by a user who may read every key anyhow; and the process id of who speaks, which is compared with that of who connected
+(SO_PEERCRED), so that nobody who sits between the two is taken for the client. `CONFIG SET unix-splice yes` believes it
+of every client on a unix socket, `no` of none.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import deque
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvredis.server.commands.registry import command
+from kvredis.server.protocol.replies import OK, Buffer, Reply, error
+from kvredis.storage.entry import Lease
+from kvredis.storage.memory.addresses import address_of
+
+from .lent_pages import CAN_LEND, Pipe, unread_bytes
+
+if TYPE_CHECKING:
+    from kvredis.server.client.output import Outgoing
+    from kvredis.server.client.session import Session
+    from kvredis.server.server import Server
+
+log = logging.getLogger(__name__)
+
+VALUE_BYTES_MIN: Final = 512 * 1024
+"""How long the values of a reply must be on average. Measured on 2 cores, with 4 KiB pages and with hugepages: from
+here on the server needs half of the CPU and the client has its bytes as soon or sooner; at 256 KiB a copy is as cheap,
+and sooner there, because splicing wakes the reader every 64 KiB."""
+
+LEND_BYTES_MIN: Final = 16 * 1024
+"""Shorter pieces are copied into the pipe: headers, line ends, small values."""
+
+SHARE: Final = 4
+"""A quarter of the arena may be held for clients that have not received yet what was lent to their sockets."""
+
+PIPES_MAX: Final = 64
+"""As many replies may be half in a pipe at a time; what comes then is copied. A few idle pipes wait for the next."""
+IDLE_PIPES_MAX: Final = 4
+
+LOOK_HOLDERS_MAX: Final = 16
+"""How many clients are asked what they have received before room is looked for; all of them are ten times a second."""
+
+TURN_BYTES: Final = 4 * 1024 * 1024
+"""What one client is sent before others have their turn, should it read as fast as we splice."""
+
+NOT_HERE = error("ERR KV.SPLICE is for unix sockets of a server that lends pages (CONFIG GET unix-splice)")
+NOT_YOU = error("ERR KV.SPLICE is for the process that has connected, in the server's own pid namespace")
+NOT_ALL = error("NOPERM KV.SPLICE is for users who may read every key")
+
+
+class _Span(NamedTuple):
+    """Bytes of the arena, whose pages are to be lent."""
+
+    address: int
+    nbytes: int
+
+
+class _Held(NamedTuple):
+    """A reply that is in the socket: where in all that was spliced it ends, and what it has lent."""
+
+    end: int
+    leases: list[Lease]
+    nbytes: int
+
+
+class Splicer:
+    """The door of one client for spliced replies, and the leases of those that it has not received."""
+
+    def __init__(self, splicing: Splicing, fd: int) -> None:
+        self._splicing = splicing
+        self._sock = socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM)  # a duplicate
+        self._pieces: deque[bytes | memoryview | _Span] = deque()
+        self._pipe: Pipe | None = None
+        self._piped_bytes = 0
+        self._sent_bytes = 0
+        self._charged_bytes = 0  # of the reply that is under way
+        self._held: deque[_Held] = deque()
+        self.has_ended = False
+
+    def fileno(self) -> int:
+        """For the event loop: a descriptor of its own, as the transport lets nobody watch its own."""
+        return self._sock.fileno()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a reply is under way."""
+        return self._pipe is not None
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What of the reply under way is not in the socket."""
+        lengths = (each.nbytes if isinstance(each, _Span) else len(each) for each in self._pieces)
+        return self._piped_bytes + sum(lengths)
+
+    def begin(self, pieces: list[Buffer], leases: list[Lease]) -> bool:
+        """Take a reply in; False when it cannot go this way now, and then nothing has happened. All before it must be
+        in the socket."""
+        self.collect()
+        nbytes = sum(lease.entry.extent.length for lease in leases)
+        self._pipe = self._splicing.take_pipe(nbytes)
+        if self._pipe is None:
+            return False
+        self._charged_bytes = nbytes
+        self._pieces.extend(map(self._splicing.as_piece, pieces))
+        self._splicing.stats.spliced_bytes += sum(map(len, pieces))  # at once, as output_bytes: what is left only grows
+        return True
+
+    def advance(self) -> bool:
+        """Move what the socket takes; True when all of it is there. OSError when the client has gone."""
+        moved_bytes = 0
+        while moved_bytes < TURN_BYTES:
+            self._fill()
+            if not self._piped_bytes:
+                self._splicing.put_pipe(self._pipe)
+                self._pipe = None
+                return True
+            assert self._pipe is not None
+            try:
+                moved = self._pipe.move(self._sock, self._piped_bytes)
+            except BlockingIOError:
+                return False
+            self._piped_bytes -= moved
+            self._sent_bytes += moved
+            moved_bytes += moved
+        return False
+
+    def keep(self, leases: list[Lease]) -> None:
+        """The reply is in the socket, or as much of it as ever will be: hold what it has lent until it is received."""
+        self._held.append(_Held(self._sent_bytes, leases, self._charged_bytes))
+        self._charged_bytes = 0
+        self._splicing.holders.setdefault(self)
+
+    def collect(self) -> None:
+        """End the leases of what has been received."""
+        if not self._held:
+            return
+        received = self._sent_bytes - unread_bytes(self._sock)
+        while self._held and self._held[0].end <= received:
+            self._let_go(self._held.popleft())
+        if not self._held:
+            self._splicing.holders.pop(self, None)
+            if self.has_ended:
+                self._sock.close()
+
+    def end(self, leases: list[Lease]) -> None:
+        """The connection is gone; what of it is still to be read stays as it is, `leases` of half a reply too."""
+        if self._pipe is not None:
+            self._splicing.put_pipe(self._pipe, empty=False)
+            self._pipe = None
+            self._pieces.clear()
+            self._piped_bytes = 0
+        with suppress(OSError):  # it has been already
+            self._sock.shutdown(socket.SHUT_RDWR)  # our duplicate would keep it open for the client
+        self.has_ended = True
+        if leases:
+            self.keep(leases)
+        if self._splicing.has_ended or not self._held:
+            self.abandon()
+        else:
+            self.collect()
+
+    def abandon(self) -> None:
+        """Close what is ours. If something is held, then the server ends, and nobody will write to the arena again."""
+        while self._held:
+            self._let_go(self._held.popleft())
+        self._splicing.holders.pop(self, None)
+        self._sock.close()
+
+    def _fill(self) -> None:
+        """Put into the pipe what fits."""
+        pipe, pieces = self._pipe, self._pieces
+        assert pipe is not None
+        while pieces:
+            piece = pieces[0]
+            if isinstance(piece, _Span):
+                try:
+                    moved = pipe.lend(piece.address, piece.nbytes)
+                except OSError as refused:
+                    log.debug("pages cannot be lent, copying instead: %s", refused)
+                    pieces[0] = self._splicing.view_of(piece)
+                    continue
+                rest: bytes | memoryview | _Span = _Span(piece.address + moved, piece.nbytes - moved)
+                left = piece.nbytes - moved
+            else:
+                try:
+                    moved = pipe.put(piece)
+                except BlockingIOError:
+                    return
+                left = len(piece) - moved
+                rest = memoryview(piece)[moved:]
+            self._piped_bytes += moved
+            if left:
+                pieces[0] = rest
+                return
+            pieces.popleft()
+
+    def _let_go(self, held: _Held) -> None:
+        self._splicing.held_bytes -= held.nbytes
+        for lease in held.leases:
+            lease.release()
+
+
+class Splicing:
+    """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
+
+    def __init__(self, server: Server) -> None:
+        self.stats = server.stats
+        self._server = server
+        arena = server.store.arena
+        self._start, self._end = arena.address, arena.address + arena.nbytes
+        self._bytes_max = arena.nbytes // SHARE
+        self._idle: list[Pipe] = []
+        self._pipes_in_use = 0
+        self.has_ended = False
+        server.store.end_holds = self.collect_some
+        self.value_bytes_min = VALUE_BYTES_MIN
+        self.mode = "asked"
+        """asked: clients that said KV.SPLICE; yes: all on unix sockets; no: none."""
+        self.held_bytes = 0
+        """Extents of the arena behind replies that were spliced and are not known to have been received."""
+        self.holders: dict[Splicer, None] = {}
+        """Clients, and those whose connection is gone, with replies that they have not received; who has for longest
+        first."""
+
+    def set_mode(self, mode: str) -> None:
+        """asked, yes or no, from the next reply on."""
+        self.mode = mode
+        for session in self._server.sessions.values():
+            session.splices = self.wanted_by(session)
+
+    def wanted_by(self, client: Outgoing) -> bool:
+        """Whether this client's large replies shall be spliced, as far as its connection and its wishes go."""
+        wanted = self.mode == "yes" or (self.mode == "asked" and client.asked_to_splice)
+        return wanted and CAN_LEND and client.is_local_stream
+
+    def splicer_for(self, fd: int) -> Splicer | None:
+        """The door of a client; None when there is no descriptor left for it."""
+        try:
+            return Splicer(self, fd)
+        except OSError:
+            return None
+
+    def collect(self) -> None:
+        """End the leases of what has been received by now."""
+        for holder in list(self.holders):
+            holder.collect()
+
+    def collect_some(self) -> None:
+        """The same for a few, before room is looked for: however many they are, a SET does not wait for it."""
+        for holder in list(islice(self.holders, LOOK_HOLDERS_MAX)):
+            holder.collect()
+
+    def close(self) -> None:
+        """The server has ended."""
+        self.has_ended = True
+        for holder in list(self.holders):
+            if holder.has_ended:
+                holder.abandon()
+        while self._idle:
+            self._idle.pop().close()
+        self._server.store.end_holds = lambda: None
+
+    def take_pipe(self, nbytes: int) -> Pipe | None:
+        """A pipe for a reply that has lent so many bytes of extents, which are counted as held from now on; None when
+        too much is held, or there is no pipe."""
+        if self.held_bytes + nbytes > self._bytes_max or self._pipes_in_use >= PIPES_MAX:
+            return None
+        try:
+            pipe = self._idle.pop() if self._idle else Pipe()
+        except OSError as refused:
+            log.debug("no pipe to splice with, copying instead: %s", refused)
+            return None
+        self._pipes_in_use += 1
+        self.held_bytes += nbytes
+        return pipe
+
+    def as_piece(self, piece: Buffer) -> bytes | memoryview | _Span:
+        """How a piece of a reply is to be sent: payloads in the arena by lending, all else by a copy, as nothing but a
+        lease keeps memory from being used for something else."""
+        if len(piece) >= LEND_BYTES_MIN:
+            address = address_of(piece)
+            if self._start <= address and address + len(piece) <= self._end:
+                return _Span(address, len(piece))
+        return piece
+
+    def view_of(self, span: _Span) -> memoryview:
+        """The bytes of a span."""
+        first = span.address - self._start
+        return self._server.store.arena.view[first : first + span.nbytes]
+
+    def put_pipe(self, pipe: Pipe | None, *, empty: bool = True) -> None:
+        """Give a pipe back; one with something in it is closed."""
+        if pipe is None:
+            return
+        self._pipes_in_use -= 1
+        if empty and len(self._idle) < IDLE_PIPES_MAX:
+            self._idle.append(pipe)
+        else:
+            pipe.close()
+
+
+def set_mode(server: Server, mode: str) -> None:
+    """unix-splice."""
+    server.splicing.set_mode(mode)
+
+
+@command(
+    "kv.splice",
+    arity=3,
+    flags="fast loading stale noscript",
+    acl="fast connection",
+    group="kv",
+    since="0.1.0",
+    summary="Lends pages to this connection instead of copying; the client promises to receive them, not to splice.",
+    complexity="O(1)",
+    syntax="pid pid-namespace",
+)
+def splice(session: Session, args: list[bytes]) -> Reply:
+    """KV.SPLICE pid namespace: the id of the client's process, and the inode number of its /proc/self/ns/pid, in which
+    alone that id means anything to us."""
+    if not session.is_local_stream or session.server.splicing.mode == "no":
+        return NOT_HERE
+    if not session.user.root.reads_all_keys:
+        return NOT_ALL
+    try:
+        known = int(args[2]) == os.stat("/proc/self/ns/pid").st_ino and int(args[1]) == session.peer_pid()
+    except (ValueError, OSError):
+        known = False
+    if not known:
+        return NOT_YOU
+    session.asked_to_splice = True
+    session.splices = session.server.splicing.wanted_by(session)
+    return OK

@@ -1,0 +1,342 @@
+"""The same-host lane: KV.LANE, KV.ATTACH, KV.LEASE and KV.RELEASE for who reads in the arena itself, KV.LEND, KV.PUT
+and KV.FILL for who stores out of memory of its own, KV.REVOKE for who must end the one.
+
+attach.py says what each side may do to the other and why a reader can trust what it has read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from kvredis.server.client.blocked import Answer, has_hung_up
+from kvredis.server.commands.client import BAD_CLIENT_ID
+from kvredis.server.commands.registry import COMMANDS, command
+from kvredis.server.commands.values import TOO_LONG, missing, publish_if, set_options
+from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
+from kvredis.server.protocol.replies import (
+    NOT_AN_INTEGER,
+    OK,
+    OUT_OF_MEMORY,
+    ZERO,
+    Reply,
+    bulk,
+    error,
+    integer,
+    map_reply,
+)
+from kvredis.server.protocol.request import LATER, REFUSED
+from kvredis.storage.entry import Reservation
+
+from .attach import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
+from .lent_memory import LendError, LentMemory, receive
+
+if TYPE_CHECKING:
+    from kvredis.server.client.session import Session
+
+KEYS_MAX: Final = 1024
+"""Keys of one KV.LEASE: each may be a small value, which is in the reply itself."""
+
+COPY_HERE_BYTES_MAX: Final = 4 * 1024 * 1024
+"""What is copied by the event loop, in about half a millisecond; more than that takes a thread."""
+
+PUT_FLAGS: Final = frozenset({b"NX", b"XX", b"KEEPTTL"})
+
+NOTHING_LENT: Final = error("ERR this connection has lent no memory: KV.LEND")
+NOT_COPIED: Final = error("ERR the lent memory cannot be read there")
+TOO_MANY_KEYS: Final = error(f"ERR at most {KEYS_MAX} keys at a time")
+BAD_LIMIT: Final = error(f"ERR a lease lasts from 1 to {LEASE_MS_MAX} milliseconds, 0 being the server's default")
+
+
+@command(
+    "kv.lane",
+    arity=1,
+    flags="loading stale fast",
+    acl="fast connection",
+    group="kv",
+    since="0.1.0",
+    summary="Returns where a client on the same host finds the lane, and how it knows that it is on the same host.",
+)
+def lane(session: Session, args: list[bytes]) -> Reply:
+    """A map: `socket`, a path or @name, nil where there is no lane; `boot-id`, to be compared with the client's own;
+    `run-id`, to be compared with what is told behind that socket."""
+    server = session.server
+    name, boot = server.lane.socket_name, boot_id()
+    return map_reply(
+        session,
+        [
+            (bulk("socket"), session.nil if name is None else bulk(name)),
+            (bulk("boot-id"), session.nil if boot is None else bulk(boot)),
+            (bulk("run-id"), bulk(server.run_id)),
+        ],
+    )
+
+
+@command(
+    "kv.attach",
+    arity=1,
+    flags="readonly noscript no_multi",
+    acl="read slow dangerous",
+    group="kv",
+    since="0.1.0",
+    summary="Hands the arena over to a client on a unix socket, to be read: a descriptor and a side channel.",
+)
+def attach(session: Session, args: list[bytes]) -> Reply:
+    """A map of facts, with two descriptors at its first byte: the arena, and the side channel for KV.LEND."""
+    return session.server.lane.attach(session, COMMANDS[b"KV.ATTACH"], args)
+
+
+@command(
+    "kv.lease",
+    arity=-3,
+    flags="readonly fast",
+    keys=(2, -1, 1),
+    reads=(2, -1, 1),
+    acl="read fast",
+    group="kv",
+    since="0.1.0",
+    summary="Keeps blocks where they are for a client that reads them in the arena, and returns where that is.",
+    complexity="O(N) where N is the number of keys.",
+    syntax="milliseconds key [key ...]",
+    access="RO access",
+)
+def lease(session: Session, args: list[bytes]) -> Reply:
+    """For each key [offset, length] in the arena, nil, the value itself if it is small and not in the arena, or an
+    error when this client has leased its share, or would have with what is on disk."""
+    client = session.server.lane.of(session)
+    if client is None:
+        return NOT_ATTACHED
+    limit_ms = parse_integer(args[1])
+    if limit_ms is None:
+        return NOT_AN_INTEGER
+    if not 0 <= limit_ms <= LEASE_MS_MAX:
+        return BAD_LIMIT
+    if len(args) - 2 > KEYS_MAX:
+        return TOO_MANY_KEYS
+    keys, store = args[2:], session.store
+    found, run = store.lease_run(keys, session.space, (limit_ms or client.lease_ms) / 1000)
+    waited_for = client.within_share(keys, session.space) if store.tiering is not None and None in found else len(keys)
+
+    def absent(at: int) -> bytes:
+        if at >= waited_for and store.find(keys[at], session.space) is not None:
+            return SHARE_USED
+        return missing(session, keys[at])
+
+    return b"*%d\r\n" % len(keys) + client.keep(found, run, absent)
+
+
+@command(
+    "kv.release",
+    arity=-2,
+    flags="readonly fast",
+    acl="read fast",
+    group="kv",
+    since="0.1.0",
+    summary="Ends leases; returns how many of them had not ended before.",
+    complexity="O(N) where N is the number of offsets.",
+    syntax="offset [offset ...]",
+)
+def release(session: Session, args: list[bytes]) -> Reply:
+    """Fewer than asked for: for some the limit had passed, so what was read of them lately is void. Those are to be
+    released all the same, or the next release of that place is taken for theirs."""
+    client = session.server.lane.of(session)
+    if client is None:
+        return NOT_ATTACHED
+    ended = client.release(args[1:])
+    return NOT_AN_INTEGER if ended is None else integer(ended)
+
+
+@command(
+    "kv.revoke",
+    arity=2,
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous",
+    group="kv",
+    since="0.1.0",
+    summary="Ends all leases of a client by hanging up on it; returns how many there were.",
+    syntax="client-id",
+)
+def revoke(session: Session, args: list[bytes]) -> Reply:
+    """WHY the client is hung up on: it reads without asking, and its socket is where it learns that it may not trust
+    what it has read. So the leases end when that is shut."""
+    number = parse_integer(args[1])
+    if number is None or number < 1:
+        return BAD_CLIENT_ID
+    server = session.server
+    client, other = server.lane.clients.get(number), server.sessions.get(number)
+    if client is None or other is None:
+        return ZERO
+    ended = client.leases
+    if other is session:
+        session.close_after_reply = True
+    elif ended:
+        other.close()
+    return integer(ended)
+
+
+@command(
+    "kv.lend",
+    arity=1,
+    flags="noscript no_multi",
+    acl="write slow",
+    group="kv",
+    since="0.1.0",
+    summary="Takes memory that the client lends for KV.PUT: a sealed memfd, sent over the side channel before.",
+)
+def lend(session: Session, args: list[bytes]) -> Reply:
+    """Its size in bytes. It takes the place of what was lent before; after an error that is still lent."""
+    client = session.server.lane.of(session)
+    if client is None:
+        return NOT_ATTACHED
+    try:
+        memory = receive(client.side, own_user=client.is_own_user)
+    except LendError as wrong:
+        return error(f"ERR {wrong}")
+    if client.memory is not None:
+        client.memory.close()
+    client.memory = memory
+    return integer(memory.nbytes)
+
+
+@command(
+    "kv.put",
+    arity=-4,
+    flags="write denyoom noscript no_multi",
+    keys=(1, 1, 1),
+    acl="write slow",
+    group="kv",
+    since="0.1.0",
+    summary="Stores a value that lies in memory which the client has lent, as SET does one that it sends.",
+    complexity="O(N) where N is the length of the value.",
+    syntax=(
+        "key offset length [NX | XX] "
+        "[EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | KEEPTTL]"
+    ),
+    access="OW update",
+)
+def put(session: Session, args: list[bytes]) -> Answer:
+    """OK, nil where NX or XX does not hold, or -OOM. The lent bytes must stay as they are until it answers."""
+    source = _source(session, args[2], args[3])
+    if isinstance(source, bytes):
+        return source
+    memory, offset, length = source
+    options = set_options(session, args[4:], PUT_FLAGS, "kv.put")
+    if isinstance(options, bytes):
+        return options
+    if length > session.server.bulk_bytes_max:
+        return TOO_LONG
+    key = args[1]
+    room = session.server.claims.reserve(session, key, length)
+    if room is LATER:
+        return session.postpone(args, session.waiting)  # type: ignore[arg-type]  # no payload among them
+    if room is REFUSED:
+        return OUT_OF_MEMORY
+    assert isinstance(room, Reservation)
+
+    def then(copied: bool) -> bytes:
+        with room:
+            return publish_if(session, key, room, options) if copied else NOT_COPIED
+
+    return _copied(session, memory, (room.view, offset), then)
+
+
+@command(
+    "kv.fill",
+    arity=5,
+    flags="write denyoom noscript no_multi",
+    acl="write slow",
+    group="kv",
+    since="0.1.0",
+    summary="Writes a part of a reservation out of memory which the client has lent, as KV.WRITE does what it sends.",
+    complexity="O(N) where N is the length of the part.",
+    syntax="id offset source-offset length",
+)
+def fill(session: Session, args: list[bytes]) -> Answer:
+    """OK. The lent bytes must stay as they are until it answers."""
+    source = _source(session, args[3], args[4])
+    if isinstance(source, bytes):
+        return source
+    memory, source_offset, length = source
+    place = session.server.parts.of(session).place(args[1], args[2], length)
+    if isinstance(place, bytes):
+        return place
+    part, offset = place
+    part.begin_fill()
+
+    def then(copied: bool) -> bytes:
+        try:
+            (part.wrote if copied else part.lost)(offset, length)
+        finally:
+            part.end_fill()
+        return OK if copied else NOT_COPIED
+
+    return _copied(session, memory, (part.view[offset : offset + length], source_offset), then)
+
+
+def _source(session: Session, offset_word: bytes, length_word: bytes) -> tuple[LentMemory, int, int] | bytes:
+    """Which lent bytes a command means, or the error."""
+    client = session.server.lane.of(session)
+    if client is None:
+        return NOT_ATTACHED
+    memory = client.memory
+    if memory is None:
+        return NOTHING_LENT
+    offset, length = parse_integer(offset_word), parse_integer(length_word)
+    if offset is None or length is None:
+        return NOT_AN_INTEGER
+    if offset < 0 or length < 0 or offset > INT64_MAX - length or offset + length > memory.nbytes:
+        return error(f"ERR bytes {offset} to {offset + length} are not in the {memory.nbytes} that are lent")
+    return memory, offset, length
+
+
+def _copied(session: Session, memory: LentMemory, way: tuple[memoryview, int], then: Callable[[bool], bytes]) -> Answer:
+    """Copy to a view from an offset (`way`) and answer what `then` makes of it; when it is much, later, from a thread
+    if one can be had. `then` is asked once, on the loop, with False if the bytes cannot be had or the client has gone
+    meanwhile: one that has hung up, perhaps before the copy began, uses that memory for something else."""
+    target, offset = way
+    stats, began_s = session.server.stats, monotonic()
+
+    def noted(copied: bool) -> bool:
+        if copied:
+            stats.put_bytes += len(target)
+            stats.putting.add(monotonic() - began_s)
+        return copied
+
+    def copied_here() -> bytes:
+        return then(noted(memory.copy(target, offset)) and not has_hung_up(session.fd, wholly=True))
+
+    if len(target) <= COPY_HERE_BYTES_MAX:
+        return copied_here()
+    server, pending, loop = session.server, session.wait(), asyncio.get_running_loop()
+
+    def finish(copying: asyncio.Future[bool]) -> None:
+        is_there = session.waiting is pending and session.id in server.sessions
+        taken = False
+        try:
+            copied = not copying.cancelled() and noted(copying.result())
+            taken = copied and is_there and not has_hung_up(session.fd, wholly=True)
+        finally:  # the room is given back, whatever the copy has raised
+            answer = then(taken)
+        if server.store.journal:
+            server.drain_journal(session)
+        pending.resolve(answer)
+
+    def come(copying: asyncio.Future[bool]) -> None:
+        pending.guard(finish, copying)
+        server.claims.admit()
+        loop.call_soon(server.lane.copying.discard, pending)  # behind the answer, or a stop would hang up before it
+
+    try:
+        source = memory.another()
+    except OSError:  # no descriptor to be had
+        return copied_here()
+    try:
+        copying = loop.run_in_executor(None, source.copy_and_close, target, offset)
+    except RuntimeError:  # no thread to be had
+        source.close()
+        return copied_here()
+    server.lane.copying.add(pending)
+    copying.add_done_callback(come)
+    return pending
