@@ -55,7 +55,7 @@ def use_attention(model: Any) -> None:
 
 def forward_of(model: Any) -> Forward:
     """A forward pass of a transformers model, which asks for the last token's logits alone."""
-    from kvredis.adapters.transformers_cache import CACHE
+    from kvredis.adapters.transformers.cache import CACHE
 
     def forward(ids: Tensor, cache: Any) -> Tensor:
         logits: Tensor = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits

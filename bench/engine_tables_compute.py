@@ -23,7 +23,7 @@ from .store_overhead_compute import DTYPES, llama
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvredis.adapters.later import Save
+    from kvredis.adapters.engine.background import Save
 
 _WEIGHT: Final = 2_654_435_761  # Knuth's: spreads a place's number over all bits
 _ROOMS: Final = 2
@@ -232,7 +232,7 @@ class Engine:
 
     def _room(self, rows: int) -> tuple[Place, Any]:
         """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
-        from kvredis.adapters.transformers_cache import Room
+        from kvredis.adapters.transformers.cache import Room
 
         place = self._next_place(rows)
         self._turn = place[1]
@@ -253,7 +253,7 @@ class Engine:
             save.wait()
 
     def _cache(self, room: Any, tokens: int) -> Any:
-        from kvredis.adapters.transformers_cache import fresh_cache
+        from kvredis.adapters.transformers.cache import fresh_cache
 
         cache = fresh_cache(self._model.config)
         room.furnish(cache, fresh_cache(self._model.config), tokens)

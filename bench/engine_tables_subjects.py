@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.engine.keys import chunk_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvredis import CacheEngine, ChunkLayout
-    from kvredis.adapters.later import Save
+    from kvredis.adapters.engine.background import Save
 
 
 class Subject(Protocol):
@@ -72,7 +72,7 @@ class OnDevice(NoCache):
 
     def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
         """As Subject.load."""
-        from kvredis.adapters.tensors import scatter
+        from kvredis.adapters.engine.tensors import scatter
 
         for chunk in chunk_keys(tokens, self._layout):
             if chunk.start < stop:
@@ -81,7 +81,7 @@ class OnDevice(NoCache):
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
         """As Subject.store."""
-        from kvredis.adapters.tensors import gather
+        from kvredis.adapters.engine.tensors import gather
 
         for chunk in chunk_keys(tokens, self._layout):
             if chunk.key not in self._chunks:

@@ -44,7 +44,7 @@ from .shapes import BLOCK_TOKENS, SHAPES, ModelShape
 from .transfer import MIB, Progress
 
 if TYPE_CHECKING:
-    from kvredis.adapters.moving import ChunkMover
+    from kvredis.adapters.paged.mover import ChunkMover
     from kvredis.backends.base import Backend
 
 LOCAL, LANE, REMOTE = "local", "lane", "remote"
@@ -268,7 +268,7 @@ def _speeds(rig: Rig, mover: ChunkMover, known: Prefix) -> tuple[float, float, f
 
 
 def _load_seconds(rig: Rig, mover: ChunkMover, known: Prefix, count: int) -> float:
-    from kvredis.adapters.chunk_moves import LoadJob
+    from kvredis.adapters.paged.jobs import LoadJob
 
     moves = known.moves[:count]
     rig.spoil(moves)

@@ -31,9 +31,9 @@ from .layerwise_rig import NAME, Remote, Rig, Timed, same
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvredis.adapters.chunk_moves import ChunkMove, StoreJob
-    from kvredis.adapters.layer_storing import LayerStores
-    from kvredis.adapters.moving import ChunkMover
+    from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
+    from kvredis.adapters.paged.layerwise_store import LayerStores
+    from kvredis.adapters.paged.mover import ChunkMover
 
 
 class _Leaving:
@@ -55,7 +55,7 @@ class _Leaving:
 
 def push(rig: Rig, arm: str, steps: Sequence[range], repeat: int) -> PushSample:
     """Prefill by these steps of tokens, store in the arm's way, and read all of it back."""
-    from kvredis.adapters.chunk_moves import StoreJob
+    from kvredis.adapters.paged.jobs import StoreJob
 
     model, last, tokens = rig.model, rig.layers[-1], steps[-1].stop
     ids, name = model.tokens(tokens), f"push/{repeat}/{arm}"
@@ -136,7 +136,7 @@ def prefix(rig: Rig, tokens: int, more: int, steps: int) -> Prefix:
 def load(rig: Rig, mover: ChunkMover, known: Prefix, prepare_s: float, repeat: int) -> LoadSample:
     """Compute what is behind the prefix, with the prefix there, loaded before, and loaded layer by layer, at once or
     behind `prepare_s` in which the engine prepares the step."""
-    from kvredis.adapters.chunk_moves import LoadJob
+    from kvredis.adapters.paged.jobs import LoadJob
 
     made: dict[str, Timed] = {}
     load_s = 0.0
@@ -171,7 +171,7 @@ def load(rig: Rig, mover: ChunkMover, known: Prefix, prepare_s: float, repeat: i
 
 def cap(rig: Rig, mover: ChunkMover, known: Prefix, nbytes: int, repeat: int) -> dict[str, CapSample]:
     """Store at least `nbytes`, load them, and load them again beside a store of others."""
-    from kvredis.adapters.chunk_moves import LoadJob, StoreJob
+    from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 
     rounds = -(-nbytes // known.nbytes)
     chunks = range(len(known.moves))

@@ -98,7 +98,7 @@ class PagedModel:
     def __init__(self, shape: ModelShape, tokens: int, device: Any) -> None:
         import torch
 
-        from kvredis.adapters.tensors import TORCH_DTYPES
+        from kvredis.adapters.engine.tensors import TORCH_DTYPES
 
         if shape.name not in _WIDTHS or shape.dtype_bytes == 1:
             raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(_WIDTHS)}")

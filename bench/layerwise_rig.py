@@ -16,8 +16,8 @@ from .store_overhead_compute import DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvredis.adapters.chunk_moves import ChunkMove
-    from kvredis.adapters.moving import ChunkMover
+    from kvredis.adapters.paged.jobs import ChunkMove
+    from kvredis.adapters.paged.mover import ChunkMover
     from kvredis.backends.base import Backend
 
 NAME: Final = "layerwise"
@@ -61,11 +61,11 @@ class Rig:
     @contextmanager
     def mover(self, places: Sequence[int] | None = None, bytes_per_s: float | None = None) -> Iterator[ChunkMover]:
         """A mover of the model's layers `places`, default all."""
-        from kvredis.adapters.layout import ChunkLayout
-        from kvredis.adapters.moving import ChunkMover
-        from kvredis.adapters.moving_options import MovingOptions, PagedGroup
-        from kvredis.adapters.paged import PagedKV
-        from kvredis.adapters.transfer import open_transfer
+        from kvredis.adapters.engine.layout import ChunkLayout
+        from kvredis.adapters.paged.mover import ChunkMover
+        from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
+        from kvredis.adapters.transfer.base import open_transfer
+        from kvredis.adapters.transfer.kv_cache import PagedKV
 
         shape, chosen = self.model.shape, tuple(self.layers if places is None else places)
         layout = ChunkLayout(
@@ -89,7 +89,7 @@ class Rig:
 
     def moves(self, name: str, chunks: range) -> list[ChunkMove]:
         """The sequence's chunks of these numbers, under keys of `name`."""
-        from kvredis.adapters.chunk_moves import ChunkMove
+        from kvredis.adapters.paged.jobs import ChunkMove
 
         size, table = self._chunk_pages, self.model.table
         return [
@@ -127,7 +127,7 @@ class Rig:
 
     def store(self, mover: ChunkMover, moves: list[ChunkMove]) -> None:
         """Store them, and see that they are there."""
-        from kvredis.adapters.chunk_moves import StoreJob
+        from kvredis.adapters.paged.jobs import StoreJob
 
         mover.store(StoreJob(NAME, moves, 0))
         self.settle(mover)
@@ -147,7 +147,7 @@ class Rig:
 
     def read_back(self, mover: ChunkMover, moves: list[ChunkMove], held: Sequence[Tensor], what: str) -> None:
         """Load what is in the store into pages made NaN before, and compare."""
-        from kvredis.adapters.chunk_moves import LoadJob
+        from kvredis.adapters.paged.jobs import LoadJob
 
         self.spoil(moves)
         mover.load_now(LoadJob(NAME, moves))
@@ -169,7 +169,7 @@ class Rig:
 
     def prepare(self, remote: Remote, ids: Tensor, start: int, seconds: float) -> None:
         """Say what the next step loads, and be busy with what engines prepare of a step for so long."""
-        from kvredis.adapters.chunk_moves import LoadJob
+        from kvredis.adapters.paged.jobs import LoadJob
 
         began_s = time.monotonic()
         remote.mover.lease_ahead([LoadJob(NAME, remote.moves)])
@@ -178,7 +178,7 @@ class Rig:
 
     def layered(self, remote: Remote, ids: Tensor, start: int) -> Timed:
         """Compute while layers come, each waited for just before it is needed."""
-        from kvredis.adapters.chunk_moves import LoadJob
+        from kvredis.adapters.paged.jobs import LoadJob
 
         mover, device = remote.mover, self.model.device
         marks, pairs = Marks(device), list[tuple[int, int]]()

@@ -2,7 +2,8 @@
 
 A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n / prefill_rate to compute. So
 
-- break-even is bytes_per_token x prefill_rate (deciding.py, where the engine lives by the same rule): a slower tier
+- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py, where the engine lives by the same rule):
+a slower tier
   makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays its stores;
 - the smallest hit worth loading is latency / (1 / prefill_rate - bytes_per_token / bandwidth) tokens;
 - a request of s bytes reaches s / (latency + s / bandwidth), which is 90 % of the bandwidth at s = 9 x latency x
@@ -22,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypedDict
 
-from kvredis.adapters.block import block_bytes
-from kvredis.adapters.deciding import TRIAL_TIMES, break_even_bytes_per_s
-from kvredis.adapters.layout import DTYPES, ChunkLayout
+from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.break_even import TRIAL_TIMES, break_even_bytes_per_s
+from kvredis.adapters.engine.layout import DTYPES, ChunkLayout
 from kvredis.storage.entry import extent_length
 from kvredis.storage.memory.hugepages import pages_needed
 

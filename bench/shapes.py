@@ -4,7 +4,7 @@ Five models stand for the field: those that other caches publish figures for. An
 config.json. No engine and no tensor library is needed to know a size.
 
 A shape counts K and V of every layer of one model on one rank. Block and chunk sizes are payload: a stored block's
-header (`kvredis.adapters.block`) is not in them.
+header (`kvredis.adapters.engine.block`) is not in them.
 """
 
 from __future__ import annotations

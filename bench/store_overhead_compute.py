@@ -63,7 +63,7 @@ class Asleep:
     def __init__(self, shape: ModelShape, prompts: int, tokens: int, tokens_per_s: float) -> None:
         import torch
 
-        from kvredis.adapters.tensors import TORCH_DTYPES
+        from kvredis.adapters.engine.tensors import TORCH_DTYPES
 
         size = (shape.layers, 2, tokens + prompts * _SHIFT_TOKENS, shape.kv_heads)
         words = max(shape.head_dim * shape.dtype_bytes // 2, 1)
@@ -151,7 +151,7 @@ class Modelled:
     def _cache(self, number: int, tokens: int) -> Any:
         from transformers import DynamicCache
 
-        from kvredis.adapters.transformers import RoomyLayer
+        from kvredis.adapters.transformers.generate import RoomyLayer
 
         cache: Any = DynamicCache(config=self._model.config)
         cache.layers = [

@@ -20,8 +20,8 @@ from .swap_result import DIRECTIONS, OURS, Direction, LinkSample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvredis.adapters.paged import PagedKV
-    from kvredis.adapters.transfer import Part
+    from kvredis.adapters.transfer.base import Part
+    from kvredis.adapters.transfer.kv_cache import PagedKV
 
 _SEED: Final = 20250106
 _HEADER_BYTES: Final = 512
@@ -63,8 +63,8 @@ class Swap:
     def __init__(self, shape: ModelShape, tokens: int, device: Any) -> None:
         import torch
 
-        from kvredis.adapters.paged import PagedKV
-        from kvredis.adapters.tensors import TORCH_DTYPES
+        from kvredis.adapters.engine.tensors import TORCH_DTYPES
+        from kvredis.adapters.transfer.kv_cache import PagedKV
 
         self.shape = shape
         self.tokens = tokens
@@ -81,7 +81,7 @@ class Swap:
 
     def parts(self, host: memoryview, chunk_tokens: int) -> list[Part]:
         """Give the task's pages by chunks, each with its own block: as in an arena, behind headers, in random order."""
-        from kvredis.adapters.transfer import Part
+        from kvredis.adapters.transfer.base import Part
 
         held = chunk_tokens // BLOCK_TOKENS
         nbytes = self.shape.block_bytes(chunk_tokens)
@@ -101,7 +101,7 @@ class Swap:
         """Overwrite the parts' blocks: from the device's memory, which is faster than the CPU's own writing."""
         import torch
 
-        from kvredis.adapters.tensors import borrow
+        from kvredis.adapters.engine.tensors import borrow
 
         blank = torch.full((parts[0].memory.nbytes,), _BLANK, dtype=torch.uint8, device=self.paged.device)
         for part in parts:
@@ -113,7 +113,7 @@ class Swap:
         compared."""
         import torch
 
-        from kvredis.adapters.tensors import borrow
+        from kvredis.adapters.engine.tensors import borrow
 
         device = self.paged.device
         found = torch.empty((len(parts), parts[0].memory.nbytes), dtype=torch.uint8, device=device)
@@ -166,9 +166,9 @@ def settle(device: Any) -> None:
 
 def arm_of(name: str, paged: PagedKV) -> tuple[Arm, Callable[[], None]]:
     """Make a way of moving, and what gives its memory back."""
-    from kvredis.adapters.cuda_device import CudaDevice
-    from kvredis.adapters.transfer import HostTransfer, open_transfer
-    from kvredis.adapters.transfer_cuda import RingTransfer
+    from kvredis.adapters.transfer.base import HostTransfer, open_transfer
+    from kvredis.adapters.transfer.cuda.cuda_device import CudaDevice
+    from kvredis.adapters.transfer.cuda.ring import RingTransfer
 
     if name == PER_PAGE:
         return (_per_page_gpu(paged) if paged.device.type == "cuda" else _per_page_cpu(paged)), lambda: None
@@ -186,7 +186,7 @@ def arm_of(name: str, paged: PagedKV) -> tuple[Arm, Callable[[], None]]:
 
 
 def _per_page_cpu(paged: PagedKV) -> Arm:
-    from kvredis.adapters.tensors import borrow
+    from kvredis.adapters.engine.tensors import borrow
 
     def move(parts: Sequence[Part], direction: Direction) -> None:
         for part in parts:
@@ -209,7 +209,7 @@ def _per_page_gpu(paged: PagedKV) -> Arm:
     """One cudaMemcpyAsync for each layer, page and plane, from Python: what the first engines with offloading did."""
     import torch
 
-    from kvredis.adapters.cudart import cuda_runtime
+    from kvredis.adapters.transfer.cuda.runtime import cuda_runtime
 
     runtime = cuda_runtime()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ from .swap_result import (
 )
 
 if TYPE_CHECKING:
-    from kvredis.adapters.transfer import Part
+    from kvredis.adapters.transfer.base import Part
 
 _SEED: Final = 5
 _COPIES: Final = 20

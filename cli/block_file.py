@@ -1,7 +1,8 @@
 """A block as anybody's file: what a safetensors header says of the bytes behind it, believed when all of it fits.
 
 The format is https://huggingface.co/docs/safetensors, "Format": 8 bytes of little-endian length, so much JSON, and the
-tensors' bytes, which lie side by side without a gap. Ours is kvredis/adapters/block.py; its checksum is compared too.
+tensors' bytes, which lie side by side without a gap. Ours is kvredis/adapters/engine/block.py; its checksum is compared
+too.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 
 from .demo_spec import Run, Spec

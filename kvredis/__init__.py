@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvredis.adapters.engine import CacheEngine as CacheEngine
-    from kvredis.adapters.layout import ChunkLayout as ChunkLayout
+    from kvredis.adapters.engine.engine import CacheEngine as CacheEngine
+    from kvredis.adapters.engine.layout import ChunkLayout as ChunkLayout
     from kvredis.backends.config.schema import Config as Config
 
 __version__ = "0.1.0"
 __all__ = ["CacheEngine", "ChunkLayout", "Config", "__version__"]
 
 _HOMES = {
-    "CacheEngine": "kvredis.adapters.engine",
-    "ChunkLayout": "kvredis.adapters.layout",
+    "CacheEngine": "kvredis.adapters.engine.engine",
+    "ChunkLayout": "kvredis.adapters.engine.layout",
     "Config": "kvredis.backends.config.schema",
 }
 

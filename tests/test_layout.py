@@ -126,7 +126,7 @@ WRONG_IMPORTS = [
     ("storage", "import storage.arena"),
     ("cli", "from backends.config import Config"),
     ("storage", "from kvredis.backends.config.schema import Config"),
-    ("server", "from kvredis.adapters.engine import CacheEngine"),
+    ("server", "from kvredis.adapters.engine.engine import CacheEngine"),
     ("adapters", "import kvredis.server.server"),
     ("backends", "from kvredis import CacheEngine"),
     ("storage", "def later():\n    from kvredis.cli import main"),

@@ -20,9 +20,9 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_index import TorchIndex
-from kvredis.adapters.ring_plan import Extents, Launch
+from kvredis.adapters.transfer.cuda.index_kernels import TorchIndex
+from kvredis.adapters.transfer.cuda.plan import Extents, Launch
+from kvredis.adapters.transfer.kv_cache import PagedKV
 
 
 @dataclass(eq=False)

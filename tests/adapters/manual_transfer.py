@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvredis.adapters.chunk_moves import LoadJob
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import HostTransfer, Moving, Part
+from kvredis.adapters.paged.jobs import LoadJob
+from kvredis.adapters.transfer.base import HostTransfer, Moving, Part
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, block_for
 

@@ -7,14 +7,14 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from kvredis.adapters.block import checksum_of, encode_header
-from kvredis.adapters.chunk_moves import ChunkMove
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.moving import ChunkMover, PagedGroup
-from kvredis.adapters.moving_options import MovingOptions
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import TORCH_DTYPES
-from kvredis.adapters.transfer import HostTransfer, Moving, Part, Transfer
+from kvredis.adapters.engine.block import checksum_of, encode_header
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.tensors import TORCH_DTYPES
+from kvredis.adapters.paged.jobs import ChunkMove
+from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
+from kvredis.adapters.paged.mover_options import MovingOptions
+from kvredis.adapters.transfer.base import HostTransfer, Moving, Part, Transfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.stats import LoadPlan
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.stats import LoadPlan
 from kvredis.backends.base import Tier
 from kvredis.backends.config.schema import Config
 from tests.adapters.slow_backend import HUNG, SlowBackend, settle

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvredis.adapters.bandwidth import LATE_S, PATIENCE_S, PATIENCE_TIMES, Bandwidth
+from kvredis.adapters.paged.rate_limit import LATE_S, PATIENCE_S, PATIENCE_TIMES, Bandwidth
 
 GB = 1_000_000_000
 

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from kvredis.adapters.block import HEADER_ALIGN_BYTES, block_bytes, encode_header, open_block
-from kvredis.adapters.layout import DTYPES, ChunkLayout
-from kvredis.adapters.tensors import (
+from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, block_bytes, encode_header, open_block
+from kvredis.adapters.engine.layout import DTYPES, ChunkLayout
+from kvredis.adapters.engine.tensors import (
     KV,
     TORCH_DTYPES,
     WORD,

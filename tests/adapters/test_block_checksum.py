@@ -7,8 +7,8 @@ import pytest
 import safetensors.torch
 import xxhash
 
-from kvredis.adapters.block import block_bytes, checksum_of, encode_header, open_block
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.block import block_bytes, checksum_of, encode_header, open_block
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.storage.errors import LayoutError
 
 SMALL = ChunkLayout(2, 2, 8, "bf16", 16, model="tiny")

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvredis.adapters.key_weights import WAIT_STEPS_MAX, KeyWeights
-from kvredis.adapters.moving_options import MovingOptions
-from kvredis.adapters.paged_worker import PagedWorker, Results
-from kvredis.adapters.scheduling import Scheduling
-from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions
-from kvredis.adapters.weights import WeightsWatch
+from kvredis.adapters.paged.mover_options import MovingOptions
+from kvredis.adapters.vllm.key_weights import WAIT_STEPS_MAX, KeyWeights
+from kvredis.adapters.vllm.scheduler import Scheduling
+from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.weights import WeightsWatch
+from kvredis.adapters.vllm.worker import PagedWorker, Results
 from tests.adapters.test_paged_worker import PAGES, TOKENS, WAIT_S, Halves, tables_of
 
 

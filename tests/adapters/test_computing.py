@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvredis.adapters.computing import Passes
-from kvredis.adapters.deciding import BreakEven, Piece
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.break_even import BreakEven, Piece
+from kvredis.adapters.engine.compute_cost import Passes
+from kvredis.adapters.engine.layout import ChunkLayout
 
 CHUNK = 256
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", CHUNK, model="tiny/llama")

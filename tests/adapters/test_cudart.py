@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.cudart import CudaError, CudaRuntime
+from kvredis.adapters.transfer.cuda.runtime import CudaError, CudaRuntime
 from kvredis.storage.memory.addresses import address_of
 
 SOURCE = Path(__file__).with_name("cudart_double.c")

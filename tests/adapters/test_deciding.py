@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvredis.adapters.deciding import BreakEven, Piece
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.break_even import BreakEven, Piece
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.base import Tier
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 100, model="tiny/llama")

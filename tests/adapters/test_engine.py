@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.stats import LoadPlan
-from kvredis.adapters.storing import TOUCH_KEY_BYTES, TOUCH_SHARE
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.stats import LoadPlan
+from kvredis.adapters.engine.store import TOUCH_KEY_BYTES, TOUCH_SHARE
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend

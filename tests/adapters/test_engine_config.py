@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvredis.adapters.engine_config import for_device, of_rank
+from kvredis.adapters.engine.config import for_device, of_rank
 from kvredis.backends.config.schema import Config
 
 

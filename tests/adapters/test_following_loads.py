@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvredis.adapters.chunk_moves import LoadJob
-from kvredis.adapters.moving import ChunkMover
+from kvredis.adapters.paged.jobs import LoadJob
+from kvredis.adapters.paged.mover import ChunkMover
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.manual_transfer import ManualTransfer, by_hand, with_blocks
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, mover_on, moves_of, pages_in

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.handshake import Handshake, agreed_groups, engine_facts
-from kvredis.adapters.vllm_reading import groups_of
+from kvredis.adapters.vllm.config import groups_of
+from kvredis.adapters.vllm.handshake import Handshake, agreed_groups, engine_facts
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_specs import (

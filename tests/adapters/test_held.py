@@ -5,9 +5,9 @@ from collections.abc import Generator, Sequence
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.tensors import empty_kv
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.tensors import empty_kv
 from kvredis.backends.config.schema import Config
 
 from .fake_backend import FakeBackend, FakeLease

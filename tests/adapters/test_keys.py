@@ -12,8 +12,8 @@ import pytest
 import torch
 from xxhash import xxh3_128_digest
 
-from kvredis.adapters.keys import ALGORITHMS, chunk_keys, fingerprint
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.keys import ALGORITHMS, chunk_keys, fingerprint
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import HASH_ALGORITHMS
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", 256, model="meta-llama/Llama-3.1-8B")
@@ -44,7 +44,8 @@ def test_the_key_is_the_documented_bytes() -> None:
 
 def test_keys_are_equal_in_processes_with_other_hash_seeds() -> None:
     script = (
-        "from kvredis.adapters.keys import chunk_keys; from kvredis.adapters.layout import ChunkLayout; import sys;"
+        "import sys; from kvredis.adapters.engine.keys import chunk_keys;"
+        "from kvredis.adapters.engine.layout import ChunkLayout;"
         "l = ChunkLayout(4, 2, 64, 'bf16', 256, model='meta-llama/Llama-3.1-8B');"
         "names = ('sha256_cbor', 'sha256_cbor_64bit', 'xxhash', 'builtin');"
         "print(*(chunk_keys(range(1000), l, unfull=True, algorithm=name)[-1].key.decode() for name in names));"

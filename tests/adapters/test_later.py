@@ -7,10 +7,10 @@ from collections.abc import Generator, Iterator, Sequence
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.later import LOADS_MAX, Behind, Later
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.tensors import event_on
+from kvredis.adapters.engine.background import LOADS_MAX, Behind, Later
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.tensors import event_on
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.memory.sched import SLICE_NS

@@ -6,8 +6,8 @@ from collections.abc import Generator, Sequence
 import pytest
 import torch
 
-from kvredis.adapters.chunk_moves import LoadJob
-from kvredis.adapters.transfer import Moving, Part
+from kvredis.adapters.paged.jobs import LoadJob
+from kvredis.adapters.transfer.base import Moving, Part
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 from tests.adapters.manual_transfer import ManualTransfer, by_hand, with_blocks
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, mover_on, moves_of, pages_in
@@ -42,7 +42,8 @@ def first_chunks(monkeypatch: pytest.MonkeyPatch, engine: PagedEngine, count: in
     """So many chunks go first."""
     layout = engine.groups[0].layout
     monkeypatch.setattr(
-        "kvredis.adapters.layer_loading.FIRST_BYTES", count * layout.chunk_bytes(layout.chunk_tokens) // layout.layers
+        "kvredis.adapters.paged.layerwise_load.FIRST_BYTES",
+        count * layout.chunk_bytes(layout.chunk_tokens) // layout.layers,
     )
 
 
@@ -131,7 +132,7 @@ def test_a_bound_that_lets_more_through_than_comes_keeps_no_layer_waiting(bytes_
 
 
 def test_who_is_cancelled_while_chunks_are_leased_gets_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_BYTES", 1)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.FIRST_BYTES", 1)
     jobs = [LoadJob("a", moves_of("x", 4)), LoadJob("b", moves_of("x", 6)[4:])]
     known, source = with_blocks(*jobs)
     backend = HaltingBackend(known, ready=2)

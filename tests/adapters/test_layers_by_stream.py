@@ -10,17 +10,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvredis.adapters.block import encode_header
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
-from kvredis.adapters.layer_loading import LayerLoads
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.leases_ahead import LeasesAhead
-from kvredis.adapters.moving import ChunkMover, PagedGroup
-from kvredis.adapters.moving_options import Errand
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import event_on
-from kvredis.adapters.transfer import open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.engine.block import encode_header
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
+from kvredis.adapters.paged.layerwise_load import LayerLoads
+from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
+from kvredis.adapters.paged.mover_options import Errand
+from kvredis.adapters.paged.preload import LeasesAhead
+from kvredis.adapters.transfer.base import open_transfer
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.lazy_gpu import LazyGpu, LazyStream
 from tests.adapters.manual_transfer import ManualTransfer, by_hand, with_blocks
@@ -141,8 +141,8 @@ def let_go(transfer: ManualTransfer) -> None:
 def test_an_engine_launches_layers_that_are_on_their_way_and_waits_for_those_that_are_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.AHEAD_OF_STREAM", 1)
-    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", 1)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.AHEAD_OF_STREAM", 1)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.ROW_BYTES", 1)
     job = LoadJob("r", moves_of("r", 3))
     backend, source = with_blocks(job)
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
@@ -170,8 +170,8 @@ def test_an_engine_launches_layers_that_are_on_their_way_and_waits_for_those_tha
 def test_layers_move_together_while_the_gpu_has_not_got_to_them_however_far_the_engine_has(
     is_behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.AHEAD_OF_STREAM", 1)
-    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", 1)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.AHEAD_OF_STREAM", 1)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.ROW_BYTES", 1)
     job = LoadJob("r", moves_of("r", 3))
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
     (transfer,) = by_hand(engine)
@@ -189,8 +189,8 @@ def test_layers_move_together_while_the_gpu_has_not_got_to_them_however_far_the_
 def test_small_layers_move_together_behind_the_first(
     row_bytes: int, row_max: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_BYTES", row_bytes)
-    monkeypatch.setattr("kvredis.adapters.layer_loading.ROW_MAX", row_max)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.ROW_BYTES", row_bytes)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.ROW_MAX", row_max)
     job = LoadJob("r", moves_of("r", 3))  # 24 KiB a layer
     engine = PagedEngine(transfer=ManualTransfer, groups=1)
     (transfer,) = by_hand(engine)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.chunk_moves import LoadJob, StoreJob
-from kvredis.adapters.layer_storing import LayerStores
+from kvredis.adapters.paged.jobs import LoadJob, StoreJob
+from kvredis.adapters.paged.layerwise_store import LayerStores
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.manual_transfer import ManualTransfer, by_hand, with_blocks
@@ -111,8 +111,8 @@ def test_a_step_that_ends_without_its_last_layer_stores_nothing_and_gives_its_ro
 def test_small_layers_leave_together_behind_the_first(
     row_bytes: int, row_max: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_storing.ROW_BYTES", row_bytes)
-    monkeypatch.setattr("kvredis.adapters.layer_storing.ROW_MAX", row_max)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_store.ROW_BYTES", row_bytes)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_store.ROW_MAX", row_max)
     sent: list[list[int]] = []
     send = LayerStores._send
 

@@ -8,11 +8,11 @@ from weakref import ref
 
 import pytest
 
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
-from kvredis.adapters.leases_ahead import LeasesAhead
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.paged.preload import LeasesAhead
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 from tests.adapters.lazy_gpu import LazyGpu
 from tests.adapters.manual_transfer import ManualTransfer, by_hand, with_blocks

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvredis.adapters.chunk_moves import LoadJob
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import Moving, Part
+from kvredis.adapters.paged.jobs import LoadJob
+from kvredis.adapters.transfer.base import Moving, Part
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.manual_transfer import with_blocks
 from tests.adapters.paged_engine import GatedTransfer, PagedEngine, mover_on, moves_of
 from tests.adapters.paged_layouts import block_of, planes_first

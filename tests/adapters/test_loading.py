@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.block import block_bytes, encode_header
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.loading import ON_THEIR_WAY, Loading, Span
-from kvredis.adapters.tensors import gather, gpus_of, view_tensor
+from kvredis.adapters.engine.block import block_bytes, encode_header
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.load import ON_THEIR_WAY, Loading, Span
+from kvredis.adapters.engine.tensors import gather, gpus_of, view_tensor
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 
 CHUNK = 4
@@ -85,7 +85,7 @@ def kv_of() -> torch.Tensor:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
-    monkeypatch.setattr("kvredis.adapters.loading.event_on", made.event_on)
+    monkeypatch.setattr("kvredis.adapters.engine.load.event_on", made.event_on)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     return made
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, Moves, StoreJob
-from kvredis.adapters.moving_options import PagedGroup
-from kvredis.adapters.transfer import Part
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
+from kvredis.adapters.paged.mover_options import PagedGroup
+from kvredis.adapters.transfer.base import Part
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeLease

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvredis.adapters.chunk_moves import LoadJob, StoreJob
+from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 from tests.adapters.paged_engine import (
@@ -61,7 +61,7 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
     def starved(*_: object) -> None:
         raise MemoryError("no room for a part of a block")
 
-    monkeypatch.setattr("kvredis.adapters.chunk_loading.last_tokens", starved)
+    monkeypatch.setattr("kvredis.adapters.paged.load.last_tokens", starved)
     with mover_on(backend, engine) as mover:
         mover.load(LoadJob("r", moves))
         assert mover.settle(WAIT_S)
@@ -78,7 +78,7 @@ def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored
     def starved(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("kvredis.adapters.checking.Checking.sum_of", starved)
+    monkeypatch.setattr("kvredis.adapters.paged.verify.Checking.sum_of", starved)
     with mover_on(local, engine) as mover:
         if by_layers:
             for place in range(4):
@@ -159,7 +159,7 @@ def test_what_is_left_of_a_load_lets_the_engine_go_on_first_and_the_next_load_do
     first, second = moves_of("a", 3), moves_of("b", 2)
     for move in (*first, *second):
         backend.put(move.key, block_for(source, move))
-    monkeypatch.setattr("kvredis.adapters.moving.STAND_BACK_S", 10 * WAIT_S)
+    monkeypatch.setattr("kvredis.adapters.paged.mover.STAND_BACK_S", 10 * WAIT_S)
     with caplog.at_level(logging.INFO), mover_on(backend, engine) as mover:
         assert mover.load_now(LoadJob("first", first)) == 3
         assert mover.finished().loaded == {"first"}

@@ -11,12 +11,12 @@ from contextlib import closing
 import pytest
 import torch
 
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, StoreJob
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.moving_options import MovingOptions
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import HostTransfer, Transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.paged.mover_options import MovingOptions
+from kvredis.adapters.transfer.base import HostTransfer, Transfer
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.local import LocalBackend
 from tests.adapters.lazy_gpu import LazyGpu
 from tests.adapters.paged_engine import PAGES_A_CHUNK, WAIT_S, PagedEngine, assert_rests, pages_in
@@ -166,7 +166,7 @@ class Walk:
 def test_whatever_is_asked_what_has_come_is_right_and_nothing_else_is_written(
     seed: int, transfer: Callable[[PagedKV], Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_BYTES", [1, 20_000, 1 << 24][seed % 3])
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.FIRST_BYTES", [1, 20_000, 1 << 24][seed % 3])
     engine, backend = PagedEngine(pages=PAGES, transfer=transfer), LocalBackend(small_store())
     options = MovingOptions(
         batch_bytes=[1, 60_000, 1 << 20][seed % 3], window_bytes=100_000, max_load_chunks=20, max_store_chunks=20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.paged import PagedKV
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 
 from .paged_layouts import LAYOUTS, block_of, latent, planes_first

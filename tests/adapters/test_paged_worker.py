@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.moving_options import MovingOptions
-from kvredis.adapters.paged_worker import PagedWorker, Results
-from kvredis.adapters.scheduling import Scheduling
-from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions
-from kvredis.adapters.shared_backend import join, leave
-from kvredis.adapters.vllm_views import layer_groups
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.paged.mover_options import MovingOptions
+from kvredis.adapters.vllm.kv_layout import layer_groups
+from kvredis.adapters.vllm.scheduler import Scheduling
+from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.shared import join, leave
+from kvredis.adapters.vllm.worker import PagedWorker, Results
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation

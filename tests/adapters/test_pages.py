@@ -6,11 +6,11 @@ import threading
 import pytest
 from safetensors.numpy import load
 
-from kvredis.adapters.engine_config import config_from
-from kvredis.adapters.page_keys import model_prefix, page_prefix
-from kvredis.adapters.page_store import Page, PageStore
-from kvredis.adapters.page_value import PageFormat
-from kvredis.adapters.tier_jobs import TOUCHES_MAX, TierJobs
+from kvredis.adapters.engine.config import config_from
+from kvredis.adapters.engine.tier_jobs import TOUCHES_MAX, TierJobs
+from kvredis.adapters.paged.page_keys import model_prefix, page_prefix
+from kvredis.adapters.paged.page_store import Page, PageStore
+from kvredis.adapters.paged.page_value import PageFormat
 from kvredis.storage.errors import ConfigError, LayoutError
 
 from .fake_backend import FakeBackend, FakeReservation

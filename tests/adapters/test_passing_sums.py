@@ -11,13 +11,13 @@ import pytest
 import torch
 import xxhash
 
-from kvredis.adapters.checking import Checking
-from kvredis.adapters.checksum_lanes import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, digest_of
-from kvredis.adapters.chunk_moves import LoadJob, StoreJob
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_sums import RingSum
-from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
-from kvredis.adapters.transfer_cuda import RingLayers, RingTransfer
+from kvredis.adapters.paged.jobs import LoadJob, StoreJob
+from kvredis.adapters.paged.verify import Checking
+from kvredis.adapters.transfer.base import NO_ROW, Part, open_transfer
+from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, digest_of
+from kvredis.adapters.transfer.cuda.checksum_rows import RingSum
+from kvredis.adapters.transfer.cuda.ring import RingLayers, RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 
 from .fake_backend import FakeBackend
 from .lazy_gpu import LazyEvent, LazyGpu, LazySums
@@ -198,7 +198,7 @@ def no_hashing(self: Checking, *_: object) -> None:
 def test_a_mover_stores_sums_that_passed_and_refuses_what_does_not_have_them(
     by_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.checking.checksum_of", no_hashing)
+    monkeypatch.setattr("kvredis.adapters.paged.verify.checksum_of", no_hashing)
     source, backend = PagedEngine(3, transfer=lazy_ring), FakeBackend()
     moves = moves_of("a", 5) + moves_of("a", 5, group=1)
     with mover_on(backend, source) as mover:

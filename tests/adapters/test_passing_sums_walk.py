@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.block import checksum_of, open_block
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, StoreJob
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.engine.block import checksum_of, open_block
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 
 from .fake_backend import FakeBackend
 from .lazy_gpu import LazyGpu, LazySums
@@ -70,8 +70,8 @@ def test_whatever_fails_or_is_cancelled_every_row_is_free_again_and_every_block_
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lot = random.Random(seed)
-    monkeypatch.setattr("kvredis.adapters.transfer_cuda.ROWS", ROWS)
-    monkeypatch.setattr("kvredis.adapters.layer_loading.FIRST_BYTES", lot.choice([1, 20_000, 1 << 24]))
+    monkeypatch.setattr("kvredis.adapters.transfer.cuda.ring.ROWS", ROWS)
+    monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.FIRST_BYTES", lot.choice([1, 20_000, 1 << 24]))
     fail_at_times(monkeypatch, random.Random(seed))
 
     def ring(paged: PagedKV) -> RingTransfer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters import shared_backend
+from kvredis.adapters.vllm import shared
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 from tests.adapters.fake_runner import DIM, HEADS, LAYERS, PAGE, PAGES, VOCABULARY, Engine
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, names
@@ -88,7 +88,7 @@ class Walk:
 
     def __init__(self, door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.door, self.backend = door, Failing()
-        monkeypatch.setattr(shared_backend, "open_backend", lambda _: self.backend)
+        monkeypatch.setattr(shared, "open_backend", lambda _: self.backend)
         lot = random.Random(3)
         heads = [[lot.randrange(VOCABULARY) for _ in range(LENGTHS[-1])] for _ in range(2)]
         self.prompts = [

@@ -5,10 +5,10 @@ from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
-from kvredis.adapters.block import block_bytes
-from kvredis.adapters.deciding import BreakEven
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.probing import KEYS_KEPT, Probes
+from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.probes import KEYS_KEPT, Probes
 from tests.adapters.fake_backend import FakeLease
 from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 

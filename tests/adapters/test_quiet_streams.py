@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvredis.adapters.quiet_streams import QUIET, TRIES, EngineKernels, QuietStreams
+from kvredis.adapters.transfer.cuda.streams import QUIET, TRIES, EngineKernels, QuietStreams
 
 
 def streams(slowed: Iterable[float]) -> QuietStreams[int]:

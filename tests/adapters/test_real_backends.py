@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from kvredis import CacheEngine, ChunkLayout, Config
-from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.backends.base import Tier
 from kvredis.backends.local import LocalBackend
 

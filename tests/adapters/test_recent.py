@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from kvredis.adapters import keys as keys_module
-from kvredis.adapters.keys import ALGORITHMS, Algorithm, chunk_keys, token_bytes
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.recent import PROMPTS_MAX, RecentKeys
+from kvredis.adapters.engine import keys as keys_module
+from kvredis.adapters.engine.keys import ALGORITHMS, Algorithm, chunk_keys, token_bytes
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.recent_keys import PROMPTS_MAX, RecentKeys
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", 16, model="tiny/llama")
 TOKENS = list(range(16 * 20))

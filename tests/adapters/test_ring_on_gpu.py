@@ -12,11 +12,11 @@ import pytest
 import torch
 import xxhash
 
-from kvredis.adapters import cuda_device
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import event_on
-from kvredis.adapters.transfer import NO_ROW, Part, open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.transfer.base import NO_ROW, Part, open_transfer
+from kvredis.adapters.transfer.cuda import cuda_device
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.shm.arena import SharedArena
 
 from .test_transfer_cuda import made_layers, parts_of, true

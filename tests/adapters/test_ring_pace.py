@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters import ring_way, transfer_cuda
-from kvredis.adapters.ring_moving import RingMoving
-from kvredis.adapters.ring_way import PACE_BYTES_PER_S, PACED_PARTS
-from kvredis.adapters.transfer import Part
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.transfer.base import Part
+from kvredis.adapters.transfer.cuda import direction
+from kvredis.adapters.transfer.cuda import ring as transfer_cuda
+from kvredis.adapters.transfer.cuda.direction import PACE_BYTES_PER_S, PACED_PARTS
+from kvredis.adapters.transfer.cuda.job import RingMoving
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from tests.adapters.lazy_gpu import LazyEvent, LazyGpu
 from tests.adapters.paged_layouts import block_of, planes_first
 from tests.adapters.test_passing_sums import ring, summed, true_sum
@@ -33,8 +34,8 @@ class Pauses:
         self._now_s = 0.0
         self._gpu = gpu
         self._works = works
-        monkeypatch.setattr(ring_way, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
-        monkeypatch.setattr(ring_way, "PACED_BYTES", 1)
+        monkeypatch.setattr(direction, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
+        monkeypatch.setattr(direction, "PACED_BYTES", 1)
         monkeypatch.setattr(transfer_cuda, "RingMoving", partial(RingMoving, began_s=0.0))
         for name in ("copy_out", "copy_in"):
             monkeypatch.setattr(gpu, name, partial(self._copy, getattr(gpu, name), took_s))
@@ -120,7 +121,7 @@ def test_jobs_of_few_bytes_have_no_pauses(more: int, is_paced: bool, monkeypatch
     _, transfer, gpu, part = made()
     _, after = closed_gate(gpu)
     pauses = Pauses(monkeypatch, gpu)
-    monkeypatch.setattr(ring_way, "PACED_BYTES", part.memory.nbytes + more)
+    monkeypatch.setattr(direction, "PACED_BYTES", part.memory.nbytes + more)
     transfer.load([part], after=after)
     assert bool(pauses.seconds) == is_paced
 

@@ -8,9 +8,9 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_plan import Launch, LayerPlans, Span, merged, plan, spans_of
-from kvredis.adapters.transfer import Part
+from kvredis.adapters.transfer.base import Part
+from kvredis.adapters.transfer.cuda.plan import Launch, LayerPlans, Span, merged, plan, spans_of
+from kvredis.adapters.transfer.kv_cache import PagedKV
 
 
 def shared(units: list[int], grains: list[int], most: int, room: int, least: int) -> list[Span]:

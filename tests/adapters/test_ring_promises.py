@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters import later, loading
-from kvredis.adapters.block import block_bytes, encode_header
-from kvredis.adapters.keys import ChunkKey
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine import background
+from kvredis.adapters.engine import load as loading
+from kvredis.adapters.engine.block import block_bytes, encode_header
+from kvredis.adapters.engine.keys import ChunkKey
+from kvredis.adapters.engine.layout import ChunkLayout
 from tests.adapters.lazy_gpu import LazyGpu, LazyStream
 from tests.adapters.paged_layouts import block_of
 from tests.adapters.test_passing_sums import true_sum
@@ -106,10 +107,10 @@ def test_kv_of_layers_on_several_gpus_is_copied_behind_the_streams_of_all(monkey
         return str(device)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr(later, "event_on", lambda stream: f"event on {stream}")
+    monkeypatch.setattr(background, "event_on", lambda stream: f"event on {stream}")
     on = [SimpleNamespace(device=torch.device("cuda", number)) for number in range(2)]
     kv: Any = [(each, each) for each in (on[0], on[1], on[1])]
-    save = later.Save([], 0, kv, "r", ChunkLayout(1, 1, 1, "u8"))
+    save = background.Save([], 0, kv, "r", ChunkLayout(1, 1, 1, "u8"))
     save.follow()
     assert asked == ["cuda:0", "cuda:1"]
     made = list[tuple[str, str]]()
@@ -133,7 +134,7 @@ def test_kv_of_layers_on_several_gpus_is_copied_behind_the_streams_of_all(monkey
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", Within)
-    monkeypatch.setattr(later, "_OWN", SimpleNamespace())
+    monkeypatch.setattr(background, "_OWN", SimpleNamespace())
     with save.on_stream():
         made.append(("copying", ""))
     assert made == [

@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
-from kvredis.adapters.ring_device import Event, Summing
-from kvredis.adapters.ring_sums import RingSums
-from kvredis.adapters.transfer import NO_ROW
+from kvredis.adapters.transfer.base import NO_ROW
+from kvredis.adapters.transfer.cuda.checksum_rows import RingSums
+from kvredis.adapters.transfer.cuda.device import Event, Summing
 
 
 class Passed:

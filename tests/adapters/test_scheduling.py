@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from kvredis.adapters.chunk_moves import ChunkMove
-from kvredis.adapters.keys import chunk_keys, key_of_rank
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.scheduling import NO_PAGE, PLACES, Scheduling
-from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions, Step
-from kvredis.adapters.vllm_views import LayerGroup, layer_groups
+from kvredis.adapters.engine.keys import chunk_keys, key_of_rank
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.paged.jobs import ChunkMove
+from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
+from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Scheduling
+from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions, Step
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
 

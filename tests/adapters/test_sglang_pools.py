@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.sglang_pools import NUMBERS, PoolPages, anchor_of, has_draft_layers, is_opaque, pool_facts
+from kvredis.adapters.sglang.pools import NUMBERS, PoolPages, anchor_of, has_draft_layers, is_opaque, pool_facts
 from kvredis.storage.errors import LayoutError
 
 PAGE = 4

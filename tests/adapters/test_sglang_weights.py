@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters import sglang_weights
-from kvredis.adapters.sglang_weights import CHANGES, EngineWeights, caller, checksum, named_weights
+from kvredis.adapters.sglang import weights as sglang_weights
+from kvredis.adapters.sglang.weights import CHANGES, EngineWeights, caller, checksum, named_weights
 
 
 class Updater:

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from kvredis.adapters.scheduling_options import Prompt
-from kvredis.adapters.tensors import outside_pools
-from kvredis.adapters.vllm_worker import call_around_sleep, worker_of
+from kvredis.adapters.engine.tensors import outside_pools
+from kvredis.adapters.vllm.engine_worker import call_around_sleep, worker_of
+from kvredis.adapters.vllm.scheduler_options import Prompt
 from tests.adapters.test_paged_worker import PAGES, TOKENS, WAIT_S, Gate, Halves, tables_of
 
 
@@ -48,7 +48,7 @@ def test_a_store_under_way_is_over_before_the_engine_sleeps_and_is_stored() -> N
 def test_a_store_that_does_not_end_is_broken_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.paged_worker.REST_WAIT_S", 0.0)
+    monkeypatch.setattr("kvredis.adapters.vllm.worker.REST_WAIT_S", 0.0)
     halves = Halves()
     halves.close()
     gate = Gate()

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvredis.adapters.chunk_loading import LeasedChunk
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob
-from kvredis.adapters.layer_loading import LayerLoads
-from kvredis.adapters.leases_ahead import PlannedLayers, plan_layers
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.moving_options import PagedGroup
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
+from kvredis.adapters.paged.layerwise_load import LayerLoads
+from kvredis.adapters.paged.load import LeasedChunk
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.paged.mover_options import PagedGroup
+from kvredis.adapters.paged.preload import PlannedLayers, plan_layers
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeLease
 from tests.adapters.lazy_gpu import LazyGpu
@@ -193,7 +193,7 @@ def test_a_step_that_fails_between_two_groups_leaves_no_sums_to_be_found_when_th
         places = mover._means.places
         together = [place for place in places if place > places[0]]
         monkeypatch.setattr(LayerLoads, "_next", lambda loads: together)
-        monkeypatch.setattr("kvredis.adapters.layer_loading.plan_layers", broken)
+        monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.plan_layers", broken)
         monkeypatch.setattr(LayerLoads, "_plan", lambda loads: None)
         rig.step(mover)
         assert set(mover.finished().failed_pages) == {"a", "b", "c"}

@@ -10,9 +10,9 @@ import pytest
 import torch
 import xxhash
 
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.transfer import HostTransfer, Part, open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.transfer.base import HostTransfer, Part, open_transfer
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.lazy_gpu import LazyGpu
 from tests.adapters.paged_engine import words
@@ -70,7 +70,7 @@ def run_dry(gpu: LazyGpu) -> None:
 def test_staged_layers_touch_no_page_and_are_not_copied_again(
     seed: int, units: int, slots: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.transfer_cuda.FIRST_STAGED_BYTES", 20 * UNIT)
+    monkeypatch.setattr("kvredis.adapters.transfer.cuda.ring.FIRST_STAGED_BYTES", 20 * UNIT)
     layers = made_layers()
     transfer, gpu = ring(layers, seed, units=units, slots=slots)
     parts = parts_of([0, 10, 20])  # of 18 units a layer

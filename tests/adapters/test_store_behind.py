@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import Config
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.later import LOADS_MAX
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.background import LOADS_MAX
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation

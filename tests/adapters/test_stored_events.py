@@ -1,7 +1,7 @@
 """Which blocks are told of as stored and as gone: those that the backend has, once each."""
 
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.stored_events import TRIES, Offered, Removed, Stored, StoredEvents, digest_of
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.vllm.stored_events import TRIES, Offered, Removed, Stored, StoredEvents, digest_of
 from tests.adapters.test_scheduling import CHUNK, TOKENS, Engine
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvredis import CacheEngine, ChunkLayout, Config
-from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.backends.local import LocalBackend
 
 ROOT = Path(__file__).parents[2]

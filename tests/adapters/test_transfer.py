@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvredis.adapters.cuda_device import CudaDevice
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import TORCH_DTYPES
-from kvredis.adapters.transfer import HostTransfer, Part, Transfer, open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.engine.tensors import TORCH_DTYPES
+from kvredis.adapters.transfer.base import HostTransfer, Part, Transfer, open_transfer
+from kvredis.adapters.transfer.cuda.cuda_device import CudaDevice
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.bench.shapes import SHAPES
 from kvredis.storage.errors import LayoutError
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.tensors import DeviceEvent
-from kvredis.adapters.transfer import Part, open_transfer
-from kvredis.adapters.transfer_cuda import RingTransfer
+from kvredis.adapters.engine.tensors import DeviceEvent
+from kvredis.adapters.transfer.base import Part, open_transfer
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 
 from .lazy_gpu import LazyEvent, LazyGpu

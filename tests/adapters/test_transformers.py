@@ -19,9 +19,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from kvredis.adapters.engine import CacheEngine, Role
-from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import CACHE, RoomyLayer, attention_layers, keys_and_values, token_major
+from kvredis.adapters.engine.engine import CacheEngine, Role
+from kvredis.adapters.transformers.cache import CACHE, RoomyLayer, attention_layers, keys_and_values, token_major
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend

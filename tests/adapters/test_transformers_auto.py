@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.slow_backend import SlowBackend, settle

@@ -14,13 +14,13 @@ from torch import nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.identity import DEPENDENCES, DOORS, WORDS, Dependence, table
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import CACHE
-from kvredis.adapters.transformers_model import identity_of
-from kvredis.adapters.vllm_reading import groups_of
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.identity import DEPENDENCES, DOORS, WORDS, Dependence, table
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transformers.cache import CACHE
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
+from kvredis.adapters.transformers.model import identity_of
+from kvredis.adapters.vllm.config import groups_of
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import KVRedisError, LayoutError
 from tests.adapters.fake_backend import FakeBackend

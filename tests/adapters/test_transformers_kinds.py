@@ -9,9 +9,8 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import (
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers.cache import (
     CACHE,
     RoomyWindow,
     attention_layers,
@@ -19,6 +18,7 @@ from kvredis.adapters.transformers_cache import (
     keys_and_values,
     token_major,
 )
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import LINEAR, WINDOWS, tiny

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from tests.adapters.tiny_models import SHAPE, tiny
 

@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.transformers import CachedModel, layout_of
-from kvredis.adapters.transformers_cache import CACHE, fresh_cache
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers.cache import CACHE, fresh_cache
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from kvredis.adapters.transformers import CachedModel
-from kvredis.adapters.transformers_model import identity_of
+from kvredis.adapters.transformers.generate import CachedModel
+from kvredis.adapters.transformers.model import identity_of
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.model_types import ALL_TYPES, tiny_of

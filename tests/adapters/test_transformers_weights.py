@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvredis.adapters.transformers_weights import LANES, checksum, folded, held_by, mixed
+from kvredis.adapters.transformers.weights import LANES, checksum, folded, held_by, mixed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

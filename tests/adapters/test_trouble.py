@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend

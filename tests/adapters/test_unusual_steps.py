@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.moving_options import MovingOptions
-from kvredis.adapters.paged_worker import PagedWorker
-from kvredis.adapters.scheduling import NO_PAGE, Scheduling
-from kvredis.adapters.scheduling_options import Prompt, SchedulingOptions
-from kvredis.adapters.vllm_views import LayerGroup, layer_groups
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.paged.mover_options import MovingOptions
+from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
+from kvredis.adapters.vllm.scheduler import NO_PAGE, Scheduling
+from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions
+from kvredis.adapters.vllm.worker import PagedWorker
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheGroup, names
 from tests.adapters.test_paged_worker import PAGES, TOKENS, WAIT_S, Gate, Halves, opened_by_cancel

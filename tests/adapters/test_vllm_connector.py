@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.keys import key_prefix
-from kvredis.adapters.scheduling_options import Prompt
+from kvredis.adapters.engine.keys import key_prefix
+from kvredis.adapters.vllm.scheduler_options import Prompt
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.paged_specs import (
@@ -25,7 +25,7 @@ from tests.adapters.test_vllm_reading import engine, request
 from tests.backends.nodes import free_ports
 
 SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
-DOORS = ("vllm", "vllm_events", "vllm_metadata", "vllm_metrics", "vllm_worker")
+DOORS = ("connector", "events", "metadata", "metrics", "engine_worker")
 
 
 class Half:
@@ -70,12 +70,12 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     put("vllm.distributed.kv_events", BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace)
     put("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: 0)
     for name in DOORS:
-        monkeypatch.delitem(sys.modules, f"kvredis.adapters.{name}", raising=False)
-    import kvredis.adapters.vllm as found
+        monkeypatch.delitem(sys.modules, f"kvredis.adapters.vllm.{name}", raising=False)
+    import kvredis.adapters.vllm.connector as found
 
     yield found
     for name in DOORS:
-        sys.modules.pop(f"kvredis.adapters.{name}", None)
+        sys.modules.pop(f"kvredis.adapters.vllm.{name}", None)
 
 
 def opened(

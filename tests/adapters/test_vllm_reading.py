@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.vllm_reading import configured, groups_of, log_as_vllm_does, prompt_of
+from kvredis.adapters.vllm.config import configured, groups_of, log_as_vllm_does, prompt_of
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.paged_specs import FullAttentionSpec, KVCacheGroup, names

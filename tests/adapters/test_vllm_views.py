@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.vllm_views import LayerGroup, layer_groups, paged_view
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups, paged_view
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_specs import (
     ChunkedLocalAttentionSpec,

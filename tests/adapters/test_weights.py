@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvredis.adapters import weights
-from kvredis.adapters.weights import (
+from kvredis.adapters.vllm import weights
+from kvredis.adapters.vllm.weights import (
     Prober,
     TensorSum,
     WeightsWatch,

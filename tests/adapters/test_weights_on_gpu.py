@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvredis.adapters.weights import CHUNK_BYTES, Prober, WeightsWatch, digest_of, sum_of, table_of
+from kvredis.adapters.vllm.weights import CHUNK_BYTES, Prober, WeightsWatch, digest_of, sum_of, table_of
 
 from .test_weights import Block
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvredis.adapters.block import block_bytes
-from kvredis.adapters.deciding import BreakEven
-from kvredis.adapters.layout import ChunkLayout
-from kvredis.adapters.probing import Probes
-from kvredis.adapters.shared_backend import Shared
-from kvredis.adapters.worth import Worth
+from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.probes import Probes
+from kvredis.adapters.engine.step_times import Worth
+from kvredis.adapters.vllm.shared import Shared
 from tests.adapters.slow_backend import SlowBackend
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", chunk_tokens=256)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.backends.config.sources import Key
 from kvredis.storage.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvredis.adapters.transformers_cache import CACHE
+from kvredis.adapters.transformers.cache import CACHE
 from kvredis.bench.cuda_graphs import ATTENTION, Graphed, decode, spans, steps_of
 from kvredis.bench.engine_tables_compute import Engine, Spent
 from kvredis.bench.engine_tables_subjects import NoCache

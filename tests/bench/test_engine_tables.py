@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from kvredis import CacheEngine, Config
-from kvredis.adapters.later import Behind
+from kvredis.adapters.engine.background import Behind
 from kvredis.bench.engine_tables import (
     PLANS,
     Point,

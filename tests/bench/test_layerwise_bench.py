@@ -11,8 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.transfer import HostTransfer, Moving, Part
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.transfer.base import HostTransfer, Moving, Part
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.layerwise import LANE, PARTS, REMOTE, LayerwisePlan, run
 from kvredis.bench.layerwise_arms import remote_places

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.deciding import BreakEven, Piece
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.break_even import BreakEven, Piece
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.bench.planning import Pipeline, TierSpeed, Workload, judge, plan, remote_share, sizes_of
 from kvredis.bench.shapes import SHAPES, ModelShape
 

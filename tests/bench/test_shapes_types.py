@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, DynamicCache
 
-from kvredis.adapters.transformers_model import layout_of
+from kvredis.adapters.transformers.model import layout_of
 from kvredis.bench.errors import BenchError
 from kvredis.bench.shapes import shape_from_config
 from kvredis.storage.errors import LayoutError

@@ -224,7 +224,7 @@ def test_a_figure_that_is_missing_does_not_pass() -> None:
 
 
 def test_a_server_that_does_not_take_what_is_stored_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvredis.adapters.engine import CacheEngine
+    from kvredis.adapters.engine.engine import CacheEngine
     from kvredis.bench.slow_remote import run
 
     monkeypatch.setattr(CacheEngine, "lookup", lambda engine, tokens: 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvredis.adapters.engine import CacheEngine
+from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.prompts import PromptPlan, prompts
 from kvredis.bench.shapes import ModelShape

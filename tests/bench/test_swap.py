@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvredis.adapters.transfer import HostTransfer
+from kvredis.adapters.transfer.base import HostTransfer
 from kvredis.bench import swap_arms
 from kvredis.bench.errors import BenchError, VerificationError
 from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, shared, table_lines

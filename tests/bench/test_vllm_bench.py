@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvredis.adapters.vllm_reading import configured
+from kvredis.adapters.vllm.config import configured
 from kvredis.bench.errors import BenchError
 from kvredis.bench.shapes import SHAPES
 from kvredis.bench.vllm import ANSWER_TOKENS, VLLMPlan, rounds, run, setting_of

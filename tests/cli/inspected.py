@@ -17,9 +17,9 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from kvredis.adapters.block import checksum_of, encode_header
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.block import checksum_of, encode_header
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.cli.main import main
 
 ROOT = Path(__file__).parents[2]

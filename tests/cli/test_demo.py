@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvredis.adapters.keys import chunk_keys
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.keys import chunk_keys
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.cli import demo as demo_module
 from kvredis.cli import demo_text
 from kvredis.cli.demo import demo
@@ -178,6 +178,6 @@ def test_another_salt_shares_no_chunk_with_the_prompt_before() -> None:
 
 def test_the_text_is_this_repositorys_own() -> None:
     names = [name for name, _ in demo_text.own_texts()]
-    assert "kvredis/adapters/engine.py" in names
+    assert "kvredis/adapters/engine/engine.py" in names
     assert "kvredis/storage/store.py" in names
     assert sum(len(text) for _, text in demo_text.own_texts()) > 100_000

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.nightly
 PROGRAM = """
 import random, sys
 import torch
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_index import TorchIndex
-from kvredis.adapters.ring_plan import plan
-from kvredis.adapters.tensors import TORCH_DTYPES
-from kvredis.adapters.transfer import Part
-from kvredis.adapters.transfer_kernels import TritonIndex, words_of
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.adapters.transfer.cuda.index_kernels import TorchIndex
+from kvredis.adapters.transfer.cuda.plan import plan
+from kvredis.adapters.engine.tensors import TORCH_DTYPES
+from kvredis.adapters.transfer.base import Part
+from kvredis.adapters.transfer.cuda.kernels import TritonIndex, words_of
 from tests.adapters.paged_layouts import LAYOUTS
 
 lot = random.Random(4)
@@ -58,10 +58,10 @@ SUMS = """
 import ctypes, random
 import torch
 from xxhash import xxh3_64_hexdigest
-from kvredis.adapters.checksum_kernels import TritonSums
-from kvredis.adapters.paged import PagedKV
-from kvredis.adapters.ring_plan import LayerPlans, plan
-from kvredis.adapters.transfer import Part
+from kvredis.adapters.transfer.cuda.checksum_kernels import TritonSums
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.adapters.transfer.cuda.plan import LayerPlans, plan
+from kvredis.adapters.transfer.base import Part
 from tests.adapters.paged_layouts import planes_first
 
 kv = PagedKV([planes_first((40, 2, 16, 2, 32), torch.bfloat16) for _ in range(3)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvredis.adapters.engine_config import config_from
+from kvredis.adapters.engine.config import config_from
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.backends.factory import open_backend
 from kvredis.server.cluster.topology import read_topology

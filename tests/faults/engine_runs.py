@@ -20,8 +20,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvredis.adapters.engine import CacheEngine
-from kvredis.adapters.transformers import CachedModel, layout_of
+from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.remote import health

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.loading import Loading
+from kvredis.adapters.engine.load import Loading
 from kvredis.backends.base import Lease
 from tests.backends.lane_server import pass_time
 from tests.backends.nodes import Node, wait_until

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from redis.crc import key_slot
 
-from kvredis.adapters.keys import chunk_keys
+from kvredis.adapters.engine.keys import chunk_keys
 from tests.backends.nodes import wait_until
 from tests.backends.topologies import KvredisCluster, RedisCluster, Sentinels
 from tests.faults.engine_runs import (

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from kvredis.adapters.chunk_moves import ChunkMove, LoadJob, StoreJob
-from kvredis.adapters.moving import ChunkMover
-from kvredis.adapters.transfer import Moving
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.transfer.base import Moving
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend

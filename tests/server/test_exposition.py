@@ -9,8 +9,8 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from kvredis.adapters.block import encode_header
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.block import encode_header
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.server.http.page import slices
 from kvredis.server.metrics.metrics import FIGURES, Kind
 from kvredis.server.metrics.prometheus import buckets

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvredis.adapters.block import encode_header
-from kvredis.adapters.layout import ChunkLayout
+from kvredis.adapters.engine.block import encode_header
+from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.storage.entry import Entry
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

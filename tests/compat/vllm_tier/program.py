@@ -20,7 +20,7 @@ import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
-from kvredis.adapters.vllm_tier import KVRedisTier  # noqa: E402
+from kvredis.adapters.vllm.tier import KVRedisTier  # noqa: E402
 from tests.compat.vllm.program import YARN, uncollected  # noqa: E402
 
 MODELS = Path(sys.argv[1])

@@ -1,0 +1,225 @@
+"""Loads and stores behind the engine's back: it computes one prompt while the KV of the next comes, or its own leaves.
+
+A thread for each of the two, so that loads come in the order in which they were asked for and do not share a link, and
+a bounded queue: an engine that asks for more than comes gets a refusal at once, and computes.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Generic, TypeVar
+
+import torch
+
+from kvredis.backends.fork_guard import Home
+from kvredis.storage.background import start_worker
+from kvredis.storage.memory.sched import take_long_slices
+
+from .keys import ChunkKey
+from .layout import ChunkLayout
+from .load import Span
+from .tensors import KV, event_on, gpus_of
+
+log = logging.getLogger(__name__)
+
+LOADS_MAX = 64
+"""Loads that wait for their turn; as many stores."""
+
+_OWN = threading.local()
+"""The streams of a thread that copies."""
+
+
+class Later:
+    """Something that was asked for. Until it is `done` the engine's tensors belong to it."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._over = threading.Event()
+        self._cancelled = False
+        self.refused = False
+        """Whether nothing was done: too many others were waiting, the engine was closed, or our own code has failed."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a Load how many tokens from position 0 on are valid in `out`, what the caller had until it is done; of a
+        Save how many were stored, 0 until it is done."""
+        return self._tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensors are the caller's again."""
+        return self._over.is_set()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self._cancelled
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is done, at most so long; say whether it is."""
+        return self._over.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Want no more of it: it ends behind the block under way, a Save that has begun at its end; the tensors are
+        free when it is `done`, not before."""
+        self._cancelled = True
+
+    def end(self, tokens: int) -> None:
+        """It is over, for whoever has done it."""
+        self._tokens = tokens
+        self._over.set()
+
+
+class _Copied(Later):
+    """Something whose tensors `kv` are copied on whichever thread runs it."""
+
+    def __init__(self, tokens: int, kv: KV) -> None:
+        super().__init__(tokens)
+        self.kv = kv
+        self._made: dict[torch.device, torch.cuda.Event] = {}
+
+    def follow(self) -> None:
+        """What is on GPUs is to be copied on other streams, behind what the caller's have been given until now."""
+        self._made = {gpu: event_on(torch.cuda.current_stream(gpu)) for gpu in gpus_of(self.kv)}
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Within it copies run on those streams, which are the running thread's own; they end with the thread."""
+        streams: dict[torch.device, torch.cuda.Stream] = _OWN.__dict__.setdefault("streams", {})
+        with ExitStack() as current:
+            for gpu, made in reversed(self._made.items()):  # the first layer's is the current GPU, as it was
+                if gpu not in streams:
+                    streams[gpu] = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+                current.enter_context(torch.cuda.stream(streams[gpu]))
+                streams[gpu].wait_event(made)
+            yield
+
+
+class Load(_Copied):
+    """A load of KV of `layout`; the tensors are its own from its first token on."""
+
+    def __init__(self, span: Span, layout: ChunkLayout) -> None:
+        super().__init__(span.start, span.out)
+        self.span = span
+        self.layout = layout
+
+
+class Save(_Copied):
+    """A store of `kv` of `layout`, of a prompt of `total` tokens."""
+
+    def __init__(self, keys: list[ChunkKey], total: int, kv: KV, request: str, layout: ChunkLayout) -> None:
+        super().__init__(0, kv)
+        self.layout = layout
+        self.keys = keys
+        self.total = total
+        self.request = request
+
+
+Job = TypeVar("Job", bound=Later)
+
+
+class Behind(Generic[Job]):
+    """The thread; it begins with the first job. `run` does it and answers its tokens; it must not raise. With
+    `steps_aside` the engine goes first where it wakes on the thread's processor: nobody waits for its copies."""
+
+    def __init__(
+        self, run: Callable[[Job], int], name: str, jobs_max: int = LOADS_MAX, *, steps_aside: bool = False
+    ) -> None:
+        self._run = run
+        self._name = name
+        self._jobs_max = jobs_max
+        self._steps_aside = steps_aside
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._under_way: Job | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._home = Home()  # a fork has the queue, and no thread that works it off
+
+    def add(self, job: Job) -> bool:
+        """Queue it; False, and it is done with what the caller has, when there is no room for it. What nobody wants any
+        more takes none."""
+        unwanted: list[Job] = []
+        if not self._home.is_here():
+            job.refused = True
+            job.end(job.tokens)
+            return False
+        with self._changed:
+            if len(self._queue) >= self._jobs_max:
+                unwanted = [waiting for waiting in self._queue if waiting.cancelled]
+                self._queue = deque(waiting for waiting in self._queue if not waiting.cancelled)
+            is_queued = not self._closed and len(self._queue) < self._jobs_max and self._has_thread()
+            if is_queued:
+                self._queue.append(job)
+                self._changed.notify_all()
+        for waiting in unwanted:
+            waiting.end(waiting.tokens)
+        if not is_queued:
+            job.refused = True
+            job.end(job.tokens)
+        return is_queued
+
+    def following(self, accept: Callable[[Job], bool]) -> Job | None:
+        """Give the job that is done next, for the running one to begin it; None where there is none, or `accept`, which
+        is asked while no job can be cancelled, refuses it."""
+        with self._changed:
+            job = self._queue[0] if self._queue and not self._closed else None
+            return job if job is not None and not job.cancelled and accept(job) else None
+
+    def settle(self) -> None:
+        """Wait until all that was added before is done."""
+        if not self._home.is_here():
+            return
+        with self._changed:
+            last = self._queue[-1] if self._queue else self._under_way
+        if last is not None:
+            last.wait()
+
+    def stand_back(self, most_s: float) -> None:
+        """For a job that nobody waits for any more: leave the interpreter to the others until the next job is there, so
+        long at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed, most_s)
+
+    def close(self) -> None:
+        """Give up what waits, end what is under way behind its block, and wait for that."""
+        if not self._home.is_here():
+            return
+        with self._changed:
+            self._closed = True
+            for job in (*self._queue, self._under_way):
+                if job is not None:
+                    job.cancel()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _has_thread(self) -> bool:
+        if self._thread is None:
+            try:
+                self._thread = start_worker(self._turn, self._name)
+            except RuntimeError:  # the interpreter ends, or has no threads left
+                return False
+        return True
+
+    def _turn(self) -> bool:
+        if self._steps_aside:
+            take_long_slices()
+        with self._changed:
+            self._under_way = None
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            job = self._under_way = self._queue.popleft()
+        tokens = job.tokens
+        try:
+            tokens = job.tokens if job.cancelled else self._run(job)
+        except BaseException:  # it ends, and the thread goes on: a caller of settle() would wait for ever
+            log.exception("%s: a job ended wildly", self._name)
+            job.refused = True
+        job.end(tokens)
+        del job  # what it has raised may keep this frame, and so what the job holds
+        return True

@@ -1,0 +1,260 @@
+"""Chunks between an engine's paged memory and host memory: the step that PCIe bounds, behind one interface.
+
+Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
+process or mapped from the server's. On the CPU a part is one index operation a layer. On a GPU (transfer/cuda/ring.py)
+pages are gathered into a ring of staging buffers, which leave by few large copies on streams of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+import torch
+
+from kvredis.adapters.engine.tensors import borrow, outside_pools
+from kvredis.storage.errors import LayoutError
+
+from .kv_cache import PagedKV
+
+_READ_ONLY = attrgetter("memory.readonly")
+
+
+NO_ROW = -1
+
+
+class Part(NamedTuple):
+    """Whole pages of one chunk, and the host memory of exactly their bytes: `layers` (default all) x planes x tokens x
+    heads x dim, contiguous. `memory` stays borrowed until the Moving that it was given to is done. `row` is that of the
+    Sum that its bytes are added to."""
+
+    pages: Sequence[int]
+    memory: memoryview
+    layers: range | None = None
+    row: int = NO_ROW
+
+
+class Sum(Protocol):
+    """The checksum (block.checksum_of) of one chunk, found where its bytes pass; to be asked as a Future is. Whoever
+    has one asks for its result or cancels it."""
+
+    @property
+    def row(self) -> int:
+        """What the chunk's parts are given with."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `result` waits for nothing."""
+        ...
+
+    def result(self) -> str:
+        """Wait for it, once all parts have been given to the transfer. Raises RuntimeError when the device failed."""
+        ...
+
+    def cancel(self) -> bool:
+        """Want it no more; True."""
+        ...
+
+
+class Moving(Protocol):
+    """Parts on their way. Their memory, both ends, is not to be touched before they have moved."""
+
+    @property
+    def parts_done(self) -> int:
+        """How many parts, from the first on, have moved; never raises, asks the device and does not wait."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether all have."""
+        ...
+
+    def wait(self, parts: int | None = None) -> None:
+        """Block until the first `parts` (default all) have moved, without the GIL. Raises RuntimeError when the device
+        failed: what has not moved then is undefined at its target."""
+        ...
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """Let what that stream is given from now on come behind all of it that has been asked for; waits for nothing,
+        and a failure is `wait`'s to tell."""
+        ...
+
+
+class Layers(Protocol):
+    """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
+
+    @property
+    def rows(self) -> list[range]:
+        """The layers that `stage` has room for at a time, from the first on, as they are staged: each range at once."""
+        ...
+
+    def stage(self, layer: int, count: int = 1) -> Moving:
+        """Bring so many layers, or the head of one that is too large, as near to their pages as they get without
+        touching any: `load` of the same finds them there, if nothing but what was staged before them is loaded in
+        between. The chunks' memory stays borrowed until that has moved."""
+        ...
+
+    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.store, of so many layers of each chunk that follow each other."""
+        ...
+
+    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.load, likewise; but what checksums need of its end is left to `sum_up`, which is called before
+        they are asked for or cancelled, and before anything else is loaded."""
+        ...
+
+    def sum_up(self) -> None:
+        """Ask for what `load` has left: who needs the layer goes on sooner. Raises RuntimeError from the device."""
+        ...
+
+
+class Transfer(Protocol):
+    """Moves parts of one PagedKV. Loads and stores run beside each other and beside the engine's own work; those of one
+    direction follow each other in the order in which they were asked for. One thread at a time a direction."""
+
+    @property
+    def paged(self) -> PagedKV:
+        """The engine's side."""
+        ...
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """Copy pages out to `memory` (writable). On a GPU what was recorded in `after` comes first, and nothing else is
+        waited for: record it behind the forward pass. Raises LayoutError for memory of another length, or read-only."""
+        ...
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
+        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`, or where `Moving.precede`
+        has put its reading. `is_last`: somebody waits for this, checksums included, and for nothing behind it."""
+        ...
+
+    def layers(self, parts: Sequence[Part]) -> Layers:
+        """Plan whole chunks that move layer by layer; their memory stays borrowed until the last Moving is done. Raises
+        LayoutError, at once or with a layer, as `load` does."""
+        ...
+
+    def sum_of(self, nbytes: int) -> Sum | None:
+        """Find the checksum of a chunk of so many bytes that moves next, as one part or as parts in the order of their
+        layers. None where no device does: whoever wants it hashes host memory."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is under way and give staging memory back."""
+        ...
+
+
+def open_transfer(paged: PagedKV, *, sums: bool = False) -> Transfer:
+    """The transfer that is right for where the engine's KV is; with `sums` it finds checksums, where it can. Its memory
+    on a GPU is not the engine's: it stays where it is when the engine's KV is unmapped."""
+    if paged.device.type == "cuda":
+        from .cuda.ring import RingTransfer  # compiles kernels, where there is Triton
+
+        return outside_pools(lambda: RingTransfer(paged, sums=sums))
+    return HostTransfer(paged)
+
+
+def check_part(paged: PagedKV, part: Part) -> tuple[int, int, int, int, int]:
+    """The shape of the part's memory as a tensor. Raises LayoutError for memory of another length, or no such layer or
+    page: beyond the engine's pages a GPU's kernel would write over somebody else's memory."""
+    layers = range(len(paged.layers)) if part.layers is None else part.layers
+    if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(paged.layers):
+        raise LayoutError(f"there are no layers {layers} among {len(paged.layers)}")
+    if part.pages and not 0 <= min(part.pages) <= max(part.pages) < paged.pages:
+        raise LayoutError(f"pages {min(part.pages)} to {max(part.pages)} are not all among {paged.pages}")
+    shape = paged.shape(len(part.pages), len(layers))
+    nbytes = torch.Size(shape).numel() * paged.dtype.itemsize
+    if part.memory.nbytes != nbytes:
+        raise LayoutError(f"{part.memory.nbytes} bytes are not {len(part.pages)} pages of {nbytes} bytes in all")
+    return shape
+
+
+def check_writable(parts: Sequence[Part]) -> None:
+    """Raises LayoutError where memory to be stored into is read-only: a copy by address would end the process."""
+    if any(map(_READ_ONLY, parts)):
+        raise LayoutError("memory to store into is read-only")
+
+
+class HostTransfer:
+    """The engine computes on the CPU: a part is copied when it is asked for, and done on return."""
+
+    def __init__(self, paged: PagedKV) -> None:
+        self.paged = paged
+
+    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Transfer.store."""
+        shapes = [check_part(self.paged, part) for part in parts]
+        check_writable(parts)
+        for part, shape in zip(parts, shapes, strict=True):
+            if part.pages:
+                block = borrow(part.memory, self.paged.dtype).view(shape)
+                self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
+        return Moved(len(parts))
+
+    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
+        """As Transfer.load."""
+        shapes = [check_part(self.paged, part) for part in parts]
+        for part, shape in zip(parts, shapes, strict=True):
+            if part.pages:
+                block = borrow(part.memory, self.paged.dtype).view(shape)
+                self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
+        return Moved(len(parts))
+
+    def layers(self, parts: Sequence[Part]) -> Layers:
+        """As Transfer.layers."""
+        return LayersByPart(self, parts)
+
+    def sum_of(self, nbytes: int) -> Sum | None:
+        """None: the bytes pass no device."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A Moving that is over."""
+
+    parts_done: int
+    done: bool = True
+
+    def wait(self, parts: int | None = None) -> None:
+        """At once."""
+
+    def precede(self, stream: torch.cuda.Stream) -> None:
+        """It is over."""
+
+
+class LayersByPart:
+    """Layers of a transfer that has nothing to plan."""
+
+    def __init__(self, transfer: Transfer, parts: Sequence[Part]) -> None:
+        self.rows: list[range] = []
+        self._transfer = transfer
+        self._parts = parts
+
+    def stage(self, layer: int, count: int = 1) -> Moving:
+        """There is nothing between a chunk's memory and its pages."""
+        return Moved(len(self._parts))
+
+    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.store."""
+        return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
+
+    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
+        """As Layers.load."""
+        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
+
+    def sum_up(self) -> None:
+        """Nothing is left."""
+
+
+def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int, count: int = 1) -> list[Part]:
+    """So many layers, from that one on, of each of these whole chunks."""
+    every, only = len(paged.layers), range(layer, layer + count)
+    return [Part(part.pages, layers_bytes(part.memory, every, only), only, part.row) for part in parts]
+
+
+def layers_bytes(chunk: memoryview, every: int, layers: range) -> memoryview:
+    """The bytes of some layers of a chunk's tensor, which has `every` of them."""
+    nbytes = chunk.nbytes // every
+    return chunk[layers.start * nbytes : layers.stop * nbytes]

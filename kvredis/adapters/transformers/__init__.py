@@ -1,0 +1,22 @@
+"""`generate()` of transformers with a prompt cache: `kvredis.adapters.transformers.CachedModel` and `layout_of`.
+
+transformers is imported when one of them is named. Only users and the command line's demo import this package.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .generate import CachedModel as CachedModel
+    from .model import layout_of as layout_of
+
+__all__ = ["CachedModel", "layout_of"]
+
+_HOMES = {"CachedModel": "generate", "layout_of": "model"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load the module that has a public name, and transformers with it."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

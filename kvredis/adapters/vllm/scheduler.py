@@ -1,0 +1,464 @@
+"""What a scheduler with paged KV must remember of each request, so that its workers can be told what to move.
+
+An engine asks which prefix of a prompt is stored, gives pages, computes a part of the prompt in each step, takes pages
+away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing
+is known of the engine but numbers: tests drive it without one.
+
+A page that was given away while its content was still being stored belongs to somebody else. So each step lists the
+pages that are written from now on (`Step.taken`), and a worker ends whatever still reads one of them.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvredis.adapters.engine.keys import ChunkKey, key_of_rank, keys_of_bytes, token_bytes
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.backends.base import Backend
+from kvredis.backends.remote.blocks import RemoteBlocks
+
+from .key_weights import FreshPages, KeyWeights
+from .kv_layout import LayerGroup
+from .scheduler_options import REST_TOKENS, Prompt, Request, SchedulingOptions, Step
+from .stored_events import Offered, StoredEvents, digest_of
+from .weights import WeightsReport
+
+logger = logging.getLogger(__name__)
+
+NO_PAGE = 0
+"""vLLM's null block: where a sliding window has let go of a page, or never had one."""
+WINDOW_QUESTIONS_MAX = 4
+"""How often a shorter prefix is tried whose end a sliding window still has."""
+
+COUNTERS = (
+    *("lookups", "lookups_without_hit", "lookup_tokens", "hit_tokens", "skipped_tokens"),
+    *("load_tokens", "loaded_tokens", "store_tokens"),
+)
+"""Tokens to be loaded, those of loads that came whole, and those that were offered for storing."""
+HIT_RATES_MAX = 1024
+PLACES = ("engine", "memory", "disk", "remote", "miss")
+"""Where the tokens looked up were, nearest first; each is counted once, so that the sum is lookup_tokens."""
+
+Tables = Sequence[Sequence[int]]
+"""Of each of the engine's groups, a request's pages in the order of the tokens."""
+Narrow = Callable[[Sequence[bytes], int, int], int]
+"""Of the chunks found behind what is computed (their keys, tokens each, and all tokens that would be computed without
+them), how many are worth loading."""
+
+
+class Scheduling:
+    """One engine's requests. One thread calls it: the scheduler's."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        backend: Backend,
+        options: SchedulingOptions,
+        narrow: Narrow | None = None,
+        weights: KeyWeights | None = None,
+    ) -> None:
+        self.groups = list(groups)
+        self.weights = KeyWeights({}) if weights is None else weights
+        """Which ones keys are of."""
+        self._fresh = FreshPages()
+        self.options = options
+        self.counters = dict.fromkeys((*COUNTERS, *(f"{place}_tokens" for place in PLACES)), 0)
+        self.hit_rates: deque[float] = deque(maxlen=HIT_RATES_MAX)
+        """The shares of their prompts that hits were, the latest of them; whoever reads them empties it."""
+        self.events: StoredEvents | None = None
+        """Where blocks are told of, once `tell_events` has been called."""
+        self._backend = backend
+        self._narrow = narrow
+        self._failing = False
+        self._page_tokens = max(group.page_tokens for group in groups)
+        self._requests: dict[str, Request] = {}
+        self._step = Step()
+        self._steps = 0
+        self._loading: dict[str, frozenset[bytes]] = {}
+        """The keys of the chunks that are on their way, by request."""
+
+    # -- a request comes ---------------------------------------------------------------------------------------------
+
+    def match(self, prompt: Prompt, computed: int) -> int | None:
+        """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
+        that is under way is over, since it leaves no room for this one or brings the same chunks, or when workers have
+        told which weights there are. Asks the backend once for each attempt of a request, and changes nothing."""
+        request = self.follow(prompt)
+        if not self.options.loads or self.weights.is_unknown:
+            return 0
+        if self.weights.is_waiting:
+            return None  # a step is on its way that tells
+        if request.loaded_attempt == prompt.attempt:
+            return 0  # that load has failed: what is missing is computed
+        if request.asked_attempt != prompt.attempt or request.computed != computed:
+            is_new, request.computed = request.asked_attempt != prompt.attempt, computed
+            if is_new:
+                request.found = self._find(request)
+            request.asked_attempt = prompt.attempt
+            request.answer = self._worth(request, is_new)
+        return self._within_bounds(request)
+
+    def allocated(self, name: str, tables: Tables, external: int) -> None:
+        """The engine has given a request pages; `external` tokens behind its own are to be loaded into them now."""
+        request = self._requests.get(name)
+        if request is None or not external:
+            return
+        self._count_loaded(request)
+        request.tables, request.loading = [list(table) for table in tables], external
+        request.loaded_attempt = request.prompt.attempt
+        stop = request.computed + external
+        moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
+        self.counters["load_tokens"] += external
+        self._step.moves.loads.append(LoadJob(name, moves))
+        self._loading[name] = frozenset(move.key for move in moves)
+        pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
+        self._step.taken |= pages
+        self._fresh.loaded(pages)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def scheduled(self, name: str, tables: Tables | None, computed: int, count: int, *, anew: bool = False) -> None:
+        """The step computes `count` tokens of a request behind the first `computed`. `tables` are the pages that were
+        added, or all of them where they were given `anew`."""
+        self._step.is_idle = False
+        request = self._current(name)
+        if tables is None and (request is None or computed + count < request.quiet_until):
+            return  # a step that decodes, as most do
+        taken: set[tuple[int, int]] = set()
+        if request is not None and tables is not None and (anew or not request.tables):
+            request.tables = [[] for _ in tables]
+        for number, table in enumerate(tables or ()):
+            before = computed // self._tokens_of_page(number)
+            begin = 0 if anew else before  # for a request that nobody has asked for, which takes pages all the same
+            if request is not None:
+                begin = len(request.tables[number])
+                request.tables[number].extend(table)
+            taken |= {(number, page) for page in table[max(before - begin, 0) :] if page != NO_PAGE}
+        self._step.taken |= taken
+        is_stale = self._is_stale(request, computed, anew=anew)
+        self._fresh.written(name, computed, frozenset(taken), anew=anew, is_stale=is_stale)
+        if request is not None and self.options.stores and not is_stale:
+            done = min(computed + count, len(request.prompt.tokens))
+            parts = [self._stores(request, place, computed, done) for place in range(len(self.groups))]
+            if self.events is not None:
+                self._offer(self.events, request, parts)
+            if moves := [move for part in parts for move in part]:
+                self.counters["store_tokens"] += max(map(self._tokens_of, parts))
+                self._step.moves.stores.append(StoreJob(name, moves, done))
+        if request is not None:
+            request.quiet_until = self._next_stored(request)
+
+    def step(self) -> Step:
+        """Everything since the last call, for the workers."""
+        step, self._step = self._step, Step()
+        self._steps += 1
+        step.number, step.weights, step.check_weights = self._steps, self.weights.digests, self.weights.step()
+        self._fresh.step(step.number)
+        return step
+
+    # -- a request goes ----------------------------------------------------------------------------------------------
+
+    def loaded(self, name: str, *, failed: bool = False) -> None:
+        """A load is over. Where it failed, all that the request has is offered for storing again."""
+        self._loading.pop(name, None)
+        request = self._requests.get(name)
+        if request is not None and failed:
+            self._offer_again(request)
+        elif request is not None:
+            self._count_loaded(request)
+
+    def lost(self, pages: set[int]) -> None:
+        """These pages of the only group hold nothing: what their requests have is offered for storing again."""
+        for request in self._requests.values():
+            if request.tables and not pages.isdisjoint(request.tables[0]):
+                self._offer_again(request)
+
+    def finished(self, name: str) -> None:
+        """The request has ended, or was given up; a load that is under way is not wanted any more."""
+        request = self._requests.pop(name, None)
+        if name in self._loading:
+            self._step.moves.cancelled.append(name)
+        elif request is not None:
+            self._count_loaded(request)
+
+    def weights_told(self, reports: Mapping[int, WeightsReport]) -> None:
+        """What workers have told of their weights, by rank."""
+        since = self.weights.heard(reports)
+        if since is not None:
+            logger.info(
+                "The model's weights have changed: keys end their model's name with %s now", self.weights.suffix
+            )
+            self._fresh.changed(since)
+
+    def tell_events(self) -> None:
+        """From now on note which blocks are stored and which are gone."""
+        passes = isinstance(self._backend, RemoteBlocks)
+        self.events = StoredEvents(self._count, self._backend.tiers_of, passes=passes)
+
+    @property
+    def chunks_loading(self) -> int:
+        """Of all requests."""
+        return sum(map(len, self._loading.values()))
+
+    # -- keys and what is there --------------------------------------------------------------------------------------
+
+    def follow(self, prompt: Prompt) -> Request:
+        """Note what a request is, or that its tokens have become more."""
+        earlier = request = self._requests.get(prompt.request)
+        epoch = self.weights.epoch
+        if request is None or len(request.prompt.tokens) != len(prompt.tokens) or request.epoch != epoch:
+            request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups), epoch=epoch)
+            if earlier is not None and earlier.epoch != epoch:
+                request.tables, request.computed = earlier.tables, earlier.computed
+                request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
+            elif earlier is not None:
+                whole = len(earlier.prompt.tokens) // self.groups[0].layout.chunk_tokens  # one that was not is another
+                request.tables, request.found = earlier.tables, min(earlier.found, whole)
+                request.next = [min(at, whole) for at in earlier.next]
+                request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
+                request.is_stale, request.stale_epoch = earlier.is_stale, earlier.stale_epoch
+            self._requests[prompt.request] = request
+        if earlier is not None and earlier.prompt.attempt != prompt.attempt:
+            request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
+            request.quiet_until = 0
+        request.prompt = prompt
+        return request
+
+    def _current(self, name: str) -> Request | None:
+        """The request, under keys of the present weights."""
+        request = self._requests.get(name)
+        if request is not None and request.epoch != self.weights.epoch:
+            return self.follow(request.prompt)
+        return request
+
+    def _is_stale(self, request: Request | None, computed: int, *, anew: bool) -> bool:
+        """Whether KV of other weights is among what a request has computed before this step."""
+        if request is None or self._fresh.are_all:
+            return request is None
+        if anew or request.stale_epoch != request.epoch:
+            request.stale_epoch = request.epoch
+            request.is_stale = not self._fresh.cover(
+                (number, page)
+                for number, table in enumerate(request.tables)
+                for page in table[: -(-computed // self._tokens_of_page(number))]
+                if page != NO_PAGE
+            )
+        return request.is_stale
+
+    def has_grown(self, name: str, tokens: int) -> bool:
+        """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
+        request, chunk = self._requests.get(name), self.groups[0].layout.chunk_tokens
+        return request is not None and tokens // chunk > len(request.prompt.tokens) // chunk
+
+    def _keys(self, prompt: Prompt) -> list[list[ChunkKey]]:
+        whole_pages = len(prompt.tokens) // self._page_tokens * self._page_tokens
+        data = token_bytes(prompt.tokens[:whole_pages])
+        keys = []
+        for group in self.groups:
+            chunk = group.layout.chunk_tokens
+            layout = replace(group.layout, model=group.layout.model + self.weights.suffix)
+            extras: dict[int, bytes] = {}
+            for position, extra in prompt.extras:
+                extras[position // chunk] = extras.get(position // chunk, b"") + extra
+            unfull, algorithm = self.options.unfull, self.options.algorithm
+            keys.append(keys_of_bytes(data, layout, unfull=unfull, algorithm=algorithm, extras=extras))
+        return keys
+
+    def _find(self, request: Request) -> int:
+        """How many chunks of the prefix can be loaded, as far as the backend knows."""
+        total = len(request.prompt.tokens)
+        self.counters["lookups"] += 1
+        self.counters["lookup_tokens"] += total
+        count = len(request.keys[0])
+        if (
+            count
+            and request.keys[0][-1].stop == total
+            and any(group.first_kept(total) == total for group in self.groups)
+        ):
+            count -= 1  # the last token is computed for its logits, and sees a window that is let go of behind it
+        found = self._with_windows(request, self._find_whole(request, count))
+        self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
+        if self.events is not None and found < count and self.groups[0].window is None:
+            self.events.missed([request.keys[0][found].key])
+        self.counters["lookups_without_hit"] += not found
+        if found:
+            self.hit_rates.append(request.keys[0][found - 1].stop / total)
+        return found
+
+    def _find_whole(self, request: Request, count: int) -> int:
+        """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
+        places = [place for place, group in enumerate(self.groups) if group.window is None]
+        names = [name for at in range(count) for place in places for name in self._of_ranks(request, place, at)]
+        if not names:
+            return count
+        return self._count(names) * count // len(names)
+
+    def _with_windows(self, request: Request, found: int) -> int:
+        """`found`, or the next shorter prefix whose end all sliding windows have."""
+        for _ in range(WINDOW_QUESTIONS_MAX):
+            left = self._find_windows(request, found)
+            if left == found:
+                return found
+            found = left
+        return 0
+
+    def _find_windows(self, request: Request, found: int) -> int:
+        """`found`, or less where a sliding window lacks a chunk that it would need there."""
+        for place, group in enumerate(self.groups):
+            if group.window is None or not found:
+                continue
+            first = group.first_kept(request.keys[place][found - 1].stop) // group.layout.chunk_tokens
+            names = [name for at in range(first, found) for name in self._of_ranks(request, place, at)]
+            present = self._count(names) if names else 0
+            if present < len(names):
+                return first + present * (found - first) // len(names)
+        return found
+
+    def _count(self, names: list[bytes]) -> int:
+        """How many of these, from the first on, are stored; trouble is a miss."""
+        try:
+            present = self._backend.match(names)
+        except Exception as error:
+            if not self._failing:
+                logger.warning("KV cache lookup failed; the engine goes on without: %s", error, exc_info=error)
+            self._failing = True
+            return 0
+        self._failing = False
+        return present
+
+    def _of_ranks(self, request: Request, place: int, at: int) -> list[bytes]:
+        group, key = self.groups[place], request.keys[place][at].key
+        return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
+
+    def _worth(self, request: Request, is_new: bool) -> int:
+        """Tokens to load of what was found."""
+        keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
+        hit = keys[request.found - 1].stop if request.found else 0
+        chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
+        chosen = chosen[: self.options.max_load_chunks // len(self.groups)]
+        if self._narrow is not None and chosen:
+            each = chosen[0].stop - chosen[0].start
+            chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
+        reached = keys.index(chosen[-1]) + 1 if chosen else 0
+        if reached < request.found:  # windows were looked at where the whole ends
+            left = self._with_windows(request, reached)
+            chosen = chosen[: max(len(chosen) - (reached - left), 0)]
+        need = chosen[-1].stop - computed if chosen else 0
+        text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
+        found, why = max(hit - computed, 0), ""
+        if 0 < need < (least := self._least(computed)):
+            need, why = 0, f" < min_retrieve {least}, nothing is loaded"
+        elif need < found:
+            why = f"; the other {found - need} are computed"
+        # As LMCache has it: a full hit's last token is computed, and what is below the minimum is said to be needed.
+        said = max(min(hit, total - 1) - computed, 0)
+        if not is_new:
+            return need
+        logger.info(text, request.prompt.request, total, min(hit, total - 1), said if need in (0, found) else need, why)
+        self.counters["skipped_tokens"] += found - need
+        self._count_places(request, total)
+        return need
+
+    def _least(self, computed: int) -> int:
+        """Fewer tokens than this are not loaded behind the `computed` that the engine has."""
+        least, rest = self.options.min_load_tokens, self.options.min_rest_tokens
+        if not computed:
+            return least
+        return max(least, min(REST_TOKENS, self.groups[0].layout.chunk_tokens) if rest is None else rest)
+
+    def _count_loaded(self, request: Request) -> None:
+        self.counters["loaded_tokens"] += request.loading
+        request.loading = 0
+
+    def _count_places(self, request: Request, total: int) -> None:
+        chunks = request.keys[0][: request.found]
+        for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
+            self.counters[f"{tier}_tokens"] += max(chunk.stop - max(chunk.start, request.computed), 0)
+        known = max(chunks[-1].stop if chunks else 0, request.computed)
+        self.counters["engine_tokens"] += request.computed
+        self.counters["miss_tokens"] += total - known
+
+    def _within_bounds(self, request: Request) -> int | None:
+        under_way, chunk = self.chunks_loading, self.groups[0].layout.chunk_tokens
+        first, stop = request.computed // chunk, -(-(request.computed + request.answer) // chunk)
+        chunks = (stop - first) * len(self.groups)
+        if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
+            return None
+        if self.options.waits_for_shared and self._is_coming(request, range(first, stop)):
+            return None
+        return request.answer
+
+    def _is_coming(self, request: Request, chunks: range) -> bool:
+        """Whether one load that is under way brings half of these chunks or more. When it is over the engine has them
+        in its own pages: 32 requests that share a prefix load it once."""
+        wanted = {keys[at].key for keys in request.keys for at in chunks if at < len(keys)}
+        return any(2 * len(wanted & coming) >= len(wanted) for coming in self._loading.values()) if wanted else False
+
+    # -- chunks and pages --------------------------------------------------------------------------------------------
+
+    def _loads(self, request: Request, place: int, stop: int) -> list[ChunkMove]:
+        """Chunks for the tokens from `computed` on. What the engine has of the first one is not written: the pages that
+        a move names are the last ones of its chunk."""
+        group, moves = self.groups[place], []
+        kept = max(request.computed, group.first_kept(stop))
+        for chunk in request.keys[place]:
+            if chunk.stop <= kept or chunk.stop > stop:
+                continue
+            first = max(chunk.start, kept // group.page_tokens * group.page_tokens)
+            pages = self._pages(request, group, first, chunk.stop)
+            while pages and pages[0] == NO_PAGE:
+                pages = pages[1:]
+            if pages and NO_PAGE not in pages:
+                moves.append(ChunkMove(chunk.key, place, pages))
+        return moves
+
+    def _stores(self, request: Request, place: int, computed: int, done: int) -> list[ChunkMove]:
+        """Chunks that are complete with this step and have all of their pages still."""
+        group, keys, moves = self.groups[place], request.keys[place], []
+        request.next[place] = max(request.next[place], request.found)
+        while request.next[place] < len(keys) and keys[request.next[place]].stop <= done:
+            chunk = keys[request.next[place]]
+            request.next[place] += 1
+            if chunk.start < group.first_kept(computed) // group.page_tokens * group.page_tokens:
+                continue  # a window has let go of its first pages
+            pages = self._pages(request, group, chunk.start, chunk.stop)
+            if len(pages) * group.page_tokens == chunk.stop - chunk.start and NO_PAGE not in pages:
+                moves.append(ChunkMove(chunk.key, place, pages))
+        return moves
+
+    def _next_stored(self, request: Request) -> float:
+        """How many tokens a request has when the next chunk of it is complete."""
+        if not self.options.stores or request.is_stale:
+            return math.inf
+        left = (keys[at].stop for keys, at in zip(request.keys, request.next, strict=True) if at < len(keys))
+        return min(left, default=math.inf)
+
+    def _offer_again(self, request: Request) -> None:
+        """What was loaded is not there: all that the request has is offered for storing."""
+        request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+        request.quiet_until = 0
+
+    def _offer(self, events: StoredEvents, request: Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
+        tokens = request.prompt.tokens
+        for place, part in enumerate(parts):
+            wanted, parent, blocks = {move.key for move in part}, None, []
+            for at, chunk in enumerate(request.keys[place][: request.next[place]]):
+                if chunk.key in wanted:
+                    mine = tuple(tokens[chunk.start : chunk.stop])
+                    names = tuple(self._of_ranks(request, place, at))
+                    blocks.append(Offered(names, parent, mine, self.groups[place].group))
+                parent = digest_of(chunk.key)
+            if blocks:
+                events.offered(request.prompt.request, blocks)
+
+    def _pages(self, request: Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
+        table = request.tables[group.group] if group.group < len(request.tables) else []
+        return tuple(table[start // group.page_tokens : stop // group.page_tokens])
+
+    def _tokens_of(self, moves: Sequence[ChunkMove]) -> int:
+        return sum(len(move.pages) * self.groups[move.group].page_tokens for move in moves)
+
+    def _tokens_of_page(self, number: int) -> int:
+        return next((group.page_tokens for group in self.groups if group.group == number), self._page_tokens)

@@ -1,0 +1,56 @@
+"""An engine's scheduler and its worker know nothing of each other; where they are in one process they share memory.
+
+Whoever comes first opens the backend, whoever goes last closes it. With a backend of its own each would have an arena
+of its own, and the scheduler would look for blocks where no worker puts any.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.probes import Probes
+from kvredis.backends.base import Backend
+from kvredis.backends.config.schema import Config
+from kvredis.backends.factory import open_backend
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the halves of one engine have in common within this process."""
+
+    backend: Backend
+    break_even: BreakEven
+    probes: Probes
+    users: int = 0
+
+
+_lock = threading.Lock()
+_open: dict[str, Shared] = {}
+
+
+def join(engine: str, config: Config, layout: ChunkLayout) -> Shared:
+    """What the engine of that name has in this process, opened if nobody has yet; `leave` it once. Raises what
+    open_backend raises."""
+    with _lock:
+        shared = _open.get(engine)
+        if shared is None:
+            backend = open_backend(config)
+            break_even = BreakEven(layout)
+            shared = _open[engine] = Shared(backend, break_even, Probes(backend, break_even))
+        shared.users += 1
+        return shared
+
+
+def leave(engine: str) -> None:
+    """One user less; behind the last the backend is closed. Nothing, where nobody has joined."""
+    with _lock:
+        shared = _open.get(engine)
+        if shared is None:
+            return
+        shared.users -= 1
+        if shared.users:
+            return
+        del _open[engine]
+    shared.probes.close()
+    shared.backend.close()

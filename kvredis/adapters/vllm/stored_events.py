@@ -1,0 +1,149 @@
+"""Which blocks an engine's cache has got and lost, for who routes prompts to where their KV is.
+
+A store runs behind the engine's back and may be dropped, and what is stored may be evicted where nobody sees it. So a
+block is told of as stored when its request's stores are over and the backend has it, and as removed when a lookup that
+wants it finds it gone. Who listens hangs each block under its parent, so none is told of while its parent may yet be.
+Engine-free: connector.py makes vLLM's events of this.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvredis.backends.base import Tier
+
+KNOWN_MAX = 200_000
+"""Blocks told of as stored that are remembered; of older ones nobody hears that they are gone."""
+TRIES = 16
+"""How often a block whose store is over is asked for, once a step."""
+WAITING_MAX = 4096
+"""Requests whose stores are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One block: its digest and that of the block before (None for the first), its tokens, where it is, and the
+    engine's number of its group."""
+
+    digest: bytes
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    group: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A block told of before is gone from where it was."""
+
+    digest: bytes
+    group: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A block that is handed to the workers: its keys of all ranks, and what Stored says of it."""
+
+    names: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    group: int
+
+    @property
+    def parent_key(self) -> bytes | None:
+        """The key of the block before, as the first rank has it."""
+        if self.parent is None:
+            return None
+        return self.names[0].rpartition(b"}")[0] + b"}" + self.parent.hex().encode()
+
+
+def digest_of(key: bytes) -> bytes:
+    """What a chunk's key says of its tokens and of all before them: the same for every rank and engine."""
+    return bytes.fromhex(key.rpartition(b"}")[2].decode())
+
+
+class StoredEvents:
+    """One engine's blocks, as its scheduler knows them. One thread calls it.
+
+    `present` says of keys how many are stored, from the first on; `tiers` where each is. Neither may raise. With
+    `passes` no block stays in memory: what is there is on its way.
+    """
+
+    def __init__(
+        self,
+        present: Callable[[list[bytes]], int],
+        tiers: Callable[[Sequence[bytes]], Sequence[Tier]],
+        *,
+        passes: bool = False,
+    ) -> None:
+        self._present, self._tiers, self._passes = present, tiers, passes
+        self._waiting: OrderedDict[str, list[Offered]] = OrderedDict()
+        self._unstored: Counter[bytes] = Counter()  # how many of the waiting requests have offered a key
+        self._known: OrderedDict[bytes, tuple[int, Tier]] = OrderedDict()
+        self._late: list[tuple[Offered, int]] = []  # over, but not seen yet; questions left
+        self._events: list[Stored | Removed] = []
+
+    def offered(self, request: str, blocks: Iterable[Offered]) -> None:
+        """A request's blocks are handed to the workers for storing."""
+        new = list(blocks)
+        self._waiting.setdefault(request, []).extend(new)
+        self._unstored.update(each.names[0] for each in new)
+        while len(self._waiting) > WAITING_MAX:
+            self._withdraw(next(iter(self._waiting)))
+
+    def over(self, requests: Iterable[str]) -> None:
+        """All that was offered of these requests is stored, or given up."""
+        for request in requests:
+            self._late += [(each, TRIES) for each in self._withdraw(request)]
+
+    def _withdraw(self, request: str) -> list[Offered]:
+        """What a request has offered, which waits no more."""
+        blocks = self._waiting.pop(request, [])
+        for each in blocks:
+            key = each.names[0]
+            self._unstored[key] -= 1
+            if not self._unstored[key]:
+                del self._unstored[key]
+        return blocks
+
+    def _look(self) -> None:
+        late, self._late = self._late, []
+        held = {each.names[0] for each, _ in late}
+        for each, tries in late:
+            left = tries if each.parent_key in held else self._tell(each, tries)
+            if left:
+                self._late.append((each, left))
+            else:
+                held.discard(each.names[0])
+        while len(self._known) > KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    def _tell(self, each: Offered, tries: int) -> int:
+        """Tell of a block if it is there, and say how often it is to be asked for yet. What is on its way to a server
+        is there or gone in the end; what another request's store is to put before it may never come."""
+        key, parent = each.names[0], each.parent_key
+        if key in self._known:
+            return 0
+        if self._present(list(each.names)) < len(each.names):
+            return tries - 1
+        tier = self._tiers([key])[0]
+        if self._passes and tier == "memory":
+            return tries
+        if tries > 1 and parent in self._unstored and parent not in self._known:
+            return tries - 1
+        self._known[key] = each.group, tier
+        self._events.append(Stored(digest_of(key), each.parent, each.tokens, each.group, tier))
+        return 0
+
+    def missed(self, keys: Iterable[bytes]) -> None:
+        """A lookup has not found these."""
+        for key in keys:
+            if (known := self._known.pop(key, None)) is not None:
+                self._events.append(Removed(digest_of(key), *known))
+
+    def take(self) -> list[Stored | Removed]:
+        """Everything since the last call, in its order; asks the backend for what is not known to be there."""
+        self._look()
+        events, self._events = self._events, []
+        return events

@@ -1,0 +1,261 @@
+"""A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
+
+The engine asks before, in and behind each forward pass; a ChunkMover works behind its back. This is what lies between
+the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have failed.
+"""
+
+import contextlib
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvredis.adapters.engine.keys import key_of_rank
+from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.mover import ChunkMover
+from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
+from kvredis.adapters.transfer.base import open_transfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.backends.base import Backend
+
+from .kv_layout import LayerGroup, in_order, paged_view
+from .scheduler_options import Step
+from .weights import Check, WeightsWatch
+
+logger = logging.getLogger(__name__)
+
+CANCEL_WAIT_S = 30.0
+"""How long a forward pass waits for the copy of a page that it is about to write; longer, and the copy is broken."""
+REST_WAIT_S = 30.0
+"""How long an engine that goes to sleep waits for stores under way before it breaks them."""
+IDLE_WAIT_S = 0.006
+"""An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
+wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
+H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does there."""
+
+
+@dataclass(slots=True)
+class Results:
+    """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
+    engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
+    nothing."""
+
+    stored: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_pages: set[int] = field(default_factory=set)
+
+
+class PagedWorker:
+    """One rank's KV memory and what moves in and out of it. Methods come from one thread: the engine's."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        groups: Sequence[LayerGroup],
+        caches: Mapping[str, torch.Tensor],
+        pages: int,
+        options: MovingOptions,
+        weights: WeightsWatch | None = None,
+        rank: int = 0,
+    ) -> None:
+        """`caches` are the engine's tensors by layer name, of `pages` pages. `weights` are this rank's, which are
+        compared with those that a step's keys are of. Raises LayoutError where tensors are not what `groups` say."""
+        self.groups = list(groups)
+        names = sorted((name for group in groups for name in group.names), key=in_order)
+        self.places = {name: place for place, name in enumerate(names)}
+        """Each layer's number in the order of the forward pass."""
+        self.weights = weights
+        self._rank = rank
+        self._check: Check | None = None  # of the step that is described
+        self._checks: dict[str, Check] = {}  # of loads
+        self._refused: list[str] = []  # loads of other weights, which have not begun
+        self._undecided: dict[str, list[tuple[int, int]]] = {}  # loads that are over, and what has failed of them
+        self._device = caches[names[0]].device
+        self._ratios: list[int] = []
+        paged_groups = []
+        for group in groups:
+            views = [paged_view(caches[name], group, pages, name) for name in group.names]
+            paged = PagedKV(views)
+            paged.check(group.layout)
+            self._ratios.append(group.page_tokens // paged.page_tokens)
+            places = tuple(self.places[name] for name in group.names)
+            paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged, sums=options.verify), places))
+        self._transfers = [group.transfer for group in paged_groups]
+        self.mover = ChunkMover(backend, paged_groups, options)
+        self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
+        self._storing: dict[str, set[tuple[int, int]]] = {}
+        self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
+        self._spoilt: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._results = Results()
+        self._warm_up(backend)
+
+    # -- in the order of a step --------------------------------------------------------------------------------------
+
+    def before(self, step: Step) -> None:
+        """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
+        self._check = self._compared(step)
+        for name in step.moves.cancelled:
+            self.mover.cancel(name)  # its pages are its own until it is told of
+            self._cancelled |= {name} & self._waited_for.keys()
+        for name, pages in list(self._storing.items()):
+            if not pages.isdisjoint(step.taken):
+                self._end_stores(name)
+
+    def _compared(self, step: Step) -> Check | None:
+        """Whether the weights are those of the step's keys; None where it moves nothing and nothing is asked."""
+        if self.weights is None or not step.weights:
+            return None
+        if not (step.moves.loads or step.moves.stores or step.check_weights or self.weights.is_suspect):
+            return None
+        try:
+            return self.weights.begin(step.number, step.weights[self._rank], is_full=step.check_weights)
+        except Exception as error:
+            logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
+            self.mover.counters.add(errors=1)
+            self.weights.suspect()
+            return self.weights.failed()
+
+    def _is_stale(self) -> bool:
+        """Whether it is known that the step's keys are of other weights."""
+        return self._check is not None and self._check.done() and not self._check.holds()
+
+    def _end_stores(self, name: str) -> None:
+        if name in self._waited_for:
+            self._spoilt.add(name)  # its load ends with it, and is no load any more
+        if not self.mover.cancel(name, CANCEL_WAIT_S):
+            logger.error("A copy of request %s is stuck: its pages are used all the same", name)
+        del self._storing[name]
+
+    def launched(self) -> torch.cuda.Event | None:
+        """What the engine has given its GPU until now; None on a CPU."""
+        return event_on(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
+
+    def load(self, step: Step, after: torch.cuda.Event | None = None) -> None:
+        """Begin the step's loads. Their requests run in a later step: a load is over, and its bytes are known to be
+        those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
+        engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
+        for job in step.moves.loads:
+            job = replace(job, moves=[self._move(move) for move in job.moves])
+            self._waited_for[job.request] = job
+            if self._is_stale():
+                self._refused.append(job.request)
+                self._spoilt.add(job.request)
+                continue
+            if self._check is not None:
+                self._checks[job.request] = self._check
+            self.mover.load(job, after)
+        if step.is_idle and self._waited_for:
+            self.mover.wait_loaded(IDLE_WAIT_S)
+
+    def stores(self, step: Step) -> list[StoreJob]:
+        """The step's stores as this rank has them. Their pages are watched from here on."""
+        jobs: list[StoreJob] = []
+        self._to_store = set()
+        if self._is_stale():
+            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
+            return jobs
+        for job in step.moves.stores:
+            ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
+            if not ours:
+                continue
+            self._to_store.add(job.request)
+            watched = self._storing.setdefault(job.request, set())
+            watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
+            is_sound = None if self._check is None else self._check.holds
+            jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
+        return jobs
+
+    def store(self, jobs: Sequence[StoreJob]) -> None:
+        """Behind the forward pass, which is still running on a GPU: store what it has computed."""
+        if not jobs:
+            return
+        after = self.launched()
+        for job in jobs:
+            self.mover.store(job, after)
+        self._to_store = set()
+
+    def results(self) -> Results:
+        """What has come to an end."""
+        over = self.mover.finished()
+        self._results.stored |= over.stored
+        for name in over.stored:
+            # Else one that came later reads its pages, and is told of when over: with speculative decoding vLLM asks
+            # for results before it hands the step's stores over.
+            if name not in self._to_store and not self.mover.is_storing(name):
+                self._storing.pop(name, None)
+        ended = {name: over.failed_pages.get(name, []) for name in over.loaded}
+        ended |= {name: [] for name in self._refused}
+        ended, self._refused, self._undecided = self._undecided | ended, [], {}
+        for name, bad in ended.items():
+            check = self._checks.get(name)
+            if check is not None and not check.done():
+                self._undecided[name] = bad
+                continue
+            if check is not None:
+                del self._checks[name]
+                self._spoilt |= set() if check.holds() else {name}
+            job = self._waited_for.pop(name, None)
+            asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+            if name in self._cancelled:  # before anybody knew what has come
+                self._cancelled.discard(name)
+                self._clear(asked_for)
+            if name in self._spoilt:
+                self._spoilt.discard(name)
+                bad = asked_for
+            if bad:
+                self._results.failed.add(name)
+                self._clear(bad)
+                self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
+            if job is not None:
+                self._results.loaded.add(name)
+        results, self._results = self._results, Results()
+        return results
+
+    def rest(self) -> None:
+        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
+        be over have failed, and stores have ended. Until the next step no page is touched."""
+        for name in self._waited_for:
+            self._spoilt.add(name)
+            self.mover.cancel(name)
+        if not self.mover.settle(REST_WAIT_S):
+            logger.error("A store is not over after %d s: the engine sleeps without it", REST_WAIT_S)
+        for name in list(self._storing):
+            self._end_stores(name)
+        if self.weights is not None:
+            self.weights.suspect()
+
+    def close(self) -> None:
+        """End what is under way, and give the transfers' memory back."""
+        self.mover.close()
+        for transfer in self._transfers:
+            transfer.close()
+
+    def _warm_up(self, backend: Backend) -> None:
+        """Have connections opened before a request waits for them. No key is that short."""
+        with contextlib.suppress(Exception), closing(backend.load([b"-"])) as leases:
+            for lease in leases:
+                if lease is not None:
+                    lease.release()
+
+    # -- shared ------------------------------------------------------------------------------------------------------
+
+    def _move(self, move: ChunkMove) -> ChunkMove:
+        """A move in this rank's key and in the kernels' pages."""
+        key = key_of_rank(move.key, self.groups[move.group].layout.rank)
+        return ChunkMove(key, move.group, self._kernel_pages(move.group, move.pages))
+
+    def _clear(self, pages: Collection[tuple[int, int]]) -> None:
+        """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page
+        to its end, weighing what is behind the last token with 0, gives none then: to whoever gets that page next."""
+        for number, transfer in enumerate(self._transfers):
+            if mine := sorted({page for group, page in pages if group == number}):
+                transfer.paged.clear(mine)
+
+    def _kernel_pages(self, group: int, pages: tuple[int, ...]) -> tuple[int, ...]:
+        ratio = self._ratios[group]
+        return pages if ratio == 1 else tuple(page * ratio + part for page in pages for part in range(ratio))
