@@ -11,7 +11,7 @@ from kvredis.backends.config.parsers import shown
 from kvredis.backends.config.schema import Config, read
 from kvredis.backends.config.sources import Found
 
-from .configuring import config_file_option, load_config, of_file
+from .config_options import config_file_option, load_config, of_file
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 """Not configuration but the interpreter's state, which one of the hash algorithms depends on."""

@@ -36,19 +36,19 @@ SUBCOMMANDS = {
     "serve": Subcommand("kvredis.cli.serve", "Run the server."),
     "config": Subcommand("kvredis.cli.config", "Show the configuration and where each value is from, or check a file."),
     "doctor": Subcommand(
-        "kvredis.cli.doctor", "Say what this machine has, what is needed, and the line that mends it."
+        "kvredis.cli.doctor.command", "Say what this machine has, what is needed, and the line that mends it."
     ),
-    "ls": Subcommand("kvredis.cli.ls", "List what a server holds: prompts as a tree of prefixes, or keys."),
-    "meta": Subcommand("kvredis.cli.meta", "Tell a block's tensor facts."),
-    "get": Subcommand("kvredis.cli.get", "Write a block to a safetensors file."),
-    "put": Subcommand("kvredis.cli.put", "Store a file as a block."),
-    "rm": Subcommand("kvredis.cli.rm", "Delete blocks."),
-    "prefetch": Subcommand("kvredis.cli.prefetch", "Bring blocks from disk into memory."),
-    "top": Subcommand("kvredis.cli.top", "Watch a server live."),
+    "ls": Subcommand("kvredis.cli.inspect.ls", "List what a server holds: prompts as a tree of prefixes, or keys."),
+    "meta": Subcommand("kvredis.cli.inspect.meta", "Tell a block's tensor facts."),
+    "get": Subcommand("kvredis.cli.inspect.get", "Write a block to a safetensors file."),
+    "put": Subcommand("kvredis.cli.inspect.put", "Store a file as a block."),
+    "rm": Subcommand("kvredis.cli.inspect.rm", "Delete blocks."),
+    "prefetch": Subcommand("kvredis.cli.inspect.prefetch", "Bring blocks from disk into memory."),
+    "top": Subcommand("kvredis.cli.inspect.top.command", "Watch a server live."),
     "completion": Subcommand("kvredis.cli.completion", "Print the lines that complete commands in your shell."),
-    "demo": Subcommand("kvredis.cli.demo", "See time to first token with and without stored KV.", "demo"),
+    "demo": Subcommand("kvredis.cli.demo.command", "See time to first token with and without stored KV.", "demo"),
     "plan": Subcommand("kvredis.cli.plan", "Work out whether a cache is worth its while, and what it needs."),
-    "bench": Subcommand("kvredis.cli.bench", "Measure against Redis, memcached and plain copies.", "bench"),
+    "bench": Subcommand("kvredis.cli.bench.command", "Measure against Redis, memcached and plain copies.", "bench"),
 }
 
 

@@ -39,7 +39,7 @@ from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 
-from .configuring import (
+from .config_options import (
     EVENT_LOOP_VARIABLE,
     FILES_BESIDE_CLIENTS,
     check_store,
@@ -49,8 +49,8 @@ from .configuring import (
     server_options_of,
     told_where,
 )
-from .service_manager import feed_watchdog, more_time_while, notify
-from .starting_door import StartingDoor
+from .startup_probes import StartingDoor
+from .systemd import feed_watchdog, more_time_while, notify
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.cli.doctor_system import EXTENSIONS
+from kvredis.cli.doctor.system import EXTENSIONS
 from kvredis.storage.memory.copy import KINDS
 
 IN_USE = """
 from kvredis.server.protocol.fast_parser import plain_commands
-from kvredis.cli.doctor_system import EXTENSIONS
+from kvredis.cli.doctor.system import EXTENSIONS
 from kvredis.storage.memory.copy import KIND
 print(KIND, plain_commands.__name__)
 """

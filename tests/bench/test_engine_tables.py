@@ -48,7 +48,7 @@ from kvredis.bench.engine_tables_worker import Task, Worker, groups
 from kvredis.bench.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.prompts import PromptPlan, prompts
 from kvredis.bench.store_overhead_compute import TINY
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 CHUNK = 16
 SMALL = ("--tokens", "50", "--chunk-tokens", str(CHUNK), "--repeats", "1")

@@ -19,7 +19,7 @@ from kvredis.bench.memory_arms import ARMS, BASELINE, Arm, Arrays, Crew, Pair
 from kvredis.bench.memory_pages import HUGETLB, SMALL, THP, backing, region
 from kvredis.bench.memory_result import EARLIER, SCHEMA, MemoryResult, table_lines
 from kvredis.bench.shapes import ModelShape
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 TINY = ModelShape("tiny", layers=3, kv_heads=2, head_dim=32)  # blocks of 12 KiB
 PLAN = MemoryPlan(shapes=(TINY,), threads=(1, 2), blocks=16, tasks=3, pairs=5, repeats=2, hugepages_max=0)

@@ -14,7 +14,7 @@ from kvredis.bench import plot
 from kvredis.bench.errors import BenchError
 from kvredis.bench.pictures import draw
 from kvredis.bench.plot import COLOURS, Bar, BarPanel, Captions, LinePanel, bars, lines, require
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 CAPTIONS = Captions("A title", "time / T0", "a foot", "somebody else")

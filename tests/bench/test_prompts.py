@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from kvredis.bench.errors import BenchError
 from kvredis.bench.prompts import PromptPlan, digest, prompts
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 PINNED = PromptPlan(input_len=1000, hit_rate=0.5, num_prompts=20, seed=7, vocab_size=152_064)
 PINNED_SHA256 = "631183f03986a38d50c562db6008e0a73badc70b1ca12febc564a9b59999c3ca"

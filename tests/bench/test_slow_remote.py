@@ -31,7 +31,7 @@ from kvredis.bench.slow_remote_result import (
     table_lines,
 )
 from kvredis.bench.throttle import Link, Throttle
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 TIMEOUT_S = 30
 

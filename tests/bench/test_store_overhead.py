@@ -35,7 +35,7 @@ from kvredis.bench.store_overhead_result import (
     store_overhead_gate,
     table_lines,
 )
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 SHAPE = ModelShape("small", layers=2, kv_heads=2, head_dim=16)
 PROMPTS, TOKENS = 2, 64

@@ -25,7 +25,7 @@ from kvredis.bench.transport_result import SCHEMA, STRIPED
 from kvredis.bench.transport_scaling import ScalingPlan
 from kvredis.bench.transport_striped import CONNECTIONS, Striped
 from kvredis.bench.wire import WireError
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 from tests.bench.fake_server import FakePeer
 
 SIZE, COUNT = 64 * 1024, 16

@@ -21,7 +21,7 @@ from kvredis.bench.vllm import ANSWER_TOKENS, VLLMPlan, rounds, run, setting_of
 from kvredis.bench.vllm_engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes
 from kvredis.bench.vllm_result import ARMS, VLLMResult, conclude, gate_of, row_of, table_lines
 from kvredis.bench.vllm_worker import Served
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "vllm": "0.26.0", "torch": "2.11"}
 H100 = H200 | {"device": "NVIDIA H100", "memory_bytes": 85_000_000_000}

@@ -27,7 +27,7 @@ from kvredis.bench.vllm_concurrency import (
     table_lines,
 )
 from kvredis.bench.vllm_engine import TINY, Where
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "devices": 1, "vllm": "0.26.0", "torch": "2.11"}
 NO_GPU = {"device": "cpu", "memory_bytes": 0, "vllm": "0.32.0", "torch": "2.13"}

@@ -16,7 +16,7 @@ from kvredis.bench.result import BenchResult, HeldJson
 from kvredis.bench.server import ServerPlan
 from kvredis.bench.servers import RECIPES, Recipe
 from kvredis.bench.wire import Resp
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 from tests.bench import fake_server
 
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
@@ -81,7 +81,7 @@ def test_a_line_of_the_gate_that_falls_short_is_an_error_only_when_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...], status: int
 ) -> None:
     recorded = load(Path(fake_server.__file__).parent / "recorded_result.json")
-    monkeypatch.setattr("kvredis.cli.bench.run", lambda *_: recorded)
+    monkeypatch.setattr("kvredis.cli.bench.command.run", lambda *_: recorded)
     done = call("server", "--arms", "kvredis", "--json", str(tmp_path / "result.json"), *flags)
     assert done.exit_code == status
     assert "FAIL" in done.output
@@ -131,8 +131,10 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> ServerPlan:
         plans.append(plan)
         return load(Path(fake_server.__file__).parent / "recorded_result.json")
 
-    monkeypatch.setattr("kvredis.cli.bench.run", keep)
-    monkeypatch.setattr("kvredis.cli.bench.before_recipe", lambda at: replace(RECIPES["kvredis"], name=f"of {at}"))
+    monkeypatch.setattr("kvredis.cli.bench.command.run", keep)
+    monkeypatch.setattr(
+        "kvredis.cli.bench.command.before_recipe", lambda at: replace(RECIPES["kvredis"], name=f"of {at}")
+    )
     done = call("server", *arguments, "--json", "-")
     assert done.exit_code == 0, done.output
     return plans[0]
@@ -169,7 +171,7 @@ def test_a_row_worse_than_before_is_an_error_only_when_asked(
     recorded = load(Path(fake_server.__file__).parent / "recorded_result.json")
     recorded["gate"] = []
     recorded["held"] = [HeldJson(name="row", ratios={"rate": 0.9}, worse=["rate"], passed=False)]
-    monkeypatch.setattr("kvredis.cli.bench.run", lambda *_: recorded)
+    monkeypatch.setattr("kvredis.cli.bench.command.run", lambda *_: recorded)
     assert call("server", "--arms", "kvredis", "--json", "-", *flags).exit_code == status
 
 

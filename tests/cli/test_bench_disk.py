@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from kvredis.bench.disk import own_directory
 from kvredis.bench.errors import BenchError
 from kvredis.bench.result import GateJson
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 from tests.bench.fake_disk_result import rate, result
 
 TINY = ("disk", "--quick", "--repeats", "1")
@@ -92,7 +92,7 @@ def test_a_line_of_the_gate_that_is_missed_is_an_error_only_when_asked(
 ) -> None:
     measured = result(rates=[rate("read", device=0.1)])
     measured["gate"] = [GateJson(name="line", bound=">= 0.85x", measured=0.1, passed=False)]
-    monkeypatch.setattr("kvredis.cli.bench_disk.run", lambda *_: measured)
+    monkeypatch.setattr("kvredis.cli.bench.disk.run", lambda *_: measured)
     place, path = tmp_path / "place", tmp_path / "result.json"
     done = call("disk", "--dir", str(place), "--json", str(path), *flags)
     assert done.exit_code == status, done.output

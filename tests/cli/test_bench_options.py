@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.bench.errors import BenchError
-from kvredis.cli.bench import bench
-from kvredis.cli.bench_options import Telling, measuring
+from kvredis.cli.bench.command import bench
+from kvredis.cli.bench.options import Telling, measuring
 from kvredis.cli.main import main
 
 RESULT = {"schema": "made up/1", "rows": [{"seconds": 1.5}], "gate": [{"passed": True}]}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.config.url import Address
-from kvredis.cli.client import mapped
-from kvredis.cli.troubles import told
+from kvredis.cli.inspect.client import mapped
+from kvredis.cli.inspect.errors import told
 from tests.backends.topologies import KvredisCluster, Sentinels
 from tests.server.certificates import Papers, make_papers
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.cli import key_options
-from kvredis.cli.get import get
+from kvredis.cli.inspect import key_options
+from kvredis.cli.inspect.get import get
 
 from .conftest import ROOT
 from .inspected import connected, free_port, run, serving

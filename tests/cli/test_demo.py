@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.cli import demo as demo_module
-from kvredis.cli import demo_text
-from kvredis.cli.demo import demo
+from kvredis.cli.demo import command as demo_module
+from kvredis.cli.demo import text as demo_text
+from kvredis.cli.demo.command import demo
 from tests.cli.inspected import serving
 
 ROOT = Path(__file__).parents[2]

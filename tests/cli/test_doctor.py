@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from kvredis.backends.config.schema import Config
-from kvredis.cli import doctor_gpu, doctor_system
-from kvredis.cli.doctor_finding import Finding, draw
-from kvredis.cli.doctor_system import network
+from kvredis.cli.doctor import gpu, system
+from kvredis.cli.doctor.finding import Finding, draw
+from kvredis.cli.doctor.system import network
 from kvredis.storage.memory.arena import Machine
 from tests.server.certificates import make_papers
 
@@ -70,7 +70,7 @@ def test_a_size_that_is_none_is_bad_usage(machine: Machine) -> None:
 
 
 def test_nothing_asked_for_and_nothing_there_is_exit_0(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_gpu, "cuda_driver", lambda: None)
+    monkeypatch.setattr(gpu, "cuda_driver", lambda: None)
     result = run(machine)
     assert result.exit_code == 0, result.output
     for name in ("memory", "hugepages", "THP (memfd)", "memlock", "NUMA", "open files", "uvloop", "GPU"):
@@ -280,7 +280,7 @@ def test_what_is_not_installed_is_a_fact_and_a_fault_when_it_is_asked_for(
 
 
 def test_versions_of_all_that_matters_are_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_system, "PACKAGES", ("redis", "no-such-package"))
+    monkeypatch.setattr(system, "PACKAGES", ("redis", "no-such-package"))
     found = json.loads(run(machine, "system", "--json").stdout)["versions"]["found"]
     assert found.startswith("kvredis ")
     assert f"Linux {os.uname().release}, redis " in found

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvredis.backends.config.schema import Config
-from kvredis.cli.doctor_disk import DiskFacts, disk_facts
+from kvredis.cli.doctor.disk import DiskFacts, disk_facts
 from kvredis.cli.main import main
 from kvredis.storage.disk.files import RealFiles
 from kvredis.storage.disk.recovery import LOCK_NAME

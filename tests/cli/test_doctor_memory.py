@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvredis.backends.config.schema import Config
-from kvredis.cli.doctor_finding import Finding
-from kvredis.cli.doctor_gpu import gpu
+from kvredis.cli.doctor.finding import Finding
+from kvredis.cli.doctor.gpu import gpu
 from kvredis.storage.memory.arena import Machine
 from tests.storage.test_pagelock import FakeDriver
 

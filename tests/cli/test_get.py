@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from kvredis.cli.get import write_whole
+from kvredis.cli.inspect.get import write_whole
 from kvredis.storage.errors import BackendError
 from tests.backends.topologies import KvredisCluster
 

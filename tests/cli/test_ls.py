@@ -12,10 +12,10 @@ import pytest
 import redis
 from rich.console import Console
 
-from kvredis.cli.client import Connection, place_of
-from kvredis.cli.forest import Forest
-from kvredis.cli.key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES, read_name
-from kvredis.cli.ls_tree import drawn
+from kvredis.cli.inspect.client import Connection, place_of
+from kvredis.cli.inspect.key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES, read_name
+from kvredis.cli.inspect.ls_tree import drawn
+from kvredis.cli.inspect.prefix_tree import Forest
 from tests.backends.topologies import KvredisCluster
 
 from .inspected import (

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvredis.cli.block_file import Tensor
-from kvredis.cli.block_values import fp8_values, stats_of
-from kvredis.cli.meta import histogram
+from kvredis.cli.inspect.block_file import Tensor
+from kvredis.cli.inspect.block_values import fp8_values, stats_of
+from kvredis.cli.inspect.meta import histogram
 
 from .inspected import QWEN, block, connected, plain_redis, run, store_prompt
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from redis.connection import AbstractConnection
 
-from kvredis.cli.block_file import checked, read_block
-from kvredis.cli.client import PIECE_BYTES
+from kvredis.cli.inspect.block_file import checked, read_block
+from kvredis.cli.inspect.client import PIECE_BYTES
 from kvredis.storage.errors import LayoutError
 
 from .inspected import QWEN, block, connected, run

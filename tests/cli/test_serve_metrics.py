@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.cli.starting_door import StartingDoor
+from kvredis.cli.startup_probes import StartingDoor
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import KVRedisError
 

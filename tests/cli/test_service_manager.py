@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.cli.service_manager import more_time_while, notify
+from kvredis.cli.systemd import more_time_while, notify
 from tests.server.feed import request
 
 from .conftest import Serve

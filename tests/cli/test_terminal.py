@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.cli.client import mapped
+from kvredis.cli.inspect.client import mapped
 
 from .conftest import Serve
 from .inspected import QWEN, SMALL, block, connected, fill, free_port, serving, store_prompt, wait_until_on_disk

@@ -11,9 +11,9 @@ import pytest
 import redis
 from rich.console import Console
 
-from kvredis.cli.keyboard import keys_in
-from kvredis.cli.top_figures import Figures, Rates, Walk, hit_rate, prompts, rates
-from kvredis.cli.top_screen import LISTS, View, screen, sorted_prompts
+from kvredis.cli.inspect.top.figures import Figures, Rates, Walk, hit_rate, prompts, rates
+from kvredis.cli.inspect.top.keyboard import keys_in
+from kvredis.cli.inspect.top.screen import LISTS, View, screen, sorted_prompts
 
 from .conftest import EXIT_S, ROOT
 from .inspected import connected, fill, plain_redis, run, serving
@@ -112,7 +112,7 @@ def test_a_walk_looks_at_a_slice_at_a_time_and_shows_the_last_whole_one(monkeypa
     class Servers:
         each = (Server(),)
 
-    monkeypatch.setattr("kvredis.cli.top_figures.WALK_KEYS", 2)
+    monkeypatch.setattr("kvredis.cli.inspect.top.figures.WALK_KEYS", 2)
     walk, servers = Walk(), Servers()
     seen = []
     for _ in range(4):

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from kvredis.bench.vllm_concurrency import KINDS, ConcurrencyResult
 from kvredis.bench.vllm_result import SCHEMA, VLLMResult
-from kvredis.cli.bench import bench
+from kvredis.cli.bench.command import bench
 from tests.compat.vllm_process import site
 
 pytestmark = pytest.mark.nightly

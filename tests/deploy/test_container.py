@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.config.schema import Config
-from kvredis.cli.doctor_system import EXTENSIONS
+from kvredis.cli.doctor.system import EXTENSIONS
 from tests.compat.side_packages import UNREACHABLE
 
 ROOT = Path(__file__).parents[2]

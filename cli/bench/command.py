@@ -1,0 +1,185 @@
+"""`kvredis bench`: measurements through public doors only, so that anybody can repeat every figure in the README."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvredis.bench.gate import gate
+from kvredis.bench.held import held
+from kvredis.bench.report import gate_lines, held_lines, table_lines
+from kvredis.bench.result import SUBJECT
+from kvredis.bench.server import (
+    BEFORE_PARTS,
+    DEFAULT_PARTS,
+    PARTS,
+    QUICK_DEFERRED,
+    QUICK_HEAD_OF_LINE,
+    QUICK_LOOKUP,
+    QUICK_SMALL,
+    QUICK_TRANSFERS,
+    ServerPlan,
+    available,
+    run,
+)
+from kvredis.bench.servers import RECIPES, Recipe, before_recipe
+from kvredis.storage.errors import ConfigError, KVRedisError
+from kvredis.storage.options import parse_size
+
+from .disk import disk
+from .engine_tables import hit_sweep, long_prefill, prefill
+from .layerwise import layerwise
+from .links import links
+from .memory import memory
+from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
+from .plot import plot
+from .profile import profile
+from .slow_remote import slow_remote
+from .store_overhead import store_overhead
+from .swap import swap
+from .transport import transport
+from .vllm import vllm
+from .workload import prompts
+
+
+def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(parse_size(word, key="--sizes", source="command line") for word in value.split(","))
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.group(epilog="Example: kvredis bench server --quick")
+def bench() -> None:
+    """Measure kvredis against what else there is, on this machine."""
+
+
+bench.add_command(disk)
+bench.add_command(hit_sweep)
+bench.add_command(layerwise)
+bench.add_command(links)
+bench.add_command(long_prefill)
+bench.add_command(memory)
+bench.add_command(plot)
+bench.add_command(profile)
+bench.add_command(prefill)
+bench.add_command(prompts)
+bench.add_command(slow_remote)
+bench.add_command(store_overhead)
+bench.add_command(swap)
+bench.add_command(transport)
+bench.add_command(vllm)
+
+
+@bench.command(
+    epilog="""\b
+Example: kvredis bench server --quick --arms kvredis,redis --json quick.json
+Example: git worktree add ../before HEAD~1; kvredis bench server --before ../before"""
+)
+@click.option("--quick", is_flag=True, help="About a minute: three sizes, two repeats, one connection.")
+@click.option("--arms", callback=words_of(tuple(RECIPES)), metavar="LIST", help="Servers: kvredis,redis,memcached.")
+@click.option(
+    "--before",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="A git worktree of another commit: its kvredis joins as one more server, and ours must not be worse.",
+)
+@click.option(
+    "--parts",
+    callback=words_of(PARTS),
+    metavar="LIST",
+    help="Any of transfers,small,head-of-line,lookup,deferred; default the first three, with --before lookup as well.",
+)
+@click.option("--sizes", callback=_sizes, metavar="LIST", help="Value sizes, as 64KiB,2MiB (powers of 1024).")
+@click.option("--connections", callback=counts_of, metavar="LIST", help="Client connections (threads); default 1,4.")
+@click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
+@click.option(
+    "--pin/--no-pin", default=None, help="Transfers with client and server on one CPU, or without; else both."
+)
+@json_option
+@picture_option
+@click.option(
+    "--gate",
+    "judge",
+    is_flag=True,
+    help="Exit with 1 when a line of the gate does not hold, or a row is worse than before.",
+)
+def server(
+    quick: bool,
+    arms: tuple[str, ...] | None,
+    before: Path | None,
+    parts: tuple[str, ...] | None,
+    pin: bool | None,
+    json_path: str | None,
+    picture: Path | None,
+    judge: bool,
+    **shape: Any,
+) -> None:
+    """Compare kvredis with redis-server and memcached: GB/s, latency and server CPU per GB, every byte verified.
+
+    Starts each server itself on the loopback, lets them take turns within each repeat, and prints medians and paired
+    ratios to redis, and with --before to that commit. The JSON file holds every sample.
+    """
+    recipes, skipped = available(arms or tuple(RECIPES))
+    if arms and skipped:
+        raise click.ClickException("; ".join(skipped.values()))
+    parts = parts or (BEFORE_PARTS if before else DEFAULT_PARTS)
+    plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
+    with measuring(plan.steps(), "starting servers") as progress:
+        result = run(plan, progress, skipped)
+    verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
+    Telling("server", json_path, picture, judge).tell(
+        result, [*table_lines(result), *verdicts], held=all(row["passed"] for row in result["held"])
+    )
+
+
+def _joined(recipes: list[Recipe], before: Path | None) -> list[Recipe]:
+    """Put the kvredis of the checkout `before` next to ours, so that the two run right after one another."""
+    if before is None:
+        return recipes
+    at = next((at for at, recipe in enumerate(recipes) if recipe.name == SUBJECT), None)
+    if at is None:
+        raise click.UsageError("--before is held against kvredis, which --arms leaves out")
+    try:
+        return [*recipes[: at + 1], before_recipe(before), *recipes[at + 1 :]]
+    except KVRedisError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _plan(plan: ServerPlan, quick: bool, pin: bool | None, shape: dict[str, Any]) -> ServerPlan:
+    """Narrow `plan` by --quick and then by each of sizes, connections, transport and repeats that was given."""
+    if quick:
+        plan = replace(
+            plan,
+            transfers=QUICK_TRANSFERS,
+            small=QUICK_SMALL,
+            head_of_line=QUICK_HEAD_OF_LINE,
+            lookup=QUICK_LOOKUP,
+            deferred=QUICK_DEFERRED,
+            connections=(1,),
+        )
+    if pin is not None:
+        plan = replace(plan, pinned=(pin,))
+    if shape["connections"]:
+        plan = replace(plan, connections=shape["connections"])
+    if shape["transport"]:
+        plan = replace(plan, transports=shape["transport"])
+    if shape["sizes"]:
+        plan = replace(plan, transfers=replace(plan.transfers, sizes=shape["sizes"]))
+    if shape["repeats"]:
+        every: Any = {"repeats": shape["repeats"]}
+        plan = replace(
+            plan,
+            transfers=replace(plan.transfers, **every),
+            small=replace(plan.small, **every),
+            head_of_line=replace(plan.head_of_line, **every),
+            lookup=replace(plan.lookup, **every),
+            deferred=replace(plan.deferred, **every),
+        )
+    return plan

@@ -1,0 +1,86 @@
+"""`kvredis bench store-overhead`: storing must not be what an engine waits for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvredis.bench.shapes import ModelShape
+from kvredis.bench.store_overhead import QUICK, StoreOverheadPlan, run
+from kvredis.bench.store_overhead_result import TIERS, WAYS, table_lines
+
+from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of
+
+
+def _compute(_context: click.Context, _parameter: click.Parameter, value: str | None) -> dict[str, float | None]:
+    """Read `model` or `sleep:20480` as a change of the plan."""
+    if value is None:
+        return {}
+    if value == "model":
+        return {"tokens_per_s": None}
+    word, _, rate = value.partition(":")
+    try:
+        tokens_per_s = float(rate)
+    except ValueError:
+        tokens_per_s = 0.0
+    if word != "sleep" or not 0 < tokens_per_s < 1e12:
+        raise click.BadParameter(f"want model, or sleep:20480 (tokens per second), not {value!r}")
+    return {"tokens_per_s": tokens_per_s}
+
+
+def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
+    shapes = shapes_of(context, parameter, value)
+    if shapes is not None and len(shapes) > 1:
+        raise click.BadParameter("one shape at a time")
+    return shapes[0] if shapes else None
+
+
+def _budgets(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
+        raise click.BadParameter("want numbers of tokens, as in 1024,128")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+@click.command(
+    "store-overhead",
+    epilog="""\b
+Example: kvredis bench store-overhead --quick
+Example: kvredis bench store-overhead --shape 7b --tier cpu,lane --compute model --budgets 1024,256 --json h200.json""",
+)
+@click.option("--quick", is_flag=True, help="Under two minutes: short prompts, two budgets, two repeats.")
+@click.option("--shape", callback=_shape, metavar="NAME", help="32b,7b,3b,glm,8b or a config.json; default 3b.")
+@click.option("--tier", "tiers", callback=words_of(TIERS), metavar="LIST", help=f"Any of {','.join(TIERS)}.")
+@click.option("--way", "ways", callback=words_of(WAYS), metavar="LIST", help="now: store; later: store_later; both.")
+@click.option("--budgets", callback=_budgets, metavar="LIST", help="Tokens a step; default 1024,768,512,256,128,64,32.")
+@click.option("--prompts", type=click.IntRange(1, 1000), help="Prompts of one sample; default 4.")
+@click.option("--tokens", "prompt_tokens", type=click.IntRange(1, 1 << 20), help="Tokens of each; default 8192.")
+@click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256.")
+@click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5.")
+@click.option("--compute", callback=_compute, metavar="WHAT", help="sleep:TOKENS_PER_S (20480) or model.")
+@json_option
+@picture_option
+@click.option("--gate", "judge", is_flag=True, help="Exit with 1 when a line of the gate does not hold.")
+def store_overhead(
+    quick: bool,
+    compute: dict[str, float | None],
+    json_path: str | None,
+    picture: Path | None,
+    judge: bool,
+    **shape: Any,
+) -> None:
+    """Prefill prompts step by step with no cache, and while each tier stores what was computed.
+
+    Prints prompts per second, paired ratios to no cache with and without the drain, and how long steps take. Starts a
+    server itself, on the loopback. Every chunk is read back and compared; the JSON file holds every sample.
+    """
+    given = {name: value for name, value in shape.items() if value is not None}
+    plan = replace(QUICK if quick else StoreOverheadPlan(), **given, **compute)  # type: ignore[arg-type]
+    with measuring(plan.steps(), "laying out memory") as step:
+        result = run(plan, step)
+    Telling("store-overhead", json_path, picture, judge).tell(result, table_lines(result))

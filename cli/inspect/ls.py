@@ -1,0 +1,211 @@
+"""`kvredis ls`: what a server holds, as a tree of models, ranks and prompts, or as a plain list of keys."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import click
+
+from kvredis.cli.terminal import console, duration, json_text, key_bytes, printable, progress, size
+
+from .client import TOGETHER, Place, Servers, mapped, on_server
+from .key_options import match_option
+from .ls_tree import as_json, drawn
+from .prefix_tree import SORTS, Forest
+
+if TYPE_CHECKING:
+    from kvredis.cli.terminal import Moving
+
+LIMIT_DEFAULT: Final = 20
+KEYS_LIMIT_DEFAULT: Final = 1000
+
+
+@click.command(
+    epilog="""\b
+Example: kvredis ls
+Example: kvredis ls -u redis://kv-1:6379 --sort hits --limit 5
+Example: kvredis ls --match 'kvredis:*Llama*' --json
+Example: kvredis ls --keys --long --sort bytes --limit 10
+Example: kvredis ls --keys --limit 0 | wc -l
+Exit 1: the server could not be asked"""
+)
+@match_option
+@click.option("--keys", "is_flat", is_flag=True, help="List keys, one a line, instead of the tree.")
+@click.option("--long", "is_long", is_flag=True, help="With --keys: bytes, tokens, tier, hits and idle time too.")
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    help="What comes first. Default: bytes; with --keys: name, or with --long bytes.",
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(0),
+    help=f"Show at most so many prompts a rank (default {LIMIT_DEFAULT}), with --keys keys (default "
+    f"{KEYS_LIMIT_DEFAULT}); 0 shows all. All keys are listed as the server tells them, unsorted.",
+)
+@click.option("--json", "is_json", is_flag=True, help="Print JSON.")
+@on_server
+def ls(
+    match: str | None,
+    is_flat: bool,
+    is_long: bool,
+    sort: str | None,
+    limit: int | None,
+    is_json: bool,
+    place: Place,
+) -> None:
+    """List what a server holds: a tree of models, ranks and prompts with tokens, tiers and hits.
+
+    A prompt stands for all prompts that begin with the same chunk; chunks on disk alone are counted by their length.
+    LMCache's keys are grouped by model and worker, others by what stands before their first colon. It is read with
+    KV.SCAN, beside everything else that the server does, in memory that does not grow with the number of keys. On a
+    plain Redis there are sizes, but no tokens, tiers or hits.
+    """
+    if is_long and not is_flat:
+        raise click.UsageError("--long goes with --keys")
+    pattern = None if match is None else key_bytes(match)
+    with place.open() as servers:
+        if is_flat:
+            order = sort or ("bytes" if is_long else "name")
+            shown = KEYS_LIMIT_DEFAULT if limit is None else limit
+            _list(servers, pattern, _Wanted(order, shown, is_long, is_json))
+            return
+        forest = Forest()
+        with progress("reading keys", _total(servers, pattern)) as bar:
+            for key, facts in _known(servers, pattern, bar):
+                forest.add(key, facts)
+        shown = LIMIT_DEFAULT if limit is None else limit
+        tiers = _tiers(servers)
+        if is_json:
+            click.echo(json.dumps(as_json(servers, forest, sort or "bytes", limit or 0, tiers), indent=2))
+        else:
+            screen = console()
+            tree = drawn(servers, forest, sort or "bytes", shown, tiers, screen.width)
+            screen.print(tree, no_wrap=True, overflow="ellipsis")
+
+
+# ---- inside ------------------------------------------------------------------------------------------------------
+
+
+class _Wanted(NamedTuple):
+    """How a list of keys shall be: `limit` 0 is all of them, unsorted."""
+
+    order: str
+    limit: int
+    is_long: bool
+    is_json: bool
+
+
+def _known(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every key that matches and has not gone meanwhile, with its facts."""
+    for server in servers.each:
+        for batch in server.walk(pattern):
+            bar.forward(len(batch))
+            for key, facts in batch:
+                if facts is not None:
+                    yield key, facts
+
+
+def _total(servers: Servers, pattern: bytes | None) -> int | None:
+    """How many keys there will be; nobody knows it of a pattern."""
+    return None if pattern is not None else sum(int(server.ask("DBSIZE")) for server in servers.each)
+
+
+def _tiers(servers: Servers) -> dict[str, dict[str, int]]:
+    """Capacity and use of each tier, over all servers; empty for a plain Redis."""
+    found: dict[str, dict[str, int]] = {}
+    for server in servers.each:
+        if not server.is_kvredis:
+            continue
+        for name, reply in mapped(server.ask("KV.TIERS")).items():
+            figures = mapped(reply)
+            tier = found.setdefault(name, {"capacity": 0, "used": 0, "entries": 0})
+            for figure in tier:
+                tier[figure] += int(figures.get(figure, 0))
+    return found
+
+
+def _list(servers: Servers, pattern: bytes | None, wanted: _Wanted) -> None:
+    with progress("reading keys", _total(servers, pattern), is_shown=wanted.limit > 0) as bar:
+        rows: Iterator[tuple[bytes, dict[str, Any]]]
+        if wanted.is_long or wanted.is_json or wanted.order != "name":
+            rows = _known(servers, pattern, bar)
+        else:
+            rows = ((key, {}) for key in _names(servers, pattern, bar))
+        if wanted.limit == 0:
+            _print_rows(_whole(servers, rows) if wanted.is_json else rows, wanted)
+            return
+        chosen, more = _first(rows, wanted.order, wanted.limit)
+    _print_rows(_whole(servers, iter(chosen)) if wanted.is_json else iter(chosen), wanted)
+    if more:
+        click.echo(f"{more:,} more: --limit shows them", err=True)
+
+
+def _whole(servers: Servers, rows: Iterator[tuple[bytes, dict[str, Any]]]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """These rows with all that KV.META says, some at a time; without those that have gone meanwhile."""
+    while part := list(itertools.islice(rows, TOGETHER)):
+        told: dict[bytes, dict[str, Any] | None] = dict(part)
+        for server, keys in servers.by_slot([key for key, _ in part]):
+            if server.is_kvredis:
+                told |= zip(keys, server.meta_of(keys), strict=True)
+        yield from ((key, facts) for key, facts in told.items() if facts is not None)
+
+
+def _names(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[bytes]:
+    for server in servers.each:
+        for keys in server.scan(pattern):
+            bar.forward(len(keys))
+            yield from keys
+
+
+def _first(
+    rows: Iterator[tuple[bytes, dict[str, Any]]], order: str, limit: int
+) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+    """The first `limit` rows in that order without duplicates, and how many others there were."""
+    seen = 0
+
+    def counted() -> Iterator[tuple[bytes, dict[str, Any]]]:
+        nonlocal seen
+        for row in rows:
+            seen += 1
+            yield row
+
+    def mark(row: tuple[bytes, dict[str, Any]]) -> tuple[Any, bytes]:
+        key, facts = row
+        if order == "name":
+            return (0, key)
+        if order == "idle":
+            return (facts.get("idle") if facts.get("idle") is not None else float("inf"), key)
+        return (-(facts.get("nbytes" if order == "bytes" else order) or 0), key)
+
+    kept = heapq.nsmallest(limit, counted(), key=mark)
+    return list(dict(kept).items()), max(seen - limit, 0)
+
+
+def _print_rows(rows: Iterator[tuple[bytes, dict[str, Any]]], wanted: _Wanted) -> None:
+    if wanted.is_json:
+        between = "[\n"
+        for key, facts in rows:  # one at a time: there may be more of them than memory holds
+            known = {name: value for name, value in facts.items() if value is not None}
+            click.echo(f"{between}  {json.dumps({'key': json_text(key)} | known)}", nl=False)
+            between = ",\n"
+        click.echo("[]" if between == "[\n" else "\n]")
+        return
+    is_terminal = sys.stdout.isatty()  # and not whatever FORCE_COLOR makes of a pipe
+    for key, facts in rows:
+        # A terminal must not obey a key; a pipe wants it as it is.
+        name = printable(key) if is_terminal else key
+        if wanted.is_long:
+            tokens = facts.get("tokens")
+            columns = (
+                f"{size(facts.get('nbytes') or 0):>9}  {'-' if tokens is None else f'{tokens:,}':>7}"
+                f"  {facts.get('tier') or '-':6}  {facts.get('hits', '-')!s:>6}"
+                f"  {'-' if facts.get('idle') is None else duration(facts['idle']):>7}  "
+            )
+            click.echo(columns, nl=False)
+        click.echo(name)
