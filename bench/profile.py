@@ -28,14 +28,14 @@ from queue import SimpleQueue
 from statistics import median
 from typing import Any, Final, TypedDict
 
-from .errors import BenchError
-from .machine import machine_facts
-from .prompts import PromptPlan, prompts
-from .shapes import SHAPES, ModelShape
-from .store_overhead_compute import TINY, Modelled
-from .swap_arms import HostMemory, Swap, settle
-from .swap_result import GateLine
-from .transfer import Progress
+from .core.errors import BenchError
+from .core.machine import machine_facts
+from .core.prompts import PromptPlan, prompts
+from .core.shapes import SHAPES, ModelShape
+from .server.transfer import Progress
+from .store_overhead.compute import TINY, Modelled
+from .swap.arms import HostMemory, Swap, settle
+from .swap.result import GateLine
 
 SCHEMA: Final = "kvredis.bench.profile/1"
 FORWARD_GAP_US: Final = 1000.0

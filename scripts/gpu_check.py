@@ -66,11 +66,11 @@ from gpu_check_scenarios import (
 )  # fmt: skip
 
 import kvredis
-from kvredis.bench.errors import BenchError
-from kvredis.bench.machine import machine_facts
-from kvredis.bench.report import save
-from kvredis.bench.servers import child_environment
-from kvredis.bench.vllm_engine import connector_of
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.servers import child_environment
+from kvredis.bench.server.report import save
+from kvredis.bench.vllm.engine import connector_of
 
 SCHEMA: Final = "kvredis.gpu-check/1"
 ENGINE: Final = Path(__file__).parent / "gpu_check_engine.py"

@@ -20,7 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kvredis.bench.vllm_worker import Ranks
+from kvredis.bench.vllm.worker import Ranks
 
 Answer = dict[str, Any]
 SETTLE_S = 60.0

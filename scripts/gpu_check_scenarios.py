@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 
 from kvredis.backends.config.url import Address
 from kvredis.backends.resp.connection import Connection
-from kvredis.bench.errors import BenchError
-from kvredis.bench.line_process import LineProcess
-from kvredis.bench.servers import child_environment, free_port, info_lines
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.line_process import LineProcess
+from kvredis.bench.core.servers import child_environment, free_port, info_lines
 from kvredis.storage.errors import KVRedisError
 
 Answer = dict[str, Any]

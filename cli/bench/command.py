@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from kvredis.bench.gate import gate
-from kvredis.bench.held import held
-from kvredis.bench.report import gate_lines, held_lines, table_lines
-from kvredis.bench.result import SUBJECT
-from kvredis.bench.server import (
+from kvredis.bench.core.servers import RECIPES, Recipe, before_recipe
+from kvredis.bench.server.before import held
+from kvredis.bench.server.gate import gate
+from kvredis.bench.server.report import gate_lines, held_lines, table_lines
+from kvredis.bench.server.result import SUBJECT
+from kvredis.bench.server.run import (
     BEFORE_PARTS,
     DEFAULT_PARTS,
     PARTS,
@@ -25,7 +26,6 @@ from kvredis.bench.server import (
     available,
     run,
 )
-from kvredis.bench.servers import RECIPES, Recipe, before_recipe
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
 

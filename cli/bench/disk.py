@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from kvredis.bench.disk import PARTS, QUICK, DiskPlan, own_directory, run
-from kvredis.bench.disk_gate import disk_gate
-from kvredis.bench.disk_report import gate_lines, table_lines
+from kvredis.bench.disk.gate import disk_gate
+from kvredis.bench.disk.report import gate_lines, table_lines
+from kvredis.bench.disk.run import PARTS, QUICK, DiskPlan, own_directory, run
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from kvredis.bench.layerwise import PARTS, QUICK, TIERS, LayerwisePlan, run
-from kvredis.bench.layerwise_result import table_lines
-from kvredis.bench.shapes import ModelShape
+from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.layerwise.result import table_lines
+from kvredis.bench.layerwise.run import PARTS, QUICK, TIERS, LayerwisePlan, run
 from kvredis.cli.numbers import Number
 from kvredis.storage.errors import KVRedisError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from kvredis.bench.links import PARTS, QUICK, LinksPlan, run
-from kvredis.bench.links_result import table_lines
+from kvredis.bench.links.result import table_lines
+from kvredis.bench.links.run import PARTS, QUICK, LinksPlan, run
 
 from .options import Telling, json_option, measuring, picture_option, words_of
 

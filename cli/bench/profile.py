@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.profile import ProfilePlan, run, table_lines
-from kvredis.bench.shapes import ModelShape
 
 from .options import Telling, json_option, measuring, shapes_of, writable
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import click
 
-from kvredis.bench.slow_remote import QUICK, SlowRemotePlan, run
-from kvredis.bench.slow_remote_result import table_lines
+from kvredis.bench.slow_remote.result import table_lines
+from kvredis.bench.slow_remote.run import QUICK, SlowRemotePlan, run
 from kvredis.cli.numbers import Number
 
 from .options import Telling, json_option, measuring

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from kvredis.bench.shapes import SHAPES
-from kvredis.bench.swap import QUICK, SwapPlan, run
-from kvredis.bench.swap_result import table_lines
+from kvredis.bench.core.shapes import SHAPES
+from kvredis.bench.swap.result import table_lines
+from kvredis.bench.swap.run import QUICK, SwapPlan, run
 
 from .options import Telling, json_option, measuring, shapes_of
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from kvredis.bench.shapes import SHAPES
-from kvredis.bench.transport import PARTS, QUICK, TRANSPORTS, TransportPlan, run
-from kvredis.bench.transport_report import gate_lines, table_lines
-from kvredis.bench.transport_result import transport_gate
+from kvredis.bench.core.shapes import SHAPES
+from kvredis.bench.transport.report import gate_lines, table_lines
+from kvredis.bench.transport.result import transport_gate
+from kvredis.bench.transport.run import PARTS, QUICK, TRANSPORTS, TransportPlan, run
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, shapes_of, words_of
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from kvredis.bench.vllm import VLLMPlan, run
-from kvredis.bench.vllm_concurrency import ConcurrencyPlan
-from kvredis.bench.vllm_concurrency import run as run_concurrency
-from kvredis.bench.vllm_concurrency import table_lines as concurrency_lines
-from kvredis.bench.vllm_engine import Where
-from kvredis.bench.vllm_result import ARMS, table_lines
+from kvredis.bench.vllm.concurrency import ConcurrencyPlan
+from kvredis.bench.vllm.concurrency import run as run_concurrency
+from kvredis.bench.vllm.concurrency import table_lines as concurrency_lines
+from kvredis.bench.vllm.engine import Where
+from kvredis.bench.vllm.result import ARMS, table_lines
+from kvredis.bench.vllm.run import VLLMPlan, run
 from kvredis.cli.numbers import Number
 
 from .engine_tables import numbers_of, one_shape

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from kvredis.bench.prompts import VOCABULARY, PromptPlan, workload
-from kvredis.bench.shapes import BLOCK_TOKENS
+from kvredis.bench.core.prompts import VOCABULARY, PromptPlan, workload
+from kvredis.bench.core.shapes import BLOCK_TOKENS
 from kvredis.storage.errors import KVRedisError
 
 from .options import writable

@@ -14,7 +14,7 @@ from kvredis.adapters.transfer.base import HostTransfer, Part, Transfer, open_tr
 from kvredis.adapters.transfer.cuda.cuda_device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
-from kvredis.bench.shapes import SHAPES
+from kvredis.bench.core.shapes import SHAPES
 from kvredis.storage.errors import LayoutError
 
 from .lazy_gpu import LazyGpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvredis.bench.disk_result import SCHEMA, DiskResult, GetRow, Mode, Op, PingRow, RateRow
+from kvredis.bench.disk.result import SCHEMA, DiskResult, GetRow, Mode, Op, PingRow, RateRow
 
 
 def rate(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Collection
 from typing import BinaryIO
 
-from kvredis.bench.wire import Resp, Wire
+from kvredis.bench.core.wire import Resp, Wire
 
 FAULTS = (
     "none",

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.bench.deferred import Contender, DeferredPlan, Held, contenders, run_deferred
-from kvredis.bench.deferred_result import deferred_lines
-from kvredis.bench.errors import VerificationError
-from kvredis.bench.servers import RECIPES
-from kvredis.bench.shapes import ModelShape
-from kvredis.bench.transport_blocks import Blocks, Turn
+from kvredis.bench.core.errors import VerificationError
+from kvredis.bench.core.servers import RECIPES
+from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.server.deferred import Contender, DeferredPlan, Held, contenders, run_deferred
+from kvredis.bench.server.deferred_result import deferred_lines
+from kvredis.bench.transport.blocks import Blocks, Turn
 
 TINY = ModelShape("tiny", layers=8, kv_heads=2, head_dim=64)
 PLAN = DeferredPlan(repeats=1, shapes=(TINY,), blocks=16)

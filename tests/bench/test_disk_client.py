@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.config.url import Address
-from kvredis.bench.disk_client import BlockClient, Values
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.servers import child_environment
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.servers import child_environment
+from kvredis.bench.disk.client import BlockClient, Values
 
 from .fake_server import FakeStore, serve
 
@@ -118,7 +118,7 @@ def test_no_two_keys_and_no_two_passes_hold_the_same() -> None:
 def moved(server: Listening) -> subprocess.CompletedProcess[str]:
     """Run the mover for as long as it takes to store every key once and to be told to stop."""
     return subprocess.run(
-        [sys.executable, "-m", "kvredis.bench.disk_mover", str(server.address), str(SIZE), str(COUNT)],
+        [sys.executable, "-m", "kvredis.bench.disk.background_load", str(server.address), str(SIZE), str(COUNT)],
         input="",
         capture_output=True,
         text=True,

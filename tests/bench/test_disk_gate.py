@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvredis.bench.disk_gate import disk_gate
-from kvredis.bench.disk_report import gate_lines, table_lines
-from kvredis.bench.disk_result import DiskResult, Op
-from kvredis.bench.gate import GateRow
+from kvredis.bench.disk.gate import disk_gate
+from kvredis.bench.disk.report import gate_lines, table_lines
+from kvredis.bench.disk.result import DiskResult, Op
+from kvredis.bench.server.gate import GateRow
 
 from .fake_disk_result import get, ping, rate, result
 

@@ -14,19 +14,11 @@ from click.testing import CliRunner
 
 from kvredis import CacheEngine, Config
 from kvredis.adapters.engine.background import Behind
-from kvredis.bench.engine_tables import (
-    PLANS,
-    Point,
-    TablesPlan,
-    hit_sweep_plan,
-    long_prefill_plan,
-    on_cpu,
-    prefill_plan,
-    run,
-)
-from kvredis.bench.engine_tables_compute import Engine, Spent, compare
-from kvredis.bench.engine_tables_process import WorkerProcess
-from kvredis.bench.engine_tables_result import (
+from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
+from kvredis.bench.core.prompts import PromptPlan, prompts
+from kvredis.bench.engine_tables.compute import Engine, Spent, compare
+from kvredis.bench.engine_tables.process import WorkerProcess
+from kvredis.bench.engine_tables.result import (
     ARMS,
     CPU,
     DEVICE,
@@ -43,11 +35,19 @@ from kvredis.bench.engine_tables_result import (
     row_of,
     table_lines,
 )
-from kvredis.bench.engine_tables_subjects import NoCache, OnDevice, Tiered
-from kvredis.bench.engine_tables_worker import Task, Worker, groups
-from kvredis.bench.errors import BenchError, MissingHits, VerificationError
-from kvredis.bench.prompts import PromptPlan, prompts
-from kvredis.bench.store_overhead_compute import TINY
+from kvredis.bench.engine_tables.run import (
+    PLANS,
+    Point,
+    TablesPlan,
+    hit_sweep_plan,
+    long_prefill_plan,
+    on_cpu,
+    prefill_plan,
+    run,
+)
+from kvredis.bench.engine_tables.subjects import NoCache, OnDevice, Tiered
+from kvredis.bench.engine_tables.worker import Task, Worker, groups
+from kvredis.bench.store_overhead.compute import TINY
 from kvredis.cli.bench.command import bench
 
 CHUNK = 16

@@ -12,10 +12,10 @@ import pytest
 
 from kvredis import CacheEngine
 from kvredis.backends.local import LocalBackend
-from kvredis.bench.engine_tables import Tables, TablesPlan, hit_sweep_plan, long_prefill_plan, run
-from kvredis.bench.engine_tables_compute import Engine
-from kvredis.bench.engine_tables_process import WorkerProcess
-from kvredis.bench.engine_tables_result import (
+from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
+from kvredis.bench.engine_tables.compute import Engine
+from kvredis.bench.engine_tables.process import WorkerProcess
+from kvredis.bench.engine_tables.result import (
     CPU,
     DEVICE,
     DISK,
@@ -25,9 +25,9 @@ from kvredis.bench.engine_tables_result import (
     gate_of,
     table_lines,
 )
-from kvredis.bench.engine_tables_worker import Pass, Task, Worker
-from kvredis.bench.errors import BenchError, MissingHits, VerificationError
-from kvredis.bench.store_overhead_compute import TINY
+from kvredis.bench.engine_tables.run import Tables, TablesPlan, hit_sweep_plan, long_prefill_plan, run
+from kvredis.bench.engine_tables.worker import Pass, Task, Worker
+from kvredis.bench.store_overhead.compute import TINY
 from kvredis.storage.errors import KVRedisError
 
 pytestmark = pytest.mark.nightly
@@ -140,7 +140,7 @@ def test_a_repeat_that_would_not_be_over_in_time_is_not_begun(monkeypatch: pytes
     plan = replace(plan_of(CPU, repeats=9), limit_s=450.0)
     steps = list[str]()
     each_s = 100.0 * plan.repeats / plan.steps()  # 100 s a repeat, on this clock
-    monkeypatch.setattr("kvredis.bench.engine_tables.time.monotonic", lambda: len(steps) * each_s)
+    monkeypatch.setattr("kvredis.bench.engine_tables.run.time.monotonic", lambda: len(steps) * each_s)
     tables = Tables(plan, (Told(), Told()), None)
     tables.measure(steps.append)
     assert {len(row["samples"]) for row in tables.rows.values()} == {4}

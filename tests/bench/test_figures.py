@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvredis.bench.figures import middle, paired_ratio, paired_ratios, percentile, rotated, size_text
+from kvredis.bench.core.statistics import middle, paired_ratio, paired_ratios, percentile, rotated, size_text
 
 
 def test_a_percentile_is_the_nearest_rank() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.bench.gate import GateRow, gate
-from kvredis.bench.report import gate_lines, load
-from kvredis.bench.result import BenchResult, HeadOfLineRow, LookupRow, SmallRow, TransferRow, TransferSample
+from kvredis.bench.server.gate import GateRow, gate
+from kvredis.bench.server.report import gate_lines, load
+from kvredis.bench.server.result import BenchResult, HeadOfLineRow, LookupRow, SmallRow, TransferRow, TransferSample
 
 RECORDED = Path(__file__).parent / "recorded_result.json"
 KIB, MIB = 1024, 1024**2

@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 
-from kvredis.bench.gate import gate
-from kvredis.bench.head_of_line import summarize as summarize_pings
-from kvredis.bench.held import HeldRow, held
-from kvredis.bench.lookup import summarize as summarize_lookups
-from kvredis.bench.report import held_lines, load, table_lines
-from kvredis.bench.result import BenchResult, HeadOfLineSample, LookupSample, ServerFacts, SmallSample, TransferSample
-from kvredis.bench.small import summarize as summarize_small
-from kvredis.bench.transfer import Arm
-from kvredis.bench.transfer import summarize as summarize_transfers
+from kvredis.bench.server.before import HeldRow, held
+from kvredis.bench.server.gate import gate
+from kvredis.bench.server.head_of_line import summarize as summarize_pings
+from kvredis.bench.server.lookup import summarize as summarize_lookups
+from kvredis.bench.server.report import held_lines, load, table_lines
+from kvredis.bench.server.result import (
+    BenchResult,
+    HeadOfLineSample,
+    LookupSample,
+    ServerFacts,
+    SmallSample,
+    TransferSample,
+)
+from kvredis.bench.server.small import summarize as summarize_small
+from kvredis.bench.server.transfer import Arm
+from kvredis.bench.server.transfer import summarize as summarize_transfers
 
 RECORDED = Path(__file__).parent / "recorded_result.json"
 

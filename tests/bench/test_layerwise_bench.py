@@ -13,11 +13,10 @@ from click.testing import CliRunner
 
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer.base import HostTransfer, Moving, Part
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.layerwise import LANE, PARTS, REMOTE, LayerwisePlan, run
-from kvredis.bench.layerwise_arms import remote_places
-from kvredis.bench.layerwise_model import SMALL, Marks, PagedModel
-from kvredis.bench.layerwise_result import (
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.layerwise.arms import remote_places
+from kvredis.bench.layerwise.model import SMALL, Marks, PagedModel
+from kvredis.bench.layerwise.result import (
     BOTH,
     CAPS,
     LAYERED,
@@ -35,7 +34,8 @@ from kvredis.bench.layerwise_result import (
     push_points,
     table_lines,
 )
-from kvredis.bench.planning import Pipeline, remote_share
+from kvredis.bench.layerwise.run import LANE, PARTS, REMOTE, LayerwisePlan, run
+from kvredis.bench.plan.planning import Pipeline, remote_share
 from kvredis.cli.main import main
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.bench import line_process
-from kvredis.bench.errors import BenchError
-from kvredis.bench.line_process import LineProcess
+from kvredis.bench.core import line_process
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.line_process import LineProcess
 from tests.backends.nodes import wait_until
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"

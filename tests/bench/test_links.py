@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.bench import links_gpu, links_memory, links_picture
-from kvredis.bench.disk_device import timed_threads
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.links import LinksPlan, run
-from kvredis.bench.links_memory import numa_nodes, run_memory, timed_together
-from kvredis.bench.links_process import Peer, chosen_cores, peer_of, run_copies, run_tokens
-from kvredis.bench.links_result import BASE, CopySample, Link, LinksResult, copy_row, table_lines
-from kvredis.bench.memory_pages import Backing
-from kvredis.bench.pictures import draw
-from kvredis.bench.plot import Bar
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.pictures import draw
+from kvredis.bench.core.plot import Bar
+from kvredis.bench.disk.device import timed_threads
+from kvredis.bench.links import gpu, memory, plot
+from kvredis.bench.links.memory import numa_nodes, run_memory, timed_together
+from kvredis.bench.links.process import Peer, chosen_cores, peer_of, run_copies, run_tokens
+from kvredis.bench.links.result import BASE, CopySample, Link, LinksResult, copy_row, table_lines
+from kvredis.bench.links.run import LinksPlan, run
+from kvredis.bench.memory.pages import Backing
 
 MIB = 1024**2
 NBYTES = 5 * MIB  # two blocks and a half
-NO_GPU = links_gpu.obstacle()
+NO_GPU = gpu.obstacle()
 
 
 def ignore(_step: str) -> None:
@@ -51,7 +51,7 @@ def test_a_copy_that_stops_short_is_noticed(monkeypatch: pytest.MonkeyPatch, nby
     def short(target: int, source: int, count: int) -> None:
         ctypes.memmove(target, source, count - 1)
 
-    monkeypatch.setattr(links_memory, "copy_blocks", short)
+    monkeypatch.setattr(memory, "copy_blocks", short)
     with pytest.raises(VerificationError, match=f"from {BASE} to {BASE}"):
         run_memory(nbytes, 1, ignore, [])
 
@@ -176,7 +176,7 @@ def test_the_clock_starts_before_the_jobs_however_late_this_thread_runs_on(
 
 
 def test_huge_pages_that_the_kernel_did_not_give_are_not_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_memory, "backing", lambda _address: Backing(4096, 0.0))
+    monkeypatch.setattr(memory, "backing", lambda _address: Backing(4096, 0.0))
     notes: list[str] = []
     rows = run_memory(MIB, 1, ignore, notes)
     for kind in ("process THP", "arena THP", "arena hugetlb"):
@@ -204,11 +204,11 @@ def test_memory_of_a_node_is_had_from_the_kernel() -> None:
     node = next(iter(numa_nodes()), None)
     if node is None:
         pytest.skip("no NUMA node in sysfs")
-    with links_memory._anonymous(2 * MIB, 15, node) as address:  # 15: MADV_NOHUGEPAGE
+    with memory._anonymous(2 * MIB, 15, node) as address:  # 15: MADV_NOHUGEPAGE
         assert ctypes.string_at(address, 16) == bytes(16)
         policies = {line.split()[0]: line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines()}
         assert policies[f"{address:08x}"] == f"bind:{node}"
-    with pytest.raises(OSError, match="mbind"), links_memory._anonymous(2 * MIB, 15, 1000):
+    with pytest.raises(OSError, match="mbind"), memory._anonymous(2 * MIB, 15, 1000):
         pass
 
 
@@ -234,7 +234,7 @@ def test_the_whole_result_is_a_table_of_matrices(measured: LinksResult) -> None:
 
 
 def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_gpu, "obstacle", lambda: "no GPU")
+    monkeypatch.setattr(gpu, "obstacle", lambda: "no GPU")
     result = run(LinksPlan(parts=("gpus",)), ignore)
     assert result["notes"] == ["no GPU"]
     assert result["copies"] == []
@@ -261,7 +261,7 @@ def test_in_the_picture_only_copies_in_memory_are_paired_with_the_plain_copy_of_
     plain = {0: 1.0, 1: 2.0, 2: 4.0}
     for part, drawn in (("memory", Bar(1.5, 1.0, 2.0)), ("process", Bar(2.0, 0.5, 3.0))):
         link = Link(part=part, way="tcp", source="a", target="b", direction="uni")  # type: ignore[typeddict-item]
-        assert links_picture._bar(copy_row(link, 1, samples), plain) == drawn
+        assert plot._bar(copy_row(link, 1, samples), plain) == drawn
 
 
 def test_pageable_memory_goes_both_ways_at_once_although_the_driver_copies_it_before_it_answers() -> None:
@@ -274,13 +274,13 @@ def test_pageable_memory_goes_both_ways_at_once_although_the_driver_copies_it_be
         def run(self) -> None:
             self.begin()
 
-    link = links_gpu._link("pageable", "CPU", "GPU 0", "bi")
-    assert links_gpu._timed(links_gpu._Arm(link, [Blocking(), Blocking()])) > 0  # type: ignore[list-item]
+    link = gpu._link("pageable", "CPU", "GPU 0", "bi")
+    assert gpu._timed(gpu._Arm(link, [Blocking(), Blocking()])) > 0  # type: ignore[list-item]
 
 
 @pytest.mark.skipif(NO_GPU is not None, reason=str(NO_GPU))
 def test_gpus_are_copied_to_and_from_and_compared() -> None:
-    found = links_gpu.run_gpus(MIB, 1, 5, ignore)
+    found = gpu.run_gpus(MIB, 1, 5, ignore)
     count = len(found.names)
     assert len(found.copies) == 7 * count + 2 * count * (count - 1)
     assert all(sample["verified_bytes"] for row in found.copies for sample in row["samples"])

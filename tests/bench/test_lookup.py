@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.bench.lookup import LookupPlan, long_keys, request_of, run_lookup, short_keys, summarize
-from kvredis.bench.result import LookupSample
-from kvredis.bench.wire import WireError
+from kvredis.bench.core.wire import WireError
+from kvredis.bench.server.lookup import LookupPlan, long_keys, request_of, run_lookup, short_keys, summarize
+from kvredis.bench.server.result import LookupSample
 from tests.bench.fake_server import FakePeer
 
 PLAN = LookupPlan(repeats=2, keys=10, run_s=0.001)

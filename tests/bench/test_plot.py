@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from kvredis.bench import plot
-from kvredis.bench.errors import BenchError
-from kvredis.bench.pictures import draw
-from kvredis.bench.plot import COLOURS, Bar, BarPanel, Captions, LinePanel, bars, lines, require
+from kvredis.bench.core import plot
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.pictures import draw
+from kvredis.bench.core.plot import COLOURS, Bar, BarPanel, Captions, LinePanel, bars, lines, require
 from kvredis.cli.bench.command import bench
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvredis.bench.errors import BenchError
-from kvredis.bench.prompts import PromptPlan, digest, prompts
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.prompts import PromptPlan, digest, prompts
 from kvredis.cli.bench.command import bench
 
 PINNED = PromptPlan(input_len=1000, hit_rate=0.5, num_prompts=20, seed=7, vocab_size=152_064)
@@ -28,7 +28,7 @@ def test_the_tokens_of_a_seed_never_change() -> None:
 
 def test_another_process_makes_the_same_tokens() -> None:
     program = (
-        "from kvredis.bench.prompts import PromptPlan, digest, prompts\n"
+        "from kvredis.bench.core.prompts import PromptPlan, digest, prompts\n"
         "print(digest(prompts(PromptPlan(1000, 0.5, 20, 7, 152064))))"
     )
     root = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.bench.errors import BenchError
-from kvredis.bench.report import default_path, load, save, table_lines
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.server.report import default_path, load, save, table_lines
 
 RECORDED = Path(__file__).parent / "recorded_result.json"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.config.url import Address
-from kvredis.bench.errors import BenchError
-from kvredis.bench.servers import (
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.servers import (
     RECIPES,
     Recipe,
     ServerProcess,
@@ -22,7 +22,7 @@ from kvredis.bench.servers import (
     child_environment,
     process_cpu_s,
 )
-from kvredis.bench.wire import Resp
+from kvredis.bench.core.wire import Resp
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -126,7 +126,7 @@ def test_the_server_before_runs_the_kvredis_of_its_checkout_wherever_the_bench_s
 
 
 def test_the_server_before_has_our_interpreter_and_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvredis.bench.servers._first_line", lambda *_: "abc1234")
+    monkeypatch.setattr("kvredis.bench.core.servers._first_line", lambda *_: "abc1234")
     (tmp_path / "kvredis").mkdir()
     (tmp_path / "kvredis" / "__main__.py").touch()
     before, ours = before_recipe(tmp_path), RECIPES["kvredis"]

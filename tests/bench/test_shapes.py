@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvredis import ChunkLayout
-from kvredis.bench.errors import BenchError
-from kvredis.bench.shapes import SHAPES, ModelShape, shape_of
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.shapes import SHAPES, ModelShape, shape_of
 
 QWEN = {
     "hidden_size": 3584,

@@ -17,8 +17,8 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache
 
 from kvredis.adapters.transformers.model import layout_of
-from kvredis.bench.errors import BenchError
-from kvredis.bench.shapes import shape_from_config
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.shapes import shape_from_config
 from kvredis.storage.errors import LayoutError
 from tests.adapters.model_types import ALL_TYPES, tiny_of
 

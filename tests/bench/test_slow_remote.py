@@ -14,10 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.backends.config.url import Address
-from kvredis.bench.errors import BenchError
-from kvredis.bench.servers import ServerProcess
-from kvredis.bench.slow_remote import SlowRemotePlan, run
-from kvredis.bench.slow_remote_result import (
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.servers import ServerProcess
+from kvredis.bench.core.throttle import Link, Throttle
+from kvredis.bench.slow_remote.result import (
     AUTO,
     FREE,
     NONE,
@@ -30,7 +30,7 @@ from kvredis.bench.slow_remote_result import (
     slow_remote_gate,
     table_lines,
 )
-from kvredis.bench.throttle import Link, Throttle
+from kvredis.bench.slow_remote.run import SlowRemotePlan, run
 from kvredis.cli.bench.command import bench
 
 TIMEOUT_S = 30
@@ -225,7 +225,7 @@ def test_a_figure_that_is_missing_does_not_pass() -> None:
 
 def test_a_server_that_does_not_take_what_is_stored_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvredis.adapters.engine.engine import CacheEngine
-    from kvredis.bench.slow_remote import run
+    from kvredis.bench.slow_remote.run import run
 
     monkeypatch.setattr(CacheEngine, "lookup", lambda engine, tokens: 0)
     with pytest.raises(BenchError, match="does not hold"):
@@ -244,7 +244,7 @@ def test_a_server_that_dies_gets_no_figure_although_engines_go_on_without_it(mon
         if step == f"{FREE}, {NONE}":
             servers[0].stop()
 
-    monkeypatch.setattr("kvredis.bench.slow_remote.ServerProcess", Noted)
+    monkeypatch.setattr("kvredis.bench.slow_remote.run.ServerProcess", Noted)
     plan = SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512)
     with pytest.raises(BenchError, match="slow lets nobody in"):
         run(plan, stop)

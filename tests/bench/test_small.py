@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvredis.bench.errors import BenchError
-from kvredis.bench.small import OPS, VALUE, SmallPlan, parse_csv
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.server.small import OPS, VALUE, SmallPlan, parse_csv
 
 PRINTED = (
     '"test","rps","avg_latency_ms","min_latency_ms","p50_latency_ms","p95_latency_ms","p99_latency_ms","max_latency_ms"\n'

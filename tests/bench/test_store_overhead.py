@@ -12,12 +12,11 @@ import torch
 from click.testing import CliRunner
 
 from kvredis.adapters.engine.engine import CacheEngine
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.prompts import PromptPlan, prompts
-from kvredis.bench.shapes import ModelShape
-from kvredis.bench.store_overhead import StoreOverheadPlan, run
-from kvredis.bench.store_overhead_compute import TINY, Asleep, Modelled
-from kvredis.bench.store_overhead_result import (
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.prompts import PromptPlan, prompts
+from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.store_overhead.compute import TINY, Asleep, Modelled
+from kvredis.bench.store_overhead.result import (
     CPU,
     DISK,
     LANE,
@@ -35,6 +34,7 @@ from kvredis.bench.store_overhead_result import (
     store_overhead_gate,
     table_lines,
 )
+from kvredis.bench.store_overhead.run import StoreOverheadPlan, run
 from kvredis.cli.bench.command import bench
 
 SHAPE = ModelShape("small", layers=2, kv_heads=2, head_dim=16)

@@ -13,17 +13,16 @@ import torch
 from click.testing import CliRunner
 
 from kvredis.adapters.transfer.base import HostTransfer
-from kvredis.bench import swap_arms
-from kvredis.bench.errors import BenchError, VerificationError
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, shared, table_lines
 from kvredis.bench.profile import gate_lines as profile_gate
 from kvredis.bench.profile import run as profile_run
-from kvredis.bench.shapes import ModelShape
-from kvredis.bench.store_overhead_compute import TINY
-from kvredis.bench.swap import SwapPlan, run
-from kvredis.bench.swap_arms import ARMS, PER_PAGE, Arm, HostMemory, Link, Swap, arm_of
-from kvredis.bench.swap_beside import COPY_BYTES, copies_beside, prefill_beside
-from kvredis.bench.swap_result import (
+from kvredis.bench.store_overhead.compute import TINY
+from kvredis.bench.swap import arms
+from kvredis.bench.swap.arms import ARMS, PER_PAGE, Arm, HostMemory, Link, Swap, arm_of
+from kvredis.bench.swap.interference import COPY_BYTES, copies_beside, prefill_beside
+from kvredis.bench.swap.result import (
     DIRECTIONS,
     OURS,
     SCHEMA,
@@ -35,6 +34,7 @@ from kvredis.bench.swap_result import (
     prefill_row,
     swap_row,
 )
+from kvredis.bench.swap.run import SwapPlan, run
 from kvredis.cli.main import main
 
 SHAPE = ModelShape("small", layers=3, kv_heads=2, head_dim=8)
@@ -58,9 +58,9 @@ def test_every_arm_is_measured_each_way_and_every_byte_is_compared(monkeypatch: 
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    real = swap_arms._per_page_cpu
+    real = arms._per_page_cpu
 
-    def wrong(paged: Any) -> swap_arms.Arm:
+    def wrong(paged: Any) -> arms.Arm:
         move = real(paged)
 
         def moved(parts: Any, way: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_wrong_byte_ends_the_run(monkeypatch: pytest.MonkeyPatch, direction: s
 
         return moved
 
-    monkeypatch.setattr(swap_arms, "_per_page_cpu", wrong)
+    monkeypatch.setattr(arms, "_per_page_cpu", wrong)
     with pytest.raises(VerificationError, match="small: "):
         run(PLAN, lambda step: None)
 

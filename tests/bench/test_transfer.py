@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.bench.errors import VerificationError
-from kvredis.bench.transfer import Arm, TransferPlan, Transfers, summarize
-from kvredis.bench.wire import WireError
+from kvredis.bench.core.errors import VerificationError
+from kvredis.bench.core.wire import WireError
+from kvredis.bench.server.transfer import Arm, TransferPlan, Transfers, summarize
 from kvredis.storage.errors import BackendError, KVRedisError
 from tests.bench.fake_server import FakePeer
 

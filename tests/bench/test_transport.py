@@ -13,18 +13,18 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.backends.resp.connection import Connection
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.lane_client import LaneClient, LaneMissing, LentMemory, request
-from kvredis.bench.servers import ServerProcess, kvredis_recipe
-from kvredis.bench.shapes import ModelShape
-from kvredis.bench.transport import TransportPlan, run
-from kvredis.bench.transport_arms import Arm, LaneArms, Store, fetch_by_wire, wire_arms
-from kvredis.bench.transport_blocks import Blocks, TorchCopy, Turn
-from kvredis.bench.transport_one import OnePlan
-from kvredis.bench.transport_result import SCHEMA, STRIPED
-from kvredis.bench.transport_scaling import ScalingPlan
-from kvredis.bench.transport_striped import CONNECTIONS, Striped
-from kvredis.bench.wire import WireError
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.core.wire import WireError
+from kvredis.bench.transport.arms import Arm, LaneArms, Store, fetch_by_wire, wire_arms
+from kvredis.bench.transport.blocks import Blocks, TorchCopy, Turn
+from kvredis.bench.transport.result import SCHEMA, STRIPED
+from kvredis.bench.transport.run import TransportPlan, run
+from kvredis.bench.transport.scaling import ScalingPlan
+from kvredis.bench.transport.shm_client import LaneClient, LaneMissing, LentMemory, request
+from kvredis.bench.transport.single import OnePlan
+from kvredis.bench.transport.striped import CONNECTIONS, Striped
 from kvredis.cli.bench.command import bench
 from tests.bench.fake_server import FakePeer
 
@@ -275,7 +275,7 @@ def test_a_run_has_every_arm_every_ratio_and_no_process_left() -> None:
 
 
 def test_without_pyzmq_its_arms_are_left_out_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvredis.bench.transport.zmq_missing", lambda: "pyzmq is not installed: pip install it")
+    monkeypatch.setattr("kvredis.bench.transport.run.zmq_missing", lambda: "pyzmq is not installed: pip install it")
     plan = TransportPlan(shapes=[TINY], blocks=COUNT, repeats=1, parts=("arms",), transports=("unix", "pyzmq"))
     result = run(plan, lambda _step: None)
     assert result["notes"] == ["pyzmq's arms are left out: pyzmq is not installed: pip install it"]

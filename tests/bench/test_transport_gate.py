@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvredis.bench.result import ServerFacts
-from kvredis.bench.transport_report import gate_lines, table_lines
-from kvredis.bench.transport_result import (
+from kvredis.bench.server.result import ServerFacts
+from kvredis.bench.transport.report import gate_lines, table_lines
+from kvredis.bench.transport.result import (
     SCHEMA,
     STRIPED,
     T0_MOST,

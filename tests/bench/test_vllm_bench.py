@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.adapters.vllm.config import configured
-from kvredis.bench.errors import BenchError
-from kvredis.bench.shapes import SHAPES
-from kvredis.bench.vllm import ANSWER_TOKENS, VLLMPlan, rounds, run, setting_of
-from kvredis.bench.vllm_engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes
-from kvredis.bench.vllm_result import ARMS, VLLMResult, conclude, gate_of, row_of, table_lines
-from kvredis.bench.vllm_worker import Served
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.shapes import SHAPES
+from kvredis.bench.vllm.engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes
+from kvredis.bench.vllm.result import ARMS, VLLMResult, conclude, gate_of, row_of, table_lines
+from kvredis.bench.vllm.run import ANSWER_TOKENS, VLLMPlan, rounds, run, setting_of
+from kvredis.bench.vllm.worker import Served
 from kvredis.cli.bench.command import bench
 
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "vllm": "0.26.0", "torch": "2.11"}
@@ -30,7 +30,7 @@ NO_GPU = {"device": "cpu", "memory_bytes": 0, "vllm": "0.32.0", "torch": "2.13"}
 FAKE = """#!{python}
 import json, os, sys
 arguments = sys.argv[1:]
-assert arguments[:2] == ["-m", "kvredis.bench.vllm_worker"], arguments
+assert arguments[:2] == ["-m", "kvredis.bench.vllm.worker"], arguments
 if arguments[2:] == ["--facts"]:
     print(json.dumps({facts}))
     sys.exit()

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvredis.bench.errors import BenchError
-from kvredis.bench.shapes import SHAPES
-from kvredis.bench.vllm import rounds
-from kvredis.bench.vllm_concurrency import (
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.shapes import SHAPES
+from kvredis.bench.vllm.concurrency import (
     CONCURRENT_ARMS,
     KINDS,
     SCHEMA,
@@ -26,7 +25,8 @@ from kvredis.bench.vllm_concurrency import (
     setting_of,
     table_lines,
 )
-from kvredis.bench.vllm_engine import TINY, Where
+from kvredis.bench.vllm.engine import TINY, Where
+from kvredis.bench.vllm.run import rounds
 from kvredis.cli.bench.command import bench
 
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "devices": 1, "vllm": "0.26.0", "torch": "2.11"}

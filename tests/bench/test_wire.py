@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.bench.wire import Dialect, MemcachedText, Resp, Wire, WireError
+from kvredis.bench.core.wire import Dialect, MemcachedText, Resp, Wire, WireError
 from kvredis.storage.errors import BackendError
 
 KEY = b"bench:7:00001"

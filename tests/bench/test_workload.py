@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvredis.bench.errors import BenchError, VerificationError
-from kvredis.bench.workload import PAGE_BYTES, VALUE_OFFSET_BYTES, Memory, Workload, memory_bytes, working_set
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.workload import PAGE_BYTES, VALUE_OFFSET_BYTES, Memory, Workload, memory_bytes, working_set
 
 SIZE = 5000
 COUNT = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvredis.bench.report import load
-from kvredis.bench.result import BenchResult, HeldJson
-from kvredis.bench.server import ServerPlan
-from kvredis.bench.servers import RECIPES, Recipe
-from kvredis.bench.wire import Resp
+from kvredis.bench.core.servers import RECIPES, Recipe
+from kvredis.bench.core.wire import Resp
+from kvredis.bench.server.report import load
+from kvredis.bench.server.result import BenchResult, HeldJson
+from kvredis.bench.server.run import ServerPlan
 from kvredis.cli.bench.command import bench
 from tests.bench import fake_server
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvredis.bench.disk import own_directory
-from kvredis.bench.errors import BenchError
-from kvredis.bench.result import GateJson
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.disk.run import own_directory
+from kvredis.bench.server.result import GateJson
 from kvredis.cli.bench.command import bench
 from tests.bench.fake_disk_result import rate, result
 

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from kvredis.bench.errors import BenchError
+from kvredis.bench.core.errors import BenchError
 from kvredis.cli.bench.command import bench
 from kvredis.cli.bench.options import Telling, measuring
 from kvredis.cli.main import main

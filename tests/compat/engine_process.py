@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvredis.bench.line_process import LineProcess
+from kvredis.bench.core.line_process import LineProcess
 from tests.compat.side_packages import COMPILED_ONCE
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis
 
-from kvredis.bench.errors import BenchError
+from kvredis.bench.core.errors import BenchError
 from tests.backends.conftest import ServerProcess
 from tests.compat.conftest import RunningServer
 from tests.compat.engine_process import ROOT, EngineProcess

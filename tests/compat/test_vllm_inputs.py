@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from kvredis.bench.errors import BenchError
+from kvredis.bench.core.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvredis.bench.vllm_concurrency import KINDS, ConcurrencyResult
-from kvredis.bench.vllm_result import SCHEMA, VLLMResult
+from kvredis.bench.vllm.concurrency import KINDS, ConcurrencyResult
+from kvredis.bench.vllm.result import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
 from tests.compat.vllm_process import site
 

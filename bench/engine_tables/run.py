@@ -1,0 +1,348 @@
+"""`kvredis bench prefill`, `hit-sweep` and `long-prefill`: what a stored prompt saves an engine, from each tier.
+
+Two processes with a model each take turns: the first fills a cache and, where the cache is its own memory, reads it
+again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone before the
+next is stored. Prompts, hits and bytes are the same for every arm, and checked, but for what a cache says that it has
+dropped. An arm that fails is left out and said; the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from kvredis import install_line
+from kvredis.backends.resp.connection import Connection
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.shapes import SHAPES, ModelShape
+from kvredis.bench.core.statistics import rotated
+from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.store_overhead.compute import TINY
+from kvredis.storage.errors import KVRedisError
+
+from .process import WorkerProcess
+from .result import (
+    ARMS,
+    CPU,
+    DEVICE,
+    DISK,
+    LANE,
+    RECOMPUTE,
+    REMOTE,
+    SCHEMA,
+    EngineTablesResult,
+    Row,
+    Sample,
+    conclude,
+    gate_of,
+    row_of,
+)
+from .worker import Pass, Task, first_line
+
+MEMORY_MIN_BYTES = 64 * MIB
+_SEED = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place on a bench's axis. `at` is that place; `budget` the tokens of a forward pass, all rows together."""
+
+    at: float
+    hit_rate: float
+    output: int
+    budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class TablesPlan:
+    """What one call of a bench does; `rows` is how many prompts are served together. A repeat is not begun, but for the
+    first, that would not be over `limit_s` from the beginning on if it takes as long as the one before."""
+
+    bench: str
+    points: tuple[Point, ...]
+    prompts: int
+    prompt_tokens: int
+    rows: int = 1
+    shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
+    arms: tuple[str, ...] = ARMS
+    chunk_tokens: int = 256
+    repeats: int = 3
+    auto: bool = False
+    limit_s: float = float("inf")
+
+    @property
+    def data_bytes(self) -> int:
+        """KV of all prompts of a point, had they nothing in common."""
+        return self.prompts * self.shape.block_bytes(self.prompt_tokens)
+
+    @property
+    def burst_bytes(self) -> int:
+        """KV of two batches: it is stored at once, faster than any disk writes, and written while others compute."""
+        return 2 * min(self.rows, self.prompts) * self.shape.block_bytes(self.prompt_tokens)
+
+    def served(self) -> list[str]:
+        """Every arm, recompute always first."""
+        return [RECOMPUTE, *(arm for arm in self.arms if arm != RECOMPUTE)]
+
+    def steps(self) -> int:
+        """Give how often `run` calls its progress."""
+        return self.repeats * len(self.points) * 2 * len(self.served())
+
+    def begun(self) -> dict[str, Any]:
+        """Give what an engine's process is told first."""
+        columns = self.prompt_tokens + max(point.output for point in self.points)
+        sizes = sorted({(rows, point.budget) for point in self.points for rows in (1, self.rows)})
+        return first_line(self.shape, columns, self.chunk_tokens, sizes)
+
+    def options(self) -> dict[str, Any]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            "prompts": self.prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "rows": self.rows,
+            "repeats": self.repeats,
+            "auto": self.auto,
+            "points": [[point.at, point.hit_rate, point.output, point.budget] for point in self.points],
+        }
+
+
+def prefill_plan(budgets: tuple[int, ...] = (1024, 8192), **rest: Any) -> TablesPlan:
+    """Prompts one after another, in passes of 1,024 tokens and at once; one token comes out."""
+    points = tuple(Point(budget, 0.0, 1, budget) for budget in budgets)
+    settings: dict[str, Any] = {"prompts": 3, "prompt_tokens": 8192} | rest
+    return TablesPlan("prefill", points, **settings)
+
+
+def hit_sweep_plan(
+    rates: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9, 1.0), output: int = 24, budget: int = 8192, **rest: Any
+) -> TablesPlan:
+    """Prompts of which a share is common to all, many at once."""
+    points = tuple(Point(rate, rate, output, budget) for rate in rates)
+    settings: dict[str, Any] = {"prompts": 200, "prompt_tokens": 1000, "rows": 32} | rest
+    return TablesPlan("hit-sweep", points, **settings)
+
+
+def long_prefill_plan(outputs: tuple[int, ...] = (2, 16, 128), budget: int = 1024, **rest: Any) -> TablesPlan:
+    """Long prompts, two at once, and answers of several lengths."""
+    points = tuple(Point(output, 0.0, output, budget) for output in outputs)
+    given: dict[str, Any] = {"prompts": 10, "prompt_tokens": 10_240, "rows": 2, "shape": SHAPES["7b"]} | rest
+    return TablesPlan("long-prefill", points, **given)
+
+
+PLANS: dict[str, Callable[..., TablesPlan]] = {
+    "prefill": prefill_plan,
+    "hit-sweep": hit_sweep_plan,
+    "long-prefill": long_prefill_plan,
+}
+QUICK: dict[str, dict[str, Any]] = {
+    "prefill": {"budgets": (1024,), "prompt_tokens": 2048, "repeats": 1},
+    "hit-sweep": {"rates": (0.0, 0.8), "prompts": 33, "output": 4, "repeats": 1},
+    "long-prefill": {"outputs": (2, 16), "prompts": 2, "prompt_tokens": 2048, "repeats": 1},
+}
+
+
+class Tables:
+    """The two processes, the server, and one pass after another; `notes` say which arms were left out, and why."""
+
+    def __init__(self, plan: TablesPlan, workers: tuple[WorkerProcess, WorkerProcess], server: ServerProcess | None):
+        self._plan = plan
+        self._first, self._second = workers
+        self._server = server
+        self.verified_bytes = self.lone_steps = 0
+        self.rows: dict[tuple[str, int, float], Row] = {}
+        self.left_out: list[str] = []
+        self.notes: list[str] = []
+
+    def measure(self, progress: Progress, began_s: float = 0.0) -> None:
+        """Serve every arm at every point, repeat by repeat. Raises what recompute raises, and VerificationError; any
+        other arm that fails is left out from then on. Before, both processes serve what recompute does: the first of
+        that takes up to 1.8 times as long, whoever serves it. Time is limited from `began_s` on."""
+        for point in self._plan.points:
+            self.arm(RECOMPUTE, point, 0)
+        self.lone_steps = 0
+        took_s = 0.0
+        for repeat in range(self._plan.repeats):
+            repeat_s = time.monotonic()
+            if repeat and repeat_s + took_s > began_s + self._plan.limit_s:
+                self.notes.append(f"There was time for {repeat} of {self._plan.repeats} repeats.")
+                break
+            for point in self._plan.points:
+                for arm in rotated(self._plan.served(), repeat):
+                    progress(f"{arm}, {point.at:g}")
+                    if arm not in self.left_out:
+                        self._try(arm, point, repeat)
+                    progress(f"{arm}, {point.at:g}")
+            took_s = time.monotonic() - repeat_s
+
+    def _try(self, arm: str, point: Point, repeat: int) -> None:
+        try:
+            samples = self.arm(arm, point, repeat)
+        except VerificationError:
+            raise
+        except KVRedisError as error:
+            if arm == RECOMPUTE:
+                raise
+            self.left_out.append(arm)
+            self.notes.append(f"Left out: {arm}, from {point.at:g} in repeat {repeat + 1} on: {error}")
+            for worker in (self._first, self._second):
+                worker.revive()
+            return
+        for number, sample in samples:
+            place = (arm, number, point.at)
+            self.rows.setdefault(place, row_of(*place))["samples"].append(sample)
+
+    def arm(self, arm: str, point: Point, repeat: int) -> list[tuple[int, Sample]]:
+        """Both passes of an arm; what it stored is gone on return."""
+        plan = self._plan
+        with ExitStack() as stack:
+            if arm in (LANE, REMOTE):
+                stack.callback(self._flush_server)
+            folder = stack.enter_context(TemporaryDirectory(prefix="kvbench-"))
+            task = self._task(arm, point, repeat)
+            first = self._first.ask(self._with_engine(task, Path(folder), number=1))
+            stays = arm in (DEVICE, CPU)
+            has_all = not first["dropped_chunks"]
+            again = replace_task(task, keep=False, full=arm != RECOMPUTE and not plan.auto and has_all)
+            again["checks"] = [] if arm == RECOMPUTE else first["checks"]
+            second = (self._first if stays else self._second).ask(self._with_engine(again, Path(folder), number=2))
+        self.verified_bytes += second["verified_tokens"] * plan.shape.bytes_per_token()
+        self.lone_steps += first["lone_steps"] + second["lone_steps"]
+        return [(1, self._sample(first, repeat)), (2, self._sample(second, repeat))]
+
+    def _flush_server(self) -> None:
+        assert self._server is not None
+        with Connection.open(self._server.address) as connection:
+            connection.call(b"FLUSHALL")
+
+    def _task(self, arm: str, point: Point, repeat: int) -> Task:
+        plan = self._plan
+        return Task(
+            arm=arm,
+            what=f"{arm}, {point.at:g}",
+            model=f"bench/{plan.bench}-{arm}",
+            prompts=plan.prompts,
+            tokens=plan.prompt_tokens,
+            hit_rate=point.hit_rate,
+            seed=_SEED + repeat,
+            output=point.output,
+            budget=point.budget,
+            rows=plan.rows,
+            engine=None,
+            keep=arm in (DEVICE, CPU),
+            checks=[],
+            full=False,
+        )
+
+    def _with_engine(self, task: Task, folder: Path, number: int) -> Task:
+        """The task with its cache's configuration."""
+        plan, arm = self._plan, task["arm"]
+        if arm in (RECOMPUTE, DEVICE):
+            return task
+        data = plan.data_bytes + max(plan.data_bytes // 4, MEMORY_MIN_BYTES)
+        memory = data
+        over: dict[str, Any] = {"chunk_size": plan.chunk_tokens, "local_cpu": arm not in (LANE, REMOTE)}
+        if arm in (LANE, REMOTE):
+            assert self._server is not None
+            scheme = "kvredis" if arm == LANE else "redis"
+            over["remote_url"] = f"{scheme}://127.0.0.1:{self._server.address.port}"
+            memory = data if number == 1 else max(data // 4, MEMORY_MIN_BYTES)  # what waits to be sent
+        elif arm == DISK:
+            over |= {"local_disk": str(folder), "max_local_disk_size": f"{2 * data // MIB + 1024}MB"}
+            memory = min(max(data // 8, plan.burst_bytes, MEMORY_MIN_BYTES), data)
+        over["max_local_cpu_size"] = f"{memory // MIB}MB"
+        if plan.auto:
+            over["min_retrieve_tokens"] = "auto"
+        return replace_task(task, engine=over)
+
+    def _sample(self, passed: Pass, repeat: int) -> Sample:
+        prompts = self._plan.prompts
+        return Sample(
+            repeat=repeat,
+            qps=prompts / passed["seconds"],
+            first_ms=(passed["load_seconds"] + passed["prefill_seconds"]) / prompts * 1e3,
+            seconds=passed["seconds"],
+            load_seconds=passed["load_seconds"],
+            alone_load_seconds=passed["alone_load_seconds"],
+            alone_hit_tokens=passed["alone_hit_tokens"],
+            prefill_seconds=passed["prefill_seconds"],
+            decode_seconds=passed["decode_seconds"],
+            drain_seconds=passed["drain_seconds"],
+            hit_tokens=passed["hit_tokens"],
+            computed_tokens=passed["computed_tokens"],
+            dropped_chunks=passed["dropped_chunks"],
+        )
+
+
+def replace_task(task: Task, **changes: Any) -> Task:
+    """The task with these entries changed."""
+    return cast(Task, dict(task) | changes)
+
+
+def on_cpu(plan: TablesPlan) -> TablesPlan:
+    """What is left of a plan where there is no GPU: a tiny model, and prompts that it gets through."""
+    tokens = min(plan.prompt_tokens, 4 * plan.chunk_tokens)
+    return replace(plan, shape=TINY, prompts=min(plan.prompts, 2 * plan.rows), prompt_tokens=tokens)
+
+
+def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
+    """Measure everything in `plan`; without a GPU what on_cpu leaves of it.
+
+    Raises KVRedisError, BenchError when no arm is left but recompute, and VerificationError at a wrong byte; leaves no
+    process and no folder behind.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError(f"the bench's engines need torch and transformers: {install_line('demo')}") from error
+    start_s, notes = time.monotonic(), []
+    if not torch.cuda.is_available():
+        plan = on_cpu(plan)
+        notes.append("There is no GPU: a tiny model computes on the CPU, and the ratios say nothing of a real one.")
+    if plan.prompt_tokens <= plan.chunk_tokens:
+        raise BenchError(f"a prompt of {plan.prompt_tokens} tokens has no chunk of {plan.chunk_tokens} before its last")
+    with ExitStack() as stack:
+        server = None
+        if {LANE, REMOTE} & set(plan.arms):
+            room = plan.data_bytes + max(plan.data_bytes // 4, MEMORY_MIN_BYTES)
+            size = ("--max-local-cpu-size", f"{room // MIB}MB")
+            server = stack.enter_context(ServerProcess(kvredis_recipe("engine-tables", *size), "tcp"))
+        begun = plan.begun()
+        workers = stack.enter_context(WorkerProcess(begun)), stack.enter_context(WorkerProcess(begun))
+        for worker in workers:
+            worker.started()
+        notes.append(f"A model with random weights computes in bfloat16 on {workers[0].device}.")
+        tables, facts = Tables(plan, workers, server), machine_facts()
+        tables.measure(progress, start_s)
+    rows = tables.rows
+    if tables.lone_steps:
+        notes.append(
+            f"{tables.lone_steps} steps of decoding and passes were launched one by one, and not in CUDA graphs."
+        )
+    if tables.left_out and not any(arm != RECOMPUTE for arm, _, _ in rows):
+        raise BenchError("no arm could be measured. " + " ".join(tables.notes))
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    result = EngineTablesResult(
+        schema=SCHEMA,
+        bench=plan.bench,
+        machine=facts,
+        options=plan.options(),
+        notes=[*notes, *tables.notes],
+        left_out=tables.left_out,
+        rows=sorted(rows.values(), key=lambda row: (row["point"], row["number"], order[row["arm"]])),
+        verified_bytes=tables.verified_bytes,
+        gate=[],
+        seconds=time.monotonic() - start_s,
+    )
+    conclude(result["rows"], plan.shape.bytes_per_token())
+    result["gate"] = [line.json() for line in gate_of(result)]
+    return result

@@ -1,0 +1,1 @@
+"""`kvredis bench server`: kvredis, redis-server and memcached under one client. The command line imports it."""

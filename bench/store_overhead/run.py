@@ -1,0 +1,319 @@
+"""`kvredis bench store-overhead`: what storing costs an engine that prefills, and how long it takes to be over.
+
+Different prompts are prefilled in steps; the chunks that a step has completed are handed to a CacheEngine, as a
+connector would. What a tier costs is the loss of prompts per second against none in the same repeat, and the time that
+a step takes at its 99th percentile. Every chunk is read back by a fresh engine after the drain, and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from kvredis import install_line
+from kvredis.backends.resp.connection import Connection
+from kvredis.backends.shm.arena import wait_locked
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.prompts import PromptPlan, prompts
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.shapes import SHAPES, ModelShape
+from kvredis.bench.core.statistics import percentile, rotated
+from kvredis.bench.server.transfer import MIB, Progress
+
+from .compute import DTYPES, TINY, Asleep, Compute, Modelled
+from .result import (
+    CPU,
+    DISK,
+    LANE,
+    LATER,
+    NONE,
+    REMOTE,
+    SCHEMA,
+    TIERS,
+    WAYS,
+    Sample,
+    StoreOverheadResult,
+    conclude,
+    row_of,
+)
+from .result import store_overhead_gate as store_overhead_gate
+
+if TYPE_CHECKING:
+    from kvredis import CacheEngine, ChunkLayout
+
+BUDGETS = (1024, 768, 512, 256, 128, 64, 32)
+FREE_PART = 4
+"""A quarter more memory than the chunks take: for their headers, for rounding, for what is on its way."""
+MEMORY_MIN_BYTES = 64 * MIB
+_SEED = 11
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOverheadPlan:
+    """What one call of the bench does. `tokens_per_s` None: compute with a model, else asleep at that rate; 20,480 is
+    the 3b shape on a large desktop GPU."""
+
+    shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
+    tiers: tuple[str, ...] = TIERS
+    ways: tuple[str, ...] = WAYS
+    budgets: tuple[int, ...] = BUDGETS
+    prompts: int = 4
+    prompt_tokens: int = 8192
+    chunk_tokens: int = 256
+    repeats: int = 5
+    tokens_per_s: float | None = 20_480.0
+
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of one prompt that are in whole chunks."""
+        return self.prompt_tokens // self.chunk_tokens * self.chunk_tokens
+
+    @property
+    def memory_bytes(self) -> int:
+        """Room for all chunks of all prompts."""
+        chunks = self.prompts * self.shape.block_bytes(self.whole_tokens)
+        return chunks + max(chunks // FREE_PART, MEMORY_MIN_BYTES)
+
+    def arms(self) -> list[tuple[str, str]]:
+        """Give (tier, way) of each arm; none has no way, and is always there."""
+        return [(NONE, ""), *((tier, way) for tier in self.tiers if tier != NONE for way in self.ways)]
+
+    def steps(self) -> int:
+        """Give how often `run` calls its progress."""
+        return self.repeats * len(self.budgets) * len(self.arms())
+
+    def options(self) -> dict[str, object]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            "prompts": self.prompts,
+            "prompt_tokens": self.prompt_tokens,
+            "repeats": self.repeats,
+            "compute": "model" if self.tokens_per_s is None else f"sleep:{self.tokens_per_s:g}",
+            "memory_bytes": self.memory_bytes,
+        }
+
+
+QUICK = StoreOverheadPlan(budgets=(1024, 128), prompts=2, prompt_tokens=4096, repeats=2)
+
+
+class Shelf:
+    """Where one tier stores: what an engine over it is configured with, new and empty for each sample."""
+
+    def __init__(self, tier: str, plan: StoreOverheadPlan, server: ServerProcess | None) -> None:
+        self._tier = tier
+        self._plan = plan
+        self._server = server
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Shelf:
+        if self._tier == DISK:
+            self._folder = TemporaryDirectory(prefix="kvbench-")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+        if self._server is not None:
+            with Connection.open(self._server.address) as connection:
+                connection.call(b"FLUSHALL")
+
+    def engine(self, *, reads: bool = False) -> CacheEngine:
+        """Open an engine; the caller closes it. Unless it `reads`, its memory is touched before, as that of a process
+        that has run, and page-locked where a model computes."""
+        from kvredis import CacheEngine, Config
+
+        memory = self._plan.memory_bytes
+        over: dict[str, Any] = {"chunk_size": self._plan.chunk_tokens, "local_cpu": self._server is None}
+        if not reads:
+            over |= {"prefault": min(os.cpu_count() or 1, 8), "page_lock": self._plan.tokens_per_s is None}
+        if self._server is not None:
+            scheme = "kvredis" if self._tier == LANE else "redis"
+            over["remote_url"] = f"{scheme}://127.0.0.1:{self._server.address.port}"
+            memory = max(memory // 4, MEMORY_MIN_BYTES) if reads else memory * 2  # half of it may wait to be sent
+        if self._folder is not None:
+            over |= {"local_disk": self._folder.name, "max_local_disk_size": f"{2 * memory // MIB + 1024}MB"}
+            memory = max(memory // 2, MEMORY_MIN_BYTES)
+        over["max_local_cpu_size"] = f"{memory // MIB}MB"
+        return CacheEngine(Config.load(env={}, overrides=over), self.layout())
+
+    def layout(self) -> ChunkLayout:
+        """Give the layout of the plan's shape."""
+        from kvredis import ChunkLayout
+
+        shape = self._plan.shape
+        return ChunkLayout(
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            DTYPES[shape.dtype_bytes],
+            chunk_tokens=self._plan.chunk_tokens,
+            model="bench/store-overhead",
+        )
+
+    def drained(self, engine: CacheEngine) -> tuple[float, CacheEngine]:
+        """Wait until all is where the tier has it. Give the seconds, and an engine that has seen none of it."""
+        from kvredis import CacheEngine
+
+        began_s = time.perf_counter()
+        engine.flush()
+        if self._tier == DISK:
+            engine.close()  # writes what the disk does not have
+        seconds = time.perf_counter() - began_s
+        if self._tier == CPU:
+            return seconds, CacheEngine(engine.config, engine.layout, engine.backend)
+        engine.close()
+        return seconds, self.engine(reads=True)
+
+
+class Bench:
+    """The prompts, what computes them, and one sample after another."""
+
+    def __init__(self, plan: StoreOverheadPlan, server: ServerProcess | None) -> None:
+        import torch
+
+        self._plan = plan
+        self._server = server
+        self._prompts = list(prompts(PromptPlan(plan.prompt_tokens, 0.0, plan.prompts, seed=_SEED)))
+        self._compute: Compute
+        self.notes: list[str] = []
+        if plan.tokens_per_s is None:
+            model = Modelled(plan.shape, self._prompts)
+            self.notes.append(f"A model with random weights computes in bfloat16 on {model.device}")
+            self._compute = model
+        else:
+            self._compute = Asleep(plan.shape, plan.prompts, plan.prompt_tokens, plan.tokens_per_s)
+        self._out = torch.empty_like(self._compute.kv(0), device="cpu")
+        self.verified_bytes = 0
+
+    def warm_up(self) -> None:
+        """Compute one prompt by steps of each budget, and store nothing: kernels are chosen and loaded."""
+        for budget in self._plan.budgets:
+            self.notes += [note for note in (self._compute.prepare(budget),) if note]
+            self._compute.begin(0)
+            for start in range(0, self._plan.prompt_tokens, budget):
+                self._compute.step(start, min(start + budget, self._plan.prompt_tokens))
+
+    def sample(self, tier: str, way: str, budget: int, repeat: int) -> Sample:
+        """Prefill every prompt, drain, and read back. Raises VerificationError at a wrong byte."""
+        if tier == NONE:
+            seconds, steps_s = self._prefill(None, way, budget)
+            return self._told(repeat, seconds, steps_s)
+        with Shelf(tier, self._plan, self._server if tier in (REMOTE, LANE) else None) as shelf, ExitStack() as stack:
+            engine = shelf.engine()
+            stack.callback(engine.close)
+            engine.lookup(self._prompts[0])  # connected, as that of a process that has run
+            wait_locked()  # a driver that page-locks memory keeps launches waiting
+            seconds, steps_s = self._prefill(engine, way, budget)
+            drain_s, fresh = shelf.drained(engine)
+            stack.callback(fresh.close)
+            sample = self._told(repeat, seconds, steps_s, drain_s)
+            sample["store_seconds"] = engine.stats.store_seconds
+            sample["kept"] = self._read_back(fresh)
+        return sample
+
+    def _prefill(self, engine: CacheEngine | None, way: str, budget: int) -> tuple[float, list[float]]:
+        """Give the seconds of all, and of each step with the handing over that follows it."""
+        plan, compute, steps_s = self._plan, self._compute, []
+        store: Any = None
+        if engine is not None:
+            store = engine.store_later if way == LATER else engine.store
+        began_s = step_began_s = time.perf_counter()
+        for number, tokens in enumerate(self._prompts):
+            kv, stored = compute.kv(number), 0
+            compute.begin(number)
+            for start in range(0, plan.prompt_tokens, budget):
+                stop = min(start + budget, plan.prompt_tokens)
+                compute.step(start, stop)
+                whole = stop // plan.chunk_tokens * plan.chunk_tokens
+                if store is not None and whole > stored:
+                    store(tokens[:whole], kv)
+                    stored = whole
+                now_s = time.perf_counter()
+                steps_s.append(now_s - step_began_s)
+                step_began_s = now_s
+        return time.perf_counter() - began_s, steps_s
+
+    def _told(self, repeat: int, seconds: float, steps_s: list[float], drain_s: float = 0.0) -> Sample:
+        return Sample(
+            repeat=repeat,
+            seconds=seconds,
+            drain_seconds=drain_s,
+            qps=self._plan.prompts / seconds,
+            qps_drained=self._plan.prompts / (seconds + drain_s),
+            step_p50_ms=percentile(steps_s, 50) * 1e3,
+            step_p99_ms=percentile(steps_s, 99) * 1e3,
+            store_seconds=0.0,
+            kept=0.0,
+        )
+
+    def _read_back(self, engine: CacheEngine) -> float:
+        """Compare what comes back with what was computed; give its share of what was handed over."""
+        import torch
+
+        found = 0
+        for number, tokens in enumerate(self._prompts):
+            self._out.zero_()
+            stop = engine.retrieve(tokens, self._out)
+            made = self._compute.kv(number)[:, :, :stop].cpu()
+            if not torch.equal(self._out[:, :, :stop].view(torch.uint8), made.view(torch.uint8)):
+                raise VerificationError(f"prompt {number} came back with other bytes than were stored")
+            found += stop
+        self.verified_bytes += found * self._plan.shape.bytes_per_token()
+        return found / (self._plan.prompts * self._plan.whole_tokens)
+
+
+def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
+    """Measure everything in `plan`. With a model and no GPU its shape is TINY's.
+
+    Raises KVRedisError, VerificationError at a wrong byte; leaves no process and no folder behind.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError(f"the bench's engines need torch: {install_line('engine')}") from error
+    if plan.prompt_tokens < plan.chunk_tokens:
+        raise BenchError(f"a prompt of {plan.prompt_tokens} tokens has no whole chunk of {plan.chunk_tokens}")
+    torch.set_num_threads(1)
+    start_s = time.monotonic()
+    notes = []
+    if plan.tokens_per_s is None and not torch.cuda.is_available():
+        plan = replace(plan, shape=TINY)
+        notes.append("There is no GPU: a tiny model computes on the CPU, and the ratios say nothing of a real one")
+    arms = plan.arms()
+    with ExitStack() as stack:
+        server = None
+        if {REMOTE, LANE} & set(plan.tiers):
+            size = ("--max-local-cpu-size", f"{plan.memory_bytes // MIB}MB")
+            server = stack.enter_context(ServerProcess(kvredis_recipe("store-overhead", *size), "tcp"))
+        bench = Bench(plan, server)
+        result = StoreOverheadResult(
+            schema=SCHEMA,
+            machine=machine_facts(),
+            options=plan.options(),
+            notes=notes,
+            rows=[row_of(tier, way, budget) for budget in plan.budgets for tier, way in arms],
+            verified_bytes=0,
+            gate=[],
+            seconds=0.0,
+        )
+        bench.warm_up()
+        result["notes"] += bench.notes
+        rows = {(row["tier"], row["way"], row["budget"]): row for row in result["rows"]}
+        for repeat in range(plan.repeats):
+            for budget in plan.budgets:
+                for tier, way in rotated(arms, repeat):
+                    progress(f"{tier} {way}, {budget} tokens a step")
+                    rows[tier, way, budget]["samples"].append(bench.sample(tier, way, budget, repeat))
+        result["verified_bytes"] = bench.verified_bytes
+    conclude(result["rows"])
+    result["gate"] = [line.json() for line in store_overhead_gate(result["rows"])]
+    result["seconds"] = time.monotonic() - start_s
+    return result

@@ -1,0 +1,357 @@
+"""`kvredis bench transport`: what it costs to move a model's blocks between two processes, by every transport there is.
+
+For each shape one kvredis server, on TCP and on a unix socket (and with its same-host lane), and one pyzmq peer hold
+the same blocks. In every repeat all arms (arms.py) get the same turn of 8 batches, in rotating order, with T0
+at the beginning, in the middle and at the end. Then several connections at once (scaling), and at last, on a server of
+its own, one block of 2 MiB at a time (single.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvredis import install_line
+from kvredis.backends.config.url import Address
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.servers import RECIPES, ServerProcess, free_port, kvredis_recipe
+from kvredis.bench.core.shapes import ModelShape, shape_of
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, paired_ratios, rotated, size_text
+from kvredis.bench.core.wire import Wire
+from kvredis.bench.server.result import ServerFacts
+from kvredis.bench.server.transfer import Progress
+from kvredis.storage.entry import INLINE_BYTES_MAX
+
+from .arms import AT_ONCE, Arm, LaneArms, Store, fetch_by_wire, fetch_by_zmq, wire_arms, zmq_arms
+from .blocks import BLOCKS, Blocks, TorchCopy
+from .result import (
+    ONE_BYTES,
+    SCHEMA,
+    ArmRow,
+    ArmSample,
+    BaseRow,
+    BaseSample,
+    TorchFacts,
+    TransportResult,
+    earlier,
+    set_ahead,
+    transport_gate,
+)
+from .scaling import Scaling, ScalingPlan
+from .shm_client import LaneClient, LaneMissing, LentMemory
+from .single import ONE_BLOCKS, OneBlock, OnePlan, one_blocks
+from .striped import Striped
+from .zmq_client import ZmqProcess, ZmqThread
+from .zmq_client import missing as zmq_missing
+
+PARTS: Final = ("arms", "scaling", "one")
+TRANSPORTS: Final = ("tcp", "unix", "lane", "pyzmq")
+_ARENA_PARTS: Final = (9, 4)  # of the blocks' bytes: a SET takes a new place before the old one is free
+_ARENA_LEAST: Final = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class TransportPlan:
+    """What one call of the bench does."""
+
+    shapes: Sequence[ModelShape] = field(default_factory=lambda: [shape_of(name) for name in ("3b", "7b", "8b")])
+    blocks: int = BLOCKS
+    repeats: int = 5
+    parts: Sequence[str] = PARTS
+    transports: Sequence[str] = TRANSPORTS
+    scaling: ScalingPlan = field(default_factory=ScalingPlan)
+    one: OnePlan = field(default_factory=OnePlan)
+
+    def steps(self) -> int:
+        """Give at least how often `run` calls its progress."""
+        arms = len(self.shapes) * self.repeats if "arms" in self.parts else 0
+        scaling = len(self.shapes) * self.repeats if "scaling" in self.parts else 0
+        return arms + scaling + (self.repeats if "one" in self.parts else 0)
+
+    def options(self) -> dict[str, object]:
+        """Give the plan as the result's `options`."""
+        return {
+            "shapes": [shape.name for shape in self.shapes],
+            "blocks": self.blocks,
+            "repeats": self.repeats,
+            "parts": list(self.parts),
+            "transports": list(self.transports),
+            "connections": list(self.scaling.connections),
+            "one_calls": self.one.calls,
+        }
+
+
+QUICK: Final = TransportPlan(
+    shapes=[shape_of("3b")],
+    repeats=2,
+    scaling=ScalingPlan(connections=(1, 4)),
+    one=OnePlan(calls=100, rate_s=0.1),
+)
+
+
+def run(plan: TransportPlan, progress: Progress) -> TransportResult:
+    """Measure everything in `plan`. Raises KVRedisError, VerificationError at a wrong byte; no process is left."""
+    if not plan.shapes:
+        raise BenchError("no shape to measure")
+    start_s = time.monotonic()
+    result = TransportResult(
+        schema=SCHEMA,
+        machine=machine_facts(),
+        torch=_torch_facts(),
+        options=plan.options(),
+        server=ServerFacts(version="", command=[], facts={}),
+        notes=[],
+        earlier=earlier(),
+        t0=[],
+        arms=[],
+        scaling=[],
+        one=[],
+        lookups=[],
+        verified_bytes=0,
+        gate=[],
+        seconds=0.0,
+    )
+    lacking = zmq_missing()
+    if lacking and "pyzmq" in plan.transports:
+        result["notes"].append(f"pyzmq's arms are left out: {lacking}")
+        plan = replace(plan, transports=[name for name in plan.transports if name != "pyzmq"])
+    for shape in plan.shapes:
+        if {"arms", "scaling"} & set(plan.parts):
+            _Bench(plan, shape, result, progress).run()
+    if "one" in plan.parts:
+        _one(plan, result, progress)
+    set_ahead(result["arms"])
+    result["gate"] = [row.json() for row in transport_gate(result)]
+    result["seconds"] = time.monotonic() - start_s
+    return result
+
+
+class _Bench:
+    """All arms with the blocks of one shape; rows go into `result`."""
+
+    def __init__(self, plan: TransportPlan, shape: ModelShape, result: TransportResult, progress: Progress) -> None:
+        self._plan, self._shape, self._result, self._progress = plan, shape, result, progress
+        self._blocks = Blocks.of(shape, plan.blocks)
+        self._base: list[BaseSample] = []
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            torch = stack.enter_context(closing(TorchCopy(self._blocks)))
+            nbytes = self._blocks.bytes_per_turn * _ARENA_PARTS[0] // _ARENA_PARTS[1]
+            server = stack.enter_context(_server(nbytes))
+            self._result["server"] = _facts(server)
+            arms = self._arms(stack, server)
+            self._fill(arms)
+            if "arms" in self._plan.parts:
+                samples: dict[int, list[ArmSample]] = {index: [] for index in range(len(arms))}
+                for index, arm in enumerate(arms):  # a turn of each that does not count: windows, mappings, caches
+                    self._turn(arm, -1 - index)
+                torch.measure(self._blocks.turn(0))
+                for repeat in range(self._plan.repeats):
+                    self._progress(f"{self._shape.name}: all transports")
+                    self._repeat(arms, samples, torch, repeat)
+                self._result["arms"] += [self._row(arm, samples[index]) for index, arm in enumerate(arms)]
+            if "scaling" in self._plan.parts:
+                scaling = Scaling(self._plan.scaling, self._shape, self._blocks, server)
+                turns = [self._blocks.turn(repeat) for repeat in range(self._plan.repeats)]
+                store = next((arm.store for arm in arms if arm.store.name == "kvredis"), None)
+                for repeat, turn in enumerate(turns):
+                    self._progress(f"{self._shape.name}: several connections")
+                    base_s = torch.measure(turn)
+                    scaling.repeat(repeat, turn, base_s, store.shift if store else 0)
+                self._result["scaling"] += scaling.rows()
+                self._result["verified_bytes"] += scaling.verified_bytes
+            if self._base:
+                self._result["t0"].append(_base_row(self._shape, self._base, self._blocks.bytes_per_turn))
+
+    def _arms(self, stack: ExitStack, server: TwoDoors) -> list[Arm]:
+        """Connect everything that takes part."""
+        plan, blocks, arms = self._plan, self._blocks, list[Arm]()
+        wires = {name: stack.enter_context(server.connect_to(name)) for name in ("tcp", "unix")}
+        store = Store("kvredis", server.cpu_s, fetch_by_wire(wires["unix"], blocks))
+        self._put(store, wires["unix"])
+        for name, wire in wires.items():
+            if name in plan.transports:
+                arms += wire_arms(name, wire, blocks, store)
+                striped = stack.enter_context(closing(Striped(server.address_of(name), blocks)))
+                arms.append(striped.arm(name, store))
+        if "lane" in plan.transports and blocks.size_bytes < INLINE_BYTES_MAX:
+            self._note(f"the lane's arms are left out: values under {size_text(INLINE_BYTES_MAX)} lie in no arena")
+        elif "lane" in plan.transports:
+            try:
+                lane = stack.enter_context(LaneClient(server.address.path))
+            except LaneMissing as error:
+                self._note(f"the lane's arms are left out: {error}")
+            else:
+                lent = stack.enter_context(closing(LentMemory(blocks.memories()[0])))
+                lane.lend(lent)
+                arms += LaneArms(lane, blocks, store, lent).arms()
+        if "pyzmq" in plan.transports:
+            peer = stack.enter_context(ZmqProcess(blocks.count, blocks.size_bytes))
+            far = [stack.enter_context(peer.connect(name)) for name in ("tcp", "ipc")]
+            shared = Store("pyzmq", peer.cpu_s, fetch_by_zmq(far[0], blocks))
+            thread = stack.enter_context(ZmqThread(blocks.count, blocks.size_bytes))
+            near = stack.enter_context(thread.connect())
+            own = Store("pyzmq inproc", thread.cpu_s, fetch_by_zmq(near, blocks))
+            for name, client, its in (("tcp", far[0], shared), ("ipc", far[1], shared), ("inproc", near, own)):
+                arms += zmq_arms(name, client, blocks, its)
+        return arms
+
+    def _put(self, store: Store, wire: Wire) -> None:
+        """Store pass 0 in kvredis, also for a run without arms that write."""
+        keys = self._blocks.keys
+        for start in range(0, len(keys), AT_ONCE):
+            part = range(start, min(start + AT_ONCE, len(keys)))
+            wire.begin()
+            wire.put_many([(keys[index], self._blocks.value(index, 0)) for index in part])
+        store.shift = 0
+
+    def _fill(self, arms: Sequence[Arm]) -> None:
+        """Have every other store hold a pass before anything is read from it."""
+        filled = {"kvredis"}
+        for arm in arms:
+            if arm.op == "write" and arm.store.name not in filled:
+                filled.add(arm.store.name)
+                self._turn(arm, -1)
+
+    def _repeat(self, arms: Sequence[Arm], samples: dict[int, list[ArmSample]], torch: TorchCopy, repeat: int) -> None:
+        turn = self._blocks.turn(repeat)
+        runs = [torch.measure(turn)]
+        order = rotated(list(enumerate(arms)), repeat * 5)  # by five: neighbours change as well as the first one
+        for done, (index, arm) in enumerate(order):
+            if done == len(order) // 2:
+                runs.append(torch.measure(turn))
+            samples[index].append(self._turn(arm, repeat))
+        runs.append(torch.measure(turn))
+        self._base.append(BaseSample(repeat=repeat, seconds=middle(runs), runs=runs))
+
+    def _turn(self, arm: Arm, repeat: int) -> ArmSample:
+        """One turn of one arm: wipe, move with the clock running, compare."""
+        blocks, turn, store = self._blocks, self._blocks.turn(repeat), arm.store
+        shift = store.shift + (arm.op == "write")
+        blocks.wipe()
+        peer_s, client_s = store.cpu_s(), time.process_time()
+        start_s = time.perf_counter()
+        arm.run(turn, shift)
+        seconds = time.perf_counter() - start_s
+        client_s, peer_s = time.process_time() - client_s, store.cpu_s() - peer_s
+        store.shift = shift
+        if arm.verify is not None:
+            verified = arm.verify(turn, shift)
+        elif arm.op == "read":
+            verified = blocks.verify_pairs(turn.pairs, shift, f"{arm.transport} {arm.name}")
+        else:
+            back = [(index, index) for index in range(blocks.count)]
+            store.fetch(back)
+            verified = blocks.verify_pairs(back, shift, f"{arm.transport} {arm.name}")
+        self._result["verified_bytes"] += verified
+        nbytes = blocks.bytes_per_turn
+        return ArmSample(
+            repeat=repeat,
+            seconds=seconds,
+            gb_per_s=nbytes / seconds / GB,
+            peer_cpu_ms_per_gb=peer_s * 1e3 * GB / nbytes,
+            client_cpu_ms_per_gb=client_s * 1e3 * GB / nbytes,
+            verified_bytes=verified,
+        )
+
+    def _row(self, arm: Arm, own: list[ArmSample]) -> ArmRow:
+        took, base = by_repeat(own, "seconds"), by_repeat(self._base, "seconds")
+        ratios, rates = paired_ratios(took, base), [sample["gb_per_s"] for sample in own]
+        return ArmRow(
+            shape=self._shape.name,
+            block_bytes=self._blocks.size_bytes,
+            blocks=self._blocks.count,
+            transport=arm.transport,
+            arm=arm.name,
+            op=arm.op,
+            samples=own,
+            seconds=middle(list(took.values())),
+            gb_per_s=middle(rates),
+            gb_per_s_min=min(rates),
+            gb_per_s_max=max(rates),
+            ratio_t0=paired_ratio(took, base),
+            ratio_t0_min=min(ratios) if ratios else None,
+            ratio_t0_max=max(ratios) if ratios else None,
+            peer_cpu_ms_per_gb=middle([sample["peer_cpu_ms_per_gb"] for sample in own]),
+            client_cpu_ms_per_gb=middle([sample["client_cpu_ms_per_gb"] for sample in own]),
+            ahead=None,
+        )
+
+    def _note(self, text: str) -> None:
+        if text not in self._result["notes"]:
+            self._result["notes"].append(text)
+
+
+def _one(plan: TransportPlan, result: TransportResult, progress: Progress) -> None:
+    """One block of 2 MiB at a time, on a server of its own."""
+    blocks = one_blocks()
+    with ExitStack() as stack:
+        server = stack.enter_context(_server(ONE_BYTES * ONE_BLOCKS * _ARENA_PARTS[0] // _ARENA_PARTS[1]))
+        result["server"] = _facts(server)
+        wires = {name: stack.enter_context(server.connect_to(name)) for name in ("tcp", "unix")}
+        for index in range(blocks.count):
+            wires["unix"].put(blocks.keys[index], blocks.value(index, 0))
+        lane = None
+        if "lane" in plan.transports:
+            try:
+                lane = stack.enter_context(LaneClient(server.address.path))
+            except LaneMissing as error:
+                result["notes"].append(f"one block: no lane: {error}")
+        part = OneBlock(blocks, {name: wires[name] for name in wires if name in plan.transports}, lane)
+        result["one"], result["lookups"] = part.run(plan.one, plan.repeats, progress)
+        result["verified_bytes"] += part.verified_bytes
+
+
+class TwoDoors(ServerProcess):
+    """One kvredis that listens on a unix socket and on TCP, so that both transports reach the same blocks."""
+
+    def address_of(self, transport: str) -> Address:
+        """Give the door of `transport`, tcp or unix."""
+        if transport == "unix":
+            return self.address
+        words = self.command
+        at = len(words) - 1 - words[::-1].index("--port")  # the last one counts
+        return Address(host="127.0.0.1", port=int(words[at + 1]))
+
+    def connect_to(self, transport: str) -> Wire:
+        """Connect over `transport`."""
+        return self.connect_at(self.address_of(transport))
+
+
+@contextmanager
+def _server(arena_bytes: int) -> Iterator[TwoDoors]:
+    """Run a server with an arena of about `arena_bytes`, prefaulted."""
+    size = f"{max(arena_bytes, _ARENA_LEAST) // 1024**2}MB"
+    recipe = kvredis_recipe("kvredis", "--bind", "127.0.0.1", "--max-local-cpu-size", size)
+    plain = recipe.arguments
+    recipe = replace(recipe, arguments=lambda at, folder: [*plain(at, folder), "--port", str(free_port())])
+    with TwoDoors(recipe, "unix") as server:
+        yield server
+
+
+def _facts(server: ServerProcess) -> ServerFacts:
+    return ServerFacts(version=RECIPES["kvredis"].version(), command=server.command, facts=server.facts())
+
+
+def _torch_facts() -> TorchFacts:
+    try:
+        import torch
+    except ImportError as error:
+        raise BenchError(f"T0 needs torch: {install_line('bench')}") from error
+    return TorchFacts(version=str(torch.__version__), threads=1)
+
+
+def _base_row(shape: ModelShape, samples: list[BaseSample], nbytes: int) -> BaseRow:
+    seconds = middle([sample["seconds"] for sample in samples])
+    return BaseRow(
+        shape=shape.name,
+        block_bytes=shape.block_bytes(),
+        samples=samples,
+        seconds=seconds,
+        gb_per_s=nbytes / seconds / GB,
+    )

@@ -1,0 +1,491 @@
+"""`kvredis bench vllm --concurrency N`: how many requests a second a real vLLM serves, N of them at once, by who has
+kept their KV; and whether a connector that has nothing to move costs a step anything.
+
+Result: schema kvredis.bench.vllm.run-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
+take turns repeat by repeat. vLLM's own prefix cache is emptied before each round of each arm, so that within the round
+it works as always. All prompts of a repeat are new.
+
+Kinds of rounds
+    cold        N prompts that no one has seen
+    stored      the same prompts again: all of each is stored, but for what is behind its last whole chunk
+    half        the first half of each prompt is a prefix that all N share and that is stored, the second half is its
+                own and new
+    step        N short requests decode: nothing is loaded or stored. Tokens a second from when all of them run
+Arms
+    those of `kvredis bench vllm`, and with lane+layers (or memory+layers)
+    none+layers no connector, launched as +layers is: what its step is compared with
+Figures: medians over the repeats, _min and _max the spread
+    value           requests a second until all N are answered; tokens a second of a step
+    to_base         value / that of `none` (of `none+layers` for a step by layers): the median of the ratios in the same
+                    repeats where both were open together, else the ratio of the medians
+    to_offloading   value / that of vLLM's OffloadingConnector, in the same way
+    cached_share    tokens of the prompts that were not computed
+    loaded_gb       bytes that our connector loaded in a round
+    equal           share of the rounds whose answers were those of the first arm that served them
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, TypedDict, cast
+
+from kvredis.backends.resp.connection import Connection
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.plot import Bar, BarPanel, Captions, bars
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.shapes import SHAPES, ModelShape
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios, rotated
+from kvredis.bench.server.gate import GateRow
+from kvredis.bench.server.result import GateJson
+from kvredis.bench.server.transfer import Progress
+
+from .engine import (
+    DTYPES,
+    TINY,
+    EngineProcess,
+    Where,
+    connector_of,
+    facts_of,
+    launching,
+    model_config,
+    room_bytes,
+    weight_bytes,
+)
+from .result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP
+from .run import ANSWER_TOKENS, rounds
+from .worker import Opening, Together
+
+SCHEMA: Final = "kvredis.bench.vllm.run-concurrency/1"
+CONCURRENT_ARMS: Final = (NONE, OFFLOADING, LANE, f"{LANE}+{LAYERS}", TCP)
+NONE_BY_LAYERS: Final = f"{NONE}+{LAYERS}"
+COLD, STORED, HALF, STEP = "cold", "stored", "half", "step"
+KINDS: Final = (STORED, HALF, COLD, STEP)
+TITLES: Final = {
+    STORED: "all stored", HALF: "half shared and stored", COLD: "cold", STEP: "a step that moves nothing",
+}  # fmt: skip
+
+LEAST: Final = {STORED: 1.0, HALF: 1.0, COLD: 0.98, STEP: 0.97}
+"""A kind's bar for to_base."""
+OFFLOADING_LEAST: Final = 1.0
+"""The bar for to_offloading of what is all stored, through shared memory."""
+
+_STEPS: Final = 256
+_CPU_TOKENS, _CPU_CHUNK, _CPU_STEPS, _CPU_BLOCK = 512, 64, 32, 32
+_BESIDE_BYTES: Final = 11 << 29  # activations of the widest step, graphs, and what libraries take
+_MEMORY_USED: Final = 0.94
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyPlan:
+    """What one call does. None: by what there is to compute on; `together` 0: as many engines at a time as fit."""
+
+    concurrency: int
+    arms: tuple[str, ...] = CONCURRENT_ARMS
+    shape: ModelShape | None = None
+    prompt_tokens: int | None = None
+    chunk_tokens: int | None = None
+    repeats: int = 5
+    together: int = 0
+    limit_s: float = float("inf")
+    eager: bool = False
+    ranks: int = 1
+
+    def steps(self) -> int:
+        """Give about how often `run` calls its progress; what is compared with may be served more often."""
+        return len(self.arms) * self.repeats
+
+
+class Sample(TypedDict):
+    repeat: int
+    value: float
+    cached_tokens: int
+    loaded_bytes: int
+    is_equal: bool
+
+
+class Row(TypedDict):
+    arm: str
+    kind: str
+    samples: list[Sample]
+    value: float
+    value_min: float
+    value_max: float
+    to_base: float | None
+    to_base_min: float | None
+    to_base_max: float | None
+    to_offloading: float | None
+    cached_share: float
+    loaded_gb: float
+    equal: float
+
+
+class ConcurrencyResult(TypedDict):
+    schema: str
+    machine: dict[str, str | int]
+    options: dict[str, Any]
+    notes: list[str]
+    rows: list[Row]
+    counters: dict[str, dict[str, float]]  # of our connector, by arm
+    gate: list[GateJson]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A plan with its open ends tied to what there is to compute on."""
+
+    plan: ConcurrencyPlan
+    shape: ModelShape
+    chunk_tokens: int
+    tokens: int
+    arms: tuple[str, ...]
+    together: int
+    facts: dict[str, Any]  # as the worker says them
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is one."""
+        return bool(self.facts["memory_bytes"])
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps of few tokens are CUDA graphs."""
+        return self.is_gpu and not self.plan.eager
+
+    @property
+    def decode_steps(self) -> int:
+        """Of a round that moves nothing."""
+        return _STEPS if self.is_gpu else _CPU_STEPS
+
+    def options(self) -> dict[str, Any]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            "prompt_tokens": self.tokens,
+            "answer_tokens": ANSWER_TOKENS,
+            "concurrency": self.plan.concurrency,
+            "tensor_parallel": self.plan.ranks,
+            "arms": list(self.arms),
+            "repeats": self.plan.repeats,
+            "together": self.together,
+            "graphs": self.has_graphs,
+            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
+        }
+
+
+def kv_bytes(shape: ModelShape, tokens: int, plan: ConcurrencyPlan) -> int:
+    """What the KV of all requests at once takes on each GPU, with room for half-filled pages."""
+    return plan.concurrency * shape.block_bytes(tokens + ANSWER_TOKENS + 64) // plan.ranks
+
+
+def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> Setting:
+    """Tie a plan to what computes. Raises BenchError for what does not fit it."""
+    memory, arms = int(facts["memory_bytes"]), tuple(dict.fromkeys(plan.arms))
+    shape = plan.shape or (SHAPES["8b"] if memory else TINY)
+    tokens = plan.prompt_tokens or (4096 if memory else _CPU_TOKENS)
+    chunk = plan.chunk_tokens or (256 if memory else _CPU_CHUNK)
+    if tokens // 2 < chunk:
+        raise BenchError(f"half a prompt of {tokens} tokens has no chunk of {chunk}")
+    if memory and plan.ranks > int(facts.get("devices", 1)):
+        raise BenchError(f"{plan.ranks} tensor-parallel ranks need as many GPUs: there are {facts.get('devices', 1)}")
+    if plan.ranks > 1 and any(arm.split("+")[0] == MEMORY for arm in arms):
+        raise BenchError("ranks in processes of their own share a server alone: leave the arms with memory out")
+    if not memory:
+        arms = tuple(arm for arm in arms if arm != OFFLOADING)  # it knows GPUs alone
+    if not arms:
+        raise BenchError("no arm is left: offloading needs a GPU")
+    if any(LAYERS in arm for arm in arms):
+        place = next(at for at, arm in enumerate(arms) if LAYERS in arm) + 1
+        arms = (*arms[:place], NONE_BY_LAYERS, *arms[place:])  # beside what is compared with it
+    each = weight_bytes(shape) // plan.ranks + kv_bytes(shape, tokens, plan) + _BESIDE_BYTES
+    fitting = int(memory * _MEMORY_USED) // each if memory else 2
+    if not fitting:
+        raise BenchError(f"an engine of shape {shape.name} takes {each / 1e9:.0f} GB")
+    together = min(plan.together or fitting, fitting, len(arms))
+    return Setting(plan, shape, chunk, tokens, arms, together, facts)
+
+
+class Measuring:
+    """The engines of one round after the other, the server, and what they have said."""
+
+    def __init__(self, setting: Setting, where: Where, server: ServerProcess | None, began_s: float) -> None:
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.counters: dict[str, dict[str, float]] = {}
+        self.notes: list[str] = []
+        self._setting, self._where, self._server = setting, where, server
+        self._answers: dict[tuple[int, str], list[list[int]]] = {}
+        self._until_s = began_s + setting.plan.limit_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is begun."""
+        return time.monotonic() > self._until_s
+
+    def serve(self, number: int, arms: list[str], folder: Path, progress: Progress) -> None:
+        """Open some arms together, and measure all repeats."""
+        with ExitStack() as stack:
+            loading = [stack.enter_context(EngineProcess(arm, self._where, folder)) for arm in arms]
+            engines = {}
+            for engine in loading:  # opened one by one: each measures what memory is free
+                if self.is_over:
+                    break
+                try:
+                    engine.open(self._opening(engine.arm, folder / f"{engine.arm}-{number}"))
+                    self._ask(engine, 0)  # to warm up
+                    engines[engine.arm] = engine
+                except BenchError as error:
+                    self.notes.append(f"Left out: {error}")
+            for repeat in range(self._setting.plan.repeats):
+                for arm in rotated(list(engines), repeat):
+                    if self.is_over:
+                        self.notes.append(f"Time was over in repeat {repeat + 1} of {', '.join(engines)}.")
+                        return
+                    progress(arm)
+                    try:
+                        served = self._ask(engines[arm], repeat + 1)
+                    except BenchError as error:
+                        self.notes.append(f"Given up: {error}")
+                        del engines[arm]
+                        continue
+                    self._take(arm, repeat, number * self._setting.plan.repeats + repeat, served)
+            for arm, engine in engines.items():
+                if counters := engine.counters():
+                    self.counters[arm] = counters
+
+    def _ask(self, engine: EngineProcess, seed: int) -> Together:
+        setting = self._setting
+        served = engine.together(
+            seed=seed, count=setting.plan.concurrency, tokens=setting.tokens, answer=ANSWER_TOKENS,
+            steps=setting.decode_steps,
+        )  # fmt: skip
+        if self._server is not None and engine.arm.split("+")[0] in (LANE, TCP):
+            with Connection.open(self._server.address) as connection:
+                connection.call(b"FLUSHALL")  # so that the server need not be larger than for one arm
+        return served
+
+    def _take(self, arm: str, repeat: int, place: int, served: Together) -> None:
+        for kind, batch in served["batches"].items():
+            expected = self._answers.setdefault((repeat, kind), batch["answers"])
+            row = self.rows.setdefault((arm, kind), row_of(arm, kind))
+            row["samples"].append(
+                Sample(
+                    repeat=place,
+                    value=batch["rate"],
+                    cached_tokens=batch["cached_tokens"],
+                    loaded_bytes=batch["loaded_bytes"],
+                    is_equal=batch["answers"] == expected,
+                )
+            )
+
+    def _opening(self, arm: str, folder: Path) -> Opening:
+        """`folder` is the model's, and so in the keys: arms find nothing of each other's."""
+        setting, plan = self._setting, self._setting.plan
+        port = self._server.address.port if self._server is not None else 0
+        length = setting.tokens + ANSWER_TOKENS + 48
+        options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes], "max_model_len": length}
+        options["max_num_seqs"] = max(plan.concurrency, 16)
+        if plan.ranks > 1:
+            options["tensor_parallel_size"] = plan.ranks
+        if setting.is_gpu:
+            kv = kv_bytes(setting.shape, setting.tokens, plan)
+            total = weight_bytes(setting.shape) // plan.ranks + kv + _BESIDE_BYTES
+            options["gpu_memory_utilization"] = round(total / int(setting.facts["memory_bytes"]), 3)
+            options["kv_cache_memory_bytes"] = kv + (64 << 20)
+            options["attention_backend"] = self._where.backend
+            options |= launching(arm, plan.concurrency) if setting.has_graphs else {"enforce_eager": True}
+        else:
+            options |= {"block_size": _CPU_BLOCK, "enforce_eager": True, "max_num_batched_tokens": max(length, 2048)}
+        return Opening(
+            model=str(folder),
+            config=model_config(setting.shape, length),
+            connector=connector_of(arm, setting.chunk_tokens, room_of(setting), port, is_gpu=setting.is_gpu),
+            options=options,
+            is_lively=setting.shape == TINY,
+        )
+
+
+def room_of(setting: Setting) -> int:
+    """What a tier is given: all that one arm stores in a repeat."""
+    return room_bytes(setting.shape, setting.plan.concurrency * (setting.tokens + ANSWER_TOKENS))
+
+
+def run(plan: ConcurrencyPlan, where: Where, progress: Progress) -> ConcurrencyResult:
+    """Measure everything in `plan`, as long as `limit_s` allows; without a GPU on a tiny model.
+
+    Raises KVRedisError where nothing could be measured; leaves no process and no folder behind.
+    """
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
+        setting = setting_of(plan, facts_of(where, folder))
+        server = None
+        if {arm.split("+")[0] for arm in setting.arms} & {LANE, TCP}:
+            recipe = kvredis_recipe("vllm", "--max-local-cpu-size", f"{room_of(setting) >> 20}MiB")
+            server = stack.enter_context(ServerProcess(recipe, "tcp"))
+        facts, measuring = machine_facts(), Measuring(setting, where, server, began_s)
+        if setting.is_gpu:
+            measuring.notes.append("Weights are vLLM's dummy ones: what is generated depends little on the KV.")
+        else:
+            measuring.notes.append(
+                "There is no GPU: a tiny model computes on the CPU, and rates say nothing of others."
+            )
+        for number, arms in enumerate(rounds(setting.arms, setting.together)):
+            if measuring.is_over:
+                measuring.notes.append(f"There was no time for {', '.join(arms)}.")
+            else:
+                measuring.serve(number, arms, folder, progress)
+    if not measuring.rows:
+        raise BenchError("nothing was measured. " + " ".join(measuring.notes))
+    order = {arm: place for place, arm in enumerate(setting.arms)}
+    result = ConcurrencyResult(
+        schema=SCHEMA,
+        machine=facts,
+        options=setting.options(),
+        notes=measuring.notes,
+        rows=sorted(measuring.rows.values(), key=lambda row: (KINDS.index(row["kind"]), order[row["arm"]])),
+        counters=measuring.counters,
+        gate=[],
+        seconds=time.monotonic() - began_s,
+    )
+    conclude(result)
+    result["gate"] = [line.json() for line in gate_of(result)]
+    return result
+
+
+# -- what follows from the samples -------------------------------------------------------------------------------------
+
+
+def row_of(arm: str, kind: str) -> Row:
+    """Give a row without samples."""
+    return Row(
+        arm=arm, kind=kind, samples=[], value=0.0, value_min=0.0, value_max=0.0, to_base=None, to_base_min=None,
+        to_base_max=None, to_offloading=None, cached_share=0.0, loaded_gb=0.0, equal=0.0,
+    )  # fmt: skip
+
+
+def base_of(arm: str, kind: str) -> str | None:
+    """Which arm another one is compared with; None for those that others are compared with."""
+    if arm in (NONE, NONE_BY_LAYERS):
+        return None
+    return NONE_BY_LAYERS if kind == STEP and LAYERS in arm else NONE
+
+
+def conclude(result: ConcurrencyResult) -> None:
+    """Fill in what follows from the samples."""
+    found = {(row["arm"], row["kind"]): row for row in result["rows"]}
+    asked = result["options"]["concurrency"] * result["options"]["prompt_tokens"]
+    for row in result["rows"]:
+        samples = row["samples"]
+        values = [sample["value"] for sample in samples]
+        row["value"], row["value_min"], row["value_max"] = middle(values), min(values), max(values)
+        if row["kind"] != STEP:
+            row["cached_share"] = middle([sample["cached_tokens"] for sample in samples]) / asked
+        row["loaded_gb"] = middle([sample["loaded_bytes"] for sample in samples]) / GB
+        row["equal"] = sum(sample["is_equal"] for sample in samples) / len(samples)
+    for row in result["rows"]:
+        base = found.get((base_of(row["arm"], row["kind"]) or "", row["kind"]))
+        if base is not None:
+            ratios = _ratios(row, base)
+            row["to_base"], row["to_base_min"], row["to_base_max"] = middle(ratios), min(ratios), max(ratios)
+        theirs = found.get((OFFLOADING, row["kind"]))
+        if theirs is not None and theirs is not row:
+            row["to_offloading"] = middle(_ratios(row, theirs))
+
+
+def _ratios(above: Row, below: Row) -> list[float]:
+    """Of the same repeats; where there are none, of the medians."""
+    paired = paired_ratios(by_repeat(above["samples"], "value"), by_repeat(below["samples"], "value"))
+    return paired or [above["value"] / below["value"]]
+
+
+def gate_of(result: ConcurrencyResult) -> list[GateRow]:
+    """Judge every line; without a GPU those of tokens alone. An arm that was left out does not pass."""
+    found = {(row["arm"], row["kind"]) for row in result["rows"]}
+    judged = [
+        GateRow(f"measured       {arm}, {TITLES[kind]}", "measured", None, False)
+        for kind in KINDS
+        for arm in result["options"]["arms"]
+        if (arm, kind) not in found
+    ]
+    for row in result["rows"]:
+        name = f"{row['arm']}, {TITLES[row['kind']]}"
+        judged.append(GateRow(f"tokens equal   {name}", "= 1", row["equal"], row["equal"] == 1))
+    if result["options"]["device"] == "cpu":
+        return judged
+    for row in result["rows"]:
+        name, base = f"{row['arm']}, {TITLES[row['kind']]}", base_of(row["arm"], row["kind"])
+        if base is None or row["arm"] == OFFLOADING:
+            continue
+        least = LEAST[row["kind"]]
+        passed = row["to_base"] is not None and row["to_base"] >= least
+        judged.append(GateRow(f"/ {base:<12} {name}", f">= {least:.2f}x", row["to_base"], passed))
+        if row["kind"] == STORED and row["arm"].split("+")[0] == LANE:
+            passed = row["to_offloading"] is not None and row["to_offloading"] >= OFFLOADING_LEAST
+            bound = f">= {OFFLOADING_LEAST:.2f}x"
+            judged.append(GateRow(f"/ {OFFLOADING:<12} {name}", bound, row["to_offloading"], passed))
+    return judged
+
+
+def table_lines(result: ConcurrencyResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    machine, options = result["machine"], result["options"]
+    yield f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, load {machine['load_1min']} before"
+    launch = ", steps of few tokens as CUDA graphs" if options["graphs"] else ""
+    ranks = f", {options['tensor_parallel']} tensor-parallel ranks" if options["tensor_parallel"] > 1 else ""
+    yield (
+        f"vLLM {options['vllm']}{launch}{ranks}, {options['device']}; {options['shape']}: {options['bytes_per_token']}"
+        f" bytes a token, chunks of {options['chunk_tokens']}; {options['concurrency']} requests at once of"
+        f" {options['prompt_tokens']} tokens; {options['repeats']} repeats, {options['together']} engines at a time"
+    )
+    yield from result["notes"]
+    for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
+        unit = "tokens/s" if kind == STEP else "requests/s"
+        yield ""
+        yield (
+            f"  {TITLES[kind]:<28} {unit:>10} {'least to most':>18} {'/ none':>8} {'/ offloading':>13} {'cached':>7}"
+            f" {'GB':>6} {'equal':>7}"
+        )
+        yield from (_row_line(row) for row in result["rows"] if row["kind"] == kind)
+    yield ""
+    yield "Gate"
+    for line in gate_of(result):
+        measured = "none" if line.measured is None else f"{line.measured:.3f}x"
+        yield f"  {'held' if line.passed else 'MISSED':<6}  {line.name:<52} {line.bound:>9} {measured:>8}"
+
+
+def _row_line(row: Row) -> str:
+    spread = f"{row['value_min']:.2f} to {row['value_max']:.2f}"
+    base = "" if row["to_base"] is None else f"{row['to_base']:.3f}"
+    theirs = "" if row["to_offloading"] is None else f"{row['to_offloading']:.3f}"
+    return (
+        f"  {row['arm']:<28} {row['value']:10.2f} {spread:>18} {base:>8} {theirs:>13} {row['cached_share']:7.1%}"
+        f" {row['loaded_gb']:6.2f} {row['equal']:7.0%}"
+    )
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw each kind's rates as multiples of those without a connector, into a PNG."""
+    result, panels = cast(ConcurrencyResult, raw), []
+    for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
+        shown: Sequence[Row] = [row for row in result["rows"] if row["kind"] == kind and row["to_base"] is not None]
+        ratios = [
+            Bar(cast(float, row["to_base"]), cast(float, row["to_base_min"]), cast(float, row["to_base_max"]))
+            for row in shown
+        ]
+        if shown:
+            panels.append(BarPanel(TITLES[kind], [row["arm"] for row in shown], {"/ none": ratios}))
+    machine, options = result["machine"], result["options"]
+    foot = (
+        f"{options['device']}; {machine.get('cpu')}, {machine.get('cores')} cores. vLLM {options['vllm']},"
+        f" {options['shape']}, {options['concurrency']} requests at once. {' '.join(result['notes'])}"
+    )
+    captions = Captions(title="vLLM: many requests at once", values="rate / that without a connector", foot=foot)
+    bars(panels, captions, path, columns=2)

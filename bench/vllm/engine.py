@@ -1,0 +1,180 @@
+"""The engines of `kvredis bench vllm`: an arm's settings in vLLM's words, and a child process that has such one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.line_process import LineProcess
+from kvredis.bench.core.servers import child_environment
+from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.store_overhead.compute import WIDTHS
+
+from .result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
+from .worker import Opening, Served, Together
+
+ANSWER_S: Final = 240.0
+_GIB: Final = 1 << 30
+_BESIDE_BYTES: Final = 8 * _GIB  # activations of the longest prompt, in one pass, and what libraries take
+PREFAULT_THREADS: Final = 8
+_GRAPH_TOKENS: Final = (1, 8, 16, 48, 256)
+"""Of a pass that is a graph at most: what is left of a prompt that is a hit, and a chunk."""
+
+TINY: Final = ModelShape("tiny", layers=4, kv_heads=2, head_dim=64, dtype_bytes=4)
+"""Of the model that stands in where there is no GPU; its numbers are exact enough for tokens to be equal."""
+DTYPES: Final = {2: "bfloat16", 4: "float32"}
+_WIDTHS: Final = WIDTHS | {TINY.name: (256, 4, 512)}
+_VOCABULARY: Final = {"8b": 128_256, TINY.name: 1024}
+_VOCABULARY_ELSE: Final = 152_064
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "PYTHONUNBUFFERED": "1",
+}
+_BREAKS: Final = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+"""From 0.26 on; older ones launch kernels one by one then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where vLLM is: the interpreter, and a folder of packages put before its own ("" for none). `logs` is where what
+    the engines print is kept, a file an arm; `backend` the attention on a GPU."""
+
+    python: str
+    site: str = ""
+    logs: Path | None = None
+    backend: str = "FLASH_ATTN"
+
+
+def model_config(shape: ModelShape, tokens: int) -> dict[str, Any]:
+    """Hugging Face's config.json of a Llama of that shape; BenchError for one whose widths are not known."""
+    if shape.name not in _WIDTHS or shape.dtype_bytes not in DTYPES:
+        raise BenchError(f"no model of shape {shape.name} to compute with; there are {', '.join(_WIDTHS)}")
+    hidden, heads, intermediate = _WIDTHS[shape.name]
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": DTYPES[shape.dtype_bytes],
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+        "max_position_embeddings": max(tokens, 4096), "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1, "attention_bias": False,
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": shape.layers,
+        "num_attention_heads": heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
+        "vocab_size": _VOCABULARY.get(shape.name, _VOCABULARY_ELSE),
+    }  # fmt: skip
+
+
+def weight_bytes(shape: ModelShape) -> int:
+    """What a model's weights take, two bytes each."""
+    hidden, heads, intermediate = _WIDTHS[shape.name]
+    attention = 2 * hidden * (heads + shape.kv_heads) * shape.head_dim
+    vocabulary = _VOCABULARY.get(shape.name, _VOCABULARY_ELSE)
+    return 2 * (shape.layers * (attention + 3 * hidden * intermediate) + 2 * vocabulary * hidden)
+
+
+def engine_bytes(shape: ModelShape, tokens: int) -> int:
+    """What an engine takes of a GPU's memory: weights, KV of three of the longest prompts, and what else there is."""
+    return weight_bytes(shape) + 3 * shape.block_bytes(tokens) + _BESIDE_BYTES
+
+
+def room_bytes(shape: ModelShape, tokens: int) -> int:
+    """What a tier is given: twice the KV of the longest prompt, in whole GiB."""
+    return (2 * shape.block_bytes(tokens) // _GIB + 1) * _GIB
+
+
+def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: bool) -> dict[str, Any] | None:
+    """vLLM's kv_transfer_config of an arm; None where it has no connector. `port` is the server's."""
+    kind, *words = arm.split("+")
+    if kind == NONE:
+        return None
+    if kind == OFFLOADING:
+        extra: dict[str, Any] = {"cpu_bytes_to_use": room, "block_size": chunk_tokens}
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra = {"chunk_size": chunk_tokens, "max_local_cpu_size": f"{room // _GIB}GB", "local_cpu": kind == MEMORY}
+    if kind in (LANE, TCP):
+        extra["remote_url"] = f"{'kvredis' if kind == LANE else 'redis'}://127.0.0.1:{port}"
+    if is_gpu:
+        extra |= {"prefault": min(os.cpu_count() or 1, PREFAULT_THREADS), "page_lock": True}
+    extra |= {"verify_blocks": TRUSTED not in words, "use_layerwise": LAYERS in words}
+    return {
+        "kv_connector": "KVRedisConnector", "kv_connector_module_path": "kvredis.adapters.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def launching(arm: str, requests: int = 1) -> dict[str, Any]:
+    """vLLM's options for short passes as CUDA graphs, as it has them by default, but without torch.compile, which every
+    engine would wait for; so many requests that decode are a graph, too. A whole graph leaves the hooks of single
+    layers out; another kind, which breaks off for attention, calls them (_BREAKS)."""
+    mode = "PIECEWISE" if LAYERS in arm else "FULL"
+    sizes = sorted({*_GRAPH_TOKENS, requests})
+    return {"compilation_config": {"mode": 0, "cudagraph_mode": mode, "cudagraph_capture_sizes": sizes}}
+
+
+def facts_of(where: Where, folder: Path) -> dict[str, Any]:
+    """What computes: `device`, `memory_bytes` of a GPU (0 without one), versions of `vllm` and `torch`. BenchError
+    where there is no vLLM."""
+    command = [where.python, "-m", "kvredis.bench.vllm.worker", "--facts"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=_environment(where), cwd=folder, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"cannot run {where.python}: {error}") from error
+    if done.returncode:
+        raise BenchError(f"vLLM cannot be loaded (--python, --site): {done.stderr.strip().splitlines()[-1:]}")
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
+
+
+def _environment(where: Where) -> dict[str, str]:
+    environment = child_environment(os.environ) | _ENVIRONMENT
+    paths = [path for path in (where.site, environment["PYTHONPATH"]) if path]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+class EngineProcess(LineProcess):
+    """One vLLM in a process of its own; a context manager. It is loaded from the beginning on, `open` makes the engine.
+
+    Raises BenchError, with the end of what the process printed, for whatever goes wrong in it.
+    """
+
+    def __init__(self, arm: str, where: Where, folder: Path) -> None:
+        self.arm = arm
+        command = [where.python, "-m", "kvredis.bench.vllm.worker"]
+        log = (where.logs or folder) / f"vllm-{arm.replace('+', '-')}.log"
+        # In that folder: `python -m` looks where it stands first.
+        environment = _environment(where) | (_BREAKS if LAYERS in arm else {})
+        super().__init__(f"the engine of {arm}", command, environment, folder=folder, log=log)
+
+    def open(self, told: Opening) -> None:
+        """Make the engine."""
+        self._ask(cast(dict[str, Any], told))
+
+    def measure(self, seed: int, tokens: int, answer: int = 0) -> Served:
+        """Have a prompt served."""
+        return cast(Served, self._ask({"do": "measure", "seed": seed, "tokens": tokens, "answer": answer}))
+
+    def together(self, **asked: int) -> Together:
+        """Have many prompts served at once; `asked` is what vllm_worker.Engine.together takes."""
+        return cast(Together, self._ask({"do": "together", **asked}))
+
+    def counters(self) -> dict[str, float]:
+        """Of our connector."""
+        return self._ask({"do": "counters"})
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.tell(message)
+        answer = self.answer(ANSWER_S)
+        if "error" in answer:
+            raise self.failed(answer["error"])
+        return answer

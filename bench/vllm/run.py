@@ -1,0 +1,299 @@
+"""`kvredis bench vllm`: how soon the first token of a prompt seen before comes in a real vLLM, by who has kept its KV.
+
+Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
+room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in
+another order. An arm that fails is left out and said, and so is what there was no time for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from kvredis.backends.resp.connection import Connection
+from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.shapes import SHAPES, ModelShape
+from kvredis.bench.core.statistics import rotated
+from kvredis.bench.server.transfer import Progress
+
+from .engine import (
+    DTYPES,
+    TINY,
+    EngineProcess,
+    Where,
+    connector_of,
+    engine_bytes,
+    facts_of,
+    launching,
+    model_config,
+    room_bytes,
+)
+from .result import (
+    ARMS,
+    LANE,
+    NONE,
+    OFFLOADING,
+    REFERENCES,
+    SCHEMA,
+    TCP,
+    Row,
+    Sample,
+    VLLMResult,
+    conclude,
+    gate_of,
+    row_of,
+)
+from .worker import Opening, Served
+
+ANSWER_TOKENS: Final = 16
+CPU_TOKENS: Final = (250, 1000)
+CPU_CHUNK_TOKENS: Final = 64
+_SEED: Final = 100
+_MEMORY_USED: Final = 0.94  # of a GPU's memory, by all engines together
+_CPU_BLOCK: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMPlan:
+    """What one call of the bench does. `shape` and `chunk_tokens` None: by what there is to compute on; `together` 0:
+    as many engines at a time as fit. After `limit_s` no more is begun. `eager`: kernels are launched one by one."""
+
+    arms: tuple[str, ...] = ARMS
+    shape: ModelShape | None = None
+    prompt_tokens: tuple[int, ...] = (1024, 8192, 15_400)
+    chunk_tokens: int | None = None
+    repeats: int = 5
+    together: int = 0
+    limit_s: float = float("inf")
+    eager: bool = False
+
+    def steps(self) -> int:
+        """Give about how often `run` calls its progress; what is compared with may be served more often."""
+        return len(self.arms) * len(self.prompt_tokens) * self.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A plan with its open ends tied to what there is to compute on."""
+
+    plan: VLLMPlan
+    shape: ModelShape
+    chunk_tokens: int
+    prompt_tokens: tuple[int, ...]
+    arms: tuple[str, ...]
+    together: int
+    facts: dict[str, Any]  # as the worker says them
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is one."""
+        return bool(self.facts["memory_bytes"])
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether short passes are CUDA graphs."""
+        return self.is_gpu and not self.plan.eager
+
+    def can_hit(self, arm: str, tokens: int) -> int:
+        """Tokens of a prompt that an arm can load: whole chunks."""
+        return 0 if arm == NONE else tokens // self.chunk_tokens * self.chunk_tokens
+
+    def options(self) -> dict[str, Any]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            "prompt_tokens": list(self.prompt_tokens),
+            "arms": list(self.arms),
+            "repeats": self.plan.repeats,
+            "together": self.together,
+            "graphs": self.has_graphs,
+            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
+        }
+
+
+def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> Setting:
+    """Tie a plan to what computes. Raises BenchError for what does not fit it."""
+    memory, arms = int(facts["memory_bytes"]), tuple(dict.fromkeys(plan.arms))
+    shape = plan.shape or (SHAPES["8b"] if memory else TINY)
+    tokens, chunk = plan.prompt_tokens, plan.chunk_tokens or (256 if memory else CPU_CHUNK_TOKENS)
+    if not memory:
+        tokens = tuple(each for each in tokens if each <= CPU_TOKENS[-1]) or CPU_TOKENS
+        arms = tuple(arm for arm in arms if arm != OFFLOADING)  # it knows GPUs alone
+    if min(tokens) <= chunk:
+        raise BenchError(f"a prompt of {min(tokens)} tokens has no chunk of {chunk} before its last")
+    fitting = int(memory * _MEMORY_USED) // engine_bytes(shape, max(tokens)) if memory else 2
+    if not fitting:
+        raise BenchError(f"an engine of shape {shape.name} takes {engine_bytes(shape, max(tokens)) / 1e9:.0f} GB")
+    together = min(plan.together or fitting, fitting, len(arms))
+    if not together:
+        raise BenchError("no arm is left: offloading needs a GPU")
+    return Setting(plan, shape, chunk, tokens, arms, together, facts)
+
+
+def rounds(arms: Sequence[str], together: int) -> list[list[str]]:
+    """Which arms are open at a time: what is compared with beside some of the others, where there is room for that."""
+    fixed = [arm for arm in arms if arm in REFERENCES]
+    others = [arm for arm in arms if arm not in REFERENCES]
+    if not others or len(fixed) >= together:
+        return [list(arms[at : at + together]) for at in range(0, len(arms), together)]
+    beside = together - len(fixed)
+    return [[*fixed, *others[at : at + beside]] for at in range(0, len(others), beside)]
+
+
+class Measuring:
+    """The engines of one round after the other, the server, and what they have said."""
+
+    def __init__(self, setting: Setting, where: Where, server: ServerProcess | None, began_s: float) -> None:
+        self.rows: dict[tuple[str, int], Row] = {}
+        self.counters: dict[str, dict[str, float]] = {}
+        self.notes: list[str] = []
+        self._setting, self._where, self._server = setting, where, server
+        self._answers: dict[tuple[int, int], list[list[int]]] = {}
+        self._until_s = began_s + setting.plan.limit_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is begun."""
+        return time.monotonic() > self._until_s
+
+    def serve(self, number: int, arms: list[str], folder: Path, progress: Progress) -> None:
+        """One round: its arms open together, all repeats."""
+        with ExitStack() as stack:
+            loading = [stack.enter_context(EngineProcess(arm, self._where, folder)) for arm in arms]
+            engines = {}
+            for engine in loading:  # opened one by one: each measures what memory is free
+                if self.is_over:
+                    break
+                try:
+                    engine.open(self._opening(engine.arm, folder / f"{engine.arm}-{number}"))
+                    for place, tokens in enumerate(self._setting.prompt_tokens):
+                        engine.measure(place, tokens)  # to warm up
+                        self._forget(engine.arm)
+                    engines[engine.arm] = engine
+                except BenchError as error:
+                    self.notes.append(f"Left out: {error}")
+            for repeat in range(self._setting.plan.repeats):
+                for tokens in self._setting.prompt_tokens:
+                    for arm in rotated(list(engines), repeat):
+                        if self.is_over:
+                            self.notes.append(f"Time was over in repeat {repeat + 1} of {', '.join(engines)}.")
+                            return
+                        progress(f"{arm}, {tokens} tokens")
+                        try:
+                            self._sample(engines[arm], tokens, repeat, number)
+                        except BenchError as error:
+                            self.notes.append(f"Given up: {error}")
+                            del engines[arm]
+            for arm, engine in engines.items():
+                if counters := engine.counters():
+                    self.counters[arm] = counters
+
+    def _sample(self, engine: EngineProcess, tokens: int, repeat: int, number: int) -> None:
+        seed = _SEED * (repeat + 1) + self._setting.prompt_tokens.index(tokens)  # no prompt begins as another
+        served = engine.measure(seed, tokens, 0 if repeat else ANSWER_TOKENS)
+        self._forget(engine.arm)
+        expected = self._answers.setdefault((tokens, repeat), served["answers"])
+        place = engine.arm, tokens
+        row = self.rows.setdefault(place, row_of(*place, self._setting.can_hit(*place)))
+        row["samples"].append(_sample_of(served, expected, number * self._setting.plan.repeats + repeat))
+
+    def _forget(self, arm: str) -> None:
+        """Empty the server, so that it need not be larger than for one prompt."""
+        if self._server is not None and arm.split("+")[0] in (LANE, TCP):
+            with Connection.open(self._server.address) as connection:
+                connection.call(b"FLUSHALL")
+
+    def _opening(self, arm: str, folder: Path) -> Opening:
+        """`folder` is the model's, and so in the keys: arms find nothing of each other's."""
+        setting, longest = self._setting, max(self._setting.prompt_tokens) + ANSWER_TOKENS
+        room = room_bytes(setting.shape, longest)
+        port = self._server.address.port if self._server is not None else 0
+        options: dict[str, Any] = {"dtype": DTYPES[setting.shape.dtype_bytes]}
+        options |= {"max_model_len": longest + 48, "max_num_batched_tokens": max(longest + 48, 2048)}
+        if setting.is_gpu:
+            share = engine_bytes(setting.shape, longest) / int(setting.facts["memory_bytes"])
+            options |= {"gpu_memory_utilization": round(share, 3), "max_num_seqs": 16}
+            options["attention_backend"] = self._where.backend
+            options |= launching(arm) if setting.has_graphs else {"enforce_eager": True}
+        else:
+            options |= {"block_size": _CPU_BLOCK, "max_num_seqs": 8, "enforce_eager": True}
+        return Opening(
+            model=str(folder),
+            config=model_config(setting.shape, longest + 48),
+            connector=connector_of(arm, setting.chunk_tokens, room, port, is_gpu=setting.is_gpu),
+            options=options,
+            is_lively=setting.shape == TINY,
+        )
+
+
+def _sample_of(served: Served, expected: list[list[int]], repeat: int) -> Sample:
+    """All first tokens must be the first arm's first one, and a longer answer its longer one."""
+    first = expected[0]
+    firsts = [answer for answer in served["answers"] if len(answer) == 1]
+    longer = [answer for answer in served["answers"] if len(answer) > 1]
+    is_equal = all(answer == first for answer in firsts) and longer == [each for each in expected if len(each) > 1]
+    return Sample(
+        repeat=repeat,
+        is_equal=is_equal,
+        cold_ms=served["cold_ms"],
+        own_ms=served["own_ms"],
+        warm_ms=served["warm_ms"],
+        own_tokens=served["own_tokens"],
+        warm_tokens=served["warm_tokens"],
+        own_bytes=served["own_bytes"],
+        warm_bytes=served["warm_bytes"],
+        stored_bytes=served["stored_bytes"],
+    )
+
+
+def run(plan: VLLMPlan, where: Where, progress: Progress) -> VLLMResult:
+    """Measure everything in `plan`, as long as `limit_s` allows; without a GPU on a tiny model.
+
+    Raises KVRedisError where nothing could be measured; leaves no process and no folder behind.
+    """
+    began_s = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
+        setting = setting_of(plan, facts_of(where, folder))
+        server = None
+        if {arm.split("+")[0] for arm in setting.arms} & {LANE, TCP}:
+            room = room_bytes(setting.shape, max(setting.prompt_tokens) + ANSWER_TOKENS)
+            recipe = kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB")
+            server = stack.enter_context(ServerProcess(recipe, "tcp"))
+        facts, measuring = machine_facts(), Measuring(setting, where, server, began_s)
+        if setting.is_gpu:
+            measuring.notes.append("Weights are vLLM's dummy ones: what is generated depends little on the KV.")
+        else:
+            measuring.notes.append(
+                "There is no GPU: a tiny model computes on the CPU, and times say nothing of others."
+            )
+        for number, arms in enumerate(rounds(setting.arms, setting.together)):
+            if measuring.is_over:
+                measuring.notes.append(f"There was no time for {', '.join(arms)}.")
+            else:
+                measuring.serve(number, arms, folder, progress)
+    if not measuring.rows:
+        raise BenchError("nothing was measured. " + " ".join(measuring.notes))
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    result = VLLMResult(
+        schema=SCHEMA,
+        machine=facts,
+        options=setting.options(),
+        notes=measuring.notes,
+        rows=sorted(measuring.rows.values(), key=lambda row: (row["tokens"], order[row["arm"]])),
+        counters=measuring.counters,
+        gate=[],
+        seconds=time.monotonic() - began_s,
+    )
+    conclude(result["rows"])
+    result["gate"] = [line.json() for line in gate_of(result)]
+    return result
