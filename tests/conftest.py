@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-BOTH_LOOPS = {"server/test_session.py", "server/test_server.py", "cli/test_serve.py"}
+BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/serve/test_serve.py"}
 """Files whose subject is what an event loop does."""
 
 

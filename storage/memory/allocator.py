@@ -27,8 +27,8 @@ CANDIDATES_MAX = 16
 
 BEYOND = 4
 """How far past the first window the search for a tighter one may go, in multiples of the length wanted. This is what
-mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/test_occupancy.py: 93-98 %
-with 0, 95-99 % with 4; equal lengths fit at once and keep the order exactly."""
+mixed lengths may cost the policy's order. Mean occupancy on the trace in tests/storage/memory/test_occupancy.py: 93-98
+% with 0, 95-99 % with 4; equal lengths fit at once and keep the order exactly."""
 
 
 class Extent(NamedTuple):

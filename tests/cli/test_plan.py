@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvredis.cli.main import main
-from tests.bench.fake_disk_result import get, rate, result
+from tests.bench.disk.fake_disk_result import get, rate, result
 
 RATE = ("--prefill-tokens-per-s", "9752")
 BASE = ("--shape", "7b", *RATE)

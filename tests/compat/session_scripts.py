@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 V72 = "Redis 7.2 answers so; Debian's is 7.0.15"
 
-TABLE = Path(__file__).parents[1] / "server" / "redis_commands.tsv"
+TABLE = Path(__file__).parents[1] / "server" / "commands" / "redis_commands.tsv"
 SINCE_7_2 = {"waitaof", "client|setinfo", "client|no-touch", "cluster|myshardid"}
 """Commands that Debian's redis-server does not know."""
 
@@ -42,7 +42,7 @@ NOT_OURS = {
     *("eval", "eval_ro", "evalsha", "evalsha_ro", "fcall", "fcall_ro", "function", "script"),
     *("failover", "migrate", "psync", "replconf", "sync"),
 }
-"""Commands that we answer as unknown ones (tests/server/test_command_table.py has the reasons)."""
+"""Commands that we answer as unknown ones (tests/server/commands/test_command_table.py has the reasons)."""
 
 
 def wrong_arities() -> list[CommandLine]:

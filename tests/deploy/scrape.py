@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.http_client import ask
+from tests.server.http.http_client import ask
 from tests.server.live import run_on
 from tests.server.tiered_server import TieredServer
 

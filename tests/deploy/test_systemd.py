@@ -16,7 +16,7 @@ from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from kvredis.storage.memory.hugepages import pages_needed
 from tests.backends.verbs import content, put_through
-from tests.cli.test_service_manager import ServiceManager
+from tests.cli.serve.test_systemd import ServiceManager
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy/systemd"

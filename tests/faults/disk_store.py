@@ -10,8 +10,8 @@ from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.manager import Tiering
 from tests.faults.crash_model import NOTHING, Held, Name, Seen, ident_of
-from tests.storage.fake_io import ManualIo
 from tests.storage.small_store import Clock
+from tests.storage.tiering.fake_io import ManualIo
 
 KIB: Final = 1024
 ARENA_BYTES: Final = 256 * KIB

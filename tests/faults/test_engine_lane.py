@@ -9,8 +9,8 @@ import pytest
 
 from kvredis.adapters.engine.load import Loading
 from kvredis.backends.base import Lease
-from tests.backends.lane_server import pass_time
 from tests.backends.nodes import Node, wait_until
+from tests.backends.shm.lane_server import pass_time
 from tests.faults.engine_process import EngineProcess
 from tests.faults.engine_runs import (
     CHUNK,

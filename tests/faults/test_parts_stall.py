@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.clients import standing_at
+from tests.server.commands.test_multipart import GONE, reserve
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, OOM, LiveServer, pattern, run_on, until
-from tests.server.test_parts_commands import GONE, reserve
-from tests.server.test_tiers_stores import fill, storing
 from tests.server.tiered_server import TieredServer, block, info
+from tests.server.tiering.test_stores import fill, storing
 
 ARENA = 16 * MIB
 LENGTH = 2 * MIB

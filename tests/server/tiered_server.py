@@ -16,8 +16,8 @@ from kvredis.storage.tiering.executor import IoThreads
 from kvredis.storage.tiering.manager import Tiering
 from tests.server.live import Client, LiveServer, until
 from tests.storage.fake_files import FakeFiles
-from tests.storage.fake_io import ManualIo
 from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, Clock, content
+from tests.storage.tiering.fake_io import ManualIo
 
 MIB: Final = 1024 * 1024
 DISK_BYTES: Final = 8 * MIB

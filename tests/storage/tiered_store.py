@@ -16,8 +16,8 @@ from kvredis.storage.tiering.manager import Tiering
 from kvredis.storage.tiering.promotion import Bringing
 
 from .fake_files import FakeFiles, Fault
-from .fake_io import ManualIo
 from .small_store import ARENA_BYTES, Clock, content, read
+from .tiering.fake_io import ManualIo
 
 MIB: Final = 1024 * 1024
 SEGMENT_BYTES: Final = MIB

@@ -4,7 +4,7 @@ Two positions with equal tokens before them have equal KV only if all of this is
 or refused, or computed without the store, or harmless, which a test proves; or it is told apart by the name that the
 operator gives the model, and by nothing else. What is none of these is marked as open.
 
-`tests/adapters/test_transformers_identity.py` walks the list: it makes each change at the transformers door, and at
+`tests/adapters/transformers/test_identity.py` walks the list: it makes each change at the transformers door, and at
 vLLM's where its configuration can be made without vLLM. docs/engines.md shows the list as a table.
 """
 
@@ -25,10 +25,10 @@ WORDS: Final[Mapping[How, str]] = MappingProxyType(
 )
 DOORS: Final = ("transformers", "vllm", "sglang", "engine")
 
-_VLLM = "tests/adapters/test_vllm_reading.py::"
-_VIEWS = "tests/adapters/test_vllm_views.py::"
+_VLLM = "tests/adapters/vllm/test_config.py::"
+_VIEWS = "tests/adapters/vllm/test_kv_layout.py::"
 _SGLANG = "tests/compat/test_sglang.py::"
-_HERE = "tests/adapters/test_transformers_identity.py::"
+_HERE = "tests/adapters/transformers/test_identity.py::"
 _WALK = f"{_HERE}test_each_dependence_is_treated_as_the_list_says"
 _ARGUMENTS = f"{_SGLANG}test_what_an_engine_with_other_arguments_has_stored_is_not_found"
 _POOLS = f"{_SGLANG}test_what_is_stored_under_another_configuration_is_not_found"
@@ -39,13 +39,13 @@ _QUANTIZED = f"{_VLLM}test_weights_that_are_quantized_when_they_are_loaded_have_
 _REQUEST = f"{_VLLM}test_a_request_is_its_tokens_and_whatever_else_its_kv_depends_on"
 _SPREAD = f"{_VLLM}test_a_model_that_is_spread_in_an_unknown_way_is_refused"
 _M_ROPE = (
-    "tests/adapters/test_transformers_other.py::test_with_m_rope_a_hit_does_not_take_the_positions_of_the_prompt_before"
+    "tests/adapters/transformers/test_other.py::test_with_m_rope_a_hit_does_not_take_the_positions_of_the_prompt_before"
 )
 _PADDED = (
-    "tests/adapters/test_transformers_kinds.py::test_what_a_batch_stored_serves_a_prompt_alone_and_the_other_way_round"
+    "tests/adapters/transformers/test_kinds.py::test_what_a_batch_stored_serves_a_prompt_alone_and_the_other_way_round"
 )
 _WEIGHTS = "tests/compat/test_vllm_weights.py::"
-_RANKS = "tests/adapters/test_keys.py::test_ranks_share_one_chain_and_differ_in_the_readable_part"
+_RANKS = "tests/adapters/engine/test_keys.py::test_ranks_share_one_chain_and_differ_in_the_readable_part"
 
 
 class Answer(NamedTuple):
@@ -89,9 +89,13 @@ DEPENDENCES: Final = (
         Answer(
             "in the key",
             "the pool's class, layout, sizes and every type in it, a Mamba pool's temporal one too",
-            "tests/adapters/test_sglang_pools.py::test_every_dtype_that_a_pool_or_what_it_mirrors_has_is_a_fact",
+            "tests/adapters/sglang/test_pools.py::test_every_dtype_that_a_pool_or_what_it_mirrors_has_is_a_fact",
         ),
-        Answer("in the key", "the layout", "tests/adapters/test_keys.py::test_everything_in_the_layout_is_in_the_key"),
+        Answer(
+            "in the key",
+            "the layout",
+            "tests/adapters/engine/test_keys.py::test_everything_in_the_layout_is_in_the_key",
+        ),
     ),
     Dependence(
         "weights",
@@ -106,7 +110,7 @@ DEPENDENCES: Final = (
         Answer(
             "in the key",
             "a sum of the weights as loaded; `update_weights_*` is heard of, other changes in place are not",
-            "tests/adapters/test_sglang_weights.py::test_weights_that_change_are_seen_when_they_are_looked_at_again",
+            "tests/adapters/sglang/test_weights.py::test_weights_that_change_are_seen_when_they_are_looked_at_again",
         ),
         CALLER,
     ),
@@ -121,12 +125,12 @@ DEPENDENCES: Final = (
         Answer(
             "not stored",
             "the step's stores are dropped, and what is computed behind old pages is not stored",
-            "tests/adapters/test_weights.py::test_a_step_is_told_whether_its_keys_are_of_the_weights_that_it_computes_with",
+            "tests/adapters/vllm/test_weights.py::test_a_step_is_told_whether_its_keys_are_of_the_weights_that_it_computes_with",
         ),
         Answer(
             "not stored",
             "the store is left alone from the change's begin until SGLang's cache is flushed",
-            "tests/adapters/test_sglang_weights.py::test_a_change_is_told_before_it_is_made",
+            "tests/adapters/sglang/test_weights.py::test_a_change_is_told_before_it_is_made",
         ),
         CALLER,
     ),

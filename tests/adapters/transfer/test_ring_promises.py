@@ -1,0 +1,184 @@
+"""What the ring and its callers promise in the rare case: after failures, between other jobs, on several GPUs."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvredis.adapters.engine import background
+from kvredis.adapters.engine import load as loading
+from kvredis.adapters.engine.block import block_bytes, encode_header
+from kvredis.adapters.engine.keys import ChunkKey
+from kvredis.adapters.engine.layout import ChunkLayout
+from tests.adapters.paged.test_staging import LAYERS, have_come, made_layers, parts_of, ring
+from tests.adapters.paged_layouts import block_of
+from tests.adapters.transfer.lazy_gpu import LazyGpu, LazyStream
+from tests.adapters.transfer.test_passing_sums import true_sum
+
+
+def slow(gpu: LazyGpu, which: Callable[[], LazyStream]) -> None:
+    """From now on a stream does nothing while another can."""
+
+    def choice(ready: list[LazyStream]) -> LazyStream:
+        return ([each for each in ready if each is not which()] or ready)[0]
+
+    gpu._lot.choice = choice  # type: ignore[method-assign,assignment]
+
+
+def test_a_layer_that_is_staged_again_leaves_the_others_that_are() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    parts = parts_of([0, 10, 20])
+    planned = transfer.layers(parts)
+    planned.stage(0).wait()
+    gpu.copies_until_failure = 0
+    with pytest.raises(RuntimeError, match="fallen off the bus"):
+        planned.stage(1).wait()
+    gpu.copies_until_failure = -1
+    planned.stage(1).wait()
+    for layer in range(LAYERS):
+        planned.load(layer).wait()
+    assert have_come(layers, parts)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_checksums_of_layers_are_found_behind_each_other_with_other_loads_in_between(which: int) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, 1, sums=True)
+    slow(gpu, lambda: transfer._load._ring[which].sums)
+    (part,), (another,) = parts_of([0]), parts_of([10], 1)
+    sums = [transfer.sum_of(each.memory.nbytes) for each in (part, another)]
+    assert sums[0] is not None
+    assert sums[1] is not None
+    part, another = part._replace(row=sums[0].row), another._replace(row=sums[1].row)
+    planned = transfer.layers([part])
+    moves = [planned.load(0)]
+    planned.sum_up()
+    moves.append(transfer.load([another]))
+    moves.append(transfer.layers(parts_of([20])).stage(0))
+    for layer in range(1, LAYERS):
+        moves.append(planned.load(layer))
+        planned.sum_up()
+    assert sums[0].result() == true_sum(part.memory)
+    for move in moves:
+        move.wait()
+
+
+def test_who_comes_behind_a_load_that_failed_comes_behind_its_kernels() -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers)
+    slow(gpu, lambda: transfer._load._kernels)
+    gpu.copies_until_failure = 2
+    moving: Any = transfer.load(parts_of([0, 10, 20]))
+    assert moving.failure
+    engine: Any = gpu.stream()
+    moving.precede(engine)
+    gpu.record(engine).synchronize()
+    before = [layer.clone() for layer in layers]
+    while gpu.step():
+        pass
+    assert all(
+        torch.equal(then.view(torch.int16), now.view(torch.int16)) for then, now in zip(before, layers, strict=True)
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_chunk_has_moved_when_the_last_of_its_large_layers_has(count: int) -> None:
+    layers = made_layers()
+    transfer, gpu = ring(layers, units=8)
+    slow(gpu, lambda: transfer._load._kernels)
+    parts = parts_of([0, 10, 20])
+    moving = transfer.layers(parts).load(0, count)
+    for done in (1, 2, 3):
+        moving.wait(done)
+        assert done <= moving.parts_done <= len(parts)
+        for part in parts[:done]:
+            nbytes = part.memory.nbytes // LAYERS * count
+            assert bytes(part.memory[:nbytes]) == block_of(layers[:count], part.pages).numpy().tobytes()
+
+
+def test_kv_of_layers_on_several_gpus_is_copied_behind_the_streams_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def current(device: torch.device) -> str:
+        asked.append(str(device))
+        return str(device)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    monkeypatch.setattr(background, "event_on", lambda stream: f"event on {stream}")
+    on = [SimpleNamespace(device=torch.device("cuda", number)) for number in range(2)]
+    kv: Any = [(each, each) for each in (on[0], on[1], on[1])]
+    save = background.Save([], 0, kv, "r", ChunkLayout(1, 1, 1, "u8"))
+    save.follow()
+    assert asked == ["cuda:0", "cuda:1"]
+    made = list[tuple[str, str]]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_event(self, event: str) -> None:
+            made.append((str(self.device), event))
+
+    class Within:
+        def __init__(self, stream: Stream) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            made.append(("within", str(self.stream.device)))
+
+        def __exit__(self, *_: object) -> None:
+            made.append(("left", str(self.stream.device)))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", Within)
+    monkeypatch.setattr(background, "_OWN", SimpleNamespace())
+    with save.on_stream():
+        made.append(("copying", ""))
+    assert made == [
+        ("within", "cuda:1"), ("cuda:1", "event on cuda:1"), ("within", "cuda:0"), ("cuda:0", "event on cuda:0"),
+        ("copying", ""), ("left", "cuda:0"), ("left", "cuda:1"),
+    ]  # fmt: skip
+
+
+def test_a_load_that_fails_within_a_chunk_gives_its_memory_back_behind_the_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    under_way, ended = list[str](), list[list[str]]()
+    stream = SimpleNamespace(synchronize=under_way.clear)
+    monkeypatch.setattr(loading, "gpus_of", lambda kv: ["cuda:0"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: stream)
+
+    def scatter(*_: object) -> None:
+        under_way.append("layer 0")
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(loading, "scatter", scatter)
+    layout = ChunkLayout(2, 1, 8, "fp16", chunk_tokens=4)
+    value = bytearray(block_bytes(layout, 4))
+    value[: len(encode_header(layout, 4))] = encode_header(layout, 4)
+
+    class Lease:
+        view, held = memoryview(value).toreadonly(), True
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            ended.append(list(under_way))
+
+    class Backend:
+        def load(self, keys: list[bytes], within_s: float | None = None) -> Iterator[Lease]:
+            yield Lease()
+
+        def touch(self, keys: list[bytes]) -> None:
+            pass
+
+    backend: Any = Backend()
+    out: Any = []
+    span = loading.Span([ChunkKey(b"k", 0, 4)], 0, out, 0, 4, "r", 4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loading.Loading(backend, layout, span).run()
+    assert ended == [[]]

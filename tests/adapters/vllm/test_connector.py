@@ -1,0 +1,275 @@
+"""The connector's own methods where the rest of vLLM is stubs: what needs several ranks, or processes, to be seen."""
+
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvredis.adapters.engine.keys import key_prefix
+from kvredis.adapters.vllm.scheduler_options import Prompt
+from kvredis.backends.tiered.backend import LayeredBackend
+from kvredis.storage.errors import ConfigError, LayoutError
+from tests.adapters.vllm.paged_specs import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    names,
+)
+from tests.adapters.vllm.test_config import engine, request
+from tests.backends.nodes import free_ports
+
+SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
+DOORS = ("connector", "events", "metadata", "metrics", "engine_worker")
+
+
+class Half:
+    """KVConnectorBase_V1, as far as its parts here go."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+
+
+class Role(Enum):
+    """KVConnectorRole."""
+
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Named:
+    """Whatever vLLM has under a name that is only inherited from."""
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """kvredis.adapters.vllm, over stubs of what it imports."""
+
+    def put(name: str, **members: Any) -> ModuleType:
+        module = ModuleType(name)
+        module.__dict__.update(members, __path__=[])
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    above = "vllm.distributed.kv_transfer.kv_connector.v1"
+    rooms = above.split(".")
+    for count in range(1, len(rooms)):
+        put(".".join(rooms[:count]))
+    base = put(
+        f"{above}.base",
+        KVConnectorBase_V1=Half, KVConnectorRole=Role, KVConnectorMetadata=Named, SupportsHMA=Named,
+        KVConnectorTransferResults=SimpleNamespace, KVConnectorWorkerMetadata=Named,
+    )  # fmt: skip
+    put(above, base=base)
+    put(f"{above}.metrics", KVConnectorPromMetrics=Named, KVConnectorStats=Named)
+    put("vllm.distributed.kv_events", BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace)
+    put("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: 0)
+    for name in DOORS:
+        monkeypatch.delitem(sys.modules, f"kvredis.adapters.vllm.{name}", raising=False)
+    import kvredis.adapters.vllm.connector as found
+
+    yield found
+    for name in DOORS:
+        sys.modules.pop(f"kvredis.adapters.vllm.{name}", None)
+
+
+def opened(
+    door: Any, role: str, spec: object, ranks: int = 2, *, name: str = "", shake: bool = True, **extra: object
+) -> Any:
+    """One half of an engine of so many ranks, before a server that is not there."""
+    told = engine(parallel={"tensor_parallel_size": ranks, "world_size": ranks, "distributed_executor_backend": None})
+    told.device_config = SimpleNamespace(device_type="cpu")
+    extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
+    told.kv_transfer_config = SimpleNamespace(
+        kv_role="kv_both", engine_id=name or role, kv_connector_extra_config=extra
+    )
+    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec)], num_blocks=40)
+    half = door.KVRedisConnector(told, Role[role], caches)
+    if role == "SCHEDULER" and shake:  # as vLLM does with what it has asked its workers for
+        half.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), half.get_handshake_metadata()))
+    return half
+
+
+def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:
+    worker = opened(door, "WORKER", FullAttentionSpec())
+    assert isinstance(worker._shared.backend, LayeredBackend)
+    assert worker._shared.backend.asks_far
+    alone = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    assert not alone._shared.backend.asks_far
+    for half in (worker, alone):
+        half.shutdown()
+
+
+def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(
+    door: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    disk: dict[str, Any] = {"local_disk": str(tmp_path), "max_local_disk_size": "32MB"}
+    workers = []
+    for rank in range(2):
+        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        workers.append(opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}", **disk))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), **disk)
+    for half in (*workers, scheduler):
+        half.shutdown()
+
+
+@pytest.mark.parametrize("is_pause", [True, False])
+def test_a_reset_needs_no_server_and_gives_keys_of_their_own_where_a_user_asks_for_it(
+    is_pause: bool, door: Any
+) -> None:
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec())
+
+    def _reset_caches() -> object:  # as vLLM's EngineCore calls it for sleep and pause
+        return scheduler.reset_cache()
+
+    assert (_reset_caches() if is_pause else scheduler.reset_cache()) is True
+    assert scheduler._scheduling.weights.suffix.startswith("+reset") != is_pause
+    scheduler.shutdown()
+    assert scheduler.reset_cache() is True
+
+
+class Runner:
+    """A worker of vLLM's, whose model is one matrix."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(64, 64)
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+
+def caches_of(spec: FullAttentionSpec) -> dict[str, torch.Tensor]:
+    shape = (40, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+    return {name: torch.zeros(shape, dtype=spec.dtype) for name in names(2)}
+
+
+def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reaches_them(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runners, workers = [Runner(), Runner()], []
+    for rank, runner in enumerate(runners):
+        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(door, "worker_of", lambda config, runner=runner: runner)
+        worker = opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}")
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+        workers.append(worker)
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), shake=False)
+    scheduler.set_xfer_handshake_metadata(dict(enumerate(each.get_handshake_metadata() for each in workers)))
+    suffix = scheduler._scheduling.weights.suffix
+    assert suffix.startswith("+w")
+    prompt = Prompt("a", list(range(300)))
+    assert suffix.replace("+", "_").encode() in scheduler._scheduling.follow(prompt).keys[0][0].key
+    runners[1].model.weight.data.neg_()
+    assert scheduler.reset_cache() is True
+    assert scheduler._scheduling.match(prompt, 0) is None
+    step = scheduler._scheduling.step()
+    for worker in workers:
+        worker.handle_preemptions(SimpleNamespace(step=step))
+    told = workers[0].build_connector_worker_meta().aggregate(workers[1].build_connector_worker_meta())
+    assert {rank: report.table is not None for rank, report in told.weights.items()} == {0: False, 1: True}
+    scheduler.update_connector_output(
+        SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids=set(), finished_recving=None)
+    )
+    assert scheduler._scheduling.weights.suffix not in ("", suffix)
+    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert workers[0].build_connector_worker_meta() is None
+    for half in (*workers, scheduler):
+        half.shutdown()
+
+
+def test_an_engine_whose_model_is_not_found_says_so_and_keeps_what_it_stores_to_itself(
+    door: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "worker_of", lambda config: None)
+    suffixes = []
+    for name in ("one", "other"):
+        worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1, name=name)
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+        scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1, name=name, shake=False)
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+        suffixes.append(scheduler._scheduling.weights.suffix)
+        worker.shutdown()
+        scheduler.shutdown()
+    assert suffixes[0] != suffixes[1]
+    assert "vLLM's model was not found, whose weights are in keys" in caplog.text
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_copies_are_clear_of_pages_that_sleep_takes_away_whichever_way_vllm_tells(
+    tells: bool, door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = Runner()
+    runner.sleep, runner.wake_up = (lambda level=1: "asleep"), (lambda tags=None: "awake")
+    monkeypatch.setattr(door, "_TELLS_OF_SLEEP", tells)
+    monkeypatch.setattr(door, "worker_of", lambda config: runner)
+    worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    worker._vllm_config.model_config.enable_sleep_mode = True
+    worker.register_kv_caches(caches_of(FullAttentionSpec()))
+    worker.get_handshake_metadata()
+    assert worker.supports_sleep_mode(None)
+    if tells:
+        worker.unregister_kv_caches()
+        worker.unregister_kv_caches()
+        worker.restore_kv_caches()
+    else:
+        assert (runner.sleep(level=2), runner.wake_up()) == ("asleep", "awake")
+    assert worker._worker.weights.is_suspect
+    before = worker._worker.weights.table
+    assert worker.get_handshake_metadata().handshake.weights is before, "0.33 asks while weights may be unmapped still"
+    worker.shutdown()
+    worker.unregister_kv_caches()
+
+
+def test_vllm_that_does_not_tell_of_sleep_is_refused_where_its_worker_is_not_found(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_TELLS_OF_SLEEP", False)
+    monkeypatch.setattr(door, "worker_of", lambda config: None)
+    worker = opened(door, "WORKER", FullAttentionSpec(), ranks=1)
+    worker._vllm_config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        worker.register_kv_caches(caches_of(FullAttentionSpec()))
+    worker.shutdown()
+
+
+def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(door: Any) -> None:
+    worker = opened(door, "WORKER", UniformTypeKVCacheSpecs(SEVERAL), ranks=1)
+    scheduler = opened(door, "SCHEDULER", next(iter(SEVERAL.values())), ranks=1)
+    assert len(scheduler._groups) == 1, "vLLM shows its scheduler the first layer's spec for all"
+    scheduler.shutdown()
+    scheduler = opened(door, "SCHEDULER", next(iter(SEVERAL.values())), ranks=1, shake=False)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    prompt = Prompt("a", list(range(300)))
+    assert scheduler._scheduling.match(prompt, 0) == 0
+    keys = scheduler._scheduling.follow(prompt).keys
+    assert [each[0].key.partition(b"{")[0] for each in keys] == [
+        key_prefix(group.layout).partition(b"{")[0] for group in worker._groups
+    ]
+    assert len(keys) == 2
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})  # 0.33 does so after each wake-up
+    assert scheduler._scheduling.follow(prompt).keys is keys
+    other = opened(door, "WORKER", FullAttentionSpec(), ranks=1, name="other")
+    with pytest.raises(LayoutError, match="layers have changed"):
+        scheduler.set_xfer_handshake_metadata({0: other.get_handshake_metadata()})
+    for half in (worker, other, scheduler):
+        half.shutdown()
+
+
+def test_a_scheduler_that_has_not_heard_of_its_workers_asks_for_nothing_and_says_so_once(
+    door: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1, shake=False)
+    asked = request(num_prompt_tokens=3)
+    assert [scheduler.get_num_new_matched_tokens(asked, 0) for _ in range(2)] == [(0, False)] * 2
+    assert scheduler.build_connector_meta(SimpleNamespace()).step.is_idle
+    scheduler.update_connector_output(SimpleNamespace())
+    assert scheduler.request_finished_all_groups(asked, ()) == (False, None)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "vLLM has not handed over what its workers tell of their layers" in caplog.text
+    scheduler.shutdown()

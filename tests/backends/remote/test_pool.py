@@ -1,0 +1,131 @@
+"""The connections to one server: which of them a loss ends, and what they may say afterwards."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvredis.backends.config.url import parse_url
+from kvredis.backends.remote.health import Link
+from kvredis.backends.remote.pool import Node
+from kvredis.backends.resp.connection import Connection
+from kvredis.storage.errors import BackendError
+from tests.backends.conftest import Clock
+from tests.backends.fake_server import FakeServer, Leave, polite
+
+PATIENT_S = 20.0
+
+
+@pytest.fixture
+def node(fake: FakeServer, clock: Clock) -> Iterator[Node]:
+    """The node under test, of the fake server."""
+    node = Node(Link(parse_url(fake.url), PATIENT_S, clock), 2)
+    yield node
+    node.close()
+
+
+def opened(node: Node) -> Connection:
+    connection = node.open()
+    assert connection is not None
+    return connection
+
+
+def test_a_loss_ends_all_connections_and_is_one_loss_whoever_tells_of_it(node: Node) -> None:
+    several = [opened(node) for _ in range(3)]
+    for connection in several:
+        node.lose(connection, BackendError("cut"))
+        with pytest.raises(BackendError):
+            connection.call(b"PING")
+    assert node.stats()["losses"] == node.stats()["errors"] == 1
+    for connection in several:
+        node.retire(connection)
+
+
+def test_a_server_that_takes_no_more_connections_is_not_lost_and_asked_again_later(
+    node: Node, fake: FakeServer, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    (old,) = node.borrow(1)
+    fake.answer = lambda args: Leave(b"-ERR max number of clients reached\r\n") if args[0] == b"HELLO" else polite(args)
+    assert node.borrow(2) == []
+    asked = len(fake.named(b"HELLO"))
+    assert node.open() is None
+    assert len(fake.named(b"HELLO")) == asked, "too early to ask again"
+    clock.now_s += 2
+    assert node.open() is None
+    assert len(fake.named(b"HELLO")) == asked + 1
+    assert old.call(b"PING") == "PONG"
+    assert (node.stats()["losses"], node.link.waiting) == (0, False)
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        f"{fake.url} takes no more connections"
+    ]
+    fake.answer = polite
+    clock.now_s += 2
+    node.retire(opened(node))
+    node.bring_back([old])
+
+
+def test_a_server_that_takes_none_but_the_connection_for_questions_is_lost(node: Node, fake: FakeServer) -> None:
+    assert node.pipeline([(b"PING",)]) == ["PONG"]
+    fake.answer = lambda args: Leave(b"-ERR max number of clients reached\r\n")
+    assert node.borrow(1) == []
+    assert node.stats()["losses"] == 1
+
+
+def test_what_was_open_before_an_attempt_failed_ends_when_the_server_is_back_and_is_no_other_loss(
+    node: Node, fake: FakeServer, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = opened(node)
+    fake.answer = lambda args: Leave()
+    assert node.open() is None
+    fake.answer = polite
+    assert old.call(b"PING") == "PONG", "nobody knows yet of a better one"
+    clock.now_s += 100
+    new = opened(node)
+    with pytest.raises(BackendError):
+        old.call(b"PING")
+    node.lose(old, BackendError("timed out"))
+    assert new.call(b"PING") == "PONG"
+    assert [message.split()[2] for message in caplog.messages] == ["lost", "back"]
+    for connection in (old, new):
+        node.retire(connection)
+
+
+@pytest.mark.parametrize("last_words", [b"+PONG\r\n", b"+PONG\r\n+and\r\n"])
+def test_a_server_that_hangs_up_after_its_greeting_keeps_nobody(
+    node: Node, fake: FakeServer, last_words: bytes
+) -> None:
+    fake.answer = lambda args: Leave(last_words) if args[0] == b"PING" else polite(args)
+    for connection in (lent := node.borrow(2)):
+        replies = iter(lambda connection=connection: connection.call(b"GET", b"k"), None)  # type: ignore[misc]
+        with pytest.raises(BackendError):
+            list(replies)
+    node.bring_back(lent)
+    assert len(fake.named(b"PING")) <= 2
+    assert node.stats()["connections"] == 0
+
+
+def test_idle_connections_that_the_server_has_closed_are_replaced(node: Node, fake: FakeServer) -> None:
+    node.bring_back(node.borrow(2))
+    fake.hang_up()
+    lent = node.borrow(2)
+    assert [connection.call(b"PING") for connection in lent] == ["PONG", "PONG"]
+    node.bring_back(lent)
+    assert node.stats()["connections"] == 2
+    assert node.stats()["losses"] == 0
+
+
+def test_what_loads_and_stores_have_used_at_once_is_there_for_both_behind_a_pause(node: Node, fake: FakeServer) -> None:
+    stores, load = node.borrow(2), node.borrow(2)
+    node.bring_back(load)
+    node.bring_back(stores)  # the thread that stores has lingered, and ended
+    opened_by_then = len(fake.named(b"HELLO"))
+    again = [*node.borrow(2), *node.borrow(2)]
+    assert set(again) == {*stores, *load}
+    assert len(fake.named(b"HELLO")) == opened_by_then
+    node.bring_back(again)
+
+
+def test_no_more_connections_stay_idle_than_a_load_and_what_is_stored_use(node: Node) -> None:
+    several = [*node.borrow(2), *node.borrow(2), *node.borrow(2)]
+    node.bring_back(several)
+    assert node.stats()["connections"] == 4
+    assert [connection.usable for connection in several] == [True] * 4 + [False] * 2

@@ -1,0 +1,206 @@
+"""The gate judges what was measured, by the right bound, and a missing ratio never passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvredis.bench.server.gate import GateRow, gate
+from kvredis.bench.server.report import gate_lines, load
+from kvredis.bench.server.result import BenchResult, HeadOfLineRow, LookupRow, SmallRow, TransferRow, TransferSample
+
+RECORDED = Path(__file__).parents[1] / "recorded_result.json"
+KIB, MIB = 1024, 1024**2
+
+
+@pytest.fixture
+def empty() -> BenchResult:
+    result = load(RECORDED)
+    result["transfers"], result["small"], result["head_of_line"], result["lookup"] = [], [], [], []
+    return result
+
+
+def transfer(op: str, size_bytes: int, *, rate: float | None = None, cpu: float | None = None) -> TransferRow:
+    return TransferRow(
+        server="kvredis",
+        transport="tcp",
+        connections=1,
+        pinned=cpu is not None,
+        size_bytes=size_bytes,
+        op=op,
+        in_flight=1,
+        samples=[],
+        gb_per_s=1.0,
+        p50_ms=1.0,
+        p99_ms=1.0,
+        server_cpu_ms_per_gb=1.0,
+        server_cpu_ms_per_gb_min=1.0,
+        client_cpu_ms_per_gb=1.0,
+        ratio_gb_per_s=rate,
+        ratio_server_cpu=cpu,
+    )
+
+
+def one(result: BenchResult) -> GateRow:
+    (row,) = gate(result)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "most"),
+    [
+        ("SET", 576 * KIB, 1.05),
+        ("SET", 2 * MIB, 1.05),
+        ("SET", 32 * MIB, 0.5),
+        ("GET", 896 * KIB, 0.95),
+        ("GET", 32 * MIB, 0.25),
+        ("GETP", 896 * KIB, 0.35),
+        ("GETP", 32 * MIB, 0.35),
+    ],
+)
+def test_server_cpu_has_an_upper_bound_by_operation_and_size(
+    empty: BenchResult, op: str, size: int, most: float
+) -> None:
+    empty["transfers"] = [transfer(op, size, cpu=most)]
+    assert one(empty).passed
+    empty["transfers"] = [transfer(op, size, cpu=most + 0.01)]
+    assert not one(empty).passed
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "least"),
+    [
+        ("SET", 64 * KIB, 0.85),
+        ("GETP", 64 * KIB, 0.85),
+        ("SET", 576 * KIB, 0.95),
+        ("SET", 32 * MIB, 2.0),
+        ("GET", 2 * MIB, 1.1),
+        ("GET", 32 * MIB, 3.0),
+        ("GETP", 576 * KIB, 1.4),
+        ("GETP", 896 * KIB, 3.0),
+    ],
+)
+def test_throughput_has_a_lower_bound_by_operation_and_size(
+    empty: BenchResult, op: str, size: int, least: float
+) -> None:
+    empty["transfers"] = [transfer(op, size, rate=least)]
+    assert one(empty).passed
+    empty["transfers"] = [transfer(op, size, rate=least - 0.01)]
+    assert not one(empty).passed
+
+
+@pytest.mark.parametrize(("op", "size"), [("SET", 64 * KIB), ("GETP", 576 * KIB), ("GET", 4 * MIB)])
+def test_what_has_no_line_is_not_judged(empty: BenchResult, op: str, size: int) -> None:
+    empty["transfers"] = [transfer(op, size, cpu=99.0)]
+    assert gate(empty) == []
+
+
+def test_a_ratio_that_could_not_be_formed_does_not_pass(empty: BenchResult) -> None:
+    empty["transfers"] = [transfer("SET", 2 * MIB, rate=None)]
+    assert one(empty) == GateRow("throughput     tcp x1, 2 MiB, SET", ">= 0.95x", None, False)
+
+
+@pytest.mark.parametrize(("pipeline", "least"), [(1, 0.85), (16, 0.4)])
+def test_small_operations_are_judged_by_requests_in_flight(empty: BenchResult, pipeline: int, least: float) -> None:
+    row = SmallRow(
+        server="kvredis",
+        op="PING",
+        clients=50,
+        pipeline=pipeline,
+        samples=[],
+        rps=1.0,
+        p50_ms=1.0,
+        p99_ms=1.0,
+        server_cpu_us_per_op=1.0,
+        ratio_rps=least,
+    )
+    empty["small"] = [row]
+    assert one(empty).passed
+    empty["small"] = [{**row, "ratio_rps": least - 0.01}]
+    assert not one(empty).passed
+
+
+def test_a_ping_beside_large_values_may_take_a_fifth_of_redis(empty: BenchResult) -> None:
+    row = HeadOfLineRow(
+        server="kvredis", background="GET", samples=[], p50_ms=1, p99_ms=1, background_gb_per_s=1, ratio_p99=0.2
+    )
+    empty["head_of_line"] = [row]
+    assert one(empty).passed
+    empty["head_of_line"] = [{**row, "ratio_p99": 0.21}]
+    assert not one(empty).passed
+
+
+def sampled(server: str, rate: float, pinned: bool) -> TransferRow:
+    """Give a row of 576 KiB GETs whose three repeats went at half, once and twice the rate."""
+    row = transfer("GET", 576 * KIB)
+    samples = [
+        TransferSample(
+            repeat=repeat,
+            seconds=1.0,
+            operations=1,
+            payload_bytes=1,
+            gb_per_s=rate * factor,
+            p50_ms=1.0,
+            p99_ms=1.0,
+            server_cpu_ms_per_gb=1.0,
+            client_cpu_ms_per_gb=1.0,
+            verified_bytes=1,
+        )
+        for repeat, factor in enumerate((0.5, 1.0, 2.0))
+    ]
+    return {**row, "server": server, "gb_per_s": rate, "pinned": pinned, "samples": samples}
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_large_values_are_held_against_the_faster_of_redis_and_memcached(empty: BenchResult, pinned: bool) -> None:
+    where = "one CPU" if pinned else "all CPUs"
+    name = f"to the best    tcp x1, 576 KiB, GET, {where}"
+    for ours, passed in ((2.3, True), (2.2, False)):
+        empty["transfers"] = [
+            sampled("kvredis", ours, pinned),
+            sampled("redis", 1.0, pinned),
+            sampled("memcached", 2.0, pinned),
+        ]
+        (row,) = (row for row in gate(empty) if row.name == name)
+        assert row == GateRow(name, ">= 1.15x", ours / 2.0, passed)
+    empty["transfers"].pop()
+    assert name not in [row.name for row in gate(empty)], "the best of two is not known when one is absent"
+
+
+@pytest.mark.parametrize("op", ["EXISTS", "KV.MATCH"])
+def test_a_call_with_many_keys_may_take_a_fifth_longer_than_exists_of_redis(empty: BenchResult, op: str) -> None:
+    row = LookupRow(
+        server="kvredis",
+        op=op,
+        transport="unix",
+        keys=1000,
+        key_bytes=101,
+        samples=[],
+        p50_us=1.0,
+        p99_us=1.0,
+        server_cpu_us_per_call=1.0,
+        ratio_p50=1.2,
+        ratio_server_cpu=9.0,
+    )
+    empty["lookup"] = [row]
+    assert one(empty) == GateRow(f"time per call  unix, {op} of 1000 keys of 101 B", "<= 1.20x", 1.2, True)
+    empty["lookup"] = [{**row, "ratio_p50": 1.21}]
+    assert not one(empty).passed
+    empty["lookup"] = [{**row, "server": "before", "ratio_p50": 1.21}]
+    assert gate(empty) == []
+
+
+def test_the_recorded_result_is_judged_as_it_was_when_recorded() -> None:
+    result = load(RECORDED)
+    rows = gate(result)
+    assert [row.json() for row in rows] == result["gate"]
+    assert {row.passed for row in rows} == {True, False}, "a recording that cannot tell pass from fail proves little"
+
+
+def test_the_verdicts_say_how_many_lines_hold() -> None:
+    rows = [GateRow("a", "<= 1.00x", 0.5, True), GateRow("b", ">= 1.00x", None, False)]
+    lines = list(gate_lines(rows))
+    assert lines[-1].strip() == "1 of 2 lines hold."
+    assert any("FAIL" in line and "none" in line for line in lines)
+    assert list(gate_lines([])) == []

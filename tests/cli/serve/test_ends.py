@@ -1,0 +1,104 @@
+"""How `kvredis serve` ends: transfers that are under way come to their end, and the status says that all went well."""
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Serve, ServeProcess
+from tests.server.feed import request
+from tests.server.live import MIB, pattern
+
+ROOMY = ("--port", "none", "--max-local-cpu-size", "256MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
+LENGTH = 64 * MIB
+
+every_loop = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+
+
+def start(serve: Serve, folder: Path, loop: str) -> tuple[ServeProcess, str]:
+    path = str(folder / "kv.sock")
+    server = serve(*ROOMY, "--unixsocket", path, KVREDIS_EVENT_LOOP=loop)
+    server.wait_ready()
+    return server, path
+
+
+def connect(path: str) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(20)
+    client.connect(path)
+    return client
+
+
+def read_all(client: socket.socket, length: int | None = None) -> bytes:
+    """So many bytes, or what comes until the server hangs up."""
+    data = bytearray()
+    while length is None or len(data) < length:
+        piece = client.recv(MIB if length is None else min(MIB, length - len(data)))
+        if not piece:
+            break
+        data += piece
+    return bytes(data)
+
+
+def wait_for_hang_up(client: socket.socket) -> None:
+    """An idle client is hung up on at once: the server has seen the signal."""
+    assert read_all(client) == b""
+    client.close()
+
+
+@every_loop
+def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
+    server, path = start(serve, tmp_path, loop)
+    words = request("SET", "k", pattern(LENGTH))
+    with connect(path) as writer, connect(path) as other:
+        writer.sendall(words[: LENGTH // 2])
+        other.sendall(b"PING\r\n")
+        assert other.recv(100) == b"+PONG\r\n"
+        server.signal(signal.SIGTERM)
+        wait_for_hang_up(other)
+        assert not Path(path).exists(), "nobody new is let in"
+        writer.sendall(words[LENGTH // 2 :])
+        assert read_all(writer) == b"+OK\r\n"
+    assert server.finish() == 0, server.stderr
+
+
+@every_loop
+def test_a_value_that_is_half_read_at_sigterm_is_sent_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
+    server, path = start(serve, tmp_path, loop)
+    value = pattern(LENGTH)
+    with connect(path) as reader, connect(path) as other:
+        reader.sendall(request("SET", "k", value))
+        assert reader.recv(100) == b"+OK\r\n"
+        reader.sendall(b"GET k\r\n")
+        head = read_all(reader, 11)
+        server.signal(signal.SIGTERM)
+        wait_for_hang_up(other)
+        assert head + read_all(reader) == b"$67108864\r\n" + value + b"\r\n"
+    assert server.finish() == 0, server.stderr
+
+
+@every_loop
+def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(serve: Serve, tmp_path: Path, loop: str) -> None:
+    server, path = start(serve, tmp_path, loop)
+    with connect(path) as writer, connect(path) as other:
+        writer.sendall(request("SET", "k", pattern(LENGTH))[: LENGTH // 2])
+        server.signal(signal.SIGTERM)
+        wait_for_hang_up(other)
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(5) == 1
+    assert not Path(path).exists()
+
+
+@every_loop
+def test_shutdown_ends_it_as_sigterm_does(serve: Serve, tmp_path: Path, loop: str) -> None:
+    server, path = start(serve, tmp_path, loop)
+    words = request("SET", "k", pattern(LENGTH))
+    with connect(path) as writer, connect(path) as other:
+        writer.sendall(words[: LENGTH // 2])
+        other.sendall(b"SHUTDOWN NOSAVE\r\n")
+        wait_for_hang_up(other)
+        writer.sendall(words[LENGTH // 2 :])
+        assert read_all(writer) == b"+OK\r\n"
+    assert server.finish() == 0, server.stderr
+    assert "Traceback" not in server.stderr

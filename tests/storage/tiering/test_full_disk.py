@@ -1,0 +1,255 @@
+"""What a disk that is full lets go of, and a store that must not let go of anything."""
+
+from functools import partial
+from pathlib import Path
+
+from kvredis.storage.tiering.transfers import State
+from tests.storage.fake_files import Fault, on
+from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, read
+from tests.storage.tiered_store import MIB, TieredStore
+
+DISK_BLOCKS = 16
+"""How many a disk of a MiB holds."""
+ALL_BYTES = MIB - 512
+"""The value that fills it."""
+
+
+def names(first: int, count: int) -> list[bytes]:
+    return [b"n:%02d" % number for number in range(first, first + count)]
+
+
+def fill_disk(tiers: TieredStore) -> list[bytes]:
+    """Leave as many blocks on disk alone as there is room for."""
+    keys = names(0, DISK_BLOCKS)
+    for key in keys:
+        tiers.put(key)
+    assert tiers.save()
+    tiers.push_out()
+    assert tiers.on_disk() == keys
+    return keys
+
+
+def test_a_full_disk_lets_the_coldest_go_and_its_key_is_gone(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        tiers.store.journal = []
+        tiers.put(b"new")
+        assert tiers.save()
+        assert tiers.store.journal == [("set", b"new", 0), ("evicted", keys[0], 0)]
+        assert tiers.store.find(keys[0]) is None
+        assert tiers.store.stats.evicted == tiers.disk.stats.evicted == 1
+        assert tiers.store.stats.evicted_bytes == BLOCK_BYTES
+        assert [tiers.get(key) for key in keys[1:]] == [tiers.content(key) for key in keys[1:]]
+
+
+def test_a_block_that_is_in_memory_as_well_loses_its_record_only_and_is_to_be_written_again(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB, arena_bytes=2 * MIB) as tiers:
+        keys = names(0, DISK_BLOCKS)
+        tiers.put(*keys)
+        assert tiers.save()
+        tiers.put(b"new")
+        assert tiers.save(tiers.store.writes)
+        assert tiers.tier(keys[0]) == "memory"
+        assert [entry.key for entry in tiers.store.unsaved] == [keys[0]]
+        assert tiers.store.stats.evicted == 0
+        assert tiers.save()
+        tiers.push_out()
+        assert tiers.get(keys[0]) == tiers.content(keys[0])
+        assert len(tiers.store.index) == DISK_BLOCKS, "then it was another one's turn"
+
+
+def test_a_block_that_was_touched_on_disk_leaves_it_later(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        assert tiers.store.touch(keys[:1]) == 1
+        assert tiers.store.match(keys[1:3]) == 2
+        tiers.store.collect_expired()
+        tiers.put(*names(50, 2))
+        assert tiers.save()
+        assert [tiers.tier(key) for key in keys[:5]] == ["disk", "disk", "disk", None, None]
+
+
+def test_a_run_that_is_away_leaves_the_disk_from_its_tail(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        assert tiers.store.match(keys) == DISK_BLOCKS
+        tiers.put(*names(50, 3))
+        tiers.store.collect_expired()
+        assert tiers.save()
+        assert tiers.store.match(keys) == DISK_BLOCKS - 3
+
+
+def test_a_block_that_left_the_disk_while_it_was_asked_for_is_a_miss(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        bringing = tiers.bring((keys[0], 0))
+        assert bringing is not None
+        extent, left = tiers.disk.place(ALL_BYTES)  # as a thread that has not yet told the store
+        assert extent is not None
+        tiers.io.run()
+        bringing.release()
+        assert tiers.store.find(keys[0]) is None
+        tiers.tiering.carrier._have_left(left)
+        tiers.disk.abandon(extent)
+        assert tiers.store.away == 0
+        assert tiers.disk.stats.quarantined == 0
+
+
+def test_a_block_that_made_room_while_it_was_asked_for_is_counted_as_evicted_and_not_as_lost(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        tiers.put(b"new")
+        ended: list[State] = []
+        asked = partial(tiers.tiering.promote, keys[0], 0, lambda transfer: ended.append(transfer.state))
+        # Who writes has let the coldest go and tells the index of it, and only then the store.
+        tiers.during("index: commit", lambda: (asked(), tiers.io.run()))
+        assert tiers.save()
+        assert ended == [State.FAILED]
+        assert tiers.store.find(keys[0]) is None
+        assert tiers.store.stats.evicted == tiers.store.stats.evicted_away == tiers.disk.stats.evicted == 1
+        assert tiers.tiering.stats.lost == tiers.disk.stats.quarantined == 0
+
+
+def test_a_block_that_left_the_disk_while_it_was_renamed_is_gone_under_both_names(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        tiers.store.journal = []
+        extent, left = tiers.disk.place(BLOCK_BYTES)  # as a thread that has not yet told the store
+        assert extent is not None
+        assert tiers.store.move((keys[0], 0), (b"other", 0))
+        assert tiers.store.find(keys[0]) is tiers.store.find(b"other") is None
+        assert tiers.store.journal == [("del", keys[0], 0), ("set", b"other", 0), ("evicted", b"other", 0)]
+        assert tiers.store.stats.evicted == 1
+        tiers.tiering.carrier._have_left(left)
+        tiers.disk.abandon(extent)
+        assert tiers.store.stats.evicted == 1
+
+
+def test_a_block_that_left_the_disk_while_databases_were_exchanged_is_gone(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        assert tiers.get(keys[1]) == tiers.content(keys[1])
+        extent, left = tiers.disk.place(ALL_BYTES)
+        assert extent is not None
+        tiers.store.swap(0, 1)
+        tiers.tiering.carrier._have_left(left)
+        tiers.disk.abandon(extent)
+        assert tiers.store.keys_in(0) == []
+        assert tiers.store.keys_in(1) == [keys[1]]
+        assert [entry.key for entry in tiers.store.unsaved] == [keys[1]], "memory has it still"
+
+
+def test_a_value_longer_than_all_that_may_leave_the_disk_is_refused_by_it_and_stays(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB, arena_bytes=2 * MIB) as tiers:
+        tiers.put(b"a")
+        assert tiers.store.put(b"long", content(1, MIB - 100))
+        assert not tiers.save(2)
+        assert read(tiers.store, b"long") == content(1, MIB - 100)
+
+
+# ---- noeviction --------------------------------------------------------------------------------------------------
+
+
+def test_without_eviction_blocks_go_to_disk_and_none_is_lost(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.store.evicts = False
+        keys = names(0, 3 * BLOCKS)
+        for key in keys:
+            room = tiers.store.reserve(key, BLOCK_BYTES)
+            while room is None:
+                assert tiers.io.run()
+                room = tiers.store.reserve(key, BLOCK_BYTES)
+            room.view[:] = tiers.content(key)
+            room.commit()
+        assert tiers.store.stats.evicted == tiers.tiering.stats.spill_dropped == 0
+        assert [tiers.get(key) for key in keys] == [tiers.content(key) for key in keys]
+
+
+def test_without_eviction_a_failing_disk_means_that_there_is_no_room(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put_away(b"away")
+        tiers.store.evicts = False
+        keys = fill(tiers.store)
+        tiers.files.plan = on("pwrite", Fault.EIO)
+        assert tiers.store.reserve(b"more", BLOCK_BYTES) is None
+        tiers.io.run()
+        assert tiers.store.reserve(b"more", BLOCK_BYTES) is None
+        assert tiers.get(b"away") is None, "it has no room either"
+        assert tiers.tier(b"away") == "disk"
+        assert [read(tiers.store, key) for key in keys] == [content(number) for number in range(BLOCKS)]
+        assert tiers.store.stats.refused == 2
+
+
+def test_without_eviction_what_the_disk_cannot_hold_stays(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.store.evicts = False
+        long_key = b"k" * 1000
+        assert tiers.store.put(long_key, content(1))
+        for key in names(0, BLOCKS - 1):
+            tiers.put(key)
+        assert not tiers.save()
+        assert tiers.store.reserve(b"all", 16 * BLOCK_BYTES) is None
+        room = tiers.store.reserve(b"more", 14 * BLOCK_BYTES)
+        assert room is not None
+        room.abort()
+        assert read(tiers.store, long_key) == content(1)
+
+
+def test_without_eviction_what_was_never_used_is_written_too(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, policy="S3FIFO") as tiers:
+        tiers.store.evicts = False
+        keys = fill(tiers.store)
+        assert tiers.store.reserve(b"more", BLOCK_BYTES) is None
+        tiers.io.run()
+        room = tiers.store.reserve(b"more", BLOCK_BYTES)
+        assert room is not None
+        room.abort()
+        assert [tiers.get(key) for key in keys] == [content(number) for number in range(BLOCKS)]
+
+
+def test_without_eviction_small_values_make_room_for_one_another_on_disk(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=16 * MIB) as tiers:
+        tiers.store.evicts = False
+        tiers.store.inline_bytes_high = 512 * 1024
+        count = 2 * tiers.store.inline_bytes_high // (15 * 1024)
+        for number in range(count):
+            assert tiers.store.put(b"small:%d" % number, content(number, 15 * 1024))
+            tiers.io.run()
+        assert len(tiers.store.index) == count
+        assert tiers.store.inline_bytes <= tiers.store.inline_bytes_high
+        tiers.files.plan = on("pwrite", Fault.ENOSPC)
+        while tiers.store.put(b"over:%d" % count, content(count, 15 * 1024)):
+            tiers.io.run()
+            count += 1
+        assert tiers.store.stats.evicted == 0
+
+
+def test_without_eviction_a_full_disk_lets_go_of_nothing(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        tiers.store.evicts = False
+        tiers.put(b"new")
+        assert not tiers.save(tiers.store.writes)
+        assert [tiers.tier(key) for key in keys] == ["disk"] * DISK_BLOCKS
+
+
+def test_a_disk_that_cannot_be_written_does_not_lose_what_can_be_read(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)[1:]
+        tiers.files.plan = on("pwrite", Fault.EIO)
+        tiers.put(b"new")
+        for _ in range(DISK_BLOCKS // 2):
+            tiers.save(tiers.store.writes)
+        assert [tiers.get(key) for key in keys] == [tiers.content(key) for key in keys]
+
+
+def test_a_block_that_is_sent_for_is_not_pushed_off_the_disk_by_what_leaves_memory_for_it(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
+        keys = fill_disk(tiers)
+        fill(tiers.store)
+        bringing = tiers.bring(*((key, 0) for key in keys[:3]))
+        assert bringing is not None
+        tiers.io.run()
+        assert [read(tiers.store, key) for key in keys[:3]] == [tiers.content(key) for key in keys[:3]]
+        bringing.release()
+        assert tiers.store.find(keys[3]) is None, "it was the coldest then"

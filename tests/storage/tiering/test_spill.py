@@ -1,0 +1,323 @@
+"""Blocks on their way to disk: who is written, when, and what it costs those who store."""
+
+from pathlib import Path
+
+import pytest
+
+from kvredis.storage.tiering.executor import Priority
+from tests.storage.fake_files import Fault, on
+from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, read
+from tests.storage.tiered_store import MIB, TieredStore
+
+KEYS = [b"key:%d" % number for number in range(BLOCKS)]
+SMALL_BYTES = 15 * 1024
+
+
+def test_a_block_that_leaves_an_idle_disk_behind_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        for key in [*KEYS, b"more:1", b"more:2", b"more:3"]:
+            tiers.put(key)
+            tiers.io.run()
+        assert [tiers.tier(key) for key in KEYS[:3]] == ["disk"] * 3
+        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
+        assert all(tiers.get(key) == tiers.content(key) for key in KEYS)
+
+
+def test_a_block_that_the_disk_has_leaves_without_a_write(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put_away(b"a")
+        assert tiers.get(b"a") == tiers.content(b"a")
+        writes, unloaded = tiers.steps("pwrite"), tiers.tiering.stats.unloaded
+        tiers.push_out()
+        tiers.io.run()
+        assert tiers.tier(b"a") == "disk"
+        assert (tiers.steps("pwrite"), tiers.tiering.stats.unloaded) == (writes, unloaded + 1)
+
+
+def test_the_coldest_are_written_before_the_arena_is_full(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        for key in KEYS[: BLOCKS // 2]:
+            tiers.put(key)
+        tiers.io.run()
+        assert not tiers.on_disk(), "half is free: there is no haste"
+        for key in KEYS[BLOCKS // 2 : -4]:
+            tiers.put(key)
+        tiers.io.run()
+        written = tiers.on_disk()
+        assert written == KEYS[: len(written)] != []
+        assert tiers.tier(KEYS[0]) == "memory", "it need not leave yet"
+
+
+def test_a_full_arena_is_written_no_further_ahead_than_half(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        for key in KEYS:
+            tiers.put(key)
+            tiers.io.run()
+        written = tiers.on_disk()
+        assert written == KEYS[: len(written)]
+        assert BLOCKS // 2 - 2 <= len(written) <= BLOCKS // 2
+
+
+def test_what_comes_at_once_after_the_disk_had_time_is_taken_without_a_loss(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        kept = []
+        for batch in range(4):
+            for number in range(BLOCKS // 2 - 2):
+                kept.append(b"batch:%d:%d" % (batch, number))
+                tiers.put(kept[-1])  # faster than any disk: none of its jobs begins
+            tiers.io.run()  # while the engine computes the next
+        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
+        assert all(tiers.get(key) == tiers.content(key) for key in kept)
+
+
+def test_a_block_is_read_in_memory_while_it_is_written(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put(b"a")
+        seen: list[bytes | None] = []
+        tiers.during("pwrite", lambda: seen.append(read(tiers.store, b"a")))
+        assert tiers.save()
+        assert seen == [tiers.content(b"a")]
+        assert tiers.steps("pread") == 0
+
+
+def test_a_block_does_not_leave_memory_while_it_is_written(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put(b"a")
+        tiers.during("pwrite", lambda: tiers.put(*KEYS))
+        assert tiers.save(1)
+        assert tiers.tier(b"a") == "memory"
+        assert read(tiers.store, b"a") == tiers.content(b"a")
+
+
+def test_who_cannot_wait_drops_the_coldest_unwritten_and_that_is_counted(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        fill(tiers.store)
+        tiers.put(b"late")
+        assert tiers.tier(b"fill:0") is None
+        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 1
+
+
+def test_who_can_wait_is_refused_until_the_disk_has_made_room(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        fill(tiers.store)
+        told: list[str] = []
+        tiers.tiering.call_on_room(lambda: told.append("room"))
+        assert tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False) is None
+        assert tiers.store.stats.refused == 0
+        assert tiers.tiering.makes_room
+        tiers.io.run()
+        assert told
+        room = tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False)
+        assert room is not None
+        room.abort()
+        assert tiers.tier(b"fill:0") == "disk"
+        assert tiers.tiering.stats.spill_dropped == 0
+
+
+def test_a_value_of_many_blocks_has_all_of_them_written_that_stand_in_its_way(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        fill(tiers.store)
+        assert tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False) is None
+        tiers.io.run()
+        room = tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False)
+        assert room is not None
+        room.abort()
+        assert tiers.store.stats.evicted == 0
+
+
+def test_a_disk_that_fails_is_not_worth_waiting_for_until_a_write_succeeds(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put(b"a")
+        tiers.files.plan = on("pwrite", Fault.EIO)
+        assert not tiers.save()
+        assert not tiers.tiering.makes_room
+        assert tiers.tiering.stats.spill_failed == 1
+        assert read(tiers.store, b"a") == tiers.content(b"a")
+        tiers.files.plan = None
+        assert tiers.save()
+        assert tiers.tiering.makes_room
+
+
+def test_somebody_who_waited_while_nothing_was_written_keeps_others_from_waiting(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put(b"a")
+        tiers.tiering.waited_in_vain(tiers.clock.now_s + 1)
+        assert not tiers.tiering.makes_room
+        tiers.clock.now_s += 2
+        assert tiers.save()
+        assert tiers.tiering.makes_room
+        tiers.tiering.waited_in_vain(tiers.clock.now_s - 1)
+        assert tiers.tiering.makes_room, "the disk has written since then"
+
+
+def test_a_failed_write_leaves_the_block_to_be_written_again(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        fill(tiers.store)
+        tiers.files.plan = on("pwrite", Fault.EIO)
+        assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
+        tiers.io.run()
+        assert len(tiers.store.unsaved) == BLOCKS
+        tiers.files.plan = None
+        assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
+        tiers.io.run()
+        room = tiers.store.reserve(b"x", BLOCK_BYTES, drop=False)
+        assert room is not None
+        room.abort()
+
+
+@pytest.mark.parametrize("words", ["pwrite", "pread"])
+def test_a_job_that_dies_leaves_no_hold_and_no_account_behind(tmp_path: Path, words: str) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put_away(b"away")
+        tiers.put(b"a")
+        tiers.during(words, lambda: 1 / 0)
+        tiers.tiering.spill(list(tiers.store.unsaved))
+        bringing = tiers.bring((b"away", 0))
+        assert bringing is not None
+        tiers.io.run()
+        bringing.release()
+        assert tiers.store.leases == tiers.store.reserved_bytes == 0
+        assert read(tiers.store, b"a") == tiers.content(b"a")
+
+
+def test_what_the_disk_cannot_hold_leaves_unwritten_and_is_no_failure_of_the_disk(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, arena_bytes=4 * 1024 * 1024) as tiers:
+        long_key = b"k" * 1000
+        assert tiers.store.put(long_key, content(1))
+        assert tiers.store.put(b"longer than a segment", content(2, 1024 * 1024))
+        assert not tiers.save(), "it is not there"
+        assert tiers.tiering.makes_room
+        assert tiers.tiering.stats.spill_failed == tiers.steps("pwrite") == 0
+        tiers.push_out()
+        assert tiers.tier(long_key) is tiers.tier(b"longer than a segment") is None
+        assert tiers.tiering.stats.spill_dropped == 0
+
+
+def test_a_queue_that_is_full_delays_spills_and_loses_none(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.io.queue_jobs_max = 1
+        fill(tiers.store)
+        for _ in range(3):
+            assert tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False) is None
+            tiers.io.run()
+        room = tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False)
+        assert room is not None
+        room.abort()
+        assert tiers.store.stats.evicted == 0
+
+
+def test_spills_go_behind_everything_else(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        tiers.put(b"a")
+        tiers.tiering.spill(list(tiers.store.unsaved))
+        assert tiers.io.figures()[Priority.SPILL].queued == 1
+        assert tiers.tiering.figures()["queued_spills"] == 1
+
+
+# ---- small values ------------------------------------------------------------------------------------------------
+
+
+def small(tiers: TieredStore, count: int, *, run: bool = True) -> list[bytes]:
+    """Put `count` small values."""
+    keys = [b"small:%04d" % number for number in range(count)]
+    for number, key in enumerate(keys):
+        assert tiers.store.put(key, content(number, SMALL_BYTES))
+        if run:
+            tiers.io.run()
+    return keys
+
+
+def test_small_values_are_written_ahead_and_come_back(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=16 * 1024 * 1024) as tiers:
+        keys = small(tiers, 2 * tiers.store.inline_bytes_high // SMALL_BYTES)
+        assert tiers.tier(keys[0]) == "disk"
+        assert tiers.store.stats.evicted == tiers.tiering.stats.spill_dropped == 0
+        assert tiers.store.inline_bytes <= tiers.store.inline_bytes_high
+        for number in (0, 1, len(keys) // 2, len(keys) - 1):
+            assert tiers.get(keys[number]) == content(number, SMALL_BYTES)
+        assert len(tiers.store.index) == len(keys)
+
+
+def test_small_values_may_go_a_quarter_over_their_bound_before_one_leaves_unwritten(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=16 * 1024 * 1024) as tiers:
+        small(tiers, tiers.store.inline_bytes_high * 9 // 8 // SMALL_BYTES, run=False)
+        assert tiers.store.inline_bytes > tiers.store.inline_bytes_high
+        assert tiers.tiering.stats.spill_dropped == 0
+        small(tiers, 2 * tiers.store.inline_bytes_high // SMALL_BYTES, run=False)
+        assert tiers.tiering.stats.spill_dropped > 0
+        assert tiers.store.inline_bytes <= tiers.store.inline_bytes_high * 5 / 4 + SMALL_BYTES
+
+
+def test_small_values_that_come_back_push_none_out_that_is_not_on_disk(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=16 * 1024 * 1024) as tiers:
+        high = tiers.store.inline_bytes_high
+        away = small(tiers, high * 3 // 5 // SMALL_BYTES)
+        assert tiers.save()
+        for key in away:
+            tiers.store._unload(tiers.store.index.spaces[0][key])
+        dirty = [b"dirty:%d" % number for number in range(high * 4 // 5 // SMALL_BYTES)]
+        for key in dirty:
+            assert tiers.store.put(key, content(1, SMALL_BYTES))
+        assert all(tiers.get(key) is not None for key in away)
+        assert tiers.tiering.stats.spill_dropped == 0
+        assert all(tiers.get(key) == content(1, SMALL_BYTES) for key in dirty)
+        assert tiers.store.inline_bytes <= high
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000])
+def test_a_small_value_survives_being_away(tmp_path: Path, length: int) -> None:
+    with TieredStore(tmp_path) as tiers:
+        assert tiers.store.put(b"s", content(3, length))
+        assert tiers.save()
+        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+        assert tiers.store.fetch(b"s") is None
+        assert tiers.get(b"s") == content(3, length)
+
+
+def test_a_small_value_that_is_written_over_in_place_is_not_clean(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        assert tiers.store.put(b"s", b"one")
+        assert tiers.store.put(b"s", b"two")
+        assert tiers.save()
+        assert tiers.store.put(b"s", b"three")
+        assert len(tiers.store.unsaved) == 1
+        assert tiers.save()
+        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+        assert tiers.get(b"s") == b"three"
+
+
+def test_a_small_value_that_is_written_over_while_it_is_written_out_stays_dirty(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        assert tiers.store.put(b"s", b"old")
+        tiers.during("pwrite", lambda: tiers.store.put(b"s", b"new"))
+        tiers.save()
+        assert len(tiers.store.unsaved) == 1
+        assert tiers.save()
+        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+        assert tiers.get(b"s") == b"new"
+
+
+def test_a_value_that_was_received_shorter_than_announced_comes_back_as_it_is(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        for key, length in ((b"a", 100), (b"b", 20_000)):
+            room = tiers.store.reserve(key, BLOCK_BYTES)
+            assert room is not None
+            room.view[:length] = content(5, length)
+            room.shorten(length)
+            room.commit()
+        assert tiers.save()
+        tiers.push_out()
+        assert (tiers.tier(b"a"), tiers.tier(b"b")) == ("disk", "disk")
+        assert tiers.get(b"a") == content(5, 100)
+        assert tiers.get(b"b") == content(5, 20_000)
+
+
+@pytest.mark.parametrize("disk_mib", [1, 4])
+def test_a_disk_smaller_than_memory_is_not_written_over_and_over(tmp_path: Path, disk_mib: int) -> None:
+    with TieredStore(tmp_path, disk_bytes=disk_mib * MIB, arena_bytes=16 * MIB) as tiers:
+        stored = 40 * BLOCKS
+        for number in range(stored):
+            tiers.put(b"key:%d" % number)
+            tiers.io.run()
+        assert stored // 2 < tiers.tiering.stats.spilled <= stored
+        assert tiers.tiering.stats.spill_dropped == 0
