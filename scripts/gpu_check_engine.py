@@ -5,8 +5,6 @@ makes by default: a core in a process of its own, model runner V2, async schedul
 weights that follow from a seed; each is saved once, as a checkpoint that every process loads.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import fcntl
 import json
 import os

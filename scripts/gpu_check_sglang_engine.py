@@ -4,8 +4,6 @@ It uses SGLang's Engine as a program would that has SGLang in itself. Models are
 from a seed: they are written without transformers, whose saved configuration another release may not read.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 import json
 import time
 from pathlib import Path

@@ -4,8 +4,6 @@ A line of JSON on stdin is a request, a line on stdout its answer, or {"error": 
 With --facts it says what computes, and ends. vLLM is loaded here alone, in whichever version the interpreter has.
 """
 
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import json

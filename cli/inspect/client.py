@@ -148,24 +148,22 @@ class Connection:
             if int(cursor) == 0:
                 return
 
-    def walk(self, match: bytes | None = None, count: int = SCAN_COUNT) -> Iterator[list[tuple[bytes, Facts | None]]]:
+    def walk(
+        self, match: bytes | None = None, count: int = SCAN_COUNT, *, ahead: bool = False
+    ) -> Iterator[list[tuple[bytes, Facts | None]]]:
         """All keys in batches of about `count`, each with what its server tells of many keys at once.
 
         Of kvredis that is KV.SCAN's facts; of an older kvredis KV.META's; of a plain Redis the length, for which no key
         counts as used where CLIENT NO-TOUCH is known (7.2), or what it takes in memory if it is no string. None stands
-        for a key that has gone meanwhile. Raises BackendError.
+        for a key that has gone meanwhile. With `ahead` kvredis makes the next batch while the caller looks at the last
+        one, and another question meanwhile takes another connection. Raises BackendError.
         """
-        cursor: Word = b"0"
         pattern = () if match is None else ("MATCH", match)
         if self.is_kvredis and self._knows_walk:
-            while True:
-                reply = self._walked("KV.SCAN", cursor, *pattern, "COUNT", count)
-                if reply is None:
-                    break
-                cursor, told = reply
+            for told in self._slices(("KV.SCAN", *pattern, "COUNT", count), ahead=ahead):
                 yield [(key, _facts(facts)) for key, facts in zip(told[::2], told[1::2], strict=True)]
-                if int(cursor) == 0:
-                    return
+            if self._knows_walk:
+                return
         for keys in self.scan(match, count):
             batch: list[tuple[bytes, Facts | None]] = []
             for at in range(0, len(keys), TOGETHER):
@@ -173,15 +171,36 @@ class Connection:
                 batch += zip(part, self.meta_of(part) if self.is_kvredis else self._sizes_of(part), strict=True)
             yield batch
 
-    def _walked(self, *words: Word) -> Any:
-        """A slice of KV.SCAN; None where a kvredis of before does not know it."""
+    def _slices(self, words: Sequence[Word], *, ahead: bool) -> Iterator[list[Any]]:
+        """What KV.SCAN tells, slice by slice; nothing where a kvredis of before does not know it."""
+        assert self._client is not None
+        name, *options = words
+        pool = self._client.connection_pool
+        link, cursor, is_asked = None, b"0", False
         try:
-            return self.ask(*words)
-        except BackendError as error:
-            if isinstance(error, NotAllowed) or "unknown command" not in str(error.__cause__).lower():
-                raise
+            while True:
+                link = link or pool.get_connection()
+                if not is_asked:
+                    link.send_command(name, cursor, *options)
+                cursor, told = link.read_response()
+                self._count(words)
+                is_asked = ahead and int(cursor) != 0
+                if is_asked:
+                    link.send_command(name, cursor, *options)
+                else:
+                    pool.release(link)
+                    link = None
+                yield told
+                if int(cursor) == 0:
+                    return
+        except Exception as error:
+            if "unknown command" not in str(error).lower():
+                raise self._failure(error, words) from error
             self._knows_walk = False
-            return None
+        finally:
+            if link is not None:
+                link.disconnect()  # with the slice that was asked for and is not wanted
+                pool.release(link)
 
     def _sizes_of(self, keys: Sequence[bytes]) -> list[Facts | None]:
         """How long values are, of a plain Redis."""

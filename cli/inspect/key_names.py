@@ -11,12 +11,14 @@ CacheEngineKey.to_string; v1/storage_backend/connector/redis_connector.py; nativ
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Final, NamedTuple
 
 CHUNKS, PAGES, LMCACHE, LMCACHE_MP, OTHER = "chunks", "pages", "LMCache", "LMCache MP", "other"
 
-_CHUNK: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16})@\{(\d+)@([0-9a-f]+)\}([0-9a-f]+)")
+_CHUNK_HEAD: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16})@\{(\d+)@([0-9a-f]+)")
+_DIGEST: Final = re.compile(r"[0-9a-f]+")
 _PAGE: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16}):(.+)", re.DOTALL)
 _LMCACHE_MP: Final = re.compile(r"([^@]+)@([0-9a-f]{8})@([0-9a-f]+)@([0-9a-f]{16,})(@.+)?", re.DOTALL)
 _LMCACHE: Final = re.compile(
@@ -42,8 +44,9 @@ class KeyName(NamedTuple):
 def read_name(key: bytes) -> KeyName:
     """Take a key's name apart. Total: there is no name that it refuses."""
     text = key.decode("utf-8", "backslashreplace")
-    if found := _CHUNK.fullmatch(text):
-        return KeyName(CHUNKS, found[1], found[2], f"rank {found[3]}", found[4])
+    head, _, digest = text.rpartition("}")
+    if head and _DIGEST.fullmatch(digest) and (name := _read_head(head)) is not None:
+        return name
     if found := _PAGE.fullmatch(text):
         return KeyName(PAGES, found[1], found[2], "")
     if found := _LMCACHE_MP.fullmatch(text):
@@ -53,3 +56,10 @@ def read_name(key: bytes) -> KeyName:
         return KeyName(LMCACHE, found[1], dtype, f"worker {found[3]} of {found[2]}", "", found[6] == "metadata")
     prefix, colon, _ = text.partition(":")
     return KeyName(OTHER, f"{prefix[:_PREFIX_MAX]}{colon}" if colon else "", "", "")
+
+
+@functools.lru_cache(4096)  # the chunks of a prompt have it in common
+def _read_head(head: str) -> KeyName | None:
+    """What stands in a chunk's name before the brace that closes; None where it is no chunk's."""
+    found = _CHUNK_HEAD.fullmatch(head)
+    return None if found is None else KeyName(CHUNKS, found[1], found[2], f"rank {found[3]}", found[4])

@@ -104,7 +104,7 @@ class _Wanted(NamedTuple):
 def _known(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Every key that matches and has not gone meanwhile, with its facts."""
     for server in servers.each:
-        for batch in server.walk(pattern):
+        for batch in server.walk(pattern, ahead=True):
             bar.forward(len(batch))
             for key, facts in batch:
                 if facts is not None:

@@ -1,7 +1,5 @@
 """Prints what LMCache itself makes of LMCACHE_CONFIG_FILE, as JSON. Run by test_examples.py where LMCache is."""
 
-# pyright: reportMissingImports=false
-
 import json
 
 from lmcache.v1.config import load_engine_config_with_overrides

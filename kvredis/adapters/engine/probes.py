@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
-from functools import partial
 from itertools import islice
 
 from kvredis.backends.base import Backend, Tier
@@ -73,7 +72,7 @@ class Probes:
             self.count += 1
             blocks = FIRST_BLOCKS if of_unmeasured else 1
             with suppress(RuntimeError):  # the interpreter ends, or has no threads left
-                self._thread = start_thread(partial(self._probe, tier, blocks), "kvredis probe")
+                self._thread = start_thread(lambda: self._probe(tier, blocks), "kvredis probe")
 
     def close(self) -> None:
         """Begin no more, and wait for the one under way."""

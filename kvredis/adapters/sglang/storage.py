@@ -22,8 +22,6 @@ are written (hicache-write-policy), which data-parallel replica writes them, and
 (but for rounding) changes no byte's meaning.
 """
 
-# pyright: reportMissingImports=false
-
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence

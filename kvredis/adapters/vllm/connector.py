@@ -13,8 +13,6 @@ imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
 
-# pyright: reportMissingImports=false
-
 import logging
 import time
 from collections import deque

@@ -5,8 +5,6 @@ part of what keys stand for, and before 0.33 it alone knows that the KV cache is
 Interface: vllm/v1/worker/worker_base.py (get_model since 0.9), gpu_worker.py (get_draft_model, sleep, wake_up).
 """
 
-# pyright: reportMissingImports=false
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A block is a chunk here: block_size is the tokens of it, its hash the digest in 
 same model computes alike. The medium says which tier has it: CPU this engine's memory, STORAGE its disk or a server.
 """
 
-# pyright: reportMissingImports=false
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

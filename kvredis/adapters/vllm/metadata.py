@@ -1,8 +1,6 @@
 """What the halves of the connector (connector.py) send each other, at the start and with every step; vLLM pickles
 it."""
 
-# pyright: reportMissingImports=false
-
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base

@@ -5,8 +5,6 @@ them under LMCache's own names and types, so that its dashboards go on; labels a
 Names, types and buckets: lmcache/observability.py, 0.5.6.
 """
 
-# pyright: reportMissingImports=false
-
 import logging
 from typing import Any
 

@@ -13,8 +13,6 @@ Lookups are collected by vLLM's AsyncLookupManager and asked once per step and r
 WHY attributes are looked up by several names: 0.28 says block where 0.30 says chunk, and JobResult has grown.
 """
 
-# pyright: reportMissingImports=false
-
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields

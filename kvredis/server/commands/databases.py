@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Container, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvredis.server.client.blocked import Answer, Pending, StepTimer
 from kvredis.server.protocol.arguments import parse_cursor, parse_integer
@@ -51,18 +51,38 @@ SCAN_COUNT = 10
 )
 def scan(session: Session, args: list[bytes]) -> Reply:
     """SCAN cursor [MATCH pattern] [COUNT n] [TYPE name]: next cursor and keys, filtered after they were drawn."""
+    asked = scan_options(args, (b"COUNT", b"MATCH", b"TYPE"))
+    if isinstance(asked, bytes):
+        return asked
+    following, keys = session.store.scan(asked.cursor, asked.keys, session.space)
+    fits = matcher(asked.pattern)
+    found = [key for key in keys if fits(key)] if asked.kind == TYPE_NAME else []
+    return array([bulk(b"%d" % following), bulks(found)])
+
+
+class ScanOptions(NamedTuple):
+    """What a walk is asked for: from which cursor, about how many keys, which names and of what type."""
+
+    cursor: int
+    keys: int
+    pattern: bytes
+    kind: bytes
+
+
+def scan_options(args: list[bytes], names: Container[bytes]) -> ScanOptions | bytes:
+    """Read the cursor and the options of SCAN or KV.SCAN, of those in `names`; the error where they are wrong."""
     cursor = parse_cursor(args[1])
     if cursor is None:
         return INVALID_CURSOR
-    count, pattern, wanted = SCAN_COUNT, b"*", TYPE_NAME
+    count, pattern, kind = SCAN_COUNT, b"*", TYPE_NAME
     for at in range(2, len(args), 2):
         option = args[at].upper()
-        if at + 1 == len(args) or option not in (b"COUNT", b"MATCH", b"TYPE"):
+        if at + 1 == len(args) or option not in names:
             return SYNTAX_ERROR
         if option == b"MATCH":
             pattern = args[at + 1]
         elif option == b"TYPE":
-            wanted = args[at + 1].lower()
+            kind = args[at + 1].lower()
         else:
             number = parse_integer(args[at + 1])
             if number is None:
@@ -70,10 +90,7 @@ def scan(session: Session, args: list[bytes]) -> Reply:
             if number < 1:
                 return SYNTAX_ERROR
             count = number
-    following, keys = session.store.scan(cursor, count, session.space)
-    fits = matcher(pattern)
-    found = [key for key in keys if fits(key)] if wanted == TYPE_NAME else []
-    return array([bulk(b"%d" % following), bulks(found)])
+    return ScanOptions(cursor, count, pattern, kind)
 
 
 @command(

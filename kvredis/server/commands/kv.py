@@ -8,12 +8,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.http.page.slices import SLICE_S
-from kvredis.server.protocol.arguments import parse_cursor, parse_integer
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
-    INVALID_CURSOR,
-    NOT_AN_INTEGER,
-    SYNTAX_ERROR,
     Reply,
     array,
     bulk,
@@ -22,7 +18,7 @@ from kvredis.server.protocol.replies import (
 )
 from kvredis.storage.tensor_facts import tokens_of
 
-from .databases import SCAN_COUNT
+from .databases import scan_options
 from .registry import command
 
 if TYPE_CHECKING:
@@ -106,25 +102,12 @@ _SCAN_S: Final = SLICE_S
 def scan(session: Session, args: list[bytes]) -> Reply:
     """The next cursor, and keys and facts in turn: nbytes, tier, hits, leases, age, idle, and tokens where they are
     known, as `name=value` with a space between. Of a key that this user may not read the facts are nil."""
-    cursor = parse_cursor(args[1])
-    if cursor is None:
-        return INVALID_CURSOR
-    count, pattern = SCAN_COUNT, b"*"
-    for at in range(2, len(args), 2):
-        option = args[at].upper()
-        if at + 1 == len(args) or option not in (b"COUNT", b"MATCH"):
-            return SYNTAX_ERROR
-        if option == b"MATCH":
-            pattern = args[at + 1]
-            continue
-        number = parse_integer(args[at + 1])
-        if number is None:
-            return NOT_AN_INTEGER
-        if number < 1:
-            return SYNTAX_ERROR
-        count = number
+    asked = scan_options(args, (b"COUNT", b"MATCH"))
+    if isinstance(asked, bytes):
+        return asked
+    cursor, count = asked.cursor, asked.keys
     store, user, space = session.store, session.user, session.space
-    fits, now_s, told = matcher(pattern), store.now_s(), []
+    fits, now_s, told = matcher(asked.pattern), store.now_s(), []
     until_s, seen = perf_counter() + _SCAN_S, 0
     while True:
         cursor, keys = store.scan(cursor, 1, space)  # a bucket, or the first that is not empty

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import redis
+from redis.connection import AbstractConnection
 from rich.console import Console
 
-from kvredis.cli.inspect.client import Connection, place_of
+from kvredis.cli.inspect.client import place_of
 from kvredis.cli.inspect.key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES, read_name
 from kvredis.cli.inspect.ls_tree import drawn
 from kvredis.cli.inspect.prefix_tree import Forest
@@ -155,17 +156,39 @@ def test_a_plain_redis_is_listed_without_tokens(tmp_path: Path) -> None:
 
 def test_a_kvredis_of_before_is_asked_key_by_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    plain = Connection.ask
+    plain: Any = AbstractConnection.send_command
 
-    def old(server: Connection, *words: Any) -> Any:
+    def old(link: AbstractConnection, *words: Any, **options: Any) -> None:
         asked.append(words[0])
-        return plain(server, *(("KV.NONE",) if words[0] == "KV.SCAN" else words))
+        plain(link, *(("KV.NONE",) if words[0] == "KV.SCAN" else words), **options)
 
-    monkeypatch.setattr(Connection, "ask", old)
+    monkeypatch.setattr(AbstractConnection, "send_command", old)
     found = tree(address)
     assert found["keys"] == KEYS
     assert asked.count("KV.SCAN") == 1
     assert "SCAN" in asked
+
+
+def test_the_next_slice_is_asked_for_before_the_last_one_is_looked_at_and_may_be_left(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    plain: Any = AbstractConnection.send_command
+
+    def noted(link: AbstractConnection, *words: Any, **options: Any) -> None:
+        asked.append(words[0])
+        plain(link, *words, **options)
+
+    monkeypatch.setattr(AbstractConnection, "send_command", noted)
+    with place_of(f"redis://{address}", 10).open() as servers:
+        (server,) = servers.each
+        walk = server.walk(count=1, ahead=True)
+        assert len(next(walk)) < KEYS
+        assert asked.count("KV.SCAN") == 2
+        assert server.ask("DBSIZE") == KEYS, "between two slices anything may be asked"
+        walk.close()  # type: ignore[attr-defined]
+        assert server.ask("DBSIZE") == KEYS, "the slice that nobody wants is no answer to it"
+        assert sum(map(len, server.walk(ahead=True))) == KEYS
 
 
 def test_of_a_plain_redis_other_types_are_sized_and_looking_is_not_using(tmp_path: Path) -> None:

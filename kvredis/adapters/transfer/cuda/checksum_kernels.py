@@ -8,8 +8,6 @@ end is made a number on the host (checksum.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# pyright: reportMissingImports=false
-
 import logging
 import struct
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ so elements are moved as the widest integers that addresses and strides are mult
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# pyright: reportMissingImports=false
-
 import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
