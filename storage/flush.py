@@ -11,8 +11,8 @@ they are given back: slice by slice, and sooner where room is wanted that they h
 
 import threading
 
-from .deadlines import Deadlines
 from .entry import Entry
+from .expiry import Deadlines
 from .memory.allocator import Allocator
 from .state import Ledger, drop_keys
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from .entry import NOWHERE, Entry, LeaseRun
-from .memory.native import NATIVE_WANTED
+from .memory.copy import NATIVE_WANTED
 from .state import Ledger
 
 Found = Entry | bytes | None

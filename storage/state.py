@@ -9,11 +9,10 @@ from heapq import heappop, heappush, merge
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from .clock import Clock
 from .database import Database
-from .deadlines import Deadlines
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
+from .expiry import Clock, Deadlines
 from .index import Index
 from .lmcache_pairs import Departed, other_half
 from .memory.allocator import GRAIN_BYTES, Allocator, Extent

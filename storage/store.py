@@ -13,7 +13,7 @@ from itertools import takewhile
 from operator import attrgetter
 
 from . import integrity
-from .clock import unix_ms
+from .background import IoThreads
 from .disk.tier import DiskTier
 from .entry import (
     INLINE_BYTES_MAX,
@@ -26,6 +26,7 @@ from .entry import (
     extent_length,
 )
 from .eviction.base import Policy, make_policy
+from .expiry import unix_ms
 from .flush import Flushes
 from .lease_many import Leasing
 from .memory.arena import Arena
@@ -33,7 +34,6 @@ from .options import StoreOptions
 from .rename import Moves
 from .state import Change
 from .tensor_facts import tokens_of
-from .tiering.executor import IoThreads
 from .tiering.manager import Tiering
 
 RANDOM_TRIES = 100

@@ -1,5 +1,5 @@
 /* What Python cannot say of memory: the copy of a payload past the caches, for kvredis.storage.memory.copy, and where views
- * begin, for kvredis.storage.memory.addresses. These two are its contract and its only users.
+ * begin, for kvredis.storage.memory.copy. These two are its contract and its only users.
  *
  * A block is far larger than what a cache should keep of it, and whoever fills gigabytes of arena never finds the
  * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which

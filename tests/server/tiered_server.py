@@ -11,8 +11,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvredis.storage.background import IoThreads
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
-from kvredis.storage.tiering.executor import IoThreads
 from kvredis.storage.tiering.manager import Tiering
 from tests.server.live import Client, LiveServer, until
 from tests.storage.fake_files import FakeFiles
