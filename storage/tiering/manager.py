@@ -26,21 +26,19 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.storage.background import CLOSE_TIMEOUT_S, IoThreads, Priority
 from kvredis.storage.disk.segment import Record
 from kvredis.storage.disk.superseded import Superseded
 from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.entry import NOWHERE, Entry, Lease, extent_length
+from kvredis.storage.state import StoreState
 from kvredis.storage.stats import TierStats
 
 from .disk_io import Carrier
 from .prefetch import PrefetchJob, PrefetchJobs
 from .transfers import Kind, State, Transfer, Transfers
-
-if TYPE_CHECKING:
-    from kvredis.storage.store import Store
 
 AHEAD_PART: Final = 2
 AHEAD_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
@@ -91,7 +89,7 @@ class Bringing:
 
     __slots__ = ("_done", "_leases", "_left", "_lock", "_released", "_store", "_transfers", "refused")
 
-    def __init__(self, store: "Store", done: "Callable[[Bringing], None]") -> None:
+    def __init__(self, store: StoreState, done: "Callable[[Bringing], None]") -> None:
         self.refused = False
         """Memory or the queue had no room for one of them: it may have later."""
         self._store = store
@@ -301,7 +299,7 @@ class Tiering:
     """The ways between one store's memory and its disk. Any thread may call any public method without the store's lock,
     but for those that say that they want it held."""
 
-    def __init__(self, store: "Store", disk: DiskTier, io: IoThreads, spill_wait_s: float) -> None:
+    def __init__(self, store: StoreState, disk: DiskTier, io: IoThreads, spill_wait_s: float) -> None:
         self.disk = disk
         self.io = io
         self.transfers: Transfers[None] = Transfers(io)
@@ -390,7 +388,7 @@ class Tiering:
             entry.created_s = entry.accessed_s = now_s
             store.index.put(entry)
             store.away += 1
-            store._remember_expiry(entry)
+            store.remember_expiry(entry)
 
     def tick(self) -> None:
         """To be called some ten times a second: what is due by the clock."""
@@ -412,7 +410,7 @@ class Tiering:
         too_much = disk.superseded_bytes * SUPERSEDED_PART > disk.limit_bytes
         if not (waited_for or too_much) or not (self._successors is None or self._successors.done()):
             return
-        with self._store._lock:
+        with self._store.lock:
             plan = self.waited_for(waited_for)
             if too_much:
                 plan += filter(self.storable, islice(self.superseded, AHEAD_ENTRIES_MAX))
@@ -437,8 +435,8 @@ class Tiering:
         if not ended:
             wait_s = self.hung_after_s / HUNG_PART
         self.saving.close()
-        with store._lock:
-            store._catch_up()
+        with store.lock:
+            store.catch_up()
         order = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
         # Behind a hung device the thread that hangs may hold what `close` needs.
         if not (self._close_disk([(entry.key, entry.space) for entry in order], wait_s) and ended):
@@ -480,7 +478,7 @@ class Tiering:
     def _save_all(self) -> bool:
         """Save what memory alone has; False when the device does not answer."""
         store = self._store
-        with store._lock:
+        with store.lock:
             count, nbytes = len(store.unsaved), sum(entry.length for entry in store.unsaved)
         if not count:
             return True
@@ -515,7 +513,7 @@ class Tiering:
         """Somebody has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
-            with self._store._lock:
+            with self._store.lock:
                 self._taken_bytes = 0
                 plan = self._plan(nbytes if urgent else 0)
             self.spill(plan)
@@ -533,10 +531,10 @@ class Tiering:
         ):
             if self._inline_spill is not None and not self._inline_spill.done():
                 return
-            with store._lock:
+            with store.lock:
                 self._inline_taken_bytes = 0
-                coldest = islice(store._victims(store.inline_policy), AHEAD_ENTRIES_MAX)
-                plan = [entry for entry in coldest if store._is_due(entry)]
+                coldest = islice(store.victims(store.inline_policy), AHEAD_ENTRIES_MAX)
+                plan = [entry for entry in coldest if store.is_due(entry)]
             if plan:
                 job = partial(self._write_all, plan)
                 self._inline_spill = self.io.submit(Priority.SPILL, sum(entry.length for entry in plan), job)
@@ -556,20 +554,20 @@ class Tiering:
     def _plan(self, wanted_bytes: int) -> list[Entry]:
         """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
         store = self._store
-        standing = store._standing_at(wanted_bytes) if wanted_bytes else []
-        plan = [entry for entry in standing if store._is_due(entry)]
+        standing = store.standing_at(wanted_bytes) if wanted_bytes else []
+        plan = [entry for entry in standing if store.is_due(entry)]
         ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
         short_bytes = min(ahead_bytes, store.limit_bytes // AHEAD_PART) - store.room_bytes
         if short_bytes > 0:
-            for entry in islice(store._victims(store.policy), AHEAD_ENTRIES_MAX):
-                if store._is_due(entry):
+            for entry in islice(store.victims(store.policy), AHEAD_ENTRIES_MAX):
+                if store.is_due(entry):
                     plan.append(entry)
                 short_bytes -= entry.extent.length
                 if short_bytes <= 0:
                     break
         if wanted_bytes and not plan:  # a window lies behind more unwritten ones than the store passes over
-            coldest = islice(store._victims(store.policy), AHEAD_ENTRIES_MAX)
-            plan = list(islice(filter(store._is_due, coldest), URGENT_ENTRIES))
+            coldest = islice(store.victims(store.policy), AHEAD_ENTRIES_MAX)
+            plan = list(islice(filter(store.is_due, coldest), URGENT_ENTRIES))
         return plan
 
     def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
@@ -578,7 +576,7 @@ class Tiering:
         small it has the hottest in the end."""
         store = self._store
         untrue = self.disk.untrue
-        with store._lock:
+        with store.lock:
             if since > 0:
                 late = takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items()))
                 found = dict.fromkeys(entry for entry, _ in late)
@@ -599,7 +597,7 @@ class Tiering:
             saved = self.disk.sync()
             if saved or not self.disk.waits:
                 return saved
-            with self._store._lock:
+            with self._store.lock:
                 plan = self.waited_for(self.disk.untrue)
             self._write_all(plan)
         return False
@@ -668,14 +666,14 @@ class Tiering:
         job.fetch(wanted, space)
         store.touch(here, space)
         if wanted:
-            with store._lock:
+            with store.lock:
                 self._listed_bytes += wanted_bytes
             job.add_done(partial(self._prefetched, wanted, space, wanted_bytes))
         job.seal()
         return job
 
     def _prefetched(self, keys: list[bytes], space: int, nbytes: int, job: PrefetchJob[None]) -> None:
-        with self._store._lock:
+        with self._store.lock:
             self._listed_bytes -= nbytes
         self._store.touch(keys, space)  # they came head first, and would leave so
 

@@ -127,7 +127,7 @@ class TieredServer(LiveServer):
         """Have these on disk alone."""
         self.tiering.saving.save(0, lambda _: None)
         self.manual.run()
-        with self.store._lock:
+        with self.store.lock:
             for key in keys:
                 entry = self.store.index.get(key.encode(), space)
                 assert entry is not None
