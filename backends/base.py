@@ -7,10 +7,14 @@ and is tried again later.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
+
+from kvredis.storage.entry import extent_length
+from kvredis.storage.memory.arena import Arena
 
 Tier = Literal["memory", "disk", "remote"]
 """Where a block is, nearest first: in this process, on its disk, behind a socket."""
@@ -217,3 +221,23 @@ class Backend(Protocol):
     def close(self) -> None:
         """Flush and let go of memory and connections; no hold may be used afterwards. A second call does nothing."""
         ...
+
+
+logger = logging.getLogger(__name__)
+
+
+class Fitting:
+    """What fits into `arena`. Any thread may ask; two that ask at once may both tell."""
+
+    __slots__ = ("_nbytes", "_told")
+
+    def __init__(self, arena: Arena) -> None:
+        self._nbytes = arena.nbytes
+        self._told = False
+
+    def look_at(self, length: int) -> None:
+        """Tell the log once if no value of `length` bytes can be stored."""
+        if extent_length(length) > self._nbytes and not self._told:
+            self._told = True
+            text = "a block of %d bytes is longer than all of max_local_cpu_size (%d bytes): none of them is stored"
+            logger.warning(text, length, self._nbytes)

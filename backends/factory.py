@@ -13,8 +13,7 @@ from .base import Backend
 from .config.schema import Config
 from .config.url import ClusterAddress, RemoteAddress, parse_remote
 from .local import LocalBackend
-from .remote.backend import RemoteBackend
-from .remote.cluster import ClusterBackend
+from .remote.backend import ClusterBackend, RemoteBackend
 from .shm.buffers import Staging
 from .tiered.backend import LayeredBackend
 from .tiered.load import Far

@@ -15,9 +15,9 @@ from kvredis.storage.tiering.manager import Tiering
 from kvredis.storage.tiering.prefetch import PrefetchJob
 
 from . import base
+from .base import Fitting
 from .fork_guard import Home
 from .gc_guard import Endings
-from .oversized import Fitting
 from .readahead import ROOM_LOOK_S, ReadAhead, Waits
 
 LOAD_WAIT_S: Final = 10.0

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 import click
 from mkdocs.exceptions import PluginError
 
-from kvredis.backends.config.extra_config import ENTRIES
 from kvredis.backends.config.lmcache import FOREIGN_KEYS, FORMER_NAMES
 from kvredis.backends.config.parsers import shown
+from kvredis.backends.config.rules import ENTRIES
 from kvredis.backends.config.schema import KEYS
 from kvredis.backends.config.sources import Key
 from kvredis.bench.core.pictures import draw_file

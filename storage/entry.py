@@ -7,16 +7,12 @@ slow reader.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Final
+from types import TracebackType
+from typing import Final, Protocol
 
 from .database import Database, unplaced
+from .disk.segment import Record
 from .memory.allocator import GRAIN_BYTES, Extent
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from .disk.segment import Record
-    from .store import Store
 
 INLINE_BYTES_MAX: Final = 16 * 1024
 """A value shorter than this is one Python bytes object: it would waste a page of the arena and gain nothing there."""
@@ -106,6 +102,26 @@ class Entry:
         return held + len(self.key) + ENTRY_OVERHEAD_BYTES
 
 
+class Writer(Protocol):
+    """What a Reservation ends by: the store that gave the room."""
+
+    def commit(self, reservation: "Reservation", expire_at_ms: int) -> bool:
+        """Publish what the reservation holds; False when there is no room for it after all."""
+        ...
+
+    def abort(self, reservation: "Reservation") -> None:
+        """Free what the reservation holds."""
+        ...
+
+
+class Holder(Protocol):
+    """What a Lease ends by: the store that has the bytes."""
+
+    def release(self, entry: Entry) -> None:
+        """End one hold on an entry."""
+        ...
+
+
 class Reservation:
     """A writer's hold on room for one value: fill `view`, then `commit` or `abort`; a with-block aborts by default.
 
@@ -115,9 +131,9 @@ class Reservation:
     __slots__ = ("_store", "extent", "key", "length", "made_s", "space", "view_with_slack")
 
     def __init__(
-        self, store: "Store", key: bytes, space: int, memory: memoryview, extent: Extent, made_s: float = 0.0
+        self, store: Writer, key: bytes, space: int, memory: memoryview, extent: Extent, made_s: float = 0.0
     ) -> None:
-        self._store: Store | None = store
+        self._store: Writer | None = store
         self.made_s = made_s
         """When there was room, on the store's clock; 0 for a value of which that is not asked."""
         self.key = key
@@ -164,7 +180,7 @@ class Reservation:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
 
@@ -178,8 +194,8 @@ class Lease:
 
     __slots__ = ("_store", "entry", "view")
 
-    def __init__(self, store: "Store", entry: Entry, view: memoryview) -> None:
-        self._store: Store | None = store
+    def __init__(self, store: Holder, entry: Entry, view: memoryview) -> None:
+        self._store: Holder | None = store
         self.entry = entry
         self.view = view
 
@@ -228,7 +244,7 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: "TracebackType | None"
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
 

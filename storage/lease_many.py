@@ -5,14 +5,11 @@ held under one lock and one time limit, and ended under one lock; where the exte
 said here for each block, and gives the same for every run.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 from .entry import NOWHERE, Entry, LeaseRun
-from .memory.native import NATIVE_WANTED
-from .state import Ledger
+from .memory.copy import NATIVE_WANTED
 
 Found = Entry | bytes | None
 """A block that is held now; a small value, which needs no hold; None for a miss, or what is on disk alone."""
@@ -26,38 +23,6 @@ Holding = Callable[
     tuple[list[Found], list[Entry | None], tuple[int, int, int, int]],
 ]
 Ending = Callable[[Sequence[Place], list[dict[bytes, Entry]] | None, Callable[[Entry], None]], int]
-
-
-class Leasing(Ledger):
-    """The part of the store that leases many blocks at a time; Store brings the lock and the other verbs."""
-
-    _lock: threading.Lock
-
-    def lease_run(self, keys: Sequence[bytes], space: int, limit_s: float) -> tuple[list[Found], LeaseRun]:
-        """What there is under each key, blocks being held from now on, for `limit_s` or until `end_leases`. Each is
-        used as by `lease`."""
-        with self._lock:
-            if self._put_off_entries:
-                self._catch_up()
-            now_s = self.now_s()
-            hit = partial(self._hit, space=space)
-            found, entries, sums = hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
-            used, leases, nbytes, tokens = sums
-            self.stats.hits += used
-            self.stats.leased_bytes += nbytes
-            self.stats.hit_tokens += tokens
-            self.leases += leases
-            run = LeaseRun(entries, now_s + limit_s)
-            if leases:
-                self._limits.add(run.until_s, run, self.leases)
-            return found, run
-
-    def end_leases(self, places: Sequence[Place]) -> int:
-        """End holds; returns how many of them had not ended before."""
-        with self._lock:
-            ended = end(places, self.index.spaces if self.keep else None, self._unheld)
-            self.leases -= ended
-            return ended
 
 
 def hold_in_python(

@@ -1,27 +1,27 @@
-"""The state behind the store's door, and the steps that keep it true: index, allocator, policies and byte accounts.
+"""The state that a store and its tiers share: index, allocator, policies and byte accounts, under one lock.
 
-Every method here expects the store's lock to be held and leaves everything in agreement; none copies a payload, waits
-or calls out. Store adds the lock and the verbs.
+Those who have a StoreState take its `lock`: Store (store.py), which adds the verbs of clients, and the ways to and from
+a tier below (tiering/), of which this file knows LowerTier alone. The lock is short: never held across a copy or I/O. A
+step expects it to be held and leaves everything in agreement; none copies a payload, waits or calls out. The few verbs
+at the end, which tiers need as clients do, take it themselves.
 """
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from .clock import Clock
 from .database import Database
-from .deadlines import Deadlines
-from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, Entry, Lease, LeaseRun
+from .disk.segment import Record
+from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
+from .expiry import Clock, Deadlines
 from .index import Index
 from .lmcache_pairs import Departed, other_half
 from .memory.allocator import GRAIN_BYTES, Allocator, Extent
 from .memory.arena import Arena
-from .stats import StoreStats
-
-if TYPE_CHECKING:
-    from .tiering.manager import Tiering
+from .stats import StoreStats, TierStats
 
 INLINE_SHARE = 16
 """Inline values may cost up to 1/16 of the arena's capacity beside it, and at least INLINE_BYTES_LOW."""
@@ -49,6 +49,9 @@ SHRINK_ENTRIES_MAX = 1000
 SPARE_PART = 4
 """A value that grows gets a quarter of its length as room to grow on. So many appends copy it a few times in all."""
 
+SLICE_ENTRIES = 1_000
+"""How many entries are freed at a time: a millisecond or two."""
+
 FLUSHED_AT_ONCE = 200
 """How many entries of a flushed database are given back between two looks at whether that makes room enough."""
 
@@ -69,13 +72,69 @@ def drop_keys(buckets: list[set[bytes]], entries_max: int) -> None:
         left -= 1 + len(buckets.pop())
 
 
-class Ledger:
+class Discarded:
+    """Entries that nobody can find any more, with the policies that still order them."""
+
+    __slots__ = ("_buckets", "_entries", "_expiries", "_inline_policy", "_policy", "_unsaved")
+
+    def __init__(self, entries: list[dict[bytes, Entry]], buckets: list[set[bytes]], state: "StoreState") -> None:
+        self._entries, self._buckets = entries, buckets
+        self._policy = state.policy
+        self._inline_policy = state.inline_policy
+        self._unsaved = state.unsaved
+        self._expiries = state._expiries  # not looked at again, and not freed within the flush
+
+    def drop(self, entries_max: int) -> bool:
+        """Free up to `entries_max` entries; False when none is left."""
+        drop_keys(self._buckets, entries_max)
+        while self._entries and not self._entries[-1]:
+            self._entries.pop()
+        if not self._entries:
+            return bool(self._buckets)
+        entries = self._entries[-1]
+        for _ in range(min(entries_max, len(entries))):
+            _, entry = entries.popitem()
+            self._unsaved.pop(entry, None)
+            if entry.is_resident:
+                (self._policy if entry.value is None else self._inline_policy).forget(entry)
+        return True
+
+
+class LowerTier(Protocol):
+    """What a StoreState tells the tier below its memory; the lock is held in every call."""
+
+    stats: TierStats
+
+    def storable(self, entry: Entry) -> bool:
+        """Say whether such a block can be there at all."""
+        ...
+
+    def touch_run(self, records: Sequence[Record]) -> None:
+        """Note that records were used, given head first."""
+        ...
+
+    def forget(self, entry: Entry) -> None:
+        """Note that an entry has left the index."""
+        ...
+
+    def supersede(self, old: Entry, entry: Entry) -> None:
+        """Note that an entry has left the index, since another has come in its place."""
+        ...
+
+    def unloaded(self, entry: Entry, record: Record) -> None:
+        """Note that an entry has left memory."""
+        ...
+
+
+class StoreState:
     """What is where, who holds it and what it costs. `now_ms` is wall-clock time, `now_s` monotonic."""
 
     def __init__(
         self, arena: Arena, policy: Policy | None, clock_ms: Callable[[], int], clock_s: Callable[[], float]
     ) -> None:
+        self.lock = threading.Lock()
         self.arena = arena
+        self._memory = arena.view.toreadonly()
         self.stats = StoreStats()
         self.index = Index()
         self.policy: Policy = LRU() if policy is None else policy
@@ -97,7 +156,7 @@ class Ledger:
         self.leases = 0
         self.away = 0
         """Visible entries whose bytes are on disk alone."""
-        self.tiering: Tiering | None = None
+        self.tiering: LowerTier | None = None
         """What moves blocks between memory and disk; None where memory is the only tier."""
         self.keep = True
         """False: a block stays in memory only until it is on disk and nobody holds it."""
@@ -126,6 +185,7 @@ class Ledger:
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
         self._flushed_keys: list[set[bytes]] = []
+        self._discarded: Discarded | None = None
         self._flushed: list[dict[bytes, Entry]] = []  # out of the index; in all else until they are given back
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
         self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires)
@@ -161,14 +221,23 @@ class Ledger:
         if entry.value is None and entry.extent is NOWHERE:
             return None  # neither hit nor miss: who wants it has it brought first
         if self._put_off_entries:
-            self._catch_up()
+            self.catch_up()
         self.stats.hits += 1
         entry.hits += 1
         entry.accessed_s = self.now_s()
         (self.policy if entry.value is None else self.inline_policy).touch(entry)
         return entry
 
-    def _release(self, entry: Entry) -> None:
+    def _lease(self, entry: Entry) -> Lease:
+        """A hold on `entry`; the lock is held."""
+        entry.leases += 1
+        self.leases += 1
+        if entry.value is not None:
+            return Lease(self, entry, memoryview(entry.value))
+        start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
+        return Lease(self, entry, self._memory[start : start + entry.length])
+
+    def unhold(self, entry: Entry) -> None:
         entry.leases -= 1
         self.leases -= 1
         if not entry.leases:
@@ -192,9 +261,9 @@ class Ledger:
         kind.append((entries, self.now_s(), self.turn))
         self._put_off_entries += len(entries)
         if self._put_off_entries > PUT_OFF_ENTRIES_MAX:
-            self._catch_up()
+            self.catch_up()
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Touch the runs that were looked up, as far as they are still there, and spare what was affirmed."""
         looked_up, affirmed = self._looked_up[:], self._affirmed[:]
         self._looked_up.clear()
@@ -221,7 +290,7 @@ class Ledger:
     def _publish(self, entry: Entry, expire_at_ms: int) -> None:
         """Make an entry visible whose bytes are already counted; what it replaces is retired."""
         if self._put_off_entries:
-            self._catch_up()
+            self.catch_up()
         if self._departed.turns and self._departed.left_behind(entry.key, entry.space, self.turn):
             expire_at_ms = LONG_AGO_MS
         entry.expire_at_ms = expire_at_ms
@@ -234,7 +303,7 @@ class Ledger:
             self.stats.overwritten += 1
         (self.policy if entry.value is None else self.inline_policy).admit(entry)
         if expire_at_ms:
-            self._remember_expiry(entry)
+            self.remember_expiry(entry)
         if self.tiering is not None:
             self.writes += 1
             self.unsaved[entry] = self.writes
@@ -297,11 +366,28 @@ class Ledger:
             self._retire(entries.popitem()[1])
         return True
 
-    def _remember_expiry(self, entry: Entry) -> None:
+    def _drop_discarded(self) -> None:
+        """Free a slice of what the last flush has thrown away; the lock is held."""
+        if self._discarded is not None and not self._discarded.drop(SLICE_ENTRIES):
+            self._discarded = None
+
+    def _start_afresh(self, leaving: list[dict[bytes, Entry]], buckets: list[set[bytes]]) -> None:
+        """The index is empty, and nobody reads or writes: nothing that is in the policies or falls due is there any
+        more."""
+        self.allocator = Allocator(self.arena.nbytes)
+        self.live_bytes = self.inline_bytes = self.away = 0
+        # One at a time: what an earlier flush left goes now, or flushing in a loop would pile garbage up.
+        self._discarded = Discarded(leaving, buckets, self)
+        self._flushed, self._flushed_keys = [], []
+        self.unsaved = {}
+        self.policy, self.inline_policy = type(self.policy)(), type(self.policy)()
+        self._expiries = Deadlines(self.index.expires)
+
+    def remember_expiry(self, entry: Entry) -> None:
         if entry.expire_at_ms:
             self._expiries.add(entry.expire_at_ms, (entry.key, entry.database), len(self.index))
 
-    def _place(self, length: int, *, drop: bool = True) -> Extent | None:
+    def place(self, length: int, *, drop: bool = True) -> Extent | None:
         """An extent of `length` bytes, by eviction if need be. Without `drop` nobody leaves whom the disk shall have
         and has not yet."""
         if self.bound_bytes and not self._shrink(length, drop=drop):
@@ -314,7 +400,7 @@ class Ledger:
             return extent
         found = None
         if self.tiering is not None:
-            found = self.allocator.window(length, self._ready_victims(self._victims(self.policy), drop=drop))
+            found = self.allocator.window(length, self._ready_victims(self.victims(self.policy), drop=drop))
             if found is None and lossless:
                 return None
         if found is None:
@@ -348,11 +434,11 @@ class Ledger:
         entry.extent = longer
         return True
 
-    def _victims(self, policy: Policy) -> Iterator[Entry]:
+    def victims(self, policy: Policy) -> Iterator[Entry]:
         """Who may leave memory, coldest first; those whose presence was affirmed a moment ago come last of all. With a
         disk below everything may, though not everything may be dropped."""
         if self._put_off_entries:
-            self._catch_up()
+            self.catch_up()
         oldest = self.turn - GRACE_TURNS
         if self.affirmed_turn >= oldest:
             return self._spared_last(policy, oldest)
@@ -365,12 +451,12 @@ class Ledger:
 
     def _droppable(self) -> Iterator[Entry]:
         """Who may leave the arena, written or not."""
-        victims = self._victims(self.policy)
+        victims = self.victims(self.policy)
         return filter(self._may_drop, victims) if self.policy.selective else victims
 
     def _victims_of_both(self) -> Iterator[Entry]:
         """The same of small values and the others together."""
-        return merge(self._victims(self.policy), self._victims(self.inline_policy), key=self._warmth)
+        return merge(self.victims(self.policy), self.victims(self.inline_policy), key=self._warmth)
 
     def _policy_of(self, entry: Entry) -> Policy:
         return self.policy if entry.value is None else self.inline_policy
@@ -406,18 +492,18 @@ class Ledger:
         Who will drop some of them otherwise looks further."""
         passed = passed_bytes = 0
         for entry in victims:
-            if self._may_leave(entry):
+            if self.may_leave(entry):
                 yield entry
                 continue
             passed, passed_bytes = passed + 1, passed_bytes + self._held_bytes(entry)
             if passed > UNWRITTEN_PASSED_MAX or (not drop and passed_bytes * UNWRITTEN_PART > self.arena.nbytes):
                 return
 
-    def _standing_at(self, nbytes: int) -> list[Entry]:
+    def standing_at(self, nbytes: int) -> list[Entry]:
         """Who would leave memory for an extent of `nbytes`, written or not; nothing changes."""
         excess = self._excess_bytes(nbytes) if self.bound_bytes else 0
         if excess <= 0:
-            found = self.allocator.window(nbytes, self._victims(self.policy))
+            found = self.allocator.window(nbytes, self.victims(self.policy))
             return [] if found is None else found[1]
         standing: list[Entry] = []
         for entry in islice(self._victims_of_both(), SHRINK_ENTRIES_MAX):
@@ -427,9 +513,9 @@ class Ledger:
                 break
         return standing
 
-    def _may_leave(self, entry: Entry) -> bool:
+    def may_leave(self, entry: Entry) -> bool:
         """Whether an entry can go without being written: the disk has it, or never shall."""
-        return self._may_drop(entry) and not self._is_due(entry)
+        return self._may_drop(entry) and not self.is_due(entry)
 
     def _may_drop(self, entry: Entry) -> bool:
         """Whether an entry can go, written or not, by the policy in force."""
@@ -437,7 +523,7 @@ class Ledger:
             return True
         return self.evicts and (not self.policy.selective or entry.expire_at_ms != 0)
 
-    def _is_due(self, entry: Entry) -> bool:
+    def is_due(self, entry: Entry) -> bool:
         """Whether the disk shall have an entry before it leaves, and has not yet."""
         if entry.record is not None or self.tiering is None or not self.tiering.storable(entry):
             return False
@@ -451,11 +537,11 @@ class Ledger:
             return
         if self.index.get(entry.key, entry.space) is not entry:
             return  # it has just gone with its other half
-        if self.tiering is not None and self._is_due(entry):
+        if self.tiering is not None and self.is_due(entry):
             self.tiering.stats.spill_dropped += 1
-        self._lapse(entry)
+        self.lapse(entry)
 
-    def _lapse(self, entry: Entry) -> None:
+    def lapse(self, entry: Entry) -> None:
         """An entry leaves all tiers, and with it the other half of what LMCache keeps under two keys: one alone would
         be found by a lookup and then not be there."""
         twin = self._twin(entry)
@@ -507,7 +593,7 @@ class Ledger:
         if growth == 0 or (self.evicts and not selective):
             return True  # what is too much leaves when the value is there
         if (selective or self.tiering is not None) and self.inline_bytes + growth > self.inline_bytes_high:
-            self._evict_inline(newest, growth)
+            self.evict_inline(newest, growth)
         return self.inline_bytes + growth <= self.inline_bytes_high
 
     def _shrink(self, coming_bytes: int = 0, *, newest: Entry | None = None, drop: bool = True) -> bool:
@@ -551,16 +637,16 @@ class Ledger:
     def _excess_bytes(self, coming_bytes: int) -> int:
         return self.used_bytes + self.beside_bytes + coming_bytes - self.bound_bytes
 
-    def _evict_inline(self, newest: Entry | None, coming_bytes: int = 0) -> None:
+    def evict_inline(self, newest: Entry | None, coming_bytes: int = 0) -> None:
         """Bring small values within their bound, less what is coming; `newest` stays."""
         while self.inline_bytes + coming_bytes > self.inline_bytes_high and self._give_back():
             pass
-        victims = self._victims(self.inline_policy)
+        victims = self.victims(self.inline_policy)
         leaving: list[Entry] = []
         excess = self.inline_bytes + coming_bytes - self.inline_bytes_high
         # They cannot wait for the disk, which is slower than small values come: a quarter more is its head start.
         lossless = self.tiering is not None and (excess * 4 < self.inline_bytes_high or not self.evicts)
-        check = self._may_leave if lossless else self._may_drop if self.policy.selective else None
+        check = self.may_leave if lossless else self._may_drop if self.policy.selective else None
         for entry in islice(victims, INLINE_LOOK_ENTRIES_MAX) if lossless and self.evicts else victims:
             if excess <= 0:
                 break
@@ -573,7 +659,7 @@ class Ledger:
     def _revoke_overdue(self) -> int:
         revoked = [entry for hold in self._limits.due(self.now_s()) for entry in hold.revoke()]
         for entry in revoked:
-            self._release(entry)
+            self.unhold(entry)
         self.stats.leases_revoked += len(revoked)
         return len(revoked)
 
@@ -602,3 +688,33 @@ class Ledger:
     def used_bytes(self) -> int:
         """Bytes of memory that values hold, retired and half-written ones included."""
         return self.live_bytes + self.retired_bytes + self.reserved_bytes + self.inline_bytes
+
+    # ---- verbs that tiers need too, which take the lock -------------------------------------------------------------
+
+    def find(self, key: bytes, space: int = 0) -> Entry | None:
+        """The entry under `key` for looking only: it counts no hit and touches no policy."""
+        entry = self.index.spaces[space].get(key)  # one read of a dict needs no lock
+        if entry is None or not entry.expire_at_ms:
+            return entry
+        with self.lock:
+            return self._visible(key, space)
+
+    def peek(self, key: bytes, space: int = 0) -> Lease | None:
+        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
+        with self.lock:
+            entry = self._visible(key, space)
+            return None if entry is None or not entry.is_resident else self._lease(entry)
+
+    def touch(self, keys: Sequence[bytes], space: int = 0) -> int:
+        """Note that `keys` were used at one instant, the first being the head; returns how many exist."""
+        with self.lock:
+            self.catch_up()
+            with self.now_ms.one_moment():
+                present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
+            self._touch_run(present)
+            return len(present)
+
+    def release(self, entry: Entry) -> None:
+        """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""
+        with self.lock:
+            self.unhold(entry)

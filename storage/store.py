@@ -5,15 +5,15 @@ across a copy or I/O, because callers fill and read the arena through the views 
 they hold. Ordinary outcomes (a miss, no room) are None or a count.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from itertools import takewhile
+from functools import partial
+from itertools import pairwise, takewhile
 from operator import attrgetter
 
-from . import integrity
-from .clock import unix_ms
+from . import lease_many
+from .background import IoThreads
 from .disk.tier import DiskTier
 from .entry import (
     INLINE_BYTES_MAX,
@@ -22,18 +22,16 @@ from .entry import (
     SLACK_BYTES,
     Entry,
     Lease,
+    LeaseRun,
     Reservation,
     extent_length,
 )
 from .eviction.base import Policy, make_policy
-from .flush import Flushes
-from .lease_many import Leasing
+from .expiry import unix_ms
 from .memory.arena import Arena
 from .options import StoreOptions
-from .rename import Moves
-from .state import Change
+from .state import SLICE_ENTRIES, Change, StoreState
 from .tensor_facts import tokens_of
-from .tiering.executor import IoThreads
 from .tiering.manager import Tiering
 
 RANDOM_TRIES = 100
@@ -48,13 +46,18 @@ ZEROS = memoryview(bytes(1024 * 1024))
 QUEUE_BYTES_LOW = 1024**3
 """What they may move together, at least; more where the arena is larger."""
 
+Name = tuple[bytes, int]
+"""A key and its database."""
 
-class Store(Moves, Flushes, Leasing):
+
+class Store(StoreState):
     """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves.
 
     `arena` is owned by the store from here on. `clock_ms` is wall-clock time for expiry, `clock_s` a monotonic clock
     for idle times and lease limits; tests pass their own.
     """
+
+    tiering: Tiering | None
 
     def __init__(
         self,
@@ -65,8 +68,6 @@ class Store(Moves, Flushes, Leasing):
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(arena, policy, clock_ms, clock_s)
-        self._lock = threading.Lock()
-        self._memory = arena.view.toreadonly()
         self._spaces = self.index.spaces
 
     @classmethod
@@ -114,10 +115,10 @@ class Store(Moves, Flushes, Leasing):
         if length < INLINE_BYTES_MAX:
             return Reservation(self, key, space, memoryview(bytearray(length + SLACK_BYTES)), NOWHERE)
         self.end_holds()
-        with self._lock:
-            extent = self._place(extent_length(length + spare), drop=drop) if spare else None
+        with self.lock:
+            extent = self.place(extent_length(length + spare), drop=drop) if spare else None
             if extent is None:
-                extent = self._place(extent_length(length), drop=drop)
+                extent = self.place(extent_length(length), drop=drop)
             if extent is not None:
                 self.reserved_bytes += extent.length
             elif drop:
@@ -137,7 +138,7 @@ class Store(Moves, Flushes, Leasing):
             return self.put(reservation.key, bytes(reservation.view), reservation.space, expire_at_ms)
         entry = Entry(reservation.key, reservation.space, reservation.length, reservation.extent, None)
         entry.tokens = tokens_of(reservation.view_with_slack)
-        with self._lock:
+        with self.lock:
             self.reserved_bytes -= entry.extent.length
             self.live_bytes += entry.extent.length
             self._publish(entry, expire_at_ms)
@@ -149,7 +150,7 @@ class Store(Moves, Flushes, Leasing):
 
     def abort(self, reservation: Reservation) -> None:
         """Free what a reservation holds; called by Reservation.abort."""
-        with self._lock:
+        with self.lock:
             self.stats.aborted += 1
             if reservation.extent is not NOWHERE:
                 self.reserved_bytes -= reservation.extent.length
@@ -163,7 +164,7 @@ class Store(Moves, Flushes, Leasing):
                 return False
             reservation.view[:] = value  # the bytes arrived in somebody's object, so this copy cannot be spared
             return reservation.commit(expire_at_ms)
-        with self._lock:
+        with self.lock:
             entry = self._spaces[space].get(key)
             if self.may_refuse and not self._fits_inline(entry, len(key) + len(value)):
                 self.stats.refused += 1
@@ -190,7 +191,7 @@ class Store(Moves, Flushes, Leasing):
                 self.inline_bytes += entry.memory_bytes
                 self._publish(entry, expire_at_ms)
             if self.inline_bytes > self.inline_bytes_high:
-                self._evict_inline(entry)
+                self.evict_inline(entry)
         if self.tiering is not None:
             self.tiering.make_inline_room(entry)
         return True
@@ -202,7 +203,7 @@ class Store(Moves, Flushes, Leasing):
         False, and nothing has changed, where that cannot be: the value is absent, short (INLINE_BYTES_MAX) or on disk,
         a reader holds it, or there is no room behind it. Costs a copy of `patch`, made under the lock.
         """
-        with self._lock:
+        with self.lock:
             entry = self._visible(key, space)
             if entry is None or entry.extent is NOWHERE or entry.leases or entry.record is not None:
                 return False
@@ -224,7 +225,7 @@ class Store(Moves, Flushes, Leasing):
 
     def expire(self, key: bytes, at_ms: int, space: int = 0) -> bool:
         """Set when `key` shall be gone (Unix ms; 0 = never; the past = at once). False when there is no such key."""
-        with self._lock:
+        with self.lock:
             entry = self._visible(key, space)
             if entry is None:
                 return False
@@ -233,7 +234,7 @@ class Store(Moves, Flushes, Leasing):
                 self._remove(entry, "del")
                 self.stats.deleted += 1
             else:
-                self._remember_expiry(entry)
+                self.remember_expiry(entry)
                 if entry.is_resident:
                     self._policy_of(entry).end_changed(entry)
                 if self.tiering is not None:
@@ -263,7 +264,7 @@ class Store(Moves, Flushes, Leasing):
             entry.hits += 1
             entry.accessed_s = self.now_s()
             return value
-        with self._lock:
+        with self.lock:
             entry = self._hit(key, space)
             if entry is None:
                 return None
@@ -271,7 +272,7 @@ class Store(Moves, Flushes, Leasing):
 
     def fetch_untouched(self, key: bytes, space: int = 0) -> bytes | Lease | None:
         """`fetch` for a reader who must not keep a block alive by looking at it: CLIENT NO-TOUCH."""
-        with self._lock:
+        with self.lock:
             entry = self._visible(key, space)
             if entry is None:
                 self.stats.misses += 1
@@ -283,7 +284,7 @@ class Store(Moves, Flushes, Leasing):
 
     def lease(self, key: bytes, space: int = 0, limit_s: float = 0.0) -> Lease | None:
         """Hold the value under `key`, or None. With `limit_s` the hold may be revoked that many seconds from now."""
-        with self._lock:
+        with self.lock:
             entry = self._hit(key, space)
             if entry is None:
                 return None
@@ -292,29 +293,10 @@ class Store(Moves, Flushes, Leasing):
                 self._limits.add(self.now_s() + limit_s, lease, self.leases)
             return lease
 
-    def release(self, entry: Entry) -> None:
-        """End one hold on `entry`; called by Lease.release, which sees to it that it happens once."""
-        with self._lock:
-            self._release(entry)
-
-    def find(self, key: bytes, space: int = 0) -> Entry | None:
-        """The entry under `key` for looking only: it counts no hit and touches no policy."""
-        entry = self._spaces[space].get(key)  # one read of a dict needs no lock
-        if entry is None or not entry.expire_at_ms:
-            return entry
-        with self._lock:
-            return self._visible(key, space)
-
-    def peek(self, key: bytes, space: int = 0) -> Lease | None:
-        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
-        with self._lock:
-            entry = self._visible(key, space)
-            return None if entry is None or not entry.is_resident else self._lease(entry)
-
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
         the latest when somebody else is stored, evicted or lent out of the arena."""
-        with self._lock:
+        with self.lock:
             run = list(filter(None, map(self._spaces[space].get, keys)))
             if len(run) < len(keys) or len(self._expiries):
                 with self.now_ms.one_moment():  # a key named twice is there twice
@@ -329,7 +311,7 @@ class Store(Moves, Flushes, Leasing):
         Whoever is told that a block is there comes back at once: LMCache looks up first and then gets, and some of its
         clients wait for ever for a value that has left in between. No order changes, and half the room may be spared.
         """
-        with self._lock:
+        with self.lock:
             found = list(filter(None, map(self._spaces[space].get, keys)))
             if len(self._expiries):
                 with self.now_ms.one_moment():
@@ -338,29 +320,37 @@ class Store(Moves, Flushes, Leasing):
             self.affirmed_turn = self.turn
             return len(found)
 
-    def touch(self, keys: Sequence[bytes], space: int = 0) -> int:
-        """Note that `keys` were used at one instant, the first being the head; returns how many exist."""
-        with self._lock:
-            self._catch_up()
-            with self.now_ms.one_moment():
-                present = [entry for key in keys if (entry := self._visible(key, space)) is not None]
-            self._touch_run(present)
-            return len(present)
+    def lease_run(self, keys: Sequence[bytes], space: int, limit_s: float) -> tuple[list[lease_many.Found], LeaseRun]:
+        """What there is under each key, blocks being held from now on, for `limit_s` or until `end_leases`. Each is
+        used as by `lease`."""
+        with self.lock:
+            if self._put_off_entries:
+                self.catch_up()
+            now_s = self.now_s()
+            hit = partial(self._hit, space=space)
+            found, entries, sums = lease_many.hold(keys, self.index.spaces[space], hit, self.policy.touch, now_s)
+            used, leases, nbytes, tokens = sums
+            self.stats.hits += used
+            self.stats.leased_bytes += nbytes
+            self.stats.hit_tokens += tokens
+            self.leases += leases
+            run = LeaseRun(entries, now_s + limit_s)
+            if leases:
+                self._limits.add(run.until_s, run, self.leases)
+            return found, run
 
-    def _lease(self, entry: Entry) -> Lease:
-        """A hold on `entry`; the lock is held."""
-        entry.leases += 1
-        self.leases += 1
-        if entry.value is not None:
-            return Lease(self, entry, memoryview(entry.value))
-        start = entry.extent.offset + PAYLOAD_OFFSET_BYTES
-        return Lease(self, entry, self._memory[start : start + entry.length])
+    def end_leases(self, places: Sequence[lease_many.Place]) -> int:
+        """End holds; returns how many of them had not ended before."""
+        with self.lock:
+            ended = lease_many.end(places, self.index.spaces if self.keep else None, self._unheld)
+            self.leases -= ended
+            return ended
 
     # ---- telling of changes ------------------------------------------------------------------------------------------
 
     def keep_journal(self, wanted: bool) -> None:
         """Begin or end to list what changes. Under the lock, as is all that follows: the disk's threads write to it."""
-        with self._lock:
+        with self.lock:
             if not wanted:
                 self.journal = None
             elif self.journal is None:
@@ -368,18 +358,59 @@ class Store(Moves, Flushes, Leasing):
 
     def take_journal(self) -> list[Change]:
         """What has changed since the last time, in order; nothing while nobody wants to know."""
-        with self._lock:
+        with self.lock:
             if not self.journal:
                 return []
             taken, self.journal = self.journal, []
             return taken
+
+    # ---- other names: every byte stays where it is, and readers keep their leases ------------------------------------
+
+    def move(self, old: Name, new: Name) -> bool:
+        """Put the block under `old` under `new`, in place of what is there; its end goes with it. False without one.
+
+        Leases on it stay good, and their `key` is the new one from now on.
+        """
+        with self.lock:
+            entry = self._visible(*old)
+            if entry is None or old == new:
+                return entry is not None
+            self._visible(*new)  # what is there may have expired, which is not the same as being replaced
+            cost_bytes = entry.memory_bytes
+            replaced = self.index.rename(entry, *new)
+            if replaced is not None:
+                self._retire(replaced, entry)
+                self.stats.overwritten += 1
+            if self.journal is not None:
+                self.journal += [("del", *old), ("set", *new)]
+            if self.tiering is not None and not self.tiering.rename(entry, old):
+                self.lapse(entry)  # the disk has let go of it a moment ago
+                return True
+            self._renumber(entry)
+            if entry.value is not None:
+                self.inline_bytes += entry.memory_bytes - cost_bytes  # the key is part of it
+                if self.inline_bytes > self.inline_bytes_high:
+                    self.evict_inline(entry)
+            self.remember_expiry(entry)
+            return True
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange two databases: each key of one is in the other from now on. Costs no step a key, but with a disk one
+        for each value that memory alone has, or where memory has many and the disk few, for each of those."""
+        if first == second:
+            return
+        with self.lock:
+            if self.tiering is not None:
+                self.tiering.swap(first, second)
+                self.writes += 1
+            self.index.swap(first, second, self.writes)
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[bytes], space: int = 0) -> int:
         """Take keys away; returns how many there were. Leased bytes stay with their readers until released."""
         deleted = 0
-        with self._lock:
+        with self.lock:
             for key in keys:
                 if (entry := self._visible(key, space)) is not None:
                     self._remove(entry, "del")
@@ -387,9 +418,62 @@ class Store(Moves, Flushes, Leasing):
             self.stats.deleted += deleted
         return deleted
 
+    def flush(self, space: int | None = None, *, later: bool = False) -> int:
+        """Delete everything, or everything of one database; returns how many keys that were. The journal does not list
+        them: who reads it is told of a flush as one thing. With `later` what they hold may still be held: the caller
+        sees to `give_back`."""
+        with self.lock:
+            spaces = range(len(self.index.spaces)) if space is None else (space,)
+            if self.tiering is not None:
+                self.tiering.clear(space)
+            leaving: list[dict[bytes, Entry]] = []
+            buckets: list[set[bytes]] = []
+            for each in spaces:
+                entries, of_entries = self.index.take(each)
+                leaving.append(entries)
+                buckets += of_entries
+            count = sum(map(len, leaving))
+            self.stats.flushed += count
+            if len(self.index) or self.leases or self.reserved_bytes:
+                self._flushed += filter(None, leaving)
+                self._flushed_keys += buckets
+            elif count:
+                self._start_afresh([*leaving, *self._flushed], [*buckets, *self._flushed_keys])
+            if not later:
+                while self._give_back(SLICE_ENTRIES):
+                    pass
+            return count
+
+    def give_back(self, entries_max: int | None = SLICE_ENTRIES) -> bool:
+        """Give back what flushed entries hold, of at most so many or None = of all; whether there are more. To be
+        called every so often; what room is wanted for is given back by itself."""
+        with self.lock:
+            more = self._give_back(SLICE_ENTRIES if entries_max is None else entries_max)
+            while more and entries_max is None:
+                more = self._give_back(SLICE_ENTRIES)
+            if not more:
+                self._drop_discarded()
+            return more or self._discarded is not None
+
+    def collect_expired(self, entries_max: int = 200) -> int:
+        """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often, as it
+        also does what was put off."""
+        collected = 0
+        with self.lock:
+            self.catch_up()
+            for key, database in self._expiries.due(self.now_ms()):
+                self._remove(self.index.spaces[database.number][key], "expired")
+                self.stats.expired += 1
+                collected += 1
+                if collected == entries_max:
+                    break
+            self._give_back(SLICE_ENTRIES)
+            self._drop_discarded()
+        return collected
+
     def revoke_overdue(self) -> int:
         """End the leases whose time limit has passed; returns how many. Done by itself when room is short."""
-        with self._lock:
+        with self.lock:
             return self._revoke_overdue()
 
     def close(self, *, save: bool = True) -> None:
@@ -407,10 +491,10 @@ class Store(Moves, Flushes, Leasing):
         """Let `policy`, a fresh one, decide from now on who leaves, or with None let no block leave (Redis' noeviction;
         the order stays what it was). A policy of another kind takes over what the entries themselves know: when each
         was used last, and how often."""
-        with self._lock:
+        with self.lock:
             self.evicts = policy is not None
             if policy is not None and policy.name != self.policy.name:
-                self._catch_up()
+                self.catch_up()
                 while self._give_back():
                     pass
                 old = self.policy, self.inline_policy
@@ -425,7 +509,7 @@ class Store(Moves, Flushes, Leasing):
     def set_bound(self, nbytes: int) -> None:
         """Let all values together hold `nbytes` at most (Redis' maxmemory), 0 or the arena's size being no bound beside
         the arena. What is held beyond it leaves by `shrink`."""
-        with self._lock:
+        with self.lock:
             self.bound_bytes = nbytes if nbytes < self.arena.nbytes else 0
             self._note_refusals()
 
@@ -434,7 +518,7 @@ class Store(Moves, Flushes, Leasing):
         when the bound was lowered, and every so often, since what is leased or being written stays."""
         if not self.bound_bytes:
             return False
-        with self._lock:
+        with self.lock:
             before = self.stats.evicted + (0 if self.tiering is None else self.tiering.stats.unloaded)
             self._shrink()
             after = self.stats.evicted + (0 if self.tiering is None else self.tiering.stats.unloaded)
@@ -444,14 +528,14 @@ class Store(Moves, Flushes, Leasing):
         """Whether small values may take so many bytes more; who may leave for them leaves now."""
         if not self.may_refuse:
             return True
-        with self._lock:
+        with self.lock:
             return self._grows_inline(max(0, growth_bytes))
 
     # ---- looking around ------------------------------------------------------------------------------------------
 
     def keys_in(self, space: int = 0) -> list[bytes]:
         """Every key of a database."""
-        with self._lock:
+        with self.lock:
             return [key for key in list(self.index.spaces[space]) if self._visible(key, space) is not None]
 
     def names(self, space: int = 0) -> list[bytes]:
@@ -465,7 +549,7 @@ class Store(Moves, Flushes, Leasing):
     def random_key(self, space: int = 0) -> bytes | None:
         """Any key of a database, None when it is empty. While what has expired is kept, that may be one of those, as
         in Redis."""
-        with self._lock:
+        with self.lock:
             tries = 0
             while (key := self.index.random_key(space)) is not None:
                 tries += self.keep_expired
@@ -475,19 +559,79 @@ class Store(Moves, Flushes, Leasing):
 
     def scan(self, cursor: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
         """One step of SCAN: the next cursor (0 = done) and at least `count` keys unless the walk ends first."""
-        with self._lock:
+        with self.lock:
             following, keys = self.index.scan(cursor, count, space)
             return following, [key for key in keys if self._visible(key, space) is not None]
 
     def tiers(self) -> dict[str, dict[str, int | str]]:
         """Figures of each tier, sizes in bytes: room, entries, holds and what the memory is made of."""
-        with self._lock:
-            return integrity.tiers(self)
+        with self.lock:
+            arena = self.arena
+            figures: dict[str, dict[str, int | str]] = {
+                "memory": {
+                    "capacity": arena.nbytes,
+                    "used": self.used_bytes,
+                    "free": self.allocator.free_bytes,
+                    "largest_free": self.allocator.longest_bytes,
+                    "reserved": self.reserved_bytes,
+                    "inline": self.inline_bytes,
+                    "entries": len(self.index) + self.flushed_entries - self.away,
+                    "leases": self.leases,
+                    "pages": arena.nbytes // arena.page_bytes,
+                    "page_size": arena.page_bytes,
+                    "page_kind": arena.pages,
+                    "page_locked": arena.page_locked,
+                    "policy": self.policy.name,
+                }
+            }
+            if self.tiering is not None:
+                figures["memory"]["unsaved"] = len(self.unsaved)
+                figures["disk"] = self.tiering.figures()
+            return figures
+
+    def ends(self) -> list[tuple[int, int]]:
+        """For each database, how many keys have an end, and the sum of those ends in Unix ms.
+
+        Blocks seldom have one, so what is walked is the list of deadlines, unless that is long: then the keys
+        cost less.
+        """
+        counts = [[0, 0] for _ in self.index.spaces]
+        deadlines = self._expiries
+        if len(deadlines) * 4 < len(self.index):
+            found = [self.index.get(key, database.number) for key, database in deadlines.held()]
+            entries = [entry for entry in found if entry is not None]
+        else:
+            entries = [entry for each in self.index.spaces for entry in list(each.values()) if entry.expire_at_ms]
+        for entry in entries:
+            counts[entry.space][0] += 1
+            counts[entry.space][1] += entry.expire_at_ms
+        return [(count, total) for count, total in counts]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index, policies, allocator and byte accounts agree with one another."""
-        with self._lock:
-            integrity.check_integrity(self)
+        with self.lock:
+            self.index.check_integrity()
+            self.allocator.check_integrity()
+            flushed = [entry for entries in self._flushed for entry in entries.values()]
+            in_arena = [entry for entry in (*self.index, *flushed) if entry.extent is not NOWHERE]
+            away = [entry for entry in (*self.index, *flushed) if not entry.is_resident]
+            assert len(away) == self.away
+            assert all(entry.record is not None for entry in away), "a block is nowhere"
+            if self.tiering is not None:
+                kept = {entry for entry in self.unsaved if not entry.database.flushed}
+                assert kept == {entry for entry in self.index if entry.record is None}
+                self.tiering.superseded.check_integrity(self.unsaved)
+            inline = [entry for entry in (*self.index, *flushed) if entry.value is not None]
+            assert sum(entry.extent.length for entry in in_arena) == self.live_bytes
+            assert sum(entry.memory_bytes for entry in inline) == self.inline_bytes
+            assert len(self.policy) == len(in_arena)
+            assert len(self.inline_policy) == len(inline)
+            assert all(entry in self.policy for entry in in_arena)
+            assert all(entry in self.inline_policy for entry in inline)
+            held = self.live_bytes + self.retired_bytes + self.reserved_bytes
+            assert held + self.allocator.free_bytes == self.arena.nbytes
+            for extent, following in pairwise(sorted([*(entry.extent for entry in in_arena), *self.allocator.holes()])):
+                assert extent.offset + extent.length <= following.offset, "extents overlap"
 
 
 def zero(memory: memoryview, start: int, end: int) -> None:

@@ -2,7 +2,7 @@
 
 Each name gives one line of warning when it is met, in place of the guess that it might be a typing error. They are
 those of LMCache 0.5.6 in its own spelling, with the ones that it has given up but that people's files still hold; a key
-that gains a meaning here moves to schema.py, an entry of extra_config to extra_config.py.
+that gains a meaning here moves to schema.py, an entry of extra_config to rules.py.
 """
 
 from collections.abc import Mapping

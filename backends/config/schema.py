@@ -27,10 +27,10 @@ from kvredis.storage.options import GIB, StoreOptions
 
 from . import parsers
 from .parsers import Parser
-from .remote_url import connections_entry, merged_url
 from .rules import ALLKEYS, check_all
 from .sources import FILE_VARIABLE, Found, Key
 from .sources import SECTION as SECTION
+from .url import connections_entry, merged_url
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,351 @@
-"""The backend of an engine whose blocks live on a server: kvredis, or any other that speaks Redis' protocol.
+"""The backends of an engine whose blocks live on servers: RemoteBackend on one (kvredis, or any that speaks Redis'
+protocol, behind Sentinels too), ClusterBackend on the masters of a Redis Cluster. Both are RemoteBlocks over routes.
 
-Connections are opened when first needed: one for questions, up to `connections` for what is stored, and as many or more
-for each load under way, borrowed for as long as it lasts.
+Bodies are received straight into the local arena and sent straight out of it: one copy per side, the kernel's. The
+arena is room for transfers only here: what is reserved in it is given back when a SET has been answered, or when the
+reader of a GET releases its Lease; or it is committed then, so that a tier nearer than the servers keeps it.
+
+Routes (routing.py) say which server has a key, and where to go when that one says it does not. Connections are opened
+when first needed: one a server for questions, up to `connections` for what is stored, and as many or more for each load
+under way, borrowed for as long as it lasts.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from itertools import repeat
+from typing import Final
 
-from kvredis.backends.config.url import Address, SentinelAddress
-from kvredis.backends.shm.buffers import Staging
+from kvredis.backends import base
+from kvredis.backends.config.url import Address, ClusterAddress, SentinelAddress
+from kvredis.backends.fork_guard import Home
+from kvredis.backends.gc_guard import Endings
+from kvredis.backends.resp.cluster import Place
+from kvredis.backends.resp.connection import Reply
+from kvredis.backends.shm.buffers import RemoteReservation, Rooms, Staging
+from kvredis.storage.errors import BackendError
 
-from .blocks import RemoteBlocks
 from .health import Link
+from .load import Load, Patience
+from .pipeline import Touch
 from .pool import Node
-from .routing import OneServer
+from .prefetch import RemotePrefetch
+from .routing import HOPS_MAX, ClusterRoutes, OneServer, Part, Routes
+from .write_queue import Outbox
+
+QUESTION_KEYS: Final = 4096
+"""Keys in one command."""
+EXISTS_KEYS: Final = 256
+"""EXISTS in one round; a long prompt that is not stored costs no more than one such round."""
+SCAN_COUNT: Final = b"1000"
+"""Keys that a server looks at for one answer."""
+COUNTERS: Final = ("hits", "misses", "no_room", "given_up")
+
+
+class RemoteBlocks:
+    """A base.Backend over `routes`, with `staging` for the bodies, which is closed with it. Thread-safe: questions to a
+    server take turns, each load receives on connections of its own, and what is stored leaves by the outbox. `reserve`
+    and `commit` wait for none of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_routes: Callable[[Outbox], Routes],
+        staging: Staging,
+        *,
+        timeout_s: float,
+        keep: bool,
+    ) -> None:
+        """`name` is said in the log. With `keep` `staging` hears by a commit of each value that a server has taken."""
+        self._name = name
+        self._staging = staging
+        self._timeout_s = timeout_s
+        self._outbox = Outbox(lambda: self._routes, staging, keep=keep)
+        self._routes = open_routes(self._outbox)
+        self._lock = threading.Lock()
+        self._endings = Endings()
+        self._home = Home()
+        self._closed = False
+        self._counts = dict.fromkeys(COUNTERS, 0)
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """As Backend.match: one KV.MATCH for each slot, or else pipelined EXISTS and a TOUCH of what was found.
+
+        What is on its way counts as present, and nobody waits for it: `load` gives it from here.
+        """
+        if not self._home.is_here():
+            return 0
+        asked = self._outbox.without(keys)
+        run = self._leading_run(asked)
+        return keys.index(asked[run]) if run < len(asked) else len(keys)
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        """As Backend.present: pipelined EXISTS; what is on its way counts as present."""
+        if not self._home.is_here():
+            return [False] * len(keys)
+        asked = self._outbox.without(keys)
+        self._routes.await_first()
+        found = dict(zip(asked, self._exist(asked), strict=True))
+        return [found.get(key, True) for key in keys]
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """As Far.absent: where nobody answers, nobody knows."""
+        asked = self._outbox.without(keys)
+        self._routes.await_first()
+        return [key for key, (_, reply) in zip(asked, self._ask_for_each(asked), strict=True) if reply == 0]
+
+    def touch(self, keys: Sequence[bytes]) -> int:
+        """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
+        if not self._home.is_here():
+            return 0
+        queued = self._outbox.touch(keys, self._touches(keys))
+        return self._sum(b"TOUCH", keys) if queued is None else queued
+
+    def touch_later(self, keys: Sequence[bytes]) -> None:
+        """As touch, but nobody waits for it, and nothing is counted; one too many of them is dropped."""
+        if self._home.is_here():
+            self._outbox.touch(keys, self._touches(keys), always=True)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """As Backend.delete; waits until none of `keys` is on its way."""
+        if not self._home.is_here():
+            return 0
+        self._outbox.wait_for(keys)
+        return self._sum(b"UNLINK", keys)
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        """As Backend.delete_prefix: SCAN on every server, and the others are asked though one has not answered."""
+        if not self._home.is_here():
+            raise BackendError("a forked process deletes nothing by way of its parent's connections")
+        self._routes.await_first()
+        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"*"
+        count, failed = 0, list[Reply]()
+        for node in self._routes.nodes():
+            cursor = b"0"
+            while True:
+                reply = node.pipeline([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT)])[0]
+                if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
+                    self._count(node, reply)
+                    failed.append(reply)
+                    break
+                cursor, found = reply[0], reply[1]
+                keys = [key for key in found if isinstance(key, bytes)] if isinstance(found, list) else []
+                answers = self._ask(b"UNLINK", self._routes.parts(keys, QUESTION_KEYS))
+                count += sum(self._count(*answer) for answer in answers)
+                failed += [deleted for _, deleted in answers if not isinstance(deleted, int)]
+                if cursor == b"0":
+                    break
+        if failed or not self._routes.nodes():
+            why = next((str(reply) for reply in failed if isinstance(reply, BackendError)), "a server does not answer")
+            raise BackendError(f"keys under the prefix may be left at {self._name}: {why}")
+        return count
+
+    def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:
+        """As Backend.prefetch; a server that does not know KV.PREFETCH or PREFETCH has queued nothing."""
+        prefetch = RemotePrefetch(self._timeout_s / 2)
+        if not self._home.is_here():
+            prefetch.missing = len(keys)
+            return prefetch
+        away = self._outbox.without(keys)
+        prefetch.resident = len(keys) - len(away)
+        self._routes.await_first()
+        parts = self._routes.parts(away, QUESTION_KEYS)
+        answers = self._ask(b"KV.PREFETCH", parts, b"JOB")
+        rest = [part for part, (_, reply) in zip(parts, answers, strict=True) if reply is None]
+        for node, reply in (*answers, *self._ask(b"PREFETCH", rest)):
+            prefetch.add(node, reply)
+        return prefetch
+
+    def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
+        """As Backend.tiers_of: what is on its way is here still; a server may have the others on a disk of its own."""
+        if not self._home.is_here():
+            return ["remote"] * len(keys)
+        away = set(self._outbox.without(keys))
+        return ["remote" if key in away else "memory" for key in keys]
+
+    def _touches(self, keys: Sequence[bytes]) -> dict[Node, Touch]:
+        parts: dict[Node, list[Sequence[bytes]]] = {}
+        for node, part in self._routes.parts(keys, QUESTION_KEYS):
+            parts.setdefault(node, []).append(part)
+        return {node: Touch(mine) for node, mine in parts.items()}
+
+    def _leading_run(self, keys: Sequence[bytes]) -> int:
+        run, by_exists = 0, False
+        self._routes.await_first()
+        until_s = time.monotonic() + self._timeout_s
+        while run < len(keys) and time.monotonic() < until_s:
+            part = keys[run : run + (EXISTS_KEYS if by_exists else QUESTION_KEYS)]
+            found = self._run_by_exists(part) if by_exists else self._run_by_match(part)
+            if found is None:
+                by_exists = True
+                continue
+            run += found
+            if found < len(part):
+                break
+        if by_exists and run:
+            self._sum(b"TOUCH", keys[:run])
+        return run
+
+    def _run_by_match(self, keys: Sequence[bytes]) -> int | None:
+        """Ask how long the run is among the keys of each slot: it is over at the first of all that are missing. None:
+        somebody does not know KV.MATCH."""
+        parts = self._routes.parts(keys, QUESTION_KEYS)
+        missing = set()
+        for part, (node, reply) in zip(parts, self._ask(b"KV.MATCH", parts), strict=True):
+            if reply is None and not node.knows(b"KV.MATCH"):
+                return None
+            found = max(self._count(node, reply), 0)
+            if found < len(part.keys):
+                missing.add(part.keys[found])
+        return next((place for place, key in enumerate(keys) if key in missing), len(keys)) if missing else len(keys)
+
+    def _run_by_exists(self, keys: Sequence[bytes]) -> int:
+        return [*self._exist(keys), False].index(False)
+
+    def _exist(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self._count(node, reply) == 1 for node, reply in self._ask_for_each(keys)]
+
+    def _ask_for_each(self, keys: Sequence[bytes]) -> list[tuple[Node, Reply]]:
+        return self._ask(b"EXISTS", [Part(self._routes.owner(key), (key,)) for key in keys])
+
+    def _sum(self, name: bytes, keys: Sequence[bytes]) -> int:
+        """Add up a command's answers over parts of the keys, tail first: what is touched last stays longest."""
+        self._routes.await_first()
+        parts = self._routes.parts(keys, QUESTION_KEYS)[::-1]
+        return sum(self._count(node, reply) for node, reply in self._ask(name, parts))
+
+    def _count(self, node: Node, reply: Reply) -> int:
+        if isinstance(reply, int):
+            return reply
+        if reply is not None:
+            node.complain(reply)
+        return 0
+
+    # ---- asking, wherever that leads -------------------------------------------------------------------------------
+
+    def _ask(self, name: bytes, parts: Sequence[Part], *last: bytes) -> list[tuple[Node, Reply]]:
+        """Send one command for each part and give who answered and what; None: nobody, or it does not know that.
+
+        Redirections are followed, all of a round together; a command that cannot be answered in one place, since its
+        slot is moving, is asked key by key, and the answers are added up.
+        """
+        answers: list[tuple[Node, Reply]] = [(part.node, None) for part in parts]
+        todo: dict[int, tuple[Node, bool]] = {place: (part.node, False) for place, part in enumerate(parts)}
+        until_s = time.monotonic() + self._timeout_s
+        for _ in range(HOPS_MAX + 1):
+            rounds: dict[tuple[Node, bool], list[int]] = {}
+            for place, way in todo.items():
+                rounds.setdefault(way, []).append(place)
+            todo = {}
+            for (node, asking), places in rounds.items():
+                if time.monotonic() > until_s:
+                    break  # of many servers, several hang
+                replies = node.pipeline([(name, *parts[place].keys, *last) for place in places], asking=asking)
+                for place, reply in zip(places, replies, strict=True):
+                    answers[place] = node, reply
+                    hop = self._routes.follow(node, reply) if isinstance(reply, BackendError) else None
+                    if hop is not None:
+                        todo[place] = hop
+            if not todo:
+                break
+        torn = [place for place, part in enumerate(parts) if is_torn(name, part, answers[place][1])]
+        for place in torn:
+            node, keys = parts[place]
+            counts = [reply for _, reply in self._ask(name, [Part(node, (key,)) for key in keys])]
+            answers[place] = node, sum(count for count in counts if isinstance(count, int))
+        return answers
+
+    # ---- writing -------------------------------------------------------------------------------------------------
+
+    def room(self, length: int, at_least: int = 1) -> int:
+        """As Backend.room, of what is taken without waiting; 0 while all servers are lost."""
+        if not self._home.is_here():
+            return 0
+        room = 0 if all(node.link.waiting for node in self._routes.nodes()) else self._outbox.room(length)
+        return room if room >= at_least else 0
+
+    def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
+        """As Backend.reserve, but it never waits. None, counted as dropped, when more is stored than the servers take,
+        and while the key's is lost."""
+        if not self._home.is_here():
+            return None
+        self._endings.catch_up()
+        return self._outbox.reserve(key, length)
+
+    def flush(self) -> int:
+        """As Backend.flush; those that were dropped since they were committed count too."""
+        return self._outbox.flush() if self._home.is_here() else 0
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def load(
+        self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None
+    ) -> Generator[base.Lease | None, None, None]:
+        """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
+        way on each. All waits together last as long as the timeout at most. Bodies come into `rooms`, and are committed
+        there when they have been read; without any they pass through the staging memory."""
+        if not self._home.is_here():
+            yield from repeat(None, len(keys))
+            return
+        self._endings.catch_up()
+        here: list[base.Lease | None] = list(self._outbox.hold(keys))
+        load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
+        hits = misses = 0
+
+        def end() -> None:
+            for lease in here:
+                if lease is not None:
+                    lease.release()
+            load.close()
+            with self._lock:
+                for name, count in zip(COUNTERS, (hits, misses, load.no_room, load.is_given_up), strict=True):
+                    self._counts[name] += count
+
+        try:
+            load.begin([key for key, lease in zip(keys, here, strict=True) if lease is None])
+            for place, key in enumerate(keys):
+                lease, here[place] = here[place], None
+                if lease is None:
+                    lease = load.take(key)
+                hits += lease is not None
+                misses += lease is None
+                yield lease
+        finally:
+            self._endings.end(end)
+
+    # ---- figures and the end -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int | float | str]:
+        """Give counters since the start; bytes are all that went over the sockets, `given_up` counts loads."""
+        self._endings.catch_up()
+        with self._lock:
+            counts = dict(self._counts)
+        return {"server": self._name, **counts, **self._routes.stats(), **self._outbox.stats()}
+
+    def close(self) -> None:
+        """As Backend.close; waits for the answers to what was sent, which closing early could make the server drop, but
+        not longer than the timeout: what is still on its way then is dropped, and counted."""
+        if not self._home.is_here():
+            return
+        self._endings.catch_up()
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._outbox.close(self._name, self._timeout_s)
+            self._routes.close()
+            self._staging.close()
+
+
+def is_torn(name: bytes, part: Part, reply: Reply) -> bool:
+    """Say whether a command failed only because its keys are in two places just now, and may be asked for singly."""
+    is_sum = name in (b"TOUCH", b"UNLINK")
+    return is_sum and len(part.keys) > 1 and isinstance(reply, BackendError) and str(reply).startswith("TRYAGAIN")
 
 
 class RemoteBackend(RemoteBlocks):
@@ -43,3 +373,37 @@ class RemoteBackend(RemoteBlocks):
     def stats(self) -> dict[str, int | float | str]:
         """As RemoteBlocks.stats."""
         return {"kind": "remote", **super().stats()}
+
+
+class ClusterBackend(RemoteBlocks):
+    """Blocks on the masters of the cluster at `address`; memory and bounds are shared, `connections` are a node's."""
+
+    def __init__(
+        self,
+        address: ClusterAddress,
+        staging: Staging,
+        *,
+        connections: int | None = None,
+        timeout_s: float = 10.0,
+        connect_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        keep: bool = False,
+    ) -> None:
+        """As RemoteBackend. Nothing is asked before the first verb: nodes that are not there yet are no error."""
+        self.address = address
+
+        def node_at(place: Place) -> Node:
+            link = Link(address.server(*place), timeout_s, clock, connect_timeout_s=connect_timeout_s)
+            return Node(link, connections)
+
+        super().__init__(
+            str(address),
+            lambda outbox: ClusterRoutes(address, timeout_s, node_at, outbox.let_go),
+            staging,
+            timeout_s=timeout_s,
+            keep=keep,
+        )
+
+    def stats(self) -> dict[str, int | float | str]:
+        """As RemoteBlocks.stats, with `nodes` known now, `redirects` followed and `refreshes` of the topology."""
+        return {"kind": "cluster", **super().stats()}

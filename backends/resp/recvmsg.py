@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvredis.storage.memory.native import NATIVE_WANTED
+from kvredis.storage.memory.copy import NATIVE_WANTED
 
 _receive_natively: Callable[[int, Sequence[memoryview], int], int] | None = None
 if NATIVE_WANTED:

@@ -13,8 +13,7 @@ from typing import Any, Final, cast
 from kvredis.backends.config.url import Address, SentinelAddress
 from kvredis.storage.errors import BackendError
 
-from .redis_py import client
-from .time_limit import within
+from .sockets import client, within
 
 WAIT_S_MIN: Final = 0.01
 

@@ -1,18 +1,72 @@
-"""Opening a socket to a server within a time that holds: name, connection and TLS handshake together."""
+"""Opening connections to a server within a time that holds: name, connection and TLS handshake together.
+
+`open_socket` gives a socket of our own. `client` gives a client of redis-py, for short questions of who is where, each
+tried once: it knows how to log in and how Sentinels and clusters answer, and no payload passes through it. `within`
+bounds calls that nothing else bounds, which are the system's resolver and that client. WHY in a thread: the C library's
+resolver waits for its own timeouts, often half a minute, and nothing ends it. An engine goes on without the answer; the
+thread ends whenever the resolver does.
+"""
 
 from __future__ import annotations
 
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from kvredis.backends.config.tls import told
+from kvredis.backends.config.tls import Tls, told
 from kvredis.backends.config.url import Address
 from kvredis.storage.errors import BackendError
 
-from .time_limit import within
+if TYPE_CHECKING:
+    import redis
+
+T = TypeVar("T")
+
+CALLS_MAX: Final = 16
+"""Calls that may be on their way in a process, those that hang among them."""
+_calls = threading.BoundedSemaphore(CALLS_MAX)
+
+
+def within(timeout_s: float, doing: str, work: Callable[[], T]) -> T:
+    """Give what `work` returns, or raise what it raises; TimeoutError, which says `doing`, when it takes too long.
+
+    `work` runs in a thread of its own, and goes on after the timeout: nobody is told of its result then. Raises
+    RuntimeError when no thread can be had, and for what was to end that thread alone: SystemExit.
+    """
+    results: SimpleQueue[Callable[[], T]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            result = work()
+            results.put(lambda: result)
+        except BaseException as error:
+            its_own = error if isinstance(error, Exception) else RuntimeError(f"{doing} was ended by {error!r}")
+            results.put(partial(_throw, its_own))
+        finally:
+            _calls.release()
+
+    if not _calls.acquire(timeout=timeout_s):
+        raise TimeoutError(f"timed out {doing}, behind {CALLS_MAX} other calls")
+    try:
+        threading.Thread(target=run, name=f"kvredis is {doing}", daemon=True).start()
+    except BaseException:
+        _calls.release()
+        raise
+    try:
+        outcome = results.get(timeout=timeout_s)
+    except Empty:
+        raise TimeoutError(f"timed out {doing}") from None
+    return outcome()
+
+
+def _throw(error: Exception) -> NoReturn:
+    raise error
+
 
 ADDRESSES_MAX: Final = 8
 """Addresses of one name that are tried."""
@@ -97,3 +151,24 @@ def _secured(sock: socket.socket, context: ssl.SSLContext, host: str, deadline_s
 
 def _left_s(deadline_s: float, shares: int = 1) -> float:
     return max((deadline_s - time.monotonic()) / shares, WAIT_S_MIN)
+
+
+def client(host: str, port: int, login: tuple[str, str], tls: Tls | None, timeout_s: float) -> redis.Redis:
+    """A client to be closed by the caller; `login` is user and password, either may be "". It connects with the first
+    question, and raises what redis-py raises. Loads redis-py, which takes a while the first time."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    options: dict[str, Any] = {} if tls is None else tls.redis_options()
+    return redis.Redis(
+        host,
+        port,
+        username=login[0] or None,
+        password=login[1] or None,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,  # one exchange less
+        **options,
+    )

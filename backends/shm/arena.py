@@ -23,7 +23,7 @@ from typing import Any
 
 from kvredis.storage.background import start_thread
 from kvredis.storage.errors import BackendError
-from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import address_of
 from kvredis.storage.memory.page_lock import CudaLock, cuda_driver
 
 logger = logging.getLogger(__name__)

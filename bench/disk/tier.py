@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from kvredis.bench.core.errors import BenchError
+from kvredis.storage.background import IoThreads, Priority
 from kvredis.storage.disk.segment import Facts
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
-from kvredis.storage.tiering.executor import IoThreads, Priority
 
 from .blocks import Blocks
 from .device import Timing, forget_pages

@@ -12,7 +12,7 @@ from kvredis.bench.core.errors import VerificationError
 from kvredis.bench.core.shapes import BLOCK_TOKENS, ModelShape
 from kvredis.bench.core.statistics import GB
 from kvredis.bench.store_overhead.compute import DTYPES
-from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import address_of
 from kvredis.storage.memory.page_lock import PageLock, lock_pages
 
 from .result import DIRECTIONS, OURS, Direction, LinkSample

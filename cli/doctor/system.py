@@ -24,8 +24,8 @@ from kvredis.server.net.listeners import BACKLOG, bind_tcp
 from kvredis.storage.disk.segment import default_segment_bytes
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Machine
+from kvredis.storage.memory.copy import NATIVE_WANTED
 from kvredis.storage.memory.memory_limits import gib
-from kvredis.storage.memory.native import NATIVE_WANTED
 
 from .finding import Finding
 

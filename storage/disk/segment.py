@@ -26,14 +26,14 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128_digest
 
 from kvredis.storage.database import Database, unplaced
-from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES
 from kvredis.storage.memory.allocator import GRAIN_BYTES, Extent
 
 FORMAT_VERSION: Final = 1
 """Of records and index together; another one is another directory's."""
 
 MAGIC: Final = b"KVREDISR"
-HEADER_BYTES: Final = PAYLOAD_OFFSET_BYTES
+HEADER_BYTES: Final = 512
+"""As many as entry.PAYLOAD_OFFSET_BYTES, since a record is an extent's own image (tiering/disk_io.py asserts it)."""
 _HEADER = struct.Struct("<8sHHHHQQQ16s")
 _CRC = struct.Struct("<I")
 _CRC_AT = HEADER_BYTES - _CRC.size

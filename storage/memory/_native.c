@@ -1,5 +1,5 @@
-/* What Python cannot say of memory: copies of payloads past the caches, in one piece and by strides, for
- * kvredis.storage.memory.copy, and where views begin, for kvredis.storage.memory.addresses. These two are its only users.
+/* What Python cannot say of memory, for kvredis.storage.memory.copy, its only user: copies of payloads past the caches, in
+ * one piece and by strides, and where views begin.
  *
  * A block is far larger than what a cache should keep of it, and whoever fills gigabytes of arena never finds the
  * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which

@@ -1,4 +1,4 @@
-"""What storage/memory/_native.c offers to copy.py and addresses.py."""
+"""What storage/memory/_native.c offers to copy.py."""
 
 from collections.abc import Sequence
 

@@ -8,7 +8,7 @@ written a block is held like a reader's, so its bytes stay; while it is read its
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvredis.storage.database import unplaced
 from kvredis.storage.disk.segment import HEADER_BYTES, Facts, Record, record_bytes, scratch
@@ -17,14 +17,11 @@ from kvredis.storage.disk.tier import TOGETHER_BYTES_MAX, DiskTier
 from kvredis.storage.entry import INLINE_BYTES_MAX, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, extent_length
 from kvredis.storage.errors import KVRedisError
 from kvredis.storage.memory.allocator import Extent
-from kvredis.storage.state import INLINE_LOOK_ENTRIES_MAX
+from kvredis.storage.state import INLINE_LOOK_ENTRIES_MAX, StoreState
 from kvredis.storage.stats import TierStats
 from kvredis.storage.tensor_facts import tokens_of
 
 from .transfers import NoRoom
-
-if TYPE_CHECKING:
-    from kvredis.storage.store import Store
 
 assert HEADER_BYTES == PAYLOAD_OFFSET_BYTES, "a record is an extent's own image"
 
@@ -52,14 +49,14 @@ class Carrier:
     """Carries the blocks of one store to its disk and back. Its methods block and belong on I/O threads; none is called
     with the store's lock held, but for `let_go`."""
 
-    def __init__(self, store: "Store", disk: DiskTier, superseded: Superseded, stats: TierStats) -> None:
+    def __init__(self, store: StoreState, disk: DiskTier, superseded: Superseded, stats: TierStats) -> None:
         self.failing = False
         """The last write came to nothing."""
         self.stalled = False
         """Somebody has waited in vain for a write; the next one that succeeds clears it."""
         self.written_s = store.now_s()
         """When a block has last reached the disk."""
-        self.written = threading.Condition(store._lock)
+        self.written = threading.Condition(store.lock)
         """Notified after every attempt to write a block."""
         self.on_room: Callable[[], None] | None = None
         self.pushed_out = 0
@@ -116,7 +113,7 @@ class Carrier:
                 self._writing.difference_update(going)
                 for entry, record in zip(going, records, strict=True):
                     self._publish(entry, record)
-                    store._release(entry)
+                    store.unhold(entry)
                 if going:
                     self.failing = None in records
                     self._stats.spilling.add(store.now_s() - began_s)
@@ -173,7 +170,7 @@ class Carrier:
         if not records:
             return
         store = self._store
-        with store._lock:
+        with store.lock:
             for record in records:
                 # A record that has left keeps its name, but the database of its entry may have been exchanged since.
                 named = (entries.get(record.key) for entries in store.index.spaces)
@@ -181,7 +178,7 @@ class Carrier:
                 if entry is not None:
                     self.let_go(entry)
                     if not entry.is_resident:
-                        store._lapse(entry)
+                        store.lapse(entry)
 
     def let_go(self, entry: Entry) -> None:
         """The store's lock is held: an entry has no record any more, so that it is to be written again."""
@@ -194,7 +191,7 @@ class Carrier:
     def read_in(self, key: bytes, space: int, *, drop: bool) -> None:
         """Bring a block in. NoRoom when there is none; without `drop` nobody leaves unwritten for it."""
         store = self._store
-        with store._lock:
+        with store.lock:
             entry = store.index.get(key, space)
             if entry is None or entry.is_resident or entry.record is None:
                 return
@@ -214,7 +211,7 @@ class Carrier:
         try:
             intact = self._disk.read(record, image)
         finally:
-            with store._lock:
+            with store.lock:
                 if extent is not NOWHERE:
                     store.reserved_bytes -= extent.length
                 if intact and self._arrive(entry, record, extent, image):
@@ -242,7 +239,7 @@ class Carrier:
             store.inline_bytes += entry.memory_bytes
             store.inline_policy.admit(entry)
             if store.inline_bytes > store.inline_bytes_high:
-                store._evict_inline(entry)
+                store.evict_inline(entry)
         else:
             entry.extent = extent
             entry.tokens = tokens_of(image[HEADER_BYTES : HEADER_BYTES + entry.length])
@@ -258,7 +255,7 @@ class Carrier:
         self.let_go(entry)
         if not entry.is_resident:
             self._stats.lost += record.damaged
-            self._store._lapse(entry)
+            self._store.lapse(entry)
         return True
 
     def _is_meant(self, entry: Entry, record: Record) -> bool:
@@ -270,18 +267,18 @@ class Carrier:
         by this thread, which waits for no other."""
         store = self._store
         for _ in range(ROOM_TRIES):
-            with store._lock:
-                extent = store._place(nbytes, drop=False)
+            with store.lock:
+                extent = store.place(nbytes, drop=False)
                 if extent is not None:
                     store.reserved_bytes += nbytes
                     return extent
-                standing = [each for each in store._standing_at(nbytes) if not store._may_leave(each)]
+                standing = [each for each in store.standing_at(nbytes) if not store.may_leave(each)]
             if not standing or not all(self.write_out([entry])[0] for entry in standing):
                 break
         if not drop:
             return None
-        with store._lock:
-            extent = store._place(nbytes)
+        with store.lock:
+            extent = store.place(nbytes)
             if extent is not None:
                 store.reserved_bytes += nbytes
             return extent
@@ -290,11 +287,11 @@ class Carrier:
         """The same for a small value: those are written that would have to leave for it."""
         store = self._store
         standing = []
-        with store._lock:
+        with store.lock:
             excess = store.inline_bytes + nbytes - store.inline_bytes_high
             if excess > 0:
-                for entry in islice(store._victims(store.inline_policy), INLINE_LOOK_ENTRIES_MAX):
-                    if store._is_due(entry):
+                for entry in islice(store.victims(store.inline_policy), INLINE_LOOK_ENTRIES_MAX):
+                    if store.is_due(entry):
                         standing.append(entry)
                     excess -= entry.memory_bytes
                     if excess <= 0:

@@ -7,34 +7,38 @@ Spilling is done ahead of need. The coldest blocks are written while the arena s
 finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they wait a
 bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave unwritten,
 and are counted.
+
+Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
+hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
+than memory holds would push out each other's blocks for ever.
+
+Saving writes blocks that need not leave memory, because a client waits for them: WAITAOF, SAVE, the end. Those who ask
+while a round is under way share the next one, and a sync with it: a hundred clients that wait for their writes cost the
+device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it; the last one at
+it, when nothing is left to write, finishes it.
 """
 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvredis.storage.background import CLOSE_TIMEOUT_S, IoThreads, Priority
 from kvredis.storage.disk.segment import Record
 from kvredis.storage.disk.superseded import Superseded
 from kvredis.storage.disk.tier import DiskTier
-from kvredis.storage.entry import NOWHERE, Entry, extent_length
+from kvredis.storage.entry import NOWHERE, Entry, Lease, extent_length
+from kvredis.storage.state import StoreState
 from kvredis.storage.stats import TierStats
 
 from .disk_io import Carrier
-from .executor import CLOSE_TIMEOUT_S, IoThreads, Priority
-from .flush import Saving
 from .prefetch import PrefetchJob, PrefetchJobs
-from .promotion import Bringing
 from .transfers import Kind, State, Transfer, Transfers
-
-if TYPE_CHECKING:
-    from kvredis.storage.store import Store
-
-log = logging.getLogger(__name__)
 
 AHEAD_PART: Final = 2
 AHEAD_BYTES_MAX: Final = 4 * 1024 * 1024 * 1024
@@ -76,12 +80,226 @@ INLINE_AHEAD_PART: Final = 8
 INLINE_LOOK_PART: Final = 128
 """... and when another 128th of that bound has come since we last looked."""
 
+Promote = Callable[[bytes, int, Callable[[Transfer[None]], None]], Transfer[None] | None]
+
+
+class Bringing:
+    """One wait for some blocks. Any thread may call any method; `done` is called once, without a lock held, unless
+    `release` came first."""
+
+    __slots__ = ("_done", "_leases", "_left", "_lock", "_released", "_store", "_transfers", "refused")
+
+    def __init__(self, store: StoreState, done: "Callable[[Bringing], None]") -> None:
+        self.refused = False
+        """Memory or the queue had no room for one of them: it may have later."""
+        self._store = store
+        self._done = done
+        self._lock = threading.Lock()
+        self._leases: list[Lease] = []
+        self._transfers: set[Transfer[None]] = set()
+        self._left = 1  # transfers that are not over, and `start`
+        self._released = False
+
+    def start(self, names: Iterable[tuple[bytes, int]], promote: Promote) -> None:
+        """Hold the blocks that are in memory and send for the others; those that are nowhere are left out."""
+        try:
+            for name in names:
+                if not self._hold(*name):
+                    self._send_for(name, promote)
+        except BaseException:
+            self.release()  # the caller has nothing to release it by
+            raise
+        self._one_less()
+
+    def _send_for(self, name: tuple[bytes, int], promote: Promote) -> None:
+        with self._lock:
+            self._left += 1
+        transfer = promote(*name, self._arrived)
+        if transfer is None:  # it has come or gone a moment ago
+            self._hold(*name)
+            self._one_less()
+            return
+        with self._lock:
+            if not transfer.is_over:
+                self._transfers.add(transfer)
+
+    def release(self) -> None:
+        """End the holds, and want no more of what has not come; again is nothing."""
+        with self._lock:
+            self._released = True
+            leases, self._leases = self._leases, []
+            transfers, self._transfers = self._transfers, set()
+        for transfer in transfers:
+            transfer.withdraw(self._arrived, None if self._store.keep else self._let_go)
+        for lease in leases:
+            lease.release()
+
+    def _hold(self, key: bytes, space: int) -> bool:
+        lease = self._store.peek(key, space)
+        if lease is None:
+            return False
+        with self._lock:
+            if not self._released:
+                self._leases.append(lease)
+                return True
+        lease.release()
+        return True
+
+    def _arrived(self, transfer: Transfer[None]) -> None:
+        with self._lock:
+            self._transfers.discard(transfer)
+            self.refused = self.refused or transfer.state is State.REFUSED
+        if not self._released:
+            self._hold(transfer.key, transfer.space)
+        elif not self._store.keep:
+            self._let_go(transfer)
+        self._one_less()
+
+    def _let_go(self, transfer: Transfer[None]) -> None:
+        """What was under way has come though nobody wants it: a memory that keeps nothing lets it go as a hold ends."""
+        lease = self._store.peek(transfer.key, transfer.space) if transfer.state is State.DONE else None
+        if lease is not None:
+            lease.release()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._left -= 1
+            told = self._left == 0 and not self._released
+        if told:
+            self._done(self)
+
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[bool], None]
+
+
+class Saving:
+    """The rounds of one store. `save` may be called by any thread, without the store's lock."""
+
+    def __init__(self, tiering: "Tiering", io: IoThreads) -> None:
+        self._tiering = tiering
+        self._io = io
+        self._lock = threading.Lock()
+        self._asked: list[tuple[int, Done]] = []
+        self._round: _Round | None = None
+
+    def save(self, since: int, done: Done) -> None:
+        """Have everything on disk that was written to the store from write number `since` on, and is still what its key
+        holds, and everything that was deleted, gone from it.
+
+        `done` is called, in an I/O thread as a rule, with whether all of it is safe now.
+        """
+        with self._lock:
+            self._asked.append((since, done))
+        self._next_round()
+
+    def _next_round(self) -> None:
+        with self._lock:
+            if self._round is not None or not self._asked:
+                return
+            current = self._round = _Round(self._tiering, self._asked)
+            self._asked = []
+        hands = min(self._io.threads, max(1, len(current.left)))
+        begun = [self._io.submit(Priority.DEMAND, 0, self._work) for _ in range(hands)]
+        if not any(begun):  # the queue is full, or closed
+            self._over(current, saved=False)
+
+    def _work(self) -> None:
+        current = self._round
+        if current is not None and current.work():
+            saved = False
+            try:
+                saved = self._tiering.sync()
+                current.look_again()
+            finally:  # whatever comes of it: those who wait must hear
+                self._over(current, saved=saved)
+
+    def close(self) -> None:
+        """The disk's threads have ended: tell those who still wait that nothing more is safe."""
+        with self._lock:
+            current, self._round = self._round, None
+            asked, self._asked = self._asked, []
+        for _, done in (*(() if current is None else current.asked), *asked):
+            _tell(done, False)
+
+    def _over(self, current: "_Round", *, saved: bool) -> None:
+        with self._lock:
+            if self._round is not current:  # it was given up, or a hand that came late from another one has finished it
+                return
+            self._round = None
+        for since, done in current.asked:
+            _tell(done, saved and current.is_safe(since))
+        self._next_round()
+
+
+def _tell(done: Done, safe: bool) -> None:
+    try:
+        done(safe)
+    except BaseException:  # his own; the others, and the next round, are not to suffer for it
+        log.exception("Disk tier: a callback behind a save failed")
+
+
+class _Round:
+    """What is written in one go, for all who had asked by then."""
+
+    def __init__(self, tiering: "Tiering", asked: list[tuple[int, Done]]) -> None:
+        self.asked = asked
+        self.unsaved_since = -1
+        """The highest number of a write that did not reach the disk."""
+        self._pushed_out = 0
+        self._all_safe = False
+        self._tiering = tiering
+        tiering.carrier.pushed_out = 0
+        self._lock = threading.Lock()
+        self._at_it = 0
+        self._over = False
+        self._numbers = dict(tiering.unsaved_since(min(since for since, _ in asked)))
+        self.left = deque(tiering.carrier.parcels(self._numbers))
+
+    def work(self) -> bool:
+        """Write blocks until none is left; True for the one thread that is to finish the round."""
+        with self._lock:
+            if self._over:
+                return False
+            self._at_it += 1
+        while (parcel := self._take()) is not None:
+            safe = [False] * len(parcel)
+            try:
+                safe = self._tiering.carrier.write_out(parcel)
+            except BaseException:  # of this parcel; the others, and those who wait, are not to suffer for it
+                log.exception("Disk tier: a block could not be written")
+            with self._lock:
+                for entry, is_safe in zip(parcel, safe, strict=True):
+                    if not is_safe:
+                        self.unsaved_since = max(self.unsaved_since, self._numbers[entry])
+        with self._lock:
+            self._at_it -= 1
+            last = not self._at_it and not self._over
+            self._over = self._over or last
+            return last
+
+    def look_again(self) -> None:
+        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
+        self._pushed_out = self._tiering.carrier.pushed_out
+        self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
+
+    def is_safe(self, since: int) -> bool:
+        """Whether what was written from number `since` on is on disk now; 0 = all that was not when this began."""
+        if since:
+            return max(self.unsaved_since, self._pushed_out) < since
+        return self._all_safe and self.unsaved_since < 0
+
+    def _take(self) -> list[Entry] | None:
+        with self._lock:
+            return self.left.popleft() if self.left else None
+
 
 class Tiering:
     """The ways between one store's memory and its disk. Any thread may call any public method without the store's lock,
     but for those that say that they want it held."""
 
-    def __init__(self, store: "Store", disk: DiskTier, io: IoThreads, spill_wait_s: float) -> None:
+    def __init__(self, store: StoreState, disk: DiskTier, io: IoThreads, spill_wait_s: float) -> None:
         self.disk = disk
         self.io = io
         self.transfers: Transfers[None] = Transfers(io)
@@ -170,7 +388,7 @@ class Tiering:
             entry.created_s = entry.accessed_s = now_s
             store.index.put(entry)
             store.away += 1
-            store._remember_expiry(entry)
+            store.remember_expiry(entry)
 
     def tick(self) -> None:
         """To be called some ten times a second: what is due by the clock."""
@@ -192,7 +410,7 @@ class Tiering:
         too_much = disk.superseded_bytes * SUPERSEDED_PART > disk.limit_bytes
         if not (waited_for or too_much) or not (self._successors is None or self._successors.done()):
             return
-        with self._store._lock:
+        with self._store.lock:
             plan = self.waited_for(waited_for)
             if too_much:
                 plan += filter(self.storable, islice(self.superseded, AHEAD_ENTRIES_MAX))
@@ -217,8 +435,8 @@ class Tiering:
         if not ended:
             wait_s = self.hung_after_s / HUNG_PART
         self.saving.close()
-        with store._lock:
-            store._catch_up()
+        with store.lock:
+            store.catch_up()
         order = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
         # Behind a hung device the thread that hangs may hold what `close` needs.
         if not (self._close_disk([(entry.key, entry.space) for entry in order], wait_s) and ended):
@@ -260,7 +478,7 @@ class Tiering:
     def _save_all(self) -> bool:
         """Save what memory alone has; False when the device does not answer."""
         store = self._store
-        with store._lock:
+        with store.lock:
             count, nbytes = len(store.unsaved), sum(entry.length for entry in store.unsaved)
         if not count:
             return True
@@ -295,7 +513,7 @@ class Tiering:
         """Somebody has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
-            with self._store._lock:
+            with self._store.lock:
                 self._taken_bytes = 0
                 plan = self._plan(nbytes if urgent else 0)
             self.spill(plan)
@@ -313,10 +531,10 @@ class Tiering:
         ):
             if self._inline_spill is not None and not self._inline_spill.done():
                 return
-            with store._lock:
+            with store.lock:
                 self._inline_taken_bytes = 0
-                coldest = islice(store._victims(store.inline_policy), AHEAD_ENTRIES_MAX)
-                plan = [entry for entry in coldest if store._is_due(entry)]
+                coldest = islice(store.victims(store.inline_policy), AHEAD_ENTRIES_MAX)
+                plan = [entry for entry in coldest if store.is_due(entry)]
             if plan:
                 job = partial(self._write_all, plan)
                 self._inline_spill = self.io.submit(Priority.SPILL, sum(entry.length for entry in plan), job)
@@ -336,20 +554,20 @@ class Tiering:
     def _plan(self, wanted_bytes: int) -> list[Entry]:
         """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
         store = self._store
-        standing = store._standing_at(wanted_bytes) if wanted_bytes else []
-        plan = [entry for entry in standing if store._is_due(entry)]
+        standing = store.standing_at(wanted_bytes) if wanted_bytes else []
+        plan = [entry for entry in standing if store.is_due(entry)]
         ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
         short_bytes = min(ahead_bytes, store.limit_bytes // AHEAD_PART) - store.room_bytes
         if short_bytes > 0:
-            for entry in islice(store._victims(store.policy), AHEAD_ENTRIES_MAX):
-                if store._is_due(entry):
+            for entry in islice(store.victims(store.policy), AHEAD_ENTRIES_MAX):
+                if store.is_due(entry):
                     plan.append(entry)
                 short_bytes -= entry.extent.length
                 if short_bytes <= 0:
                     break
         if wanted_bytes and not plan:  # a window lies behind more unwritten ones than the store passes over
-            coldest = islice(store._victims(store.policy), AHEAD_ENTRIES_MAX)
-            plan = list(islice(filter(store._is_due, coldest), URGENT_ENTRIES))
+            coldest = islice(store.victims(store.policy), AHEAD_ENTRIES_MAX)
+            plan = list(islice(filter(store.is_due, coldest), URGENT_ENTRIES))
         return plan
 
     def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
@@ -358,7 +576,7 @@ class Tiering:
         small it has the hottest in the end."""
         store = self._store
         untrue = self.disk.untrue
-        with store._lock:
+        with store.lock:
             if since > 0:
                 late = takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items()))
                 found = dict.fromkeys(entry for entry, _ in late)
@@ -379,7 +597,7 @@ class Tiering:
             saved = self.disk.sync()
             if saved or not self.disk.waits:
                 return saved
-            with self._store._lock:
+            with self._store.lock:
                 plan = self.waited_for(self.disk.untrue)
             self._write_all(plan)
         return False
@@ -448,14 +666,14 @@ class Tiering:
         job.fetch(wanted, space)
         store.touch(here, space)
         if wanted:
-            with store._lock:
+            with store.lock:
                 self._listed_bytes += wanted_bytes
             job.add_done(partial(self._prefetched, wanted, space, wanted_bytes))
         job.seal()
         return job
 
     def _prefetched(self, keys: list[bytes], space: int, nbytes: int, job: PrefetchJob[None]) -> None:
-        with self._store._lock:
+        with self._store.lock:
             self._listed_bytes -= nbytes
         self._store.touch(keys, space)  # they came head first, and would leave so
 

@@ -17,9 +17,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvredis.storage.background import JobOverdue, Priority
 from kvredis.storage.errors import KVRedisError
-
-from .executor import JobOverdue, Priority
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ import pytest
 from kvredis.backends.base import Backend
 from kvredis.backends.config.url import ClusterAddress, parse_remote
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote.backend import RemoteBackend
-from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.remote.backend import ClusterBackend, RemoteBackend
 from kvredis.backends.shm.buffers import Staging
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.backends.tiered.staging import Passage

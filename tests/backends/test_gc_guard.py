@@ -38,7 +38,7 @@ def collect_within(store: Store) -> None:
     """Collect garbage in a thread that holds the store's lock, as one that allocates there may do."""
 
     def collect() -> None:
-        with store._lock:
+        with store.lock:
             gc.collect()
 
     thread = threading.Thread(target=collect, daemon=True)

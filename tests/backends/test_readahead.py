@@ -9,7 +9,7 @@ import pytest
 
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.readahead import Waits
-from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.background import Priority
 
 from .conftest import Clock
 from .local_disk import (

@@ -11,8 +11,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Final, Self
 
+from kvredis.storage.background import IoThreads
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
-from kvredis.storage.tiering.executor import IoThreads
 from kvredis.storage.tiering.manager import Tiering
 from tests.server.live import Client, LiveServer, until
 from tests.storage.fake_files import FakeFiles
@@ -127,7 +127,7 @@ class TieredServer(LiveServer):
         """Have these on disk alone."""
         self.tiering.saving.save(0, lambda _: None)
         self.manual.run()
-        with self.store._lock:
+        with self.store.lock:
             for key in keys:
                 entry = self.store.index.get(key.encode(), space)
                 assert entry is not None

@@ -2,7 +2,7 @@
 
 import random
 
-from kvredis.storage.deadlines import STALE_MAX, Deadlines
+from kvredis.storage.expiry import STALE_MAX, Deadlines
 
 
 def always(at: float, item: object) -> bool:

@@ -211,7 +211,7 @@ def test_what_another_thread_writes_while_the_journal_is_asked_for_is_in_it() ->
     store = small_store()
     store.keep_journal(True)
     store.put(b"key", b"value")
-    store._lock = LateWriter(store)  # type: ignore[assignment]
+    store.lock = LateWriter(store)  # type: ignore[assignment]
     assert store.take_journal() == [("set", b"key", 0), ("evicted", b"late", 0)]
 
 

@@ -17,8 +17,8 @@ import pytest
 from xxhash import xxh3_128_digest
 
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
+from kvredis.storage.tiering.manager import Bringing
 from kvredis.storage.tiering.prefetch import PrefetchJob
-from kvredis.storage.tiering.promotion import Bringing
 from kvredis.storage.tiering.transfers import Kind
 
 from .fake_files import Fault

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvredis.storage.entry import Lease
-from kvredis.storage.flush import SLICE_ENTRIES
+from kvredis.storage.state import SLICE_ENTRIES
 from kvredis.storage.store import Store
 
 from .small_store import BLOCK_BYTES, BLOCKS, Clock, Unwalked, content, fill, present, read, small_store

@@ -105,7 +105,7 @@ def test_nothing_is_changed_without_the_lock(monkeypatch: pytest.MonkeyPatch) ->
 
         def guarded(name: str, change: Callable[..., object]) -> Callable[..., object]:
             def checked(*args: object) -> object:
-                assert store._lock.locked(), f"{name} without the lock"
+                assert store.lock.locked(), f"{name} without the lock"
                 calls.add(name)
                 return change(*args)
 

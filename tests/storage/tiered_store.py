@@ -12,8 +12,7 @@ from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.eviction.base import make_policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from kvredis.storage.tiering.manager import Tiering
-from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.tiering.manager import Bringing, Tiering
 
 from .fake_files import FakeFiles, Fault
 from .small_store import ARENA_BYTES, Clock, content, read

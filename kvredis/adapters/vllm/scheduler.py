@@ -17,7 +17,7 @@ from dataclasses import replace
 from kvredis.adapters.engine.keys import ChunkKey, key_of_rank, keys_of_bytes, token_bytes
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.backends.base import Backend
-from kvredis.backends.remote.blocks import RemoteBlocks
+from kvredis.backends.remote.backend import RemoteBlocks
 
 from .key_weights import FreshPages, KeyWeights
 from .kv_layout import LayerGroup

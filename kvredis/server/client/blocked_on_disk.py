@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvredis.server.commands.registry import Command
     from kvredis.server.protocol.request import Argument
     from kvredis.server.server import Server
-    from kvredis.storage.tiering.promotion import Bringing
+    from kvredis.storage.tiering.manager import Bringing
 
     from .session import Session
 

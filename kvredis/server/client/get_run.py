@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.commands.registry import SPELLINGS
-from kvredis.storage.memory.native import NATIVE_WANTED
+from kvredis.storage.memory.copy import NATIVE_WANTED
 
 if TYPE_CHECKING:
     from kvredis.server.protocol.replies import Buffer

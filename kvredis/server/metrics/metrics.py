@@ -14,8 +14,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.http.health import trouble
+from kvredis.storage.background import Priority
 from kvredis.storage.stats import Times
-from kvredis.storage.tiering.executor import Priority
 
 if TYPE_CHECKING:
     from kvredis.server.server import Server

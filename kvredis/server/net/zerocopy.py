@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvredis.server.commands.registry import command
 from kvredis.server.protocol.replies import OK, Buffer, Reply, error
 from kvredis.storage.entry import Lease
-from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import address_of
 
 from .lent_pages import CAN_LEND, Pipe, unread_bytes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from kvredis.storage.memory.native import NATIVE_WANTED
+from kvredis.storage.memory.copy import NATIVE_WANTED
 
 from .columns import ARGS_MIN, equal_words
 

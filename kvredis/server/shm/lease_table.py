@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, LeaseRun
 from kvredis.storage.lease_many import Found, Place
-from kvredis.storage.memory.native import NATIVE_WANTED
+from kvredis.storage.memory.copy import NATIVE_WANTED
 
 
 class Shared:

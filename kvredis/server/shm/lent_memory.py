@@ -23,8 +23,7 @@ from functools import partial
 from typing import Final
 
 from kvredis.storage.background import start_thread
-from kvredis.storage.memory.addresses import address_of
-from kvredis.storage.memory.copy import KIND, copy
+from kvredis.storage.memory.copy import KIND, address_of, copy
 from kvredis.storage.memory.sched import take_long_slices
 
 READ_BYTES_MAX: Final = 1 << 30

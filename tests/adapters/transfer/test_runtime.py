@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvredis.adapters.transfer.cuda.runtime import CudaError, CudaRuntime
-from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import address_of
 
 SOURCE = Path(__file__).with_name("cudart_double.c")
 COMPILER = os.environ.get("CC", "cc")

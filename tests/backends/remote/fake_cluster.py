@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
-from kvredis.backends.resp.cluster_slots import SLOTS, slot_of
+from kvredis.backends.resp.cluster import SLOTS, slot_of
 from tests.backends.fake_server import Answer, FakeServer, Said, Shelf
 
 HOST: Final = b"127.0.0.1"

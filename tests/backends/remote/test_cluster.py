@@ -9,9 +9,9 @@ from contextlib import closing
 import pytest
 
 from kvredis.backends.config.url import ClusterAddress, parse_remote
-from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.remote.backend import ClusterBackend
 from kvredis.backends.remote.health import RETRY_S_MAX
-from kvredis.backends.resp.cluster_slots import slot_of
+from kvredis.backends.resp.cluster import slot_of
 from kvredis.backends.resp.connection import Connection
 from kvredis.backends.resp.wire import Buffer
 from kvredis.storage.store import Store

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvredis.backends.config.url import ClusterAddress
-from kvredis.backends.remote import cluster
-from kvredis.backends.remote.cluster import ClusterBackend
+from kvredis.backends.remote import routing
+from kvredis.backends.remote.backend import ClusterBackend
 from kvredis.backends.remote.health import RETRY_S_MAX
 from kvredis.backends.remote.routing import HOPS_MAX
-from kvredis.backends.resp import cluster_topology
-from kvredis.backends.resp.cluster_slots import SLOTS, slot_of
+from kvredis.backends.resp import cluster
+from kvredis.backends.resp.cluster import SLOTS, slot_of
 from kvredis.storage.store import Store
 from tests.backends.conftest import Clock
 from tests.backends.fake_server import Answer, Leave, Said, polite
@@ -146,8 +146,8 @@ def test_errors_and_lies_are_misses_and_what_comes_later_is_served(
 def test_addresses_that_a_server_makes_up_are_bounded_and_forgotten(
     pair: Pair, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "NODES_MAX", 5)
-    monkeypatch.setattr(cluster_topology, "REFRESH_S_MIN", 3600.0)
+    monkeypatch.setattr(routing, "NODES_MAX", 5)
+    monkeypatch.setattr(cluster, "REFRESH_S_MIN", 3600.0)
     ports = free_ports(20)
     turn = iter(range(10**9))
     wandering: Answer = lambda args: (  # noqa: E731
@@ -158,7 +158,7 @@ def test_addresses_that_a_server_makes_up_are_bounded_and_forgotten(
     for _ in range(5):
         assert all_verbs(backend) == [None] * len(KEYS)
     assert len(backend._routes.nodes()) == 5
-    monkeypatch.setattr(cluster_topology, "REFRESH_S_MIN", 0.0)
+    monkeypatch.setattr(cluster, "REFRESH_S_MIN", 0.0)
 
 
 # ---- values under way --------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_the_next_node_is_asked_when_one_does_not_know(pair: Pair, connect: Conn
 def test_a_lookup_does_not_wait_for_a_topology_that_does_not_come(
     pair: Pair, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_topology, "REFRESH_S_MIN", 0.0)
+    monkeypatch.setattr(cluster, "REFRESH_S_MIN", 0.0)
     backend = connect(timeout_s=PATIENT_S)
     assert backend.match(KEYS) == 0
     asked, answer = threading.Event(), threading.Event()
@@ -336,7 +336,7 @@ def test_a_lookup_does_not_wait_for_a_topology_that_does_not_come(
 def test_a_node_without_slots_is_let_go_and_its_connections_closed(
     pair: Pair, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_topology, "REFRESH_S_MIN", 0.0)
+    monkeypatch.setattr(cluster, "REFRESH_S_MIN", 0.0)
     pair.table = slots(*pair.ports)
     backend = connect()
     low = next(key for number in range(100) if slot_of(key := b"k%d" % number) < SLOTS // 2)

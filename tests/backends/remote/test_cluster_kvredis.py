@@ -6,8 +6,8 @@ from contextlib import closing
 import pytest
 
 from kvredis.backends.config.url import ClusterAddress, parse_remote
-from kvredis.backends.remote.cluster import ClusterBackend
-from kvredis.backends.resp.cluster_slots import slot_of
+from kvredis.backends.remote.backend import ClusterBackend
+from kvredis.backends.resp.cluster import slot_of
 from tests.backends.conftest import small_store
 from tests.backends.nodes import wait_until
 from tests.backends.topologies import KvredisCluster

@@ -13,7 +13,7 @@ from kvredis.backends.config.url import Address, SentinelAddress, parse_url
 from kvredis.backends.remote import health as link_module
 from kvredis.backends.remote.health import RETRY_S_MAX, RETRY_S_MIN, Link
 from kvredis.backends.resp.connection import Connection
-from kvredis.backends.resp.time_limit import CALLS_MAX, within
+from kvredis.backends.resp.sockets import CALLS_MAX, within
 from kvredis.storage.errors import BackendError
 from tests.backends.conftest import EXIT_S, Clock
 from tests.backends.fake_server import FakeServer, Leave, polite

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvredis.backends import base
-from kvredis.backends.remote import writer
+from kvredis.backends.remote import write_queue
 from kvredis.backends.remote.health import RETRY_S_MAX
 from kvredis.backends.remote.pipeline import DRAIN_BYTES_MAX
 from kvredis.backends.resp.wire import Wire
@@ -191,7 +191,7 @@ def test_bytes_in_and_out_are_counted(redis_server: ServerProcess, connect: Conn
 def test_a_server_that_takes_two_connections_is_asked_stored_to_and_loaded_from_by_these(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "LINGER_S", 0.0)
+    monkeypatch.setattr(write_queue, "LINGER_S", 0.0)
     shelf = Shelf()
 
     def answer(args: list[bytes]) -> bytes | Leave:

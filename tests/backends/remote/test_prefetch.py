@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.remote.backend import RemoteBackend
-from kvredis.backends.remote.blocks import QUESTION_KEYS
+from kvredis.backends.remote.backend import QUESTION_KEYS, RemoteBackend
 from kvredis.backends.remote.prefetch import RemotePrefetch
 from tests.backends.conftest import Connect, ServerProcess, StartServer
 from tests.backends.fake_server import Answer, FakeServer, Leave, Said, polite

@@ -291,9 +291,9 @@ def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_
             raise KeyboardInterrupt
         wait(receiver)
 
-    def watched(body: Body, lane: GetLane) -> None:
+    def watched(body: Body, lane: GetLane, within_s: float | None = None) -> None:
         receiving.add(body)
-        receive(body, lane)
+        receive(body, lane, within_s)
         receiving.remove(body)
 
     def noted(body: Body) -> None:

@@ -6,7 +6,8 @@ from contextlib import closing
 import pytest
 
 from kvredis.backends.config.url import parse_url
-from kvredis.backends.remote import blocks, write_queue
+from kvredis.backends.remote import backend as remote_backend
+from kvredis.backends.remote import write_queue
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.store import Store
 from tests.backends.conftest import Connect, small_store
@@ -213,7 +214,7 @@ def test_a_touch_waits_for_the_values_it_touches_on_whatever_connection(
 def test_a_long_touch_is_cut_and_its_tail_goes_first(
     fake: FakeServer, shelf: Shelf, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "QUESTION_KEYS", 2)
+    monkeypatch.setattr(remote_backend, "QUESTION_KEYS", 2)
     backend = connect(fake.url)
     keys = keys_of(5)
     assert put(backend, b"k", b"x")

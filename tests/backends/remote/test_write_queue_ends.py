@@ -8,7 +8,7 @@ import pytest
 
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.local import LocalBackend
-from kvredis.backends.remote import writer
+from kvredis.backends.remote import write_queue
 from kvredis.backends.remote.health import RETRY_S_MAX, Link
 from kvredis.storage.errors import BackendError
 from kvredis.storage.store import Store
@@ -139,7 +139,7 @@ def test_closing_sends_what_is_on_its_way(fake: FakeServer, shelf: Shelf, connec
 def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "LINGER_S", 3600.0)  # it is still there when this test looks, however slow
+    monkeypatch.setattr(write_queue, "LINGER_S", 3600.0)  # it is still there when this test looks, however slow
     backend = connect(fake.url)
     backend.match([b"k"])
     assert loaded(backend, [b"k"]) == [None]
@@ -155,7 +155,7 @@ def test_there_is_no_thread_before_the_first_commit_and_none_for_a_local_backend
 def test_a_thread_that_had_nothing_to_do_has_a_successor(
     fake: FakeServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "LINGER_S", 0.0)
+    monkeypatch.setattr(write_queue, "LINGER_S", 0.0)
     backend = connect(fake.url)
     for number in itertools.count():
         assert put_through(backend, b"%d" % number, b"x" * 20_000)
@@ -198,8 +198,8 @@ def test_when_the_thread_that_sends_fails_in_our_own_code_its_values_are_given_u
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer.Sender, "_work", fails)
-        patched.setattr(writer.Sender, where, fails)
+        patched.setattr(write_queue.Sender, "_work", fails)
+        patched.setattr(write_queue.Sender, where, fails)
         assert put(backend, b"k", b"x" * 20_000)
         assert backend.flush() == 1
         for thread in senders():

@@ -5,7 +5,7 @@ import random
 import pytest
 from redis.crc import key_slot
 
-from kvredis.backends.resp.cluster_slots import SLOTS, Redirect, SlotRange, by_slot, ranges_of, redirect_of, slot_of
+from kvredis.backends.resp.cluster import SLOTS, Redirect, SlotRange, by_slot, ranges_of, redirect_of, slot_of
 from kvredis.storage.errors import BackendError
 
 TAGGED = [

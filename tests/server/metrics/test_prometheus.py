@@ -184,7 +184,7 @@ def test_a_block_that_comes_back_from_disk_is_a_hit_of_the_disk(loop: str, tmp_p
             await client.ask("WAITAOF", "1", "0", "0")
             await client.read_line()
             await client.read_line()
-            with live.store._lock:
+            with live.store.lock:
                 live.store._unload(live.store.index.spaces[0][b"cold"])
             before = await scraped(live)
             assert before["kvredis_evictions_total", ("spilled",)] == 1
@@ -199,9 +199,9 @@ def test_a_block_that_comes_back_from_disk_is_a_hit_of_the_disk(loop: str, tmp_p
             assert after["kvredis_copy_seconds_count", ("spill",)] == after["kvredis_spilled_blocks_total", ()] == 1
             assert after["kvredis_disk_blocks", ()] == 1
             assert after["lmcache:local_storage_usage", ()] > 100_000
-            with live.store._lock:
+            with live.store.lock:
                 live.store._unload(live.store.index.spaces[0][b"cold"])
-                live.store._lapse(live.store.index.spaces[0][b"cold"])
+                live.store.lapse(live.store.index.spaces[0][b"cold"])
             after = await scraped(live)
             gone = {reason: after["kvredis_evictions_total", (reason,)] for reason in ("room", "spilled", "disk_room")}
             assert gone == {"room": 0, "spilled": 2, "disk_room": 1}, "it has left memory twice and the disk once"

@@ -161,7 +161,7 @@ def test_mget_finds_blocks_that_left_for_the_disk_while_its_client_read_slowly(l
             assert await client.read_line() == b"*100\r\n"
             assert [await client.read_bulk() for _ in keys[:20]] == [block(key) for key in keys[:20]]
             await until(lambda: live.sessions()[0].slow_since_s < float("inf"))
-            with live.store._lock:
+            with live.store.lock:
                 for entry in list(live.store.index):
                     if not entry.leases:
                         live.store._unload(entry)

@@ -340,7 +340,7 @@ def test_a_value_does_not_leave_between_the_look_at_it_and_the_command(
             session, fetch = live.sessions()[0], live.store.fetch
 
             def early(key: bytes, space: int) -> bytes | Lease | None:
-                with live.store._lock:
+                with live.store.lock:
                     for entry in list(live.store.inline_policy.victims()):
                         live.store._evict(entry)
                 return fetch(key, space)

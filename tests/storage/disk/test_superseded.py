@@ -98,7 +98,7 @@ def test_what_has_gone_takes_the_value_before_it_along(case: Case, words: str, g
     elif gone == "flushed":
         store.flush(0)
     else:
-        with store._lock:
+        with store.lock:
             store._evict(store.index.spaces[0][K])
     case.tick()
     assert case.after_a_kill(K)[K, 0] is None

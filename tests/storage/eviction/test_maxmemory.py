@@ -311,5 +311,5 @@ def test_the_order_of_both_halves_of_a_volatile_policy_is_one_with_a_disk(tiers:
         tiers.store.put(b"%d" % number, content(number))
         if number % 2:
             tiers.store.expire(b"%d" % number, tiers.clock.ms() + 10**6)
-    victims = islice(tiers.store._victims(tiers.store.policy), 4)
+    victims = islice(tiers.store.victims(tiers.store.policy), 4)
     assert [entry.key for entry in victims] == [b"0", b"1", b"2", b"3"]

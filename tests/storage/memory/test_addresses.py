@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvredis.storage.memory import addresses
-from kvredis.storage.memory.addresses import View, address_of, addresses_of
+from kvredis.storage.memory import copy
+from kvredis.storage.memory.copy import View, address_of, addresses_of
 
 
 def in_python(views: Sequence[View]) -> list[int]:
@@ -18,9 +18,9 @@ def in_python(views: Sequence[View]) -> list[int]:
 def way(request: pytest.FixtureRequest) -> Callable[[Sequence[View]], list[int]]:
     if request.param == "in Python":
         return in_python
-    if addresses._addresses_natively is None:
+    if copy._addresses_natively is None:
         pytest.skip("the extension is not built here")
-    return addresses._addresses_natively
+    return copy._addresses_natively
 
 
 def test_a_view_begins_where_its_memory_does() -> None:

@@ -5,7 +5,7 @@ It is the real queue, so a test of what stands on it meets the real bounds, prio
 
 from typing import Any, Final
 
-from kvredis.storage.tiering.executor import IoThreads, _Job
+from kvredis.storage.background import IoThreads, _Job
 from tests.storage.small_store import Clock
 
 PLENTY: Final = 1 << 40

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvredis.storage.tiering.executor import IoThreads, JobOverdue, Priority
+from kvredis.storage.background import IoThreads, JobOverdue, Priority
 
 from .fake_io import ManualIo
 

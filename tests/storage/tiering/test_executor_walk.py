@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvredis.storage.tiering.executor import IoFigures, IoThreads, JobOverdue, Priority
+from kvredis.storage.background import IoFigures, IoThreads, JobOverdue, Priority
 from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
 from .fake_io import ManualIo

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.background import Priority
 from tests.storage.fake_files import Fault, on
 from tests.storage.small_store import content
 from tests.storage.tiered_store import MIB, TieredStore

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.tiering.manager import Bringing
 from tests.storage.small_store import BLOCKS, content, fill, present, read
 from tests.storage.tiered_store import MIB, TieredStore
 

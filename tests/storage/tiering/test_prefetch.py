@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvredis.storage.tiering.executor import IoThreads, Priority
+from kvredis.storage.background import IoThreads, Priority
 from kvredis.storage.tiering.prefetch import PrefetchBounds, PrefetchCounts, PrefetchJob, PrefetchJobs
 from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 

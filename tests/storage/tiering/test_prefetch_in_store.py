@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.background import Priority
 from kvredis.storage.tiering.prefetch import PrefetchJob
 from kvredis.storage.tiering.transfers import Kind
 from tests.storage.fake_files import Fault, on

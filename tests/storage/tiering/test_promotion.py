@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.tiering.executor import Priority
-from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.background import Priority
+from kvredis.storage.tiering.manager import Bringing
 from kvredis.storage.tiering.transfers import Kind, State, Transfer
 from tests.storage.fake_files import Fault, on
 from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, read

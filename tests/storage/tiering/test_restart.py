@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.storage.background import IoThreads
 from kvredis.storage.disk.tier import DiskOptions
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from kvredis.storage.tiering.executor import IoThreads
 from tests.storage.small_store import BLOCK_BYTES, BLOCKS, Clock, content, read
 from tests.storage.tiered_store import MIB, TieredStore
 

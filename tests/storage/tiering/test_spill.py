@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.background import Priority
 from tests.storage.fake_files import Fault, on
 from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, read
 from tests.storage.tiered_store import MIB, TieredStore

@@ -18,8 +18,7 @@ from kvredis.storage.entry import Lease
 from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from kvredis.storage.tiering.manager import Tiering
-from kvredis.storage.tiering.promotion import Bringing
+from kvredis.storage.tiering.manager import Bringing, Tiering
 from tests.storage.small_store import content
 
 MIB: Final = 1024 * 1024

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvredis.storage.tiering.executor import Priority
+from kvredis.storage.background import Priority
 from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
 from .fake_io import ManualIo

@@ -21,7 +21,7 @@ from weakref import ref
 
 import torch
 
-from kvredis.storage.memory.addresses import address_of
+from kvredis.storage.memory.copy import address_of
 
 from .checksum_rows import RingSums
 from .device import Device, Event

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvredis.adapters.transfer.base import NO_ROW, Part, check_part, layer_parts
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
-from kvredis.storage.memory.addresses import addresses_of
+from kvredis.storage.memory.copy import addresses_of
 
 Numbers = npt.NDArray[np.int64]
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvredis.server.config.settings import value_of
 from kvredis.server.metrics.metrics import fields
-from kvredis.storage.integrity import ends
 from kvredis.storage.memory.allocator import GRAIN_BYTES
 from kvredis.storage.memory.copy import KIND
 
@@ -103,7 +102,7 @@ def latencystats(server: Server) -> Iterator[Field]:
 def keyspace(server: Server) -> Iterator[Field]:
     """avg_ttl is the mean of what keys with an end have left now; Redis' own figure is a moving estimate of that."""
     now_ms = server.store.now_ms()
-    counts = ends(server.store)
+    counts = server.store.ends()
     for space, entries in enumerate(server.store.index.spaces):
         if entries:
             expires, total_ms = counts[space]
