@@ -65,7 +65,7 @@ class Rig:
         from kvredis.adapters.engine.layout import ChunkLayout
         from kvredis.adapters.paged.mover import ChunkMover
         from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
-        from kvredis.adapters.transfer.base import open_transfer
+        from kvredis.adapters.transfer.factory import open_transfer
         from kvredis.adapters.transfer.kv_cache import PagedKV
 
         shape, chosen = self.model.shape, tuple(self.layers if places is None else places)

@@ -62,7 +62,7 @@ def run(plan: SwapPlan, progress: Progress) -> SwapResult:
     """Measure; VerificationError at a wrong byte, BenchError for what cannot be moved."""
     import torch
 
-    from kvredis.adapters.transfer.cuda.cuda_device import choices
+    from kvredis.adapters.transfer.cuda.device import choices
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from kvredis.adapters.transfer.base import HostTransfer
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, shared, table_lines
