@@ -70,14 +70,18 @@ class Index:
         self.spaces[first], self.spaces[second] = self.spaces[second], self.spaces[first]
         self._buckets[first], self._buckets[second] = self._buckets[second], self._buckets[first]
 
-    def take(self, space: int) -> dict[bytes, Entry]:
-        """Empty a database and give what was in it."""
-        entries, self.spaces[space], self._buckets[space] = self.spaces[space], {}, None
-        return entries
+    def take(self, space: int) -> tuple[dict[bytes, Entry], list[set[bytes]]]:
+        """Empty a database and give what was in it: its entries, and their keys as SCAN walks them."""
+        entries, buckets = self.spaces[space], self._buckets[space] or []
+        self.spaces[space], self._buckets[space] = {}, None
+        if entries:
+            self.databases[space].flushed = True
+            self.databases[space] = Database(space)
+        return entries, buckets
 
     def expires(self, at_ms: float, name: tuple[bytes, Database]) -> bool:
         """Whether `name`, a key and its database, is there and is to be gone at just `at_ms`."""
-        entry = self.spaces[name[1].number].get(name[0])
+        entry = None if name[1].flushed else self.spaces[name[1].number].get(name[0])
         return entry is not None and entry.expire_at_ms == at_ms
 
     def scan(self, cursor: int, count: int, space: int) -> tuple[int, list[bytes]]:

@@ -24,7 +24,7 @@ def tiers(store: "Store") -> dict[str, dict[str, int | str]]:
             "largest_free": store.allocator.longest_bytes,
             "reserved": store.reserved_bytes,
             "inline": store.inline_bytes,
-            "entries": len(store.index) - store.away,
+            "entries": len(store.index) + store.flushed_entries - store.away,
             "leases": store.leases,
             "pages": arena.nbytes // arena.page_bytes,
             "page_size": arena.page_bytes,
@@ -61,14 +61,16 @@ def check_integrity(store: "Store") -> None:
     """Raise AssertionError unless index, policies, allocator and byte accounts agree; the store's lock is held."""
     store.index.check_integrity()
     store.allocator.check_integrity()
-    in_arena = [entry for entry in store.index if entry.extent is not NOWHERE]
-    away = [entry for entry in store.index if not entry.is_resident]
+    flushed = [entry for entries in store._flushed for entry in entries.values()]
+    in_arena = [entry for entry in (*store.index, *flushed) if entry.extent is not NOWHERE]
+    away = [entry for entry in (*store.index, *flushed) if not entry.is_resident]
     assert len(away) == store.away
     assert all(entry.record is not None for entry in away), "a block is nowhere"
     if store.tiering is not None:
-        assert set(store.unsaved) == {entry for entry in store.index if entry.record is None}
+        kept = {entry for entry in store.unsaved if not entry.database.flushed}
+        assert kept == {entry for entry in store.index if entry.record is None}
         store.tiering.superseded.check_integrity(store.unsaved)
-    inline = [entry for entry in store.index if entry.value is not None]
+    inline = [entry for entry in (*store.index, *flushed) if entry.value is not None]
     assert sum(entry.extent.length for entry in in_arena) == store.live_bytes
     assert sum(entry.memory_bytes for entry in inline) == store.inline_bytes
     assert len(store.policy) == len(in_arena)

@@ -395,6 +395,7 @@ class Store(Moves, Flushes, Leasing):
     def close(self, *, save: bool = True) -> None:
         """Give the arena back, with `save` after writing to disk, where there is one, all that is not there; that takes
         as long as it takes. No Reservation or Lease may be used afterwards."""
+        self.give_back(None)
         if self.tiering is not None:
             self.tiering.close(save=save)
         self._memory.release()
@@ -410,6 +411,8 @@ class Store(Moves, Flushes, Leasing):
             self.evicts = policy is not None
             if policy is not None and policy.name != self.policy.name:
                 self._catch_up()
+                while self._give_back():
+                    pass
                 old = self.policy, self.inline_policy
                 self.policy, self.inline_policy = policy, type(policy)()
                 resident = [entry for entry in self.index if entry.is_resident]

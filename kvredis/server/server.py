@@ -88,6 +88,7 @@ class Server:
 
     _expiry: asyncio.Handle | None = None
     _shrinking: asyncio.Handle | None = None
+    _giving_back: asyncio.Handle | None = None
 
     def __init__(self, store: Store, options: ServerOptions) -> None:
         load_families()
@@ -223,7 +224,7 @@ class Server:
         self.splicing.close()
         if self.http is not None:
             await self.http.close()
-        for later in (self._tick, self._expiry, self._shrinking):
+        for later in (self._tick, self._expiry, self._shrinking, self._giving_back):
             if later is not None:
                 later.cancel()
         self._stopped.set()
@@ -258,6 +259,7 @@ class Server:
         self._turns += 1
         store.turn += 1
         self._collect_expired()
+        self.give_back()
         store.revoke_overdue()
         self.client_memory.tick()
         self.shrink()
@@ -294,6 +296,14 @@ class Server:
                 self._expiry = asyncio.get_running_loop().call_soon(self._collect_expired)
             self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
             self.drain_journal(None)
+
+    def give_back(self) -> None:
+        """Give back what flushed keys hold: some now, while there is more some in each of the loop's next turns."""
+        if self._giving_back is not None:
+            self._giving_back.cancel()
+            self._giving_back = None
+        if self.store.give_back() and self._tick is not None:
+            self._giving_back = asyncio.get_running_loop().call_soon(self.give_back)
 
     def shrink(self) -> None:
         """Let the coldest leave while more is held than maxmemory: some now, some in each of the loop's next turns."""

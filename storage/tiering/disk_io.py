@@ -94,7 +94,7 @@ class Carrier:
         with self.written:
             while not self._writing.isdisjoint(parcel):  # another thread is at it
                 self.written.wait()
-            going = [each for each in parcel if each in store.unsaved and self._disk.storable(each.key, each.length)]
+            going = [each for each in parcel if store.is_unsaved(each) and self._disk.storable(each.key, each.length)]
             blocks = [
                 _Block(
                     *(Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent),
@@ -122,7 +122,7 @@ class Carrier:
                     self._stats.spilling.add(store.now_s() - began_s)
                 if any(records):
                     self.stalled, self.written_s = False, store.now_s()
-                safe = [each not in store.unsaved for each in parcel]
+                safe = [not store.is_unsaved(each) for each in parcel]
                 self.written.notify_all()
         if self.on_room is not None:
             self.on_room()
@@ -155,7 +155,7 @@ class Carrier:
             self._stats.spill_failed += 1
             self._disk.give_up((entry.key, entry.space))
             return
-        if entry not in store.unsaved:
+        if not store.is_unsaved(entry):
             self._disk.abandon(record.extent)
             return
         if (entry.key, entry.space) != record.name:  # it was renamed on its way

@@ -366,10 +366,10 @@ class Tiering:
                 swapped = {database for database in store.index.databases if database.swapped >= since}
                 if swapped:
                     found.update(dict.fromkeys(entry for entry in store.unsaved if entry.database in swapped))
-                return [(entry, store.write_of(entry)) for entry in found]
+                return [(entry, store.write_of(entry)) for entry in found if not entry.database.flushed]
             ordered = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
-            ordered = [entry for entry in ordered if entry in store.unsaved]
-            leased = store.unsaved.keys() - set(ordered)
+            ordered = [entry for entry in ordered if store.is_unsaved(entry)]
+            leased = {entry for entry in store.unsaved if not entry.database.flushed}.difference(ordered)
             return [(entry, store.write_of(entry)) for entry in (*ordered, *leased)]
 
     def sync(self) -> bool:
@@ -386,7 +386,7 @@ class Tiering:
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""
-        return entry in self._store.unsaved
+        return self._store.is_unsaved(entry)
 
     def _write_all(self, entries: Sequence[Entry]) -> None:
         for parcel in self.carrier.parcels(entries):

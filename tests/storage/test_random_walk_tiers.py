@@ -272,7 +272,7 @@ class Walk:
         if self.rng.random() < 0.1:
             space = self.rng.choice((None, 0, 1))
             staying = {name: value for name, value in self.model.items() if space is not None and name[1] != space}
-            assert self.store.flush(space) == len(self.model) - len(staying)
+            assert self.store.flush(space, later=self.rng.random() < 0.5) == len(self.model) - len(staying)
             self.model = staying
 
     def pass_time(self) -> None:

@@ -181,6 +181,46 @@ def test_a_flush_of_one_database_leaves_the_others_in_order(store: Store) -> Non
     store.check_integrity()
 
 
+def test_a_flushed_database_is_empty_at_once_and_given_back_slice_by_slice(store: Store) -> None:
+    keys = fill(store, count=4)
+    for number in range(20):
+        store.put(b"%d" % number, b"v")
+    store.put(b"other", b"1", 5)
+    held = store.used_bytes
+    lease, ended = store.fetch(keys[0]), store.fetch(keys[1])
+    assert isinstance(lease, Lease)
+    assert isinstance(ended, Lease)
+    spaces = store.index.spaces
+    spaces[0] = Unwalked(spaces[0])
+    assert store.flush(0, later=True) == 24
+    store._flushed[0] = dict(dict.items(store._flushed[0]))
+    assert (store.count(0), store.find(keys[0]), store.used_bytes) == (0, None, held)
+    ended.release()
+    store.put(b"7", b"of a new kind")
+    left = [store.flushed_entries]
+    while store.give_back(5):
+        store.check_integrity()
+        left.append(store.flushed_entries)
+    assert left[:6] == [24, 19, 14, 9, 4, 0]
+    assert read(store, b"7") == b"of a new kind"
+    assert bytes(lease.view) == content(0)
+    assert store.live_bytes == 0 < store.retired_bytes
+    lease.release()
+    assert store.retired_bytes == 0
+
+
+def test_who_wants_room_that_flushed_entries_hold_gets_it_at_once(store: Store) -> None:
+    store.evicts = False
+    fill(store)
+    store.put(b"small", b"1")
+    store.put(b"other", b"1", 5)
+    store.flush(0, later=True)
+    store.inline_bytes_high = store.inline_bytes
+    assert store.put(b"large", content(3)), "of the arena"
+    assert store.put(b"small", b"2"), "and beside it"
+    assert store.stats.evicted == store.stats.refused == 0
+
+
 def test_what_a_flush_threw_away_is_freed_slice_by_slice(store: Store) -> None:
     store.inline_bytes_high = 1 << 40
     for number in range(SLICE_ENTRIES + 10):

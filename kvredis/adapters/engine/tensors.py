@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import COPIES_STRIDED, Strided, copy_strided
 
 from .layout import ChunkLayout
 
@@ -124,12 +125,11 @@ def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device) -> torch.Te
 def gather(kv: KV, start: int, stop: int, block: torch.Tensor) -> None:
     """Copies tokens [start, stop) of every layer into `block` of (layers, 2, stop - start, kv_heads, head_dim)."""
     if isinstance(kv, torch.Tensor):
-        to, given = in_words(block, kv[:, :, start:stop])
-        to.copy_(given)
+        _copy(block, kv[:, :, start:stop])
         return
     for layer, pair in zip(block, kv, strict=True):
-        layer[0].copy_(pair[0][start:stop])
-        layer[1].copy_(pair[1][start:stop])
+        _copy(layer[0], pair[0][start:stop])
+        _copy(layer[1], pair[1][start:stop])
 
 
 @torch.inference_mode()
@@ -146,12 +146,29 @@ def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None
             # Cut on the GPU: here it would be copied twice, and the second time out of memory that is not page-locked.
             part = block.to(out.device, non_blocking=True)[:, :, tokens]
         # One copy for all layers: a copy per layer costs two dozen thread barriers a block.
-        to, given = in_words(out[:, :, start:stop], part)
-        to.copy_(given, non_blocking=True)
+        _copy(out[:, :, start:stop], part, non_blocking=True)
         return
     for layer, pair in zip(part, out, strict=True):
-        pair[0][start:stop].copy_(layer[0], non_blocking=True)
-        pair[1][start:stop].copy_(layer[1], non_blocking=True)
+        _copy(pair[0][start:stop], layer[0], non_blocking=True)
+        _copy(pair[1][start:stop], layer[1], non_blocking=True)
+
+
+def _copy(to: torch.Tensor, given: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy all of one tensor into another of its shape and dtype; on a CPU by our own copy where both allow it."""
+    if COPIES_STRIDED and to.device.type == given.device.type == "cpu" and to.stride(-1) == given.stride(-1) == 1:
+        size, run = to.itemsize, to.shape[-1]
+        order = sorted(range(to.ndim - 1), key=given.stride, reverse=True)  # read as it lies: writes are streamed
+        while order and to.stride(order[-1]) == given.stride(order[-1]) == run:
+            run *= to.shape[order.pop()]
+        copy_strided(
+            Strided(to.data_ptr(), tuple(to.stride(at) * size for at in order)),
+            Strided(given.data_ptr(), tuple(given.stride(at) * size for at in order)),
+            tuple(to.shape[at] for at in order),
+            run * size,
+        )
+        return
+    to, given = in_words(to, given)
+    to.copy_(given, non_blocking=non_blocking)
 
 
 def in_words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,7 +161,7 @@ def randomkey(session: Session, args: list[bytes]) -> Reply:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of the database.",
 )
-def flushdb(session: Session, args: list[bytes]) -> Reply:
+def flushdb(session: Session, args: list[bytes]) -> Answer:
     """FLUSHDB [ASYNC|SYNC]."""
     return _flush(session, args, session.space)
 
@@ -177,7 +177,7 @@ def flushdb(session: Session, args: list[bytes]) -> Reply:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of every database.",
 )
-def flushall(session: Session, args: list[bytes]) -> Reply:
+def flushall(session: Session, args: list[bytes]) -> Answer:
     """FLUSHALL [ASYNC|SYNC]."""
     return _flush(session, args, None)
 
@@ -220,10 +220,21 @@ def swapdb(session: Session, args: list[bytes]) -> Reply:
     return OK
 
 
-def _flush(session: Session, args: list[bytes], space: int | None) -> Reply:
-    """Both FLUSH commands. ASYNC is done as SYNC is: the store empties at once and frees what was in it by and by."""
+def _flush(session: Session, args: list[bytes], space: int | None) -> Answer:
+    """Both FLUSH commands: the keys are gone at once. What they held is given back in steps: by the server with ASYNC
+    and in a transaction, else before the reply."""
     if len(args) > 2 or (len(args) == 2 and args[1].upper() not in (b"ASYNC", b"SYNC")):
         return SYNTAX_ERROR
     session.server.flushed(space)
-    session.store.flush(space)
-    return OK
+    session.store.flush(space, later=True)
+    if session.transaction is not None or (len(args) == 2 and args[1].upper() == b"ASYNC"):
+        return OK
+    return _given_back(session)
+
+
+def _given_back(session: Session) -> Iterator[Reply | Pending]:
+    timer = StepTimer()
+    while session.store.give_back(KEYS_A_STEP):
+        if timer.is_over():
+            yield from session.turns_for_others()
+    yield OK

@@ -16,6 +16,7 @@ LONG = {
     "KEYS": ("KEYS", "key:*"),
     "DUMP": ("DUMP", "large"),
     "LCS": ("LCS", "left", "right"),
+    "FLUSHDB": ("FLUSHDB",),
     "RESTORE": ("RESTORE", "restored", "0", DUMP, "REPLACE"),
 }
 
