@@ -1,4 +1,4 @@
-"""`kvredis bench`: measurements through public doors only, so that anybody can repeat every figure in the README."""
+"""`kvredis bench`: measurements through public interfaces only, so that a reader can repeat each figure in the docs."""
 
 from __future__ import annotations
 
