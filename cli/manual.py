@@ -1,8 +1,8 @@
 """Help that reads like a page of the manual: name, synopsis, what it does, options, examples, exit status.
 
 A command says what it does in its docstring and the rest in its epilog, a line each: "Example: a line for a shell" and
-"Exit 1: when". So the help of every subcommand looks alike, and whoever wants the examples (the documentation, a test
-that runs the parser over them) takes them from where they are shown.
+"Exit 1: when". So the help of every subcommand looks alike, and the documentation and the test
+that runs the parser over the examples take them from where they are shown.
 """
 
 from __future__ import annotations

@@ -193,8 +193,8 @@ def cluster_line(cluster: Cluster) -> str:
 
 
 def hold_sighup(*, held: bool) -> None:
-    """Have the node of a cluster get SIGHUP later, or from now on. Whoever deals slots out anew tells all nodes, and
-    one that is still recovering its disk tier, or saving it, would end."""
+    """Have the node of a cluster get SIGHUP later, or from now on. An operator who deals slots out anew tells all
+    nodes, and one that is still recovering its disk tier, or saving it, would end."""
     signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, (signal.SIGHUP,))
 
 

@@ -1,7 +1,7 @@
-"""The metrics port before there is a server: probes are told that it starts, instead of finding nobody.
+"""The metrics port before there is a server: probes are told that it starts, instead of finding no listener.
 
 What `serve` does at its start (an arena that is faulted in, a disk tier that is recovered) blocks its thread, so this
-door has a thread and a loop of its own. It gives the port back before the server opens its own door there.
+listener has a thread and a loop of its own. It gives the port back before the server listens there.
 """
 
 import asyncio

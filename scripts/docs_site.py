@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-from mkdocs.exceptions import PluginError
 
 from kvredis.backends.config.lmcache import FOREIGN_KEYS, FORMER_NAMES
 from kvredis.backends.config.parsers import shown
 from kvredis.backends.config.rules import ENTRIES
 from kvredis.backends.config.schema import KEYS
 from kvredis.backends.config.sources import Key
-from kvredis.bench.core.pictures import draw_file
+from kvredis.bench.pictures import draw_file
 from kvredis.cli.main import main
 from kvredis.cli.serve import serve
 from kvredis.server.commands import load_families
@@ -60,8 +59,7 @@ METRICS: Final[Mapping[str, tuple[Figure, ...]]] = {
     "Times": TIMES,
 }
 
-PICTURE: Final = re.compile(r"\]\((?:plots|bench/results)/([\w.-]+)\.png\)")
-README_SECTION: Final = re.compile(r"<!-- README: (.+?) -->")
+PICTURE: Final = re.compile(r"\]\(plots/([\w.-]+)\.png\)")
 
 EFFECTS: Final = {
     Effect.LIVE: ("Changed while it runs", "`CONFIG SET` changes these at once; `CONFIG REWRITE` keeps them."),
@@ -86,19 +84,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Put a section of README where a page asks for it, so that figures stand in one place. Called by mkdocs."""
-    return README_SECTION.sub(lambda found: readme_section(found[1]), markdown)
-
-
-def readme_section(title: str) -> str:
-    """What README says under a heading, without it; pictures are those that we draw. Fails when there is none."""
-    _, found, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n## {title}\n")
-    if not found:
-        raise PluginError(f"README.md has no section {title!r}")
-    return rest.partition("\n## ")[0].replace("](bench/results/", "](plots/").strip()
-
-
 # -- configuration
 
 
@@ -110,11 +95,12 @@ def configuration_page() -> str:
     server = [key for key in KEYS.values() if key.server]
     return "\n".join(
         [
-            *_front("Configuration", "Every configuration key with its default, variable, flag and meaning."),
+            *_front("Configuration keys", "Every configuration key with its default, variable, flag and meaning."),
             "Made from the table in `backends/config/schema.py`. Precedence, lowest first: defaults, the YAML file",
             "that `LMCACHE_CONFIG_FILE` or `--config-file` names, `LMCACHE_*` and `KVREDIS_*` variables, flags.",
             "`kvredis config show --origin` says which of them each value is from, `kvredis config check FILE` what is",
-            "wrong or odd about a file. Sizes are in GiB or carry a unit; units are powers of 1024, as in redis.conf.",
+            "wrong or odd about a file; [Configure it](../configure.md) has an example and the forms of `remote_url`.",
+            "Sizes are in GiB or carry a unit; units are powers of 1024, as in redis.conf.",
             "",
             *_keys("Engine and server", "The store's memory, disk and eviction.", both, served),
             *_keys("Engine", "What an engine does with prompts and with a server.", engine, served),
@@ -333,9 +319,9 @@ def metrics_page() -> str:
 
 
 def pictures() -> Iterator[tuple[str, bytes]]:
-    """A PNG of each recorded result that the pages show, drawn as `kvredis bench plot` does; BenchError if there is
+    """Draw a PNG of each recorded result that the pages show, as `kvredis bench plot` does; BenchError if there is
     nothing to draw it from."""
-    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    pages = (ROOT / "docs").rglob("*.md")
     shown = {name for page in pages for name in PICTURE.findall(page.read_text(encoding="utf-8"))}
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown):

@@ -1,4 +1,4 @@
-"""Make README's figures of a GPU again: each row's command, one after another, its result in FOLDER/NAME.json.
+"""Make the figures of a GPU in docs/performance.md again: row by row, each result in FOLDER/NAME.json.
 
 Usage: python scripts/gpu_figures.py FOLDER [NAME ...]     (all of them, within an hour; without FOLDER: lists)
 

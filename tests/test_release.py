@@ -134,8 +134,12 @@ def test_nothing_but_the_date_stands_between_this_tree_and_its_release() -> None
     assert done.stderr.strip() in ("", undated)
 
 
-def test_there_are_a_gate_and_a_release() -> None:
-    assert {path.stem for path in WORKFLOWS} >= {"ci", "release"}
+def test_there_are_a_gate_a_night_and_a_release() -> None:
+    assert {path.stem for path in WORKFLOWS} >= {"ci", "nightly", "release"}
+    assert ".ci/run" in [step.get("run") for step in steps(ROOT / ".github" / "workflows" / "ci.yml")]
+    night = ROOT / ".github" / "workflows" / "nightly.yml"
+    assert "make nightly" in [step.get("run") for step in steps(night)]
+    assert "schedule" in workflow(night)["on"]
     assert workflow(ROOT / ".github" / "workflows" / "release.yml")["on"] == {"push": {"tags": ["v*"]}}
 
 
@@ -159,7 +163,7 @@ def test_actions_are_pinned_to_a_line_of_releases_and_jobs_have_limits(path: Pat
         if "uses" in step:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+@(v\d+|release/v\d+)", step["uses"])
     for job in jobs(path).values():
-        assert 0 < job["timeout-minutes"] <= 60
+        assert 0 < job["timeout-minutes"] <= (240 if path.stem == "nightly" else 60)
 
 
 def test_every_python_that_the_package_names_is_tried_and_no_other() -> None:

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvredis.bench.core.compute import DTYPES
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.shapes import BLOCK_TOKENS
-from kvredis.bench.store_overhead.compute import DTYPES
 
 from .model import Marks, PagedModel, synchronize
 
@@ -65,7 +65,7 @@ class Rig:
         from kvredis.adapters.engine.layout import ChunkLayout
         from kvredis.adapters.paged.mover import ChunkMover
         from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
-        from kvredis.adapters.transfer.base import open_transfer
+        from kvredis.adapters.transfer.factory import open_transfer
         from kvredis.adapters.transfer.kv_cache import PagedKV
 
         shape, chosen = self.model.shape, tuple(self.layers if places is None else places)

@@ -1,4 +1,4 @@
-"""`kvredis bench links`: what each way between two places of this machine gives, before anybody blames the cache."""
+"""`kvredis bench links`: what each way between two places of this machine gives, before the cache is blamed."""
 
 from __future__ import annotations
 

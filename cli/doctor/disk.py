@@ -38,7 +38,7 @@ class DiskFacts:
     """A directory as a disk tier finds it. `obstacle` says why it cannot be used, `fix` is the line that mends it.
 
     One that is not there is made by the server; the facts are then those of the folder above that is there. Segments
-    have `taken_bytes` already. `limit_bytes` 0: nobody has said what the tier may take. None: not tried.
+    have `taken_bytes` already. `limit_bytes` 0: no setting says what the tier may take. None: not tried.
     """
 
     directory: str

@@ -170,8 +170,8 @@ def _way_out(number: int | None, port: int) -> str:
 
 
 def _unix_socket(path: Path, password: str) -> Finding:
-    """A socket file that nobody answers on is replaced by the server; anything else there stands in its way, but the
-    server of this configuration."""
+    """Look at the place of the unix socket. The server replaces a socket file on which no process answers; anything
+    else there stands in its way, but the server of this configuration."""
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         fix = f"unixsocket: a path of at most {SOCKET_PATH_BYTES_MAX} bytes"
         return Finding("unix socket", False, f"{path} is too long for a socket", "", fix)

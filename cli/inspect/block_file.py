@@ -1,4 +1,4 @@
-"""A block as anybody's file: what a safetensors header says of the bytes behind it, believed when all of it fits.
+"""A block as any program may have written it: a safetensors header and the bytes behind it, believed when all fits.
 
 The format is https://huggingface.co/docs/safetensors, "Format": 8 bytes of little-endian length, so much JSON, and the
 tensors' bytes, which lie side by side without a gap. Ours is kvredis/adapters/engine/block.py; its checksum is compared
@@ -81,7 +81,7 @@ def checksum_fault(view: memoryview, block: BlockFile) -> str:
     if claimed is None:
         return ""
     found = xxh3_64_hexdigest(view[block.data_start :])
-    # !r: the header is anybody's text, and this line goes to a terminal
+    # !r: any client may have written the header, and this line goes to a terminal
     return "" if found == claimed else f"its bytes are damaged: their checksum is {found}, the header says {claimed!r}"
 
 

@@ -54,7 +54,7 @@ class NotAllowed(BackendError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a server is said to be and how long it may take, before anybody has called."""
+    """Where a server is said to be and how long it may take, before the first connection."""
 
     address: RemoteAddress
     timeout_s: float = TIMEOUT_S

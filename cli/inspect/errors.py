@@ -44,7 +44,7 @@ _BY_WORD: Final = {
     "CROSSSLOT": "{at} is a node of a cluster: name the cluster, -u redis-cluster://HOST:PORT",
     "NOPROTO": "{at} does not speak this protocol: it is too old",
 }
-"""What the first word of an error reply means to somebody at a terminal."""
+"""What the first word of an error reply means to a user at a terminal."""
 
 
 def told(error: BaseException, address: RemoteAddress, words: Sequence[object] = ()) -> str:
@@ -149,7 +149,7 @@ def _of_stream(text: str, at: str, address: RemoteAddress) -> str:
 
 
 def _heard(address: Address) -> bytes:
-    """The first that whoever is there answers to a web browser, which every web server understands."""
+    """Read the first that the program at an address answers to a web browser, which every web server understands."""
     try:
         with socket.create_connection((address.host, address.port), timeout=PROBE_S) as link:
             link.sendall(b"GET / HTTP/1.0\r\n\r\n")

@@ -42,7 +42,7 @@ def get(key: str, output: str, raw: bool, is_json: bool, place: Place) -> None:
     """Write the block under KEY to a file that every safetensors reader opens.
 
     The header must account for every byte, and where it has a checksum (xxh3) the bytes must have it. The file is
-    written beside its place and renamed, so nobody ever sees half of it; one of that name is replaced. A plain Redis
+    written beside its place and renamed, so no reader ever sees half of it; one of that name is replaced. A plain Redis
     that holds blocks will do.
     """
     if output == "-" and is_json:

@@ -5,7 +5,7 @@
     <model>@<world>@<worker>@<hash>@<dtype>[@layer][@tag%v]   LMCache; behind redis:// with "metadata" or "kv_bytes"
     <model>@<rank, 8 digits>@<group>@<hash>[@salt]            LMCache's multi-process server
 
-Anything else is somebody's own, and told by what stands before its first colon. (LMCache 0.5.6: lmcache/utils.py,
+Anything else is an application's own, and told by what stands before its first colon. (LMCache 0.5.6: lmcache/utils.py,
 CacheEngineKey.to_string; v1/storage_backend/connector/redis_connector.py; native_connector_l2_adapter.py.)
 """
 

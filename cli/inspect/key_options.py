@@ -19,7 +19,7 @@ COMPLETION_S: Final = 0.2
 COMPLETIONS_MAX: Final = 50
 _SCANS_MAX: Final = 50
 _QUOTED: Final = frozenset(" \t\"'`$\\;&|<>()!#~,")
-"""What a shell would obey in a word that it was offered: anybody may have named a key so. At a comma fish cuts it."""
+"""What a shell would obey in a word that it was offered: any client may name a key so. At a comma fish cuts it."""
 _SPECIAL: Final = str.maketrans({each: f"\\{each}" for each in "*?[]\\^"})
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -55,7 +55,7 @@ def _ask(url: str | None, incomplete: str, found: list[str]) -> None:
         with place_of(url, COMPLETION_S).open() as servers:
             _collect(servers, key_bytes(incomplete.translate(_SPECIAL) + "*"), found)
     except (KVRedisError, click.ClickException, click.Abort):
-        return  # nobody reads an error between two words of a command line
+        return  # no user reads an error between two words of a command line
 
 
 def _collect(servers: Servers, pattern: bytes, found: list[str]) -> None:

@@ -112,7 +112,7 @@ def _known(servers: Servers, pattern: bytes | None, bar: Moving) -> Iterator[tup
 
 
 def _total(servers: Servers, pattern: bytes | None) -> int | None:
-    """How many keys there will be; nobody knows it of a pattern."""
+    """How many keys there will be; None for a pattern, of which no server knows it."""
     return None if pattern is not None else sum(int(server.ask("DBSIZE")) for server in servers.each)
 
 

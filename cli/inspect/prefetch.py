@@ -1,4 +1,4 @@
-"""`kvredis prefetch`: blocks come from disk into memory before somebody asks for them, with a bar while they come."""
+"""`kvredis prefetch`: blocks come from disk into memory before a client asks for them, with a bar while they come."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from .key_names import CHUNKS, OTHER, KeyName, read_name
 ROOTS_MAX: Final = 20_000
 """Prompts that are told apart, over all groups of a forest."""
 GROUPS_MAX: Final = 1_000
-"""Groups that are told apart; whoever names keys at random gets one for all the rest."""
+"""Groups that are told apart; keys that are named at random share one for all the rest."""
 SORTS: Final = ("bytes", "tokens", "hits", "idle", "name")
 _REST: Final = KeyName(OTHER, "", "", "")
 
 
 @dataclass(slots=True)
 class Sum:
-    """Keys added up. `sizes` counts, by length, the blocks whose tokens nobody has told: those on disk alone."""
+    """Keys added up. `sizes` counts, by length, the blocks of which no tokens are told: those on disk alone."""
 
     keys: int = 0
     asides: int = 0

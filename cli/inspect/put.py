@@ -94,5 +94,5 @@ class _opened:  # noqa: N801  a context manager in lower case, as contextlib's
             self._view.release()
             if self._map is not None:
                 self._map.close()
-        except BufferError:  # somebody's traceback still shows it: it goes with the process
+        except BufferError:  # a traceback still shows it: it goes with the process
             pass

@@ -32,8 +32,8 @@ Exit 1: a KEY was not there, or the question was answered with no"""
 def rm(keys: tuple[str, ...], match: str | None, yes: bool, is_json: bool, place: Place) -> None:
     """Delete KEYs, or all keys that match a pattern.
 
-    With --match the keys are counted first and the number is shown; nothing is deleted before somebody says yes. Who
-    is reading a block meanwhile reads it to its end.
+    With --match the keys are counted first and the number is shown; nothing is deleted before you say yes. A client
+    that is reading a block meanwhile reads it to its end.
     """
     if bool(keys) == (match is not None):
         raise click.UsageError("want KEYs or --match PATTERN, one of them")

@@ -1,5 +1,5 @@
-/* What Python cannot say of memory: the copy of a payload past the caches, for kvredis.storage.memory.copy, and where views
- * begin, for kvredis.storage.memory.copy. These two are its contract and its only users.
+/* What Python cannot say of memory, for kvredis.storage.memory.copy, its only user: copies of payloads past the caches, in
+ * one piece and by strides, and where views begin.
  *
  * A block is far larger than what a cache should keep of it, and whoever fills gigabytes of arena never finds the
  * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which
@@ -27,7 +27,8 @@ typedef void (*copier)(char *destination, const char *source, size_t bytes);
 static void copy_plain(char *destination, const char *source, size_t bytes) { memcpy(destination, source, bytes); }
 
 #ifdef STREAMS
-/* Each takes whole turns to a destination that stands at a line of the cache; what is left over is memcpy's. */
+/* Each takes whole turns to a destination that stands at a line of the cache; what is left over is memcpy's. The caller
+ * ends with a fence. */
 
 __attribute__((target("avx512f"))) static void copy_avx512(char *to, const char *from, size_t bytes) {
     for (; bytes >= 256; bytes -= 256, to += 256, from += 256) {
@@ -38,7 +39,6 @@ __attribute__((target("avx512f"))) static void copy_avx512(char *to, const char 
         _mm512_stream_si512((__m512i *)(to + 128), c);
         _mm512_stream_si512((__m512i *)(to + 192), d);
     }
-    _mm_sfence();
     memcpy(to, from, bytes);
 }
 
@@ -51,7 +51,6 @@ __attribute__((target("avx2"))) static void copy_avx2(char *to, const char *from
         _mm256_stream_si256((__m256i *)(to + 64), c);
         _mm256_stream_si256((__m256i *)(to + 96), d);
     }
-    _mm_sfence();
     memcpy(to, from, bytes);
 }
 
@@ -64,7 +63,6 @@ static void copy_sse2(char *to, const char *from, size_t bytes) {
         _mm_stream_si128((__m128i *)(to + 32), c);
         _mm_stream_si128((__m128i *)(to + 48), d);
     }
-    _mm_sfence();
     memcpy(to, from, bytes);
 }
 #endif
@@ -92,6 +90,13 @@ static int can(int way) {
     return way < WAYS_MAX;
 }
 
+/* What was streamed is seen by other processors before what is written from here on. */
+static void fence(void) {
+#ifdef STREAMS
+    _mm_sfence();
+#endif
+}
+
 static void copy_bytes(copier copies, char *destination, const char *source, size_t bytes) {
     uintptr_t to = (uintptr_t)destination, from = (uintptr_t)source;
     if (to < from + bytes && from < to + bytes) {
@@ -102,7 +107,82 @@ static void copy_bytes(copier copies, char *destination, const char *source, siz
         size_t head = -to & (LINE_BYTES - 1);
         memcpy(destination, source, head);
         copies(destination + head, source + head, bytes - head);
+        fence();
     }
+}
+
+enum { DIMENSIONS_MAX = 6 };
+
+/* A copy between two arrays of one shape: `run` bytes lie together in both, all else is told by counts and strides in
+ * bytes, the outermost first. */
+struct strided {
+    char *to;
+    const char *from;
+    size_t run;
+    int dimensions;
+    Py_ssize_t counts[DIMENSIONS_MAX], to_strides[DIMENSIONS_MAX], from_strides[DIMENSIONS_MAX];
+};
+
+static void copy_runs(copier copies, const struct strided *told) {
+    Py_ssize_t at[DIMENSIONS_MAX] = {0};
+    char *to = told->to;
+    const char *from = told->from;
+    for (;;) {
+        if ((uintptr_t)to % LINE_BYTES) memcpy(to, from, told->run);
+        else copies(to, from, told->run);
+        int dimension = told->dimensions - 1;
+        while (dimension >= 0 && ++at[dimension] == told->counts[dimension]) {
+            at[dimension] = 0;
+            to -= (told->counts[dimension] - 1) * told->to_strides[dimension];
+            from -= (told->counts[dimension] - 1) * told->from_strides[dimension];
+            dimension--;
+        }
+        if (dimension < 0) break;
+        to += told->to_strides[dimension];
+        from += told->from_strides[dimension];
+    }
+    fence();
+}
+
+static int read_sizes(PyObject *given, int count, Py_ssize_t *found) {
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != count) {
+        PyErr_Format(PyExc_TypeError, "copy_strided() takes tuples of one length, at most %d", DIMENSIONS_MAX);
+        return -1;
+    }
+    for (int at = 0; at < count; at++) {
+        found[at] = PyLong_AsSsize_t(PyTuple_GET_ITEM(given, at));
+        if (found[at] == -1 && PyErr_Occurred()) return -1;
+    }
+    return 0;
+}
+
+/* Arguments: two addresses, the bytes of a run, counts, both arrays' strides, and which of WAYS. The caller keeps both
+ * arrays, which do not overlap, and knows that all that is told lies within them. */
+static PyObject *copy_strided(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 7 || !PyTuple_Check(args[3]) || PyTuple_GET_SIZE(args[3]) > DIMENSIONS_MAX) {
+        PyErr_SetString(PyExc_TypeError, "copy_strided(to, from, run, counts, to_strides, from_strides, way)");
+        return NULL;
+    }
+    struct strided told = {.dimensions = (int)PyTuple_GET_SIZE(args[3])};
+    told.to = PyLong_AsVoidPtr(args[0]);
+    told.from = PyLong_AsVoidPtr(args[1]);
+    told.run = PyLong_AsSize_t(args[2]);
+    long way = PyLong_AsLong(args[6]);
+    if (PyErr_Occurred() || read_sizes(args[3], told.dimensions, told.counts) < 0 ||
+        read_sizes(args[4], told.dimensions, told.to_strides) < 0 ||
+        read_sizes(args[5], told.dimensions, told.from_strides) < 0)
+        return NULL;
+    if (way < 0 || way >= WAYS_MAX || !can((int)way)) {
+        PyErr_Format(PyExc_ValueError, "this processor has no way of copying number %ld", way);
+        return NULL;
+    }
+    for (int at = 0; at < told.dimensions; at++)
+        if (told.counts[at] <= 0) Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    copy_runs(WAYS[way].copies, &told);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 /* Arguments: destination, source and which of WAYS. */
@@ -178,6 +258,8 @@ static PyObject *addresses(PyObject *module, PyObject *views) {
 static PyMethodDef METHODS[] = {
     {"addresses", addresses, METH_O, "addresses(views) -> [address]"},
     {"copy", (PyCFunction)(void (*)(void))copy, METH_FASTCALL, "copy(destination, source, way)"},
+    {"copy_strided", (PyCFunction)(void (*)(void))copy_strided, METH_FASTCALL,
+     "copy_strided(to, from, run, counts, to_strides, from_strides, way)"},
     {"ways", ways, METH_NOARGS, "ways() -> {name: number}, the best first"},
     {NULL, NULL, 0, NULL},
 };

@@ -6,4 +6,14 @@ from _typeshed import ReadableBuffer, WriteableBuffer
 
 def addresses(views: Sequence[ReadableBuffer], /) -> list[int]: ...
 def copy(destination: WriteableBuffer, source: ReadableBuffer, way: int, /) -> None: ...
+def copy_strided(
+    to: int,
+    source: int,
+    run: int,
+    counts: tuple[int, ...],
+    to_strides: tuple[int, ...],
+    from_strides: tuple[int, ...],
+    way: int,
+    /,
+) -> None: ...
 def ways() -> dict[str, int]: ...

@@ -14,7 +14,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -74,6 +74,9 @@ if NATIVE_WANTED:
 
         _WAYS, _copy_natively = _native.ways(), _native.copy
 
+COPIES_STRIDED: Final = _copy_natively is not None
+"""Whether `copy_strided` may be called: the extension was built."""
+
 KINDS: Final = (*_WAYS, "python")
 """The ways of copying that there are here, the best first: avx512, avx2 or sse2 (streaming stores), memcpy, python."""
 
@@ -96,3 +99,24 @@ def copy(destination: "WriteableBuffer", source: "ReadableBuffer", kind: str = K
             raise ValueError(f"cannot copy {out_of.nbytes} bytes over {into.nbytes}")
         with into.cast("B") as writable, out_of.cast("B") as readable:
             writable[:] = readable
+
+
+class Strided(NamedTuple):
+    """One side of `copy_strided`: where it begins, and the strides of all but the last dimension, in bytes."""
+
+    address: int
+    strides: tuple[int, ...]
+
+
+def copy_strided(destination: Strided, source: Strided, counts: tuple[int, ...], run: int) -> None:
+    """Copy an array into another one of the same shape, without the interpreter lock: `counts` of all dimensions but
+    the last, of which `run` bytes lie together in both. The first dimensions change slowest, so the destination's
+    largest strides come first. The caller holds both, and they do not overlap. Six dimensions at most; TypeError
+    for more. To be called where COPIES_STRIDED says so.
+
+    One thread does it: torch shares such a copy among OpenMP's threads and waits for all of them, 24 times a block for
+    a model of 12 layers, which takes as long as the busiest processor lets it.
+    """
+    _native.copy_strided(
+        destination.address, source.address, run, counts, destination.strides, source.strides, _WAYS[KIND]
+    )

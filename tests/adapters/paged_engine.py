@@ -13,7 +13,8 @@ from kvredis.adapters.engine.tensors import TORCH_DTYPES
 from kvredis.adapters.paged.jobs import ChunkMove
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
 from kvredis.adapters.paged.mover_options import MovingOptions
-from kvredis.adapters.transfer.base import HostTransfer, Moving, Part, Transfer
+from kvredis.adapters.transfer.base import Moving, Part, Transfer
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 from kvredis.backends.local import LocalBackend

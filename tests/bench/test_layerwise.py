@@ -12,7 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.transfer.base import HostTransfer, Moving, Part
+from kvredis.adapters.transfer.base import Moving, Part
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.layerwise.arms import remote_places
 from kvredis.bench.layerwise.model import SMALL, Marks, PagedModel

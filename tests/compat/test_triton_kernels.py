@@ -20,7 +20,7 @@ PROGRAM = """
 import random, sys
 import torch
 from kvredis.adapters.transfer.kv_cache import PagedKV
-from kvredis.adapters.transfer.cuda.index_kernels import TorchIndex
+from kvredis.adapters.transfer.cuda.device import TorchIndex
 from kvredis.adapters.transfer.cuda.plan import plan
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
 from kvredis.adapters.transfer.base import Part
@@ -58,7 +58,7 @@ SUMS = """
 import ctypes, random
 import torch
 from xxhash import xxh3_64_hexdigest
-from kvredis.adapters.transfer.cuda.checksum_kernels import TritonSums
+from kvredis.adapters.transfer.cuda.kernels import TritonSums
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.adapters.transfer.cuda.plan import LayerPlans, plan
 from kvredis.adapters.transfer.base import Part

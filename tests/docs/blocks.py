@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bench" / "results" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 LANGUAGES = {"sh", "console", "python", "yaml", "json", "text", "promql", "ini"}
 RUN = {"sh", "console", "python"}
 

@@ -52,7 +52,7 @@ class Keyboard:
 
     def ring(self) -> None:
         """Let a `wait` come back. Any thread may."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: nobody waits
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it rings already; closed: no thread waits
             os.write(self._ring, b"!")
 
 

@@ -1,4 +1,4 @@
-"""The one door of an engine: which prefix of these tokens is stored, store it, load it.
+"""What an engine calls: which prefix of these tokens is stored, store it, load it.
 
 The cache must never be the reason that an engine fails: trouble of the backend, a lost server and a block that is not
 what its layout says are misses, counted and logged once per spell. Only the caller's own mistakes raise: KV whose shape
@@ -27,16 +27,61 @@ from kvredis.backends.factory import open_backend
 from kvredis.storage.errors import ConfigError, LayoutError
 
 from .background import Behind, Load, Save
-from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece
-from .job import Job
-from .keys import ChunkKey, Tokens, algorithm_of, token_bytes
+from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece, Probes
+from .keys import ChunkKey, RecentKeys, Tokens, algorithm_of, token_bytes
 from .layout import ChunkLayout
 from .load import Loading, Span, pieces_of
-from .probes import Probes
-from .recent_keys import RecentKeys
 from .stats import EngineStats, LoadPlan
 from .store import Storing
 from .tensors import KV, check_kv
+
+
+class Job:
+    """A prefetch that was asked for: `tokens` of the prompt that chunks can cover, and what became of its chunks.
+
+    Of these `queued` are on their way or have come, `resident` were near already, `missing` are stored nowhere, and
+    for `no_room` there is no room where they should come. `refused` says why nothing is fetched at all, else "". What
+    has come is not leased: it may leave again. A job may be let go of at any time.
+    """
+
+    def __init__(self, tokens: int, prefetch: Prefetch) -> None:
+        self.tokens = tokens
+        self.refused = prefetch.refused
+        self._prefetch = prefetch
+
+    @property
+    def queued(self) -> int:
+        """Chunks that are on their way or have come."""
+        return self._prefetch.queued
+
+    @property
+    def resident(self) -> int:
+        """Chunks that were near already."""
+        return self._prefetch.resident
+
+    @property
+    def missing(self) -> int:
+        """Chunks that are stored nowhere."""
+        return self._prefetch.missing
+
+    @property
+    def no_room(self) -> int:
+        """Chunks that would not fit."""
+        return self._prefetch.no_room
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is on its way any more. With a server this asks it."""
+        return self._prefetch.is_finished
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is done, at most so long; say whether it is."""
+        return self._prefetch.wait(timeout_s)
+
+    def cancel(self) -> None:
+        """Want no more of it: what has not begun is not fetched."""
+        self._prefetch.cancel()
+
 
 logger = logging.getLogger(__name__)
 

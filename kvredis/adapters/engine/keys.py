@@ -1,4 +1,4 @@
-"""Two processes that hold the same tokens must ask for the same key, and nobody else may.
+"""Keys of a prompt's chunks: processes that hold the same tokens ask for the same key, and other tokens have another.
 
 A chunk's KV depends on every token before it, so its key is a chained hash of the prefix. Python's own hash() of bytes
 and text differs from process to process; this chain is over the bytes spelled out here, the same whatever
@@ -27,7 +27,7 @@ alone mean the same here.
 
     sha256_cbor, sha256     sha256, 64 hex digits; the default
     sha256_cbor_64bit       its first 8 bytes, 16 hex digits
-    xxhash, xxhash_cbor     xxh3_128, 32 hex digits: twice as fast, and no match for somebody who makes prompts collide
+    xxhash, xxhash_cbor     xxh3_128, 32 hex digits: twice as fast, but prompts can be made to collide
     builtin                 Python's hash((digest[i-1], tokens)) as 64 bits, 16 hex digits: what the same build of
                             Python agrees about
 
@@ -39,6 +39,7 @@ import json
 import re
 import struct
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
@@ -199,8 +200,8 @@ def keys_of_bytes(
     known: Sequence[ChunkKey] = (),
 ) -> list[ChunkKey]:
     """The same for tokens that are canonical bytes already. `extras` gives, by a chunk's place, what else its KV and
-    that of all behind it depends on. `known` are the keys of the first chunks, all of them whole, if somebody has
-    them: the chain goes on behind the last."""
+    that of all behind it depends on. `known` are the keys of the first chunks, all of them whole, where the
+    caller has them: the chain goes on behind the last."""
     view = memoryview(data)
     step = layout.chunk_tokens * TOKEN_BYTES
     end = len(data) if unfull else len(data) // step * step
@@ -233,3 +234,59 @@ def key_of_rank(key: bytes, rank: int) -> bytes:
         return key
     head, tail = key.split(b"{", 1)
     return b"%b{%d@%b" % (head, rank, tail.split(b"@", 1)[1])
+
+
+PROMPTS_MAX = 8
+"""Prompts whose keys are kept: those of a few requests that are prefilled in turns. 100,000 tokens take about 1 MB."""
+
+
+class RecentKeys:
+    """The keys of the latest prompts of one layout: an engine that stores after every step asks for those of one prompt
+    again and again, each time a little longer, and the chain goes on from where the latest prompts and this one part.
+
+    `keys` raises ValueError for an unknown algorithm.
+    """
+
+    def __init__(self, layout: ChunkLayout, *, unfull: bool, algorithm: str) -> None:
+        self._layout = layout
+        self._unfull = unfull
+        self._algorithm = algorithm
+        self._step = layout.chunk_tokens * TOKEN_BYTES
+        self._kept: list[tuple[bytes, list[ChunkKey]]] = []  # the latest is the last
+
+    def keys(self, data: bytes) -> list[ChunkKey]:
+        """As keys_of_bytes; the list is not the caller's to change."""
+        place, shared = self._nearest(data)
+        known, keys = (b"", []) if place is None else self._kept[place]
+        if data != known:
+            keys = keys_of_bytes(
+                data, self._layout, unfull=self._unfull, algorithm=self._algorithm, known=keys[:shared]
+            )
+        if place is not None and data.startswith(known):
+            del self._kept[place]  # it has grown, or is the same
+        self._kept = [*self._kept[1 - PROMPTS_MAX :], (data, keys)]
+        return keys
+
+    def _nearest(self, data: bytes) -> tuple[int | None, int]:
+        """The place of the kept prompt that shares most whole chunks with this one, the latest of these, and how many
+        it shares."""
+        nearest, most = None, 0
+        for place in reversed(range(len(self._kept))):
+            known = self._kept[place][0]
+            if data == known:
+                return place, len(data) // self._step
+            shared = self._shared(data, known, most)
+            if shared > most:
+                nearest, most = place, shared
+        return nearest, most
+
+    def _shared(self, data: bytes, known: bytes, most: int) -> int:
+        """Whole chunks that both begin with; 0 if no more than `most`. Comparing takes a twentieth of hashing, so
+        that halving finds them soon enough."""
+        step, view = self._step, memoryview(known)
+        both = min(len(data), len(known)) // step
+        if both <= most or not data.startswith(view[: (most + 1) * step]):
+            return 0
+        if data.startswith(view[: both * step]):
+            return both
+        return bisect_left(range(1, both + 1), True, key=lambda chunks: not data.startswith(view[: chunks * step]))

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import COPIES_STRIDED, Strided, copy_strided
 
 from .layout import ChunkLayout
 
@@ -102,21 +104,50 @@ def check_kv(kv: KV, layout: ChunkLayout, tokens: int) -> None:
                 raise LayoutError(f"KV of layer {index} covers {tensor.shape[0]} tokens, not {tokens}")
 
 
-def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device) -> torch.Tensor:
-    """Memory for `tokens` tokens of KV: a tensor of AXES' order, in memory with heads outside tokens as engines want.
+class SpareMemory:
+    """The memory of KV that has ended, for the next that needs as much: pages that were touched need not be faulted in
+    again, which takes several times as long as the copy into them. One mapping at most is kept."""
+
+    def __init__(self) -> None:
+        self._spare: mmap.mmap | None = None
+        self._is_closed = False
+
+    def take(self, nbytes: int) -> mmap.mmap | None:
+        """Memory of at least so many bytes, and of twice as many at most; None where there is none."""
+        found, self._spare = self._spare, None
+        return found if found is not None and nbytes <= len(found) <= 2 * nbytes else None
+
+    def give(self, memory: mmap.mmap) -> None:
+        """Take back what no tensor refers to any more; called by whichever thread lets go of the last one."""
+        self._spare = None if self._is_closed else memory
+
+    def close(self) -> None:
+        """Give all of it to the system, now and from now on."""
+        self._is_closed, self._spare = True, None
+
+
+def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device, spare: SpareMemory | None = None) -> torch.Tensor:
+    """Memory for `tokens` tokens of KV, with any bytes in it: a tensor of AXES' order, in memory with heads outside
+    tokens as engines want.
 
     On the CPU it is a mapping of its own that asks for transparent huge pages: a prefix is written once into fresh
-    memory, where faulting in 4 KiB pages takes longer than the copy itself (measured 1.3 against 5 GB/s).
+    memory, where faulting in 4 KiB pages takes longer than the copy itself (measured 1.3 against 5 GB/s). It comes from
+    `spare`, and goes back there when nothing refers to the tensor any more.
     """
     shape = (layout.layers, 2, layout.kv_heads, tokens, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     nbytes = layout.chunk_bytes(tokens)
     if device.type != "cpu" or nbytes < mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device).transpose(2, 3)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them still gives memory
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the mapping alive
+    memory = None if spare is None else spare.take(nbytes)
+    if memory is None:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them still gives memory
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    lender = (ctypes.c_char * nbytes).from_buffer(memory)  # the tensor keeps it, and the mapping, alive
+    if spare is not None:
+        weakref.finalize(lender, spare.give, memory).atexit = False
+    flat = torch.frombuffer(lender, dtype=torch.uint8)
     return flat.view(dtype).view(shape).transpose(2, 3)
 
 
@@ -124,12 +155,11 @@ def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device) -> torch.Te
 def gather(kv: KV, start: int, stop: int, block: torch.Tensor) -> None:
     """Copies tokens [start, stop) of every layer into `block` of (layers, 2, stop - start, kv_heads, head_dim)."""
     if isinstance(kv, torch.Tensor):
-        to, given = in_words(block, kv[:, :, start:stop])
-        to.copy_(given)
+        _copy(block, kv[:, :, start:stop])
         return
     for layer, pair in zip(block, kv, strict=True):
-        layer[0].copy_(pair[0][start:stop])
-        layer[1].copy_(pair[1][start:stop])
+        _copy(layer[0], pair[0][start:stop])
+        _copy(layer[1], pair[1][start:stop])
 
 
 @torch.inference_mode()
@@ -146,12 +176,29 @@ def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None
             # Cut on the GPU: here it would be copied twice, and the second time out of memory that is not page-locked.
             part = block.to(out.device, non_blocking=True)[:, :, tokens]
         # One copy for all layers: a copy per layer costs two dozen thread barriers a block.
-        to, given = in_words(out[:, :, start:stop], part)
-        to.copy_(given, non_blocking=True)
+        _copy(out[:, :, start:stop], part, non_blocking=True)
         return
     for layer, pair in zip(part, out, strict=True):
-        pair[0][start:stop].copy_(layer[0], non_blocking=True)
-        pair[1][start:stop].copy_(layer[1], non_blocking=True)
+        _copy(pair[0][start:stop], layer[0], non_blocking=True)
+        _copy(pair[1][start:stop], layer[1], non_blocking=True)
+
+
+def _copy(to: torch.Tensor, given: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy all of one tensor into another of its shape and dtype; on a CPU by our own copy where both allow it."""
+    if COPIES_STRIDED and to.device.type == given.device.type == "cpu" and to.stride(-1) == given.stride(-1) == 1:
+        size, run = to.itemsize, to.shape[-1]
+        order = sorted(range(to.ndim - 1), key=given.stride, reverse=True)  # read as it lies: writes are streamed
+        while order and to.stride(order[-1]) == given.stride(order[-1]) == run:
+            run *= to.shape[order.pop()]
+        copy_strided(
+            Strided(to.data_ptr(), tuple(to.stride(at) * size for at in order)),
+            Strided(given.data_ptr(), tuple(given.stride(at) * size for at in order)),
+            tuple(to.shape[at] for at in order),
+            run * size,
+        )
+        return
+    to, given = in_words(to, given)
+    to.copy_(given, non_blocking=non_blocking)
 
 
 def in_words(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

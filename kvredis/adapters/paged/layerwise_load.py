@@ -27,8 +27,7 @@ from itertools import chain
 import torch
 
 from kvredis.adapters.engine.background import Later
-from kvredis.adapters.transfer.base import Moving, layer_parts
-from kvredis.adapters.transfer.cuda.device import Event
+from kvredis.adapters.transfer.base import Event, Moving, layer_parts
 
 from .load import Intake, LeasedChunk, note_come
 from .mover_options import Errand, Means

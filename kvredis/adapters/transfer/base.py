@@ -1,18 +1,16 @@
 """Chunks between an engine's paged memory and host memory: the step that PCIe bounds, behind one interface.
 
 Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
-process or mapped from the server's. On the CPU a part is one index operation a layer. On a GPU (transfer/cuda/ring.py)
-pages are gathered into a ring of staging buffers, which leave by few large copies on streams of their own.
+process or mapped from the server's. cpu.py copies a part by one index operation a layer. cuda/ring.py gathers pages
+into a ring of staging buffers, which leave by few large copies on streams of their own. factory.py chooses.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from kvredis.adapters.engine.tensors import borrow, outside_pools
 from kvredis.storage.errors import LayoutError
 
 from .kv_cache import PagedKV
@@ -35,8 +33,8 @@ class Part(NamedTuple):
 
 
 class Sum(Protocol):
-    """The checksum (block.checksum_of) of one chunk, found where its bytes pass; to be asked as a Future is. Whoever
-    has one asks for its result or cancels it."""
+    """The checksum (block.checksum_of) of one chunk, found where its bytes pass; to be asked as a Future is. Its
+    owner asks for its result or cancels it."""
 
     @property
     def row(self) -> int:
@@ -53,6 +51,22 @@ class Sum(Protocol):
 
     def cancel(self) -> bool:
         """Want it no more; True."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream of a GPU: torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether it has been passed."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        ...
+
+    def wait(self, stream: Any) -> None:
+        """Let what the stream is given from now on come behind it."""
         ...
 
 
@@ -124,7 +138,7 @@ class Transfer(Protocol):
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`, or where `Moving.precede`
-        has put its reading. `is_last`: somebody waits for this, checksums included, and for nothing behind it."""
+        has put its reading. `is_last`: a request waits for this, checksums included, and for nothing behind it."""
         ...
 
     def layers(self, parts: Sequence[Part]) -> Layers:
@@ -134,7 +148,7 @@ class Transfer(Protocol):
 
     def sum_of(self, nbytes: int) -> Sum | None:
         """Find the checksum of a chunk of so many bytes that moves next, as one part or as parts in the order of their
-        layers. None where no device does: whoever wants it hashes host memory."""
+        layers. None where no device does: the caller hashes host memory."""
         ...
 
     def close(self) -> None:
@@ -142,19 +156,9 @@ class Transfer(Protocol):
         ...
 
 
-def open_transfer(paged: PagedKV, *, sums: bool = False) -> Transfer:
-    """The transfer that is right for where the engine's KV is; with `sums` it finds checksums, where it can. Its memory
-    on a GPU is not the engine's: it stays where it is when the engine's KV is unmapped."""
-    if paged.device.type == "cuda":
-        from .cuda.ring import RingTransfer  # compiles kernels, where there is Triton
-
-        return outside_pools(lambda: RingTransfer(paged, sums=sums))
-    return HostTransfer(paged)
-
-
 def check_part(paged: PagedKV, part: Part) -> tuple[int, int, int, int, int]:
     """The shape of the part's memory as a tensor. Raises LayoutError for memory of another length, or no such layer or
-    page: beyond the engine's pages a GPU's kernel would write over somebody else's memory."""
+    page: beyond the engine's pages a GPU's kernel would write over other memory."""
     layers = range(len(paged.layers)) if part.layers is None else part.layers
     if layers.step != 1 or not 0 <= layers.start < layers.stop <= len(paged.layers):
         raise LayoutError(f"there are no layers {layers} among {len(paged.layers)}")
@@ -171,81 +175,6 @@ def check_writable(parts: Sequence[Part]) -> None:
     """Raises LayoutError where memory to be stored into is read-only: a copy by address would end the process."""
     if any(map(_READ_ONLY, parts)):
         raise LayoutError("memory to store into is read-only")
-
-
-class HostTransfer:
-    """The engine computes on the CPU: a part is copied when it is asked for, and done on return."""
-
-    def __init__(self, paged: PagedKV) -> None:
-        self.paged = paged
-
-    def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.store."""
-        shapes = [check_part(self.paged, part) for part in parts]
-        check_writable(parts)
-        for part, shape in zip(parts, shapes, strict=True):
-            if part.pages:
-                block = borrow(part.memory, self.paged.dtype).view(shape)
-                self.paged.gather(torch.tensor(part.pages, dtype=torch.int64), block, part.layers)
-        return Moved(len(parts))
-
-    def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        """As Transfer.load."""
-        shapes = [check_part(self.paged, part) for part in parts]
-        for part, shape in zip(parts, shapes, strict=True):
-            if part.pages:
-                block = borrow(part.memory, self.paged.dtype).view(shape)
-                self.paged.scatter(block, torch.tensor(part.pages, dtype=torch.int64), part.layers)
-        return Moved(len(parts))
-
-    def layers(self, parts: Sequence[Part]) -> Layers:
-        """As Transfer.layers."""
-        return LayersByPart(self, parts)
-
-    def sum_of(self, nbytes: int) -> Sum | None:
-        """None: the bytes pass no device."""
-        return None
-
-    def close(self) -> None:
-        """Nothing is under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """A Moving that is over."""
-
-    parts_done: int
-    done: bool = True
-
-    def wait(self, parts: int | None = None) -> None:
-        """At once."""
-
-    def precede(self, stream: torch.cuda.Stream) -> None:
-        """It is over."""
-
-
-class LayersByPart:
-    """Layers of a transfer that has nothing to plan."""
-
-    def __init__(self, transfer: Transfer, parts: Sequence[Part]) -> None:
-        self.rows: list[range] = []
-        self._transfer = transfer
-        self._parts = parts
-
-    def stage(self, layer: int, count: int = 1) -> Moving:
-        """There is nothing between a chunk's memory and its pages."""
-        return Moved(len(self._parts))
-
-    def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.store."""
-        return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
-
-    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load."""
-        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
-
-    def sum_up(self) -> None:
-        """Nothing is left."""
 
 
 def layer_parts(paged: PagedKV, parts: Sequence[Part], layer: int, count: int = 1) -> list[Part]:

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvredis.adapters.engine.break_even import Worth
 from kvredis.adapters.engine.config import for_device, of_rank
 from kvredis.adapters.engine.engine import AUTO
-from kvredis.adapters.engine.step_times import Worth
 from kvredis.adapters.paged.mover_options import options_of
 from kvredis.backends.config.schema import Config
 from kvredis.backends.tiered.backend import LayeredBackend
@@ -121,7 +121,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
         if least == AUTO:
-            self._worth = Worth(shared)
+            self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
             stores=self._role_name != "kv_consumer",

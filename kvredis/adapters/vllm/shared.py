@@ -7,9 +7,8 @@ of its own, and the scheduler would look for blocks where no worker puts any.
 import threading
 from dataclasses import dataclass
 
-from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.break_even import BreakEven, Probes
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.probes import Probes
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend

@@ -17,7 +17,7 @@ from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
-from kvredis.adapters.transfer.base import open_transfer
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 

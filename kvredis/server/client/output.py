@@ -3,9 +3,14 @@
 WHY it holds leases: a reply that contains a view of the arena is written without a copy, and what the kernel does not
 take at once stays *referenced* by the transport until the client has read far enough. So the Leases behind a batch of
 replies are released when the transport's buffer is empty, never when the write was queued. The write buffer limit is 0:
-the transport then says `pause_writing` for whatever is left over and `resume_writing` when the last byte has gone. In
-between the session runs no further command and reads nothing, which also bounds what a slow reader can hold. Only
-messages that others send to it (pub/sub, invalidations, MONITOR) gather meanwhile, up to client-output-buffer-limit.
+the transport then says `pause_writing` for whatever is left over and `resume_writing` when the last byte has gone.
+
+In between the client is behind. While what it has not taken is small and lends nothing, its commands run on and their
+replies gather here, to leave in one write: a client that first writes a whole pipeline and reads afterwards would else
+wait for the server, and the server for it. A unix socket makes that likely, because it counts hundreds of bytes for
+each write of five. A client with blocks lent to it, or with UNSENT_BYTES_MAX gathered, is paused: the session runs no
+further command and reads nothing, which bounds what a slow reader can hold. Only messages that others send to it
+(pub/sub, invalidations, MONITOR) gather then, up to client-output-buffer-limit.
 
 On unix sockets a large reply may go around the transport (net/zerocopy.py), whose buffer is empty then; a rest that the
 socket does not take pauses the session in the same way, and its leases outlast even the socket's taking. On all but TLS
@@ -38,6 +43,9 @@ log = logging.getLogger(__name__)
 
 REPLY_BYTES_HIGH: Final = 1024 * 1024
 """Replies of a pipeline are gathered up to here before they are written: one system call, and one lease batch."""
+
+UNSENT_BYTES_MAX: Final = 1024 * 1024
+"""Replies gathered for a client that is behind, before it is paused: 200,000 times +OK."""
 
 SEND_BUFFER_BYTES: Final = 512 * 1024
 """SO_SNDBUF, which Linux doubles: measured best for pipelined reads, since bytes in flight then stay in the cache."""
@@ -80,7 +88,12 @@ class Outgoing(asyncio.BufferedProtocol):
         """What a thread sends for this client."""
         self._transport: asyncio.Transport | None = None
         self._lends = server.transport_lends
+        self._is_behind = False
+        """The transport keeps a rest that the client has not taken."""
+        self._unsent = bytearray()
+        """What goes out behind that rest, in one write."""
         self._paused = False
+        """Nothing is run or read for this client until the rest has gone."""
         self._paused_since_s = 0.0
         self._behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
         self._replies: list[Buffer] = []
@@ -106,10 +119,10 @@ class Outgoing(asyncio.BufferedProtocol):
             return
         self._pushes.append(message)
         self._push_bytes += len(message)
-        if self._paused:
-            self._check_output_limit()
-        elif not self._answering and self._stream is None:
+        if not self._paused and not self._answering and self._stream is None:
             self._send_pushes()
+        elif self._is_behind:
+            self._check_output_limit()
 
     def drop_lent(self, since: int) -> None:
         """End the holds taken since there were `since` of them: a reply that will not be sent."""
@@ -141,13 +154,13 @@ class Outgoing(asyncio.BufferedProtocol):
     def finish(self) -> None:
         """Hang up once what is queued has been sent."""
         self.close_after_reply = True
-        if not self._paused and self._transport is not None:
+        if not self._is_behind and self._transport is not None:
             self._transport.close()
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet: `omem` of CLIENT LIST."""
-        waiting = sum(map(len, self._backlog)) + self._push_bytes
+        waiting = sum(map(len, self._backlog)) + len(self._unsent) + self._push_bytes
         if self._splicer is not None:
             waiting += self._splicer.unsent_bytes
         waiting += 0 if self.sending is None else self.sending.left_bytes
@@ -156,7 +169,7 @@ class Outgoing(asyncio.BufferedProtocol):
     @property
     def is_caught_up(self) -> bool:
         """Whether every reply before the one being made has left the process."""
-        return not (self._replies or self._pushes or self._paused or self.unsent_bytes)
+        return not (self._replies or self._pushes or self._is_behind or self.unsent_bytes)
 
     @property
     def slow_since_s(self) -> float:
@@ -167,14 +180,20 @@ class Outgoing(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The transport keeps a rest that the client is too slow to take."""
+        self._is_behind = True
+        if self._behind_since_s is None:
+            self._behind_since_s = monotonic()
+        if self._lent or self._backlog or self._stream is not None:
+            self._pause()
+        if self.server.output_limits["normal"] != NO_LIMIT:
+            self._check_output_limit()
+
+    def _pause(self) -> None:
+        """Run and read nothing until the client has taken the rest."""
         self._paused = True
         self._paused_since_s = monotonic()
         if self._lent:
             self.server.senders.behind.add(self)
-        if self._behind_since_s is None:
-            self._behind_since_s = self._paused_since_s
-        if self.server.output_limits["normal"] != NO_LIMIT:
-            self._check_output_limit()
 
     # ---- replies -------------------------------------------------------------------------------------------------
 
@@ -186,10 +205,27 @@ class Outgoing(asyncio.BufferedProtocol):
         nbytes = sum(map(len, replies))
         self.output_bytes += nbytes
         self.writes += 1
+        if self._is_behind:
+            if self._unsent:
+                replies.insert(0, bytes(self._unsent))
+                self._unsent = bytearray()
+            self._pause()
         if self.splices and self._lent and self._begin_splice(replies, nbytes):
             self._splice()
         elif not (self._lent and self.server.senders.begin(self, replies)):
             self._write(replies)
+
+    def _send(self, message: Buffer) -> None:
+        """Hand bytes that lend nothing to the transport, or keep them until the rest before them has gone."""
+        self.output_bytes += len(message)
+        if not self._is_behind:
+            self.writes += 1
+            self._transport.write(message)  # type: ignore[union-attr]
+            return
+        self._unsent += message
+        if len(self._unsent) >= UNSENT_BYTES_MAX:
+            self._pause()
+        self._check_output_limit()
 
     def _write(self, replies: Sequence[Buffer]) -> None:
         """Hand replies to the transport."""
@@ -206,7 +242,8 @@ class Outgoing(asyncio.BufferedProtocol):
     def is_clear(self) -> bool:
         """Whether a reply may go around the transport, which has nothing left to send before it."""
         transport = self._transport
-        return not (transport is None or self._paused or transport.is_closing() or transport.get_write_buffer_size())
+        busy = transport is None or self._is_behind or transport.is_closing() or transport.get_write_buffer_size()
+        return not busy
 
     def sent(self, sending: Sending) -> None:
         """The thread is done."""
@@ -216,10 +253,10 @@ class Outgoing(asyncio.BufferedProtocol):
         elif sending.has_failed:
             self.close()
         elif not self._transport.is_closing():
-            self._paused = False
+            self._paused = self._is_behind = False
             if sending.rest:
                 self._write(sending.rest)
-            if not self._paused:
+            if not self._is_behind:
                 self.resume_writing()
 
     def _begin_splice(self, replies: list[Buffer], nbytes: int) -> bool:
@@ -302,7 +339,7 @@ class Outgoing(asyncio.BufferedProtocol):
 
     def _all_sent(self) -> bool:
         """Go on where `pause_writing` had stopped; True when nothing is left over and the leases have ended."""
-        self._paused = False
+        self._paused = self._is_behind = False
         self.server.senders.behind.discard(self)
         self._over_soft_limit_s = None
         if self._backlog:
@@ -313,6 +350,10 @@ class Outgoing(asyncio.BufferedProtocol):
             self.server.stats.sending.add(monotonic() - self._behind_since_s)
             self._behind_since_s = None
         self._release()
+        if self._unsent:
+            unsent, self._unsent = self._unsent, bytearray()
+            self.writes += 1
+            self._transport.write(unsent)  # type: ignore[union-attr]
         if self._pushes and self._stream is None:
             self._send_pushes()
         return not self._paused
@@ -331,11 +372,7 @@ class Outgoing(asyncio.BufferedProtocol):
         return b"".join(pushes)
 
     def _send_pushes(self) -> None:
-        assert self._transport is not None
-        message = self._take_pushes()
-        self.output_bytes += len(message)
-        self.writes += 1
-        self._transport.write(message)
+        self._send(self._take_pushes())
 
     def _check_output_limit(self) -> None:
         """Close a client for which more waits than client-output-buffer-limit allows, as Redis does."""
@@ -398,6 +435,7 @@ class Outgoing(asyncio.BufferedProtocol):
         else:
             self.sending.end()  # its leases end with it
         self._backlog.clear()
+        self._unsent.clear()
         self._pushes.clear()
         self._push_bytes = 0
         self._stream = None

@@ -319,15 +319,15 @@ class Session(Outgoing):
             else:
                 self._replies, self._reply_bytes = [], 0
                 whole = replies[0] if len(replies) == 1 else b"".join(replies)
-                self.output_bytes += len(whole)
-                self.writes += 1
-                self._transport.write(whole)  # type: ignore[union-attr]
+                self._send(whole)
         if self._pushes and not self._paused and self._stream is None:
             self._send_pushes()
+        if self._is_behind and self.close_after_reply:
+            self._pause()
         if self._paused:
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.pause_reading()
-        elif (self.close_after_reply or self._ended) and self.waiting is None:
+        elif (self.close_after_reply or self._ended) and not self._is_behind and self.waiting is None:
             self._hang_up()
         if self._waiting_for_room:
             self.server.claims.admit()
@@ -336,7 +336,7 @@ class Session(Outgoing):
     def rest(self) -> None:
         """Called every second or so, and when the client has sent its last byte."""
         self._low_water.expect(0)
-        if self._paused:
+        if self._is_behind:
             self._check_output_limit()  # whose soft limit is one of time
         if self._parser.rest() and not self._paused:
             if self.waiting is None:
@@ -348,7 +348,7 @@ class Session(Outgoing):
         """The client sends no more; what it has sent is still answered, but for what would still have to wait."""
         self._ended = True
         self.rest()
-        if not self._paused and not self.server.away.keeps_waiting(self):
+        if not self._is_behind and not self.server.away.keeps_waiting(self):
             self._hang_up()
         return not self.encrypted  # TLS knows no half-closed connection: it ends when what is written has gone
 

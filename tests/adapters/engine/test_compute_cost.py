@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvredis.adapters.engine.break_even import BreakEven, Piece
-from kvredis.adapters.engine.compute_cost import Passes
+from kvredis.adapters.engine.break_even import BreakEven, Passes, Piece
 from kvredis.adapters.engine.layout import ChunkLayout
 
 CHUNK = 256

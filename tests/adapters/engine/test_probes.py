@@ -6,9 +6,8 @@ from collections.abc import Generator, Iterator, Sequence
 import pytest
 
 from kvredis.adapters.engine.block import block_bytes
-from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.break_even import KEYS_KEPT, BreakEven, Probes
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.probes import KEYS_KEPT, Probes
 from tests.adapters.fake_backend import FakeLease
 from tests.adapters.slow_backend import HUNG, SlowBackend, settle
 

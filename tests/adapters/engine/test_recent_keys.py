@@ -5,9 +5,8 @@ import random
 import pytest
 
 from kvredis.adapters.engine import keys as keys_module
-from kvredis.adapters.engine.keys import ALGORITHMS, Algorithm, chunk_keys, token_bytes
+from kvredis.adapters.engine.keys import ALGORITHMS, PROMPTS_MAX, Algorithm, RecentKeys, chunk_keys, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.recent_keys import PROMPTS_MAX, RecentKeys
 
 LAYOUT = ChunkLayout(3, 2, 8, "bf16", 16, model="tiny/llama")
 TOKENS = list(range(16 * 20))

@@ -3,11 +3,8 @@
 import pytest
 
 from kvredis.adapters.engine.block import block_bytes
-from kvredis.adapters.engine.break_even import BreakEven
+from kvredis.adapters.engine.break_even import BreakEven, Probes, Worth
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.probes import Probes
-from kvredis.adapters.engine.step_times import Worth
-from kvredis.adapters.vllm.shared import Shared
 from tests.adapters.slow_backend import SlowBackend
 
 LAYOUT = ChunkLayout(4, 2, 64, "bf16", chunk_tokens=256)
@@ -19,8 +16,8 @@ REST = 10 * 256 + 172
 def worth() -> tuple[Worth, SlowBackend, BreakEven]:
     backend = SlowBackend()
     break_even = BreakEven(LAYOUT, backend.clock)
-    shared = Shared(backend, break_even, Probes(backend, break_even, backend.clock))
-    return Worth(shared, backend.clock), backend, break_even
+    probes = Probes(backend, break_even, backend.clock)
+    return Worth(backend, break_even, probes, backend.clock), backend, break_even
 
 
 def compute(speeds: Worth, backend: SlowBackend, seconds: float, tokens: int = 1024) -> None:

@@ -18,8 +18,9 @@ from kvredis.adapters.paged.layerwise_load import LayerLoads
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
 from kvredis.adapters.paged.mover_options import Errand
 from kvredis.adapters.paged.preload import LeasesAhead
-from kvredis.adapters.transfer.base import open_transfer
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, mover_on, moves_of, pages_in
@@ -107,7 +108,7 @@ def on_lazy_gpu(gpus: list[LazyGpu], seed: int) -> Callable[[PagedKV], RingTrans
 
     def made(paged: PagedKV) -> RingTransfer:
         gpus.append(LazyGpu(paged, seed))
-        return RingTransfer(paged, gpus[-1], slot_bytes=20_000, slots=2, sums=seed % 2 == 1)
+        return RingTransfer(paged, gpus[-1], Tuning(slot_bytes=20_000, slots=2), sums=seed % 2 == 1)
 
     return made
 

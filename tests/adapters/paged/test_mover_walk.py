@@ -14,8 +14,10 @@ import torch
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.paged.mover_options import MovingOptions
-from kvredis.adapters.transfer.base import HostTransfer, Transfer
+from kvredis.adapters.transfer.base import Transfer
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.local import LocalBackend
 from tests.adapters.paged_engine import PAGES_A_CHUNK, WAIT_S, PagedEngine, assert_rests, pages_in
@@ -29,7 +31,7 @@ PAGES = 60
 
 
 def on_lazy_gpu(paged: PagedKV) -> Transfer:
-    return RingTransfer(paged, LazyGpu(paged, paged.pages), slot_bytes=20_000, slots=2)
+    return RingTransfer(paged, LazyGpu(paged, paged.pages), Tuning(slot_bytes=20_000, slots=2))
 
 
 FREE = 7

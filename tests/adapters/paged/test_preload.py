@@ -12,6 +12,7 @@ from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.paged.preload import LeasesAhead
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, mover_on, moves_of, pages_in
@@ -73,7 +74,7 @@ def test_chunks_that_were_leased_ahead_come_and_are_not_asked_for_again(seed: in
     backend = AskedBackend(known)
 
     def ring(paged: PagedKV) -> RingTransfer:
-        return RingTransfer(paged, LazyGpu(paged, seed), slot_bytes=20_000, slots=2, sums=seed % 2 == 1)
+        return RingTransfer(paged, LazyGpu(paged, seed), Tuning(slot_bytes=20_000, slots=2), sums=seed % 2 == 1)
 
     engine = PagedEngine(3, transfer=ring, groups=groups)
     with mover_on(backend, engine) as mover:
@@ -129,7 +130,7 @@ def test_of_what_is_staged_and_given_up_no_memory_stays_referenced(slots: int) -
     known, source = with_blocks(*jobs)
 
     def ring(paged: PagedKV) -> RingTransfer:
-        return RingTransfer(paged, LazyGpu(paged), slot_bytes=20_000, slots=slots)
+        return RingTransfer(paged, LazyGpu(paged), Tuning(slot_bytes=20_000, slots=slots))
 
     engine = PagedEngine(3, transfer=ring, groups=1)
     with mover_on(known, engine) as mover:

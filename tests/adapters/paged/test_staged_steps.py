@@ -15,6 +15,7 @@ from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.paged.mover_options import PagedGroup
 from kvredis.adapters.paged.preload import PlannedLayers, plan_layers
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeLease
@@ -38,7 +39,7 @@ class Rig:
 
         def transfer(paged: PagedKV) -> RingTransfer:
             self.gpus.append(LazyGpu(paged, seed))
-            return RingTransfer(paged, self.gpus[-1], slot_bytes=50_000, slots=2, sums=seed % 2 == 1)
+            return RingTransfer(paged, self.gpus[-1], Tuning(slot_bytes=50_000, slots=2), sums=seed % 2 == 1)
 
         self.engine = PagedEngine(3, transfer=transfer, groups=groups)
 

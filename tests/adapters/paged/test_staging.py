@@ -10,8 +10,11 @@ import pytest
 import torch
 import xxhash
 
-from kvredis.adapters.transfer.base import HostTransfer, Part, open_transfer
+from kvredis.adapters.transfer.base import Part
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_engine import words
@@ -34,7 +37,9 @@ def ring(
 ) -> tuple[RingTransfer, LazyGpu]:
     paged = PagedKV(layers)
     gpu = LazyGpu(paged, seed)
-    return RingTransfer(paged, gpu, slot_bytes=units * UNIT, slots=slots, sums=sums), gpu
+    return RingTransfer(
+        paged, gpu, Tuning(slot_bytes=units * UNIT, slots=slots, first_staged_bytes=20 * UNIT), sums=sums
+    ), gpu
 
 
 def parts_of(first_pages: Sequence[int], count: int = 3) -> list[Part]:
@@ -68,9 +73,8 @@ def run_dry(gpu: LazyGpu) -> None:
     ],
 )
 def test_staged_layers_touch_no_page_and_are_not_copied_again(
-    seed: int, units: int, slots: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+    seed: int, units: int, slots: int, rows: list[int]
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.transfer.cuda.ring.FIRST_STAGED_BYTES", 20 * UNIT)
     layers = made_layers()
     transfer, gpu = ring(layers, seed, units=units, slots=slots)
     parts = parts_of([0, 10, 20])  # of 18 units a layer

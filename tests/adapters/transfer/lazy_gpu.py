@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvredis.adapters.transfer.cuda.index_kernels import TorchIndex
+from kvredis.adapters.transfer.cuda.device import TorchIndex
 from kvredis.adapters.transfer.cuda.plan import Extents, Launch
 from kvredis.adapters.transfer.kv_cache import PagedKV
 

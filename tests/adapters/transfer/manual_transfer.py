@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvredis.adapters.paged.jobs import LoadJob
-from kvredis.adapters.transfer.base import HostTransfer, Moving, Part
+from kvredis.adapters.transfer.base import Moving, Part
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import WAIT_S, PagedEngine, block_for

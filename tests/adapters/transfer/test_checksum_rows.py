@@ -4,9 +4,8 @@ from typing import cast
 
 import pytest
 
-from kvredis.adapters.transfer.base import NO_ROW
-from kvredis.adapters.transfer.cuda.checksum_rows import RingSums
-from kvredis.adapters.transfer.cuda.device import Event, Summing
+from kvredis.adapters.transfer.base import NO_ROW, Event
+from kvredis.adapters.transfer.cuda.checksum import RingSums, Summing
 
 
 class Passed:

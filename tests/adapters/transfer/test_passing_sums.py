@@ -13,10 +13,12 @@ import xxhash
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.adapters.paged.verify import Checking
-from kvredis.adapters.transfer.base import NO_ROW, Part, open_transfer
-from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, digest_of
-from kvredis.adapters.transfer.cuda.checksum_rows import RingSum
+from kvredis.adapters.transfer.base import NO_ROW, Part
+from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, RingSum, digest_of
+from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingLayers, RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import TUNING, Tuning
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import CHUNK, PagedEngine, block_for, mover_on, moves_of
@@ -34,10 +36,13 @@ def made_layers(count: int = 3) -> list[torch.Tensor]:
     return [planes_first(SIZE, torch.bfloat16) for _ in range(count)]
 
 
-def ring(layers: list[torch.Tensor], seed: int = 0, units: int = 8) -> tuple[RingTransfer, LazyGpu]:
+def ring(
+    layers: list[torch.Tensor], seed: int = 0, units: int = 8, paced_bytes: int = TUNING.paced_bytes
+) -> tuple[RingTransfer, LazyGpu]:
     paged = PagedKV(layers)
     gpu = LazyGpu(paged, seed)
-    return RingTransfer(paged, gpu, slot_bytes=units * layers[0][0, 0].numel() * 2, slots=2, sums=True), gpu
+    tuning = Tuning(slot_bytes=units * layers[0][0, 0].numel() * 2, slots=2, paced_bytes=paced_bytes)
+    return RingTransfer(paged, gpu, tuning, sums=True), gpu
 
 
 def summed(transfer: RingTransfer, counts: list[int]) -> tuple[list[Part], list[RingSum]]:
@@ -111,7 +116,7 @@ def test_what_is_left_of_a_layer_s_sums_is_done_before_its_buffer_or_page_number
 ) -> None:
     layers = made_layers()
     gpu = LazyGpu(PagedKV(layers), seed)
-    transfer = RingTransfer(PagedKV(layers), gpu, slot_bytes=units * 2048, slots=slots, sums=True)
+    transfer = RingTransfer(PagedKV(layers), gpu, Tuning(slot_bytes=units * 2048, slots=slots), sums=True)
     parts, sums = summed(transfer, [2, 2, 2])
     others, more = summed(transfer, COUNTS)
     planned, between = transfer.layers(parts), transfer.layers(others)
@@ -187,7 +192,7 @@ def test_a_copy_that_failed_leaves_no_sum_and_its_row_is_good_again() -> None:
 
 
 def lazy_ring(paged: PagedKV) -> RingTransfer:
-    return RingTransfer(paged, LazyGpu(paged, 5), slot_bytes=20_000, slots=2, sums=True)
+    return RingTransfer(paged, LazyGpu(paged, 5), Tuning(slot_bytes=20_000, slots=2), sums=True)
 
 
 def no_hashing(self: Checking, *_: object) -> None:
@@ -249,7 +254,7 @@ class Spent(RingTransfer):
 
 
 def spent(paged: PagedKV) -> Spent:
-    return Spent(paged, LazyGpu(paged, 5), slot_bytes=20_000, slots=2, sums=True)
+    return Spent(paged, LazyGpu(paged, 5), Tuning(slot_bytes=20_000, slots=2), sums=True)
 
 
 @pytest.mark.parametrize("is_load", [False, True])
@@ -332,7 +337,7 @@ def test_on_a_gpu_sums_are_xxhash_s_in_every_layout_both_ways(name: str) -> None
 def test_on_a_gpu_large_chunks_have_their_sums_whole_and_by_layers(slot_mib: int) -> None:
     layers = [torch.zeros(1024, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     paged = PagedKV(layers)
-    with closing(RingTransfer(paged, slot_bytes=slot_mib << 20, sums=True)) as transfer:
+    with closing(RingTransfer(paged, CudaDevice(paged), Tuning(slot_bytes=slot_mib << 20), sums=True)) as transfer:
         parts, sums = summed(transfer, [64, 16, 200, 64, 64, 1])
         transfer.load(parts).wait()
         wanted = [true_sum(part.memory) for part in parts]
@@ -372,7 +377,7 @@ def test_a_sum_that_the_device_refuses_is_an_error_and_no_damaged_block(
     real, calls = getattr(LazySums, which), list[int]()
 
     def made(paged: PagedKV) -> RingTransfer:
-        return RingTransfer(paged, LazyGpu(paged, 5), slot_bytes=12_000, slots=2, sums=True)
+        return RingTransfer(paged, LazyGpu(paged, 5), Tuning(slot_bytes=12_000, slots=2), sums=True)
 
     def refusing(sums: LazySums, *arguments: Any) -> None:
         calls.append(1)

@@ -11,6 +11,7 @@ from kvredis.adapters.engine.block import checksum_of, open_block
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, mover_on, moves_of
@@ -70,12 +71,12 @@ def test_whatever_fails_or_is_cancelled_every_row_is_free_again_and_every_block_
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lot = random.Random(seed)
-    monkeypatch.setattr("kvredis.adapters.transfer.cuda.ring.ROWS", ROWS)
     monkeypatch.setattr("kvredis.adapters.paged.layerwise_load.FIRST_BYTES", lot.choice([1, 20_000, 1 << 24]))
     fail_at_times(monkeypatch, random.Random(seed))
 
     def ring(paged: PagedKV) -> RingTransfer:
-        return RingTransfer(paged, LazyGpu(paged, seed), slot_bytes=lot.choice([3000, 20_000]), slots=2, sums=True)
+        tuning = Tuning(slot_bytes=lot.choice([3000, 20_000]), slots=2, sum_rows=ROWS)
+        return RingTransfer(paged, LazyGpu(paged, seed), tuning, sums=True)
 
     source, engine, backend = PagedEngine(3), PagedEngine(4, transfer=ring), FakeBackend()
     bounds = {"batch_bytes": lot.choice([1, 40_000, 1 << 20]), "window_bytes": lot.choice([1, 100_000, 1 << 24])}

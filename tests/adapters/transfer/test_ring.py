@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import DeviceEvent
-from kvredis.adapters.transfer.base import Part, open_transfer
+from kvredis.adapters.transfer.base import Part
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_layouts import block_of, planes_first
@@ -27,7 +29,7 @@ SIZE = (40, 2, 16, 2, 32)
 def ring(layers: list[torch.Tensor], gpu: LazyGpu | None = None, units: int = 8) -> tuple[RingTransfer, LazyGpu]:
     paged = PagedKV(layers)
     gpu = gpu or LazyGpu(paged)
-    return RingTransfer(paged, gpu, slot_bytes=units * layers[0][0, 0].numel() * 2, slots=2), gpu
+    return RingTransfer(paged, gpu, Tuning(slot_bytes=units * layers[0][0, 0].numel() * 2, slots=2)), gpu
 
 
 def made_layers(count: int = 3) -> list[torch.Tensor]:

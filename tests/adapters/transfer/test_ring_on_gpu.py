@@ -13,9 +13,10 @@ import torch
 import xxhash
 
 from kvredis.adapters.engine.tensors import event_on
-from kvredis.adapters.transfer.base import NO_ROW, Part, open_transfer
-from kvredis.adapters.transfer.cuda import cuda_device
+from kvredis.adapters.transfer.base import NO_ROW, Part
+from kvredis.adapters.transfer.cuda import device
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.shm.arena import SharedArena
 
@@ -98,7 +99,8 @@ def test_on_a_gpu_page_numbers_of_many_jobs_wait_at_once_and_none_is_written_ove
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_on_a_gpu_an_engine_s_copy_comes_between_two_buffers_and_not_behind_all_of_them(way: str) -> None:
     layers = [torch.zeros((512, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(16)]
-    transfer = RingTransfer(PagedKV(layers))
+    paged = PagedKV(layers)
+    transfer = RingTransfer(paged, device.CudaDevice(paged))
     held = torch.zeros((512, 16 * layers[0][0].nbytes), dtype=torch.uint8, pin_memory=True)
     parts = [Part([page], held[page].numpy().data) for page in range(512)]
     there = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
@@ -127,7 +129,7 @@ def test_on_a_gpu_none_of_our_memory_is_in_the_pool_in_which_an_engine_registers
     kernels: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels is not None:
-        monkeypatch.setattr(cuda_device, "find_spec", lambda name: None)
+        monkeypatch.setattr(device, "find_spec", lambda name: None)
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
         layers = [torch.zeros((256, 2, 16, 8, 128), dtype=torch.bfloat16, device="cuda") for _ in range(4)]

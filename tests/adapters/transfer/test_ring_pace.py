@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from kvredis.adapters.transfer.base import Part
-from kvredis.adapters.transfer.cuda import direction
 from kvredis.adapters.transfer.cuda import ring as transfer_cuda
-from kvredis.adapters.transfer.cuda.direction import PACE_BYTES_PER_S, PACED_PARTS
-from kvredis.adapters.transfer.cuda.job import RingMoving
-from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.ring import RingMoving, RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import TUNING
 from tests.adapters.paged_layouts import block_of, planes_first
 from tests.adapters.transfer.lazy_gpu import LazyEvent, LazyGpu
 from tests.adapters.transfer.test_passing_sums import ring, summed, true_sum
@@ -34,8 +32,7 @@ class Pauses:
         self._now_s = 0.0
         self._gpu = gpu
         self._works = works
-        monkeypatch.setattr(direction, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
-        monkeypatch.setattr(direction, "PACED_BYTES", 1)
+        monkeypatch.setattr(transfer_cuda, "time", SimpleNamespace(sleep=self._sleep, perf_counter=lambda: self._now_s))
         monkeypatch.setattr(transfer_cuda, "RingMoving", partial(RingMoving, began_s=0.0))
         for name in ("copy_out", "copy_in"):
             monkeypatch.setattr(gpu, name, partial(self._copy, getattr(gpu, name), took_s))
@@ -51,10 +48,10 @@ class Pauses:
             pass
 
 
-def made() -> tuple[list[torch.Tensor], RingTransfer, LazyGpu, Part]:
+def made(paced_bytes: int = 1) -> tuple[list[torch.Tensor], RingTransfer, LazyGpu, Part]:
     """Layers, a ring of small buffers, its GPU, and a part that fills many of them, each by one copy."""
     layers = [planes_first((40, 2, 16, 2, 32), torch.bfloat16) for _ in range(2)]
-    transfer, gpu = ring(layers, units=UNITS)
+    transfer, gpu = ring(layers, units=UNITS, paced_bytes=paced_bytes)
     return layers, transfer, gpu, Part(range(PAGES), memoryview(bytearray(PAGES * 4 * unit_bytes(layers))))
 
 
@@ -76,7 +73,7 @@ def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkey
     pauses = Pauses(monkeypatch, gpu)
     moving = getattr(transfer, way)([part], after=after)
     # All is enqueued, though nothing can move.
-    buffer_s = UNITS * unit_bytes(layers) / PACE_BYTES_PER_S
+    buffer_s = UNITS * unit_bytes(layers) / TUNING.pace_bytes_per_s
     assert len(pauses.seconds) == len(gpu.copies) - SLOTS > 8
     assert buffer_s < pauses.seconds[0] < 1.5 * buffer_s, "behind a small one, which a job begins with, and another"
     assert pauses.seconds[1:] == pytest.approx([buffer_s] * len(pauses.seconds[1:]))
@@ -88,7 +85,7 @@ def test_behind_buffers_under_way_chunks_are_enqueued_at_a_pace(way: str, monkey
 def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     _, after = closed_gate(gpu)
-    buffer_s = UNITS * unit_bytes(layers) / PACE_BYTES_PER_S
+    buffer_s = UNITS * unit_bytes(layers) / TUNING.pace_bytes_per_s
     pauses = Pauses(monkeypatch, gpu, took_s=0.7 * buffer_s)
     transfer.load([part], after=after)
     first, *others = pauses.seconds
@@ -101,7 +98,7 @@ def test_what_enqueuing_takes_shortens_the_pauses(monkeypatch: pytest.MonkeyPatc
 def test_slow_enqueuing_has_no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     _, after = closed_gate(gpu)
-    pauses = Pauses(monkeypatch, gpu, took_s=1.1 * UNITS * unit_bytes(layers) / PACE_BYTES_PER_S)
+    pauses = Pauses(monkeypatch, gpu, took_s=1.1 * UNITS * unit_bytes(layers) / TUNING.pace_bytes_per_s)
     transfer.load([part], after=after)
     assert len(gpu.copies) > 8
     assert not pauses.seconds
@@ -118,18 +115,18 @@ def test_a_buffer_that_is_free_again_is_filled_at_once(way: str, monkeypatch: py
 
 @pytest.mark.parametrize(("more", "is_paced"), [(0, True), (1, False)])
 def test_jobs_of_few_bytes_have_no_pauses(more: int, is_paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, transfer, gpu, part = made()
+    nbytes = made()[-1].memory.nbytes
+    _, transfer, gpu, part = made(nbytes + more)
     _, after = closed_gate(gpu)
     pauses = Pauses(monkeypatch, gpu)
-    monkeypatch.setattr(direction, "PACED_BYTES", part.memory.nbytes + more)
     transfer.load([part], after=after)
     assert bool(pauses.seconds) == is_paced
 
 
-@pytest.mark.parametrize(("count", "is_paced"), [(PACED_PARTS, True), (PACED_PARTS + 1, False)])
+@pytest.mark.parametrize(("count", "is_paced"), [(TUNING.paced_parts, True), (TUNING.paced_parts + 1, False)])
 def test_jobs_of_many_parts_have_no_pauses(count: int, is_paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [planes_first((60, 2, 16, 2, 32), torch.bfloat16) for _ in range(2)]
-    transfer, gpu = ring(layers, units=4 * UNITS)
+    transfer, gpu = ring(layers, units=4 * UNITS, paced_bytes=1)
     gate, after = closed_gate(gpu)
     pauses = Pauses(monkeypatch, gpu)
     parts = [Part([at], memoryview(bytearray(4 * unit_bytes(layers)))) for at in range(count)]

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvredis.adapters.transfer.cuda.streams import QUIET, TRIES, EngineKernels, QuietStreams
+from kvredis.adapters.transfer.cuda.streams import EngineKernels, QuietStreams
+from kvredis.adapters.transfer.cuda.tuning import TUNING
 
 
 def streams(slowed: Iterable[float]) -> QuietStreams[int]:
@@ -30,11 +31,12 @@ def test_copies_are_given_the_streams_that_kernels_were_not_before_new_ones_are_
 
 
 def test_where_no_stream_is_quiet_the_least_loud_of_a_few_is_taken(caplog: pytest.LogCaptureFixture) -> None:
-    factors = [QUIET + 1, QUIET + 0.5, QUIET + 2, QUIET + 0.6][:TRIES]
+    quiet = TUNING.quiet_factor
+    factors = [quiet + 1, quiet + 0.5, quiet + 2, quiet + 0.6][: TUNING.quiet_tries]
     made = streams([*factors, 1.0])
     with caplog.at_level(logging.INFO):
         assert made.quiet() == 1
-    assert f"each of {TRIES} streams" in caplog.text
+    assert f"each of {TUNING.quiet_tries} streams" in caplog.text
     assert sorted(made.any() for _ in range(3)) == [0, 2, 3]
     assert made.quiet() == 4
 

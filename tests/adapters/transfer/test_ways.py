@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
-from kvredis.adapters.transfer.base import HostTransfer, Part, Transfer, open_transfer
-from kvredis.adapters.transfer.cuda.cuda_device import CudaDevice
+from kvredis.adapters.transfer.base import Part, Transfer
+from kvredis.adapters.transfer.cpu import HostTransfer
+from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
+from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.storage.errors import LayoutError
@@ -33,13 +36,13 @@ def made(layers: list[torch.Tensor], way: str) -> tuple[list[torch.Tensor], Tran
             for each in layers
         ]
         paged = PagedKV(layers)
-        return layers, RingTransfer(paged, CudaDevice(paged, way.split()[1]), slot_bytes=1 << 20)
+        return layers, RingTransfer(paged, CudaDevice(paged, way.split()[1]), Tuning(slot_bytes=1 << 20))
     paged = PagedKV(layers)
     if way == "host":
         return layers, HostTransfer(paged)
     unit = layers[0][0, 0].numel() * layers[0].dtype.itemsize
     slot_bytes = 1 << 20 if way == "ring" else 13 * unit
-    return layers, RingTransfer(paged, LazyGpu(paged, seed=len(layers)), slot_bytes=slot_bytes, slots=2)
+    return layers, RingTransfer(paged, LazyGpu(paged, seed=len(layers)), Tuning(slot_bytes=slot_bytes, slots=2))
 
 
 def memory_of(paged: PagedKV, pages: int, layers: range | None = None) -> memoryview:

@@ -1,10 +1,12 @@
 """What leaves for a client: streams that hold little, messages in their order, and the bounds on what may wait."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.output import PUSH_BYTES_MAX
+from kvredis.server.client.output import PUSH_BYTES_MAX, UNSENT_BYTES_MAX
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
@@ -119,6 +121,94 @@ def test_a_soft_limit_counts_from_the_moment_it_is_passed(tmp_path: Path) -> Non
                 await until(lambda: True)
                 if session._transport is None or session._transport.is_closing():
                     break
+            await until(lambda: not live.server.sessions)
+            assert live.server.stats.output_limit_disconnections == 1
+            live.complaints.clear()
+
+    run_on("uvloop", story())
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_whole_pipeline_of_values_can_be_written_before_its_replies_are_read(
+    loop: str, kind: str, tmp_path: Path
+) -> None:
+    count, value = 3000, pattern(5000)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, 64 * MIB) as live:
+            client = await live.connect(kind)
+            await client.send_raw(b"".join(request("SET", f"k{n}", value) for n in range(count)))
+            await client.send("GET", f"k{count - 1}")  # a reply that lends a block, behind small ones
+            await client.send("PING")
+            assert await client.read(5 * count) == b"+OK\r\n" * count
+            assert await client.read_bulk() == value
+            assert await client.read_line() == b"+PONG\r\n"
+            session = live.sessions()[0]
+            await until(lambda: not session.unsent_bytes)
+            assert session.is_caught_up
+
+    run_on(loop, story())
+
+
+def test_a_client_that_asks_on_without_reading_is_paused_at_the_bound_and_gets_every_reply(
+    loop: str, tmp_path: Path
+) -> None:
+    length, batch = 1000, 100
+    reply = b"$%d\r\n%b\r\n" % (length, b"x" * length)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect("unix", receive_bytes=RECEIVE_BYTES)
+            questions = request("ECHO", b"x" * length) * batch
+            sending = asyncio.ensure_future(client.send_raw(questions))
+            sent = 0
+            await until(live.sessions)
+            session = live.sessions()[0]
+            while not session._paused:
+                await asyncio.sleep(0)
+                if sending.done():
+                    sent, sending = sent + batch, asyncio.ensure_future(client.send_raw(questions))
+            assert UNSENT_BYTES_MAX <= session.unsent_bytes < 4 * UNSENT_BYTES_MAX
+            replies = await client.read(len(reply) * (sent + batch))
+            assert replies == reply * (sent + batch)
+            await sending
+
+    run_on(loop, story())
+
+
+def test_messages_and_the_end_keep_their_place_behind_replies_that_gather(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect("unix", receive_bytes=RECEIVE_BYTES)
+            sent = 0
+            await until(live.sessions)
+            session = live.sessions()[0]
+            while not session._unsent:
+                await client.send("PING")
+                sent += 1
+                await asyncio.sleep(0)
+            received = session.input_bytes
+            session.push(b">1\r\n+news\r\n")
+            await client.send("PING")
+            await until(lambda: session.input_bytes > received)
+            await client.send("QUIT")
+            answered = await client.read_all()
+            assert answered.replace(b">1\r\n+news\r\n", b"") == b"+PONG\r\n" * (sent + 1) + b"+OK\r\n"
+            assert b">1\r\n+news\r\n+PONG\r\n" in answered
+            assert answered.endswith(b"+PONG\r\n+OK\r\n")
+
+    run_on(loop, story())
+
+
+def test_replies_that_gather_count_for_the_output_limit(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            live.server.output_limits["normal"] = (8192, 0, 0)
+            client = await live.connect("unix", receive_bytes=RECEIVE_BYTES)
+            await until(live.sessions)
+            with contextlib.suppress(OSError):
+                while live.server.sessions:
+                    await client.send("PING")
             await until(lambda: not live.server.sessions)
             assert live.server.stats.output_limit_disconnections == 1
             live.complaints.clear()

@@ -1,11 +1,22 @@
-"""The end of XXH3-64: from eight lanes to a number. And the constants that its beginning takes.
+"""Checksums of chunks that a GPU finds in passing: the end of XXH3-64, and which chunk has which row of the device's.
 
-Facts: https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm", inputs of more than 240 bytes with the
-default secret and seed 0.
+The device keeps eight lanes for each chunk (`Summing`; kernels.py); here they become a number. Facts:
+https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md, "XXH3 Algorithm", inputs of more than 240 bytes with the default
+secret and seed 0.
 """
 
+from __future__ import annotations
+
+from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import torch
+
+from kvredis.adapters.transfer.base import NO_ROW, Event
+
+from .plan import Launch
 
 BLOCK_BYTES: Final = 1024
 """Behind so many the lanes are scrambled. Only inputs of whole blocks are known here."""
@@ -41,3 +52,112 @@ def digest_of(lanes: Sequence[int], nbytes: int) -> int:
     total &= _ALL
     total = (total ^ (total >> 37)) * _AVALANCHE & _ALL
     return total ^ (total >> 32)
+
+
+class Summing(Protocol):
+    """Running checksums of chunks, by rows, whose bytes lie in staging buffers. `scratch` is a buffer's own."""
+
+    def scratch(self, slot_bytes: int) -> torch.Tensor:
+        """Give memory for what lies in a buffer of that size to be folded into."""
+        ...
+
+    def fold(
+        self, launches: Sequence[Launch], slot: torch.Tensor, scratch: torch.Tensor, pages: torch.Tensor,
+        rows_at: int, stream: Any,
+    ) -> None:  # fmt: skip
+        """Enqueue what can be found of a buffer's bytes without what came before them. The row of each part of the job
+        is in `pages`, from `rows_at` on."""
+        ...
+
+    def chain(self, launches: Sequence[Launch], scratch: torch.Tensor, stream: Any) -> None:
+        """Enqueue the rest; of one chunk in the order of its bytes. A row begins anew with a chunk's first byte."""
+        ...
+
+    def digest(self, row: int, nbytes: int) -> str:
+        """Tell the checksum of a row whose chunk, of so many bytes, has been folded and chained to the end."""
+        ...
+
+
+class RingSum:
+    """Sum (transfer/base.py): one row of the device's, until its checksum is known or given up."""
+
+    __slots__ = ("_digest", "_nbytes", "_sums", "event", "row")
+
+    def __init__(self, sums: RingSums, row: int, nbytes: int) -> None:
+        self.row = row
+        self.event: Event | None = None
+        """Behind what was enqueued for it last."""
+        self._sums: RingSums | None = sums
+        self._nbytes = nbytes
+        self._digest = ""
+
+    def done(self) -> bool:
+        """As Sum.done."""
+        return self._sums is None or (self.event is not None and self.event.query())
+
+    def result(self) -> str:
+        """As Sum.result."""
+        sums = self._sums
+        if sums is not None:
+            if self.event is None:
+                raise RuntimeError("no byte of this chunk has passed the GPU")
+            sums.wait(self.event)
+            self._digest = sums.summing.digest(self.row, self._nbytes)
+            self._end()
+        return self._digest
+
+    def cancel(self) -> bool:
+        """As Sum.cancel; waits until the device does no more for it."""
+        if self._sums is not None:
+            if self.event is not None:
+                with suppress(RuntimeError):  # the device is lost, and nothing runs on it any more
+                    self.event.synchronize()
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            sums.give_back(self.row)
+
+
+class RingSums:
+    """The rows of a device's running checksums, and who has which. Any thread."""
+
+    def __init__(self, summing: Summing, rows: int) -> None:
+        self.summing = summing
+        self._passed: Event | None = None
+        self._free = deque(range(rows))
+        self._taken: dict[int, RingSum] = {}
+
+    def take(self, nbytes: int) -> RingSum | None:
+        """Give a row; None while all are taken."""
+        try:
+            row = self._free.popleft()
+        except IndexError:
+            return None
+        taken = self._taken[row] = RingSum(self, row, nbytes)
+        return taken
+
+    def found(self, rows: Sequence[int], event: Event) -> None:
+        """Behind `event` these rows hold what was enqueued until now. Raises RuntimeError for a row that `sum_up` has
+        not given out."""
+        for row in rows:
+            if row == NO_ROW:
+                continue
+            taken = self._taken.get(row)
+            if taken is None:
+                raise RuntimeError(f"row {row} of the checksums is not in use: sum_up comes first")
+            taken.event = event
+
+    def wait(self, event: Event) -> None:
+        """Wait until that has been passed; the device is asked once where many rows end behind the same. Raises
+        RuntimeError when it failed."""
+        if event is not self._passed:
+            event.synchronize()
+            self._passed = event
+
+    def give_back(self, row: int) -> None:
+        """Nothing is enqueued for it any more, and its owner does not ask."""
+        del self._taken[row]
+        self._free.append(row)

@@ -1,75 +1,457 @@
 """Chunks between an engine's pages on a GPU and host memory, at the rate of PCIe and beside the engine's own work.
 
 Pages are gathered into staging buffers on the GPU, which its copy engine then moves: few large copies, and no kernel
-that writes over PCIe (those stall an engine that computes). For each direction a ring of buffers, one stream for
-kernels and for each buffer one for its copies, so that a buffer is filled while the one before it is copied, and an
-engine's own copies come in between. Nothing waits for the engine's streams, and nothing on them for us: a store begins
-behind the event that the caller recorded.
+that writes over PCIe (those stall an engine that computes). For each direction (RingWay) a ring of buffers, one stream
+for kernels and for each buffer one for its copies, so that a buffer is filled while the one before it is copied, and an
+engine's own copies come in between. Nothing waits for the engine's streams, and nothing on them waits for the ring: a
+store begins behind the event that the caller recorded. A buffer is filled behind the event that says that what was in
+it is where it belongs. Loads may be staged: their bytes wait in buffers for an engine that has not given its pages away
+yet.
 
-A job is enqueued as a whole, a long one with pauses (ring_way.PACE_BYTES_PER_S), and the device works it off. For that
-the caller's thread waits only in `Moving.wait`. Where checksums are wanted (checksum_rows.py) the device finds them out
-of the buffers, on streams of their own.
+A job is enqueued as a whole, a long one with pauses (Tuning.pace_bytes_per_s), and the device works it off. For that
+the caller's thread waits only in `Moving.wait`. Where checksums are wanted (checksum.py) the device finds them out of
+the buffers, on streams of their own.
+
+A GPU's copy engine stays with a stream that has a copy ready, whatever the priority of others. Beside a store of 1 GiB
+on one stream an engine's copy of one token waited for all of it, 18 ms. Where each buffer has a stream of its own, and
+its copies come behind those of the buffer before, it takes 0.8 ms (H100, `kvredis bench swap --beside-copies`), and as
+much is moved, to half a percent.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
+from weakref import ref
 
 import torch
 
-from kvredis.adapters.transfer.base import Moving, Part, check_writable
+from kvredis.adapters.transfer.base import Event, Moving, Part, check_writable
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
+from kvredis.storage.memory.copy import address_of
 
-from .checksum_rows import RingSum, RingSums
+from .checksum import RingSum, RingSums
 from .device import Device
-from .direction import AnyPlan, RingWay
-from .job import RingMoving
-from .plan import LayerPlans, Plan, plan
+from .plan import Launch, LayerPlan, LayerPlans, Numbers, Plan, Span, plan
+from .tuning import TUNING, Tuning
 
-SLOT_BYTES: Final = 64 * 1024 * 1024
-SLOTS: Final = 2
-"""Three buffers of 32 MiB a direction move as much and take a quarter less of the GPU's memory, but asking takes twice
-as long, and that takes the interpreter from the engine: beside vLLM 1.7 ms for 60 MiB of a step's layer (profiled)."""
-HEAD_PARTS: Final = 48
-"""Of more parts than that, so many go first: 512 take 0.2 ms to plan, in which nothing was copied. In three jobs it
-takes longer than in two (3b in chunks of 16, by 1 % in turns)."""
-FIRST_STAGED_BYTES: Final = 24 * 1024 * 1024
-"""Of small layers so much is staged in the first buffer: who needs layer 0 waits for all that is in there."""
-ROWS: Final = 4096
-"""Chunks whose checksums are found at a time, both ways together; 64 bytes each."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RingMoving:
+    """Moving (transfer/base.py): how many parts have moved when an event has been passed, in order.
+
+    `hold` is what must not be freed before. One thread enqueues and publishes; others may ask meanwhile.
+    """
+
+    parts: Sequence[Part]
+    hold: list[object] = field(default_factory=list)
+    failure: Exception | None = None
+    began_s: float = field(default_factory=time.perf_counter)
+    """When it was asked for."""
+    _marks: deque[tuple[int, Event]] = field(default_factory=deque)
+    _moved: int = 0
+    _over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, parts: int, event: Event | None) -> None:
+        """The first `parts` have moved behind this event, none if that is below 0; None: behind the last one that was
+        added."""
+        parts = max(parts, 0)
+        if event is not None:
+            self._marks.append((parts, event))
+        elif not self._marks:
+            self._moved, self._over = parts, True
+        else:
+            self._marks[-1] = (parts, self._marks[-1][1])
+
+    def end(self, events: Sequence[Event]) -> None:
+        """It failed: behind these events its memory is the caller's again, and no more parts have moved."""
+        moved = self._marks[-1][0] if self._marks else self._moved
+        self._marks.extend((moved, event) for event in events)
+        self._over = not self._marks
+
+    @property
+    def parts_done(self) -> int:
+        """As Moving.parts_done."""
+        self._look()
+        return self._moved
+
+    @property
+    def done(self) -> bool:
+        """As Moving.done; true behind a failure too, as soon as nothing of it is under way."""
+        self._look()
+        return self._over
+
+    def wait(self, parts: int | None = None) -> None:
+        """As Moving.wait. Waits for all that was enqueued before it raises; for all parts it raises too when only a
+        checksum could not be asked for, which would be another one."""
+        wanted = len(self.parts) if parts is None else parts
+        while self._moved < wanted or self.failure is not None:
+            mark = self._next()
+            if mark is None:
+                break
+            try:
+                mark[1].synchronize()
+            except RuntimeError as error:
+                self._fail(error)
+            else:
+                self._pass(mark)
+        if self.failure is not None and (parts is None or self._moved < wanted):
+            raise RuntimeError(f"copying KV failed: {self.failure}") from self.failure
+
+    def precede(self, stream: Any) -> None:
+        """As Moving.precede: behind the last event, which is behind the others, but for those that `end` was given."""
+        with self._lock:
+            marks = list(self._marks) if self.failure is not None else list(self._marks)[-1:]
+        for _, event in marks:
+            event.wait(stream)
+
+    def _look(self) -> None:
+        while (mark := self._next()) is not None:
+            try:
+                if not mark[1].query():
+                    return
+            except RuntimeError as error:
+                self._fail(error)
+            else:
+                self._pass(mark)
+
+    def _next(self) -> tuple[int, Event] | None:
+        with self._lock:
+            return None if self._over else self._marks[0]
+
+    def _pass(self, mark: tuple[int, Event]) -> None:
+        with self._lock:
+            if self._marks and self._marks[0] is mark:  # another thread may have seen it first
+                self._moved = mark[0]
+                self._marks.popleft()
+                self._settle()
+
+    def _fail(self, error: Exception) -> None:
+        """The device is lost, and nothing runs on it any more."""
+        with self._lock:
+            self.failure = self.failure or error
+            self._marks.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._marks:
+            self._over = True
+            self.hold.clear()
+
+
+AnyPlan = Plan | LayerPlan
+
+
+@dataclass(slots=True)
+class Slot:
+    """A staging buffer, the stream of its copies, and the event behind which it may be filled anew. Where checksums are
+    found, another stream does the slow part of that, out of a scratch, which is free behind `summed`."""
+
+    buffer: torch.Tensor
+    copies: Any
+    free: Event | None = None
+    sums: Any = None
+    scratch: torch.Tensor | None = None
+    summed: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A span of a job that has been scattered out of a buffer, where its checksums are not asked for yet."""
+
+    job: AnyPlan
+    span: Span
+    launches: Sequence[Launch]
+    slot: Slot
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A buffer that is filled, behind `copied`, with what is loaded next: a span of a job. `beside` is the same object
+    for jobs that are loaded one behind the other. Neither is kept: who gives them up gives up host memory with them."""
+
+    job: ref[AnyPlan]
+    beside: ref[object]
+    span: Span
+    slot: Slot
+    copied: Event
+
+
+class RingWay:
+    """One direction: its streams and its ring. One thread at a time uses it."""
+
+    def __init__(self, device: Device, tuning: Tuning, nbytes: int, sums: RingSums | None, *, out: bool) -> None:
+        self._device = device
+        self._tuning = tuning
+        self._is_out = out
+        self._sums = sums
+        self._summed: Event | None = None
+        self._nbytes = nbytes
+        self._kernels = device.stream(uploads=True)
+        self._ring: list[Slot] = []
+        self._next = 0
+        self._staged: list[Staged] = []
+        """In the order in which they were filled, and are loaded."""
+        self._loaded: Loaded | None = None
+        """What was loaded last, while its checksums have not been asked for."""
+        self._uploaded: tuple[Numbers, torch.Tensor] | None = None
+        """The page numbers that came last, and where they are: those of layers of the same chunks are the same."""
+        self._warned = False
+
+    def run(self, job: AnyPlan, after: Any, moving: RingMoving, before: int = 0, *, is_last: bool = False) -> None:
+        """Enqueue the whole job, parts of `moving` behind so many before; of a load all but its last checksums, which
+        `sum_up` does. `is_last` as in Transfer.load. Raises RuntimeError from the device."""
+        if job.units:
+            self._open()
+            with self._device.here():
+                if self._is_out:
+                    self._out(job, after, moving, before)
+                else:
+                    last_share = self._tuning.last_in_share if is_last and job.rows is not None else 1
+                    self._in(job, after, moving, before, last_share)
+
+    def stage(self, job: AnyPlan, moving: RingMoving, beside: object) -> None:
+        """Fill buffers with a job, behind what is staged `beside` the same; nothing else stays staged. Raises
+        RuntimeError from the device, LayoutError for pages that there are not."""
+        if self._staged and (self._staged[-1].beside() is not beside or len(self._staged) == self._tuning.slots):
+            self._staged = []
+        self._open()
+        with self._device.here():
+            self._sum_up()
+            for span in islice(job.slots(self._nbytes), self._tuning.slots - len(self._staged)):
+                slot = self._filled(job, span)
+                slot.free = self._device.record(slot.copies)
+                self._staged.append(Staged(ref(job), ref(beside), span, slot, slot.free))
+                moving.add(0, slot.free)
+            self._numbers(job)
+
+    def sum_up(self) -> None:
+        """Enqueue what is left of a load's checksums: nothing that it brings waits for them. Raises RuntimeError from
+        the device."""
+        if self._loaded is not None:
+            with self._device.here():
+                self._sum_up()
+
+    def _open(self) -> None:
+        if not self._ring:
+            with self._device.on(self._kernels):
+                self._ring = list(self._made_slots())
+
+    def _out(self, job: AnyPlan, after: Any, moving: RingMoving, before: int) -> None:
+        device = self._device
+        pages = self._pages(job, after, moving)
+        for span in job.slots(self._nbytes, self._tuning.first_out_share if self._rests else 1):
+            self._pace(job, span, moving)
+            slot = self._slot()
+            if slot.free is not None:
+                device.wait(self._kernels, slot.free)
+            launches = job.launches(span)
+            device.gather(launches, slot.buffer, pages, self._kernels)
+            device.behind(slot.copies, self._kernels)
+            locked = self._locked(job, span)
+            device.copy_out(slot.buffer, job.extents(span), slot.copies, locked=locked)
+            slot.free = device.record(slot.copies)
+            self._sum(job, span, launches, slot, pages)
+            moving.add(before + job.parts_before(span.stop), slot.free)
+
+    def _in(self, job: AnyPlan, after: Any, moving: RingMoving, before: int, last_share: int) -> None:
+        device = self._device
+        pages = None
+        for span, slot in self._come(job, moving, last_share):
+            if pages is None:  # not before the first copy is on its way
+                pages = self._pages(job, after, moving)
+            launches = job.launches(span)
+            device.scatter(launches, slot.buffer, pages, self._kernels)
+            slot.free = device.record(self._kernels)
+            moving.add(before + job.parts_before(span.stop), slot.free)
+            self._loaded = Loaded(job, span, launches, slot, pages)
+
+    def _come(self, job: AnyPlan, moving: RingMoving, last_share: int) -> Iterator[tuple[Span, Slot]]:
+        """Have what is loaded copied into buffers, where it is not staged; kernels come behind that from now on."""
+        staged = self._taken(job)
+        for each in staged:
+            self._sum_up()
+            self._device.wait(self._kernels, each.copied)
+            yield each.span, each.slot
+        spans = job.slots(self._nbytes, self._tuning.first_in_share if self._rests and not staged else 1, last_share)
+        for span in islice(spans, len(staged), None):
+            if last_share == 1:  # else the rest is in small pieces, and waited for
+                self._pace(job, span, moving)
+            slot = self._filled(job, span)
+            self._sum_up()  # no sooner, which would delay the copy, nor later, when a kernel waits for that
+            self._device.behind(self._kernels, slot.copies)
+            yield span, slot
+
+    def _pace(self, job: AnyPlan, span: Span, moving: RingMoving) -> None:
+        """Leave the interpreter to others, if what was enqueued of a long job keeps the device busy for a while."""
+        if not isinstance(job, Plan) or job.is_layered or len(moving.parts) > self._tuning.paced_parts:
+            return
+        if job.units * job.unit_bytes >= self._tuning.paced_bytes:
+            early_s = moving.began_s + span.start * job.unit_bytes / self._tuning.pace_bytes_per_s - time.perf_counter()
+            free = self._ring[self._next].free
+            if early_s > 0 and free is not None and not free.query():
+                time.sleep(early_s)
+
+    def _taken(self, job: AnyPlan) -> list[Staged]:
+        """What is staged of that job, which is no more; nothing else stays staged but what is loaded behind it."""
+        staged, self._staged = self._staged, []
+        if not staged or staged[0].job() is not job:
+            return []
+        mine = [each for each in staged if each.job() is job]
+        self._staged = staged[len(mine) :]
+        return mine
+
+    def _filled(self, job: AnyPlan, span: Span) -> Slot:
+        """Copy what a buffer is to hold into the next one."""
+        slot = self._slot()
+        if self._loaded is not None and self._loaded.slot is slot:
+            self._sum_up()
+        if slot.free is not None:
+            self._device.wait(slot.copies, slot.free)
+        locked = self._locked(job, span)
+        self._device.copy_in(slot.buffer, job.extents(span), slot.copies, locked=locked)
+        return slot
+
+    def _sum_up(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            read = self._sum(loaded.job, loaded.span, loaded.launches, loaded.slot, loaded.pages)
+            loaded.slot.free = read or loaded.slot.free
+
+    def _sum(
+        self, job: AnyPlan, span: Span, launches: Sequence[Launch], slot: Slot, pages: torch.Tensor
+    ) -> Event | None:
+        """Add the bytes of a buffer to their chunks' checksums: beside the copies and the next buffers' kernels, but
+        behind what came before of the same chunk. Give the event behind which they have been read."""
+        if job.rows is None or self._sums is None or slot.scratch is None:
+            return None
+        device = self._device
+        if slot.summed is not None:
+            device.wait(self._kernels, slot.summed)
+        self._sums.summing.fold(launches, slot.buffer, slot.scratch, pages, job.rows_at, self._kernels)
+        read = device.record(self._kernels)
+        device.wait(slot.sums, read)
+        for summed in self._summed_before(job, launches[0]):
+            device.wait(slot.sums, summed)
+        try:
+            self._sums.summing.chain(launches, slot.scratch, slot.sums)
+        finally:  # a row is another chunk's only behind what was enqueued for it
+            slot.summed = self._summed = device.record(slot.sums)
+            held = job.held(span)
+            self._sums.found(job.rows[held.start : held.stop], slot.summed)
+        return read
+
+    def _summed_before(self, job: AnyPlan, launch: Launch) -> list[Event]:
+        """Behind what a buffer's checksums come: of a part that was cut the last buffer's, of layers whatever was
+        enqueued for their chunks, with other jobs in between."""
+        if job.is_layered:
+            return [slot.summed for slot in self._ring if slot.summed is not None]
+        return [self._summed] if launch.start and self._summed is not None else []
+
+    def _made_slots(self) -> Iterator[Slot]:
+        """A load's buffers have a stream each for their checksums, of which the last is waited for. A store's share
+        one: with more a process would have more streams with kernels than queues for them (streams.py)."""
+        stream = None
+        for _ in range(self._tuning.slots):
+            slot = Slot(self._device.buffer(self._nbytes), self._device.stream())
+            if self._sums is not None:
+                stream = stream if stream is not None and self._is_out else self._device.stream()
+                slot.sums, slot.scratch = stream, self._sums.summing.scratch(self._nbytes)
+            yield slot
+
+    def _pages(self, job: AnyPlan, after: Any, moving: RingMoving) -> torch.Tensor:
+        """Have a job's page numbers there; kernels come behind `after` from now on."""
+        pages = self._numbers(job)
+        moving.hold.append(pages)
+        if after is not None:
+            self._device.wait(self._kernels, after)
+        return pages
+
+    def _numbers(self, job: AnyPlan) -> torch.Tensor:
+        """Bring page numbers there, unless they are the last that were."""
+        if self._uploaded is None or self._uploaded[0] is not job.numbers:
+            self._uploaded = None  # on any error
+            self._uploaded = job.numbers, self._device.upload(job.numbers, self._kernels)
+        return self._uploaded[1]
+
+    @property
+    def _rests(self) -> bool:
+        """Whether nothing is under way, so that the first copy is waited for."""
+        last = self._ring[self._next - 1].free
+        return last is None or last.query()
+
+    def _slot(self) -> Slot:
+        """The next buffer, whose copies come behind those of the one before it."""
+        before, slot = self._ring[self._next - 1], self._ring[self._next]
+        self._device.behind(slot.copies, before.copies)
+        self._next = (self._next + 1) % len(self._ring)
+        return slot
+
+    def _locked(self, job: AnyPlan, span: Span) -> bool:
+        """Whether all host memory of a buffer is page-locked: asked once a job for each object that lends it, since an
+        arena may be locked by a thread of its own while it is used already."""
+        lenders, known = job.lenders(span), job.locked  # held by views: no other objects have these ids
+        for lender in lenders.keys() - known.keys():
+            known[lender] = self._device.page_locked(address_of(lenders[lender]))
+        every = all(map(known.__getitem__, lenders))
+        if not every and not self._warned:
+            self._warned = True
+            logger.warning("KV is copied between the GPU and memory that is not page-locked: several times slower")
+        return every
+
+    def settle(self, moving: RingMoving) -> None:
+        """Let a job that failed end with what of it was enqueued. Nothing stays staged: the next buffer to be filled
+        may be one that is."""
+        self._loaded, self._staged = None, []
+        events = []
+        for stream in (self._kernels, *(slot.copies for slot in self._ring)):
+            try:
+                events.append(self._device.record(stream))
+            except RuntimeError as error:  # the device is lost: nothing runs on it any more
+                logger.warning("the GPU fails: %s", error)
+        moving.end(events)
+
+    def synchronize(self) -> None:
+        """Wait for all streams; nothing is left to be done, or staged."""
+        self._loaded, self._staged = None, []
+        of_slots = [stream for slot in self._ring for stream in (slot.copies, slot.sums) if stream is not None]
+        for stream in (self._kernels, *of_slots):
+            try:
+                self._device.synchronize(stream)
+            except RuntimeError as error:
+                logger.warning("the GPU fails: %s", error)
+
+    def close(self) -> None:
+        """Wait for all streams and let the buffers go."""
+        self.synchronize()
+        self._ring = []
 
 
 class RingTransfer:
-    """Transfer (transfer/base.py) by rings of staging buffers, which it takes at the first job of a direction: `slots`
-    of `slot_bytes`, less when the KV is smaller. Making one compiles the kernels."""
+    """Transfer (transfer/base.py) by rings of staging buffers, which it takes at the first job of a direction."""
 
-    def __init__(
-        self,
-        paged: PagedKV,
-        device: Device | None = None,
-        *,
-        slot_bytes: int = SLOT_BYTES,
-        slots: int = SLOTS,
-        sums: bool = False,
-    ) -> None:
-        if device is None:
-            from .cuda_device import CudaDevice  # the real one; tests hand in others
-
-            device = CudaDevice(paged)
+    def __init__(self, paged: PagedKV, device: Device, tuning: Tuning = TUNING, *, sums: bool = False) -> None:
         self.paged = paged
+        self.tuning = tuning
         unit = paged.page_tokens * paged.kv_heads * paged.head_dim * paged.dtype.itemsize
         whole = unit * paged.planes * paged.pages * len(paged.layers)
-        nbytes = max(min(slot_bytes, whole) // unit, 1) * unit
-        summing = device.summing(paged, ROWS) if sums else None
-        self._sums = None if summing is None else RingSums(summing, ROWS)
-        self._store = RingWay(device, slots, nbytes, self._sums, out=True)
-        self._load = RingWay(device, slots, nbytes, self._sums, out=False)
+        nbytes = max(min(tuning.slot_bytes, whole) // unit, 1) * unit
+        summing = device.summing(paged, tuning.sum_rows) if sums else None
+        self._sums = None if summing is None else RingSums(summing, tuning.sum_rows)
+        self._store = RingWay(device, tuning, nbytes, self._sums, out=True)
+        self._load = RingWay(device, tuning, nbytes, self._sums, out=False)
         self._closed = False
-        self.slots = slots
-        """Staging buffers of each direction."""
         self.slot_bytes = nbytes
         """Of each staging buffer."""
 
@@ -125,7 +507,8 @@ class RingTransfer:
 
     def _plans(self, parts: Sequence[Part], check: Callable[[Sequence[Part]], None] | None = None) -> Iterator[Plan]:
         """Plan a job of many parts in two: the rest while the first are copied."""
-        for some in (parts[:HEAD_PARTS], parts[HEAD_PARTS:]) if len(parts) > HEAD_PARTS else (parts,):
+        head = self.tuning.head_parts
+        for some in (parts[:head], parts[head:]) if len(parts) > head else (parts,):
             if check is not None:
                 check(some)
             yield plan(self.paged, some)
@@ -156,7 +539,7 @@ class RingTransfer:
         except LayoutError:  # of its pages, or of the second half: a copy is on its way
             way.synchronize()
             raise
-        except Exception as error:  # whoever's it is: what is enqueued goes on, and the caller has to wait for it
+        except Exception as error:  # what is enqueued goes on, and the caller has to wait for it
             moving.failure = error
             way.settle(moving)
         except BaseException:  # an interrupt: the caller learns of no Moving, and takes his memory back
@@ -178,12 +561,12 @@ class RingLayers:
     @property
     def rows(self) -> list[range]:
         """As Layers.rows: small layers share a buffer, of which the first holds less, so that it is there sooner."""
-        layers, slots, nbytes = len(self._ring.paged.layers), self._ring.slots, max(self._plans.nbytes, 1)
+        layers, slots, nbytes = len(self._ring.paged.layers), self._ring.tuning.slots, max(self._plans.nbytes, 1)
         if not self._are_small:
             held = max(slots // len(self._plans.slots(self._ring.slot_bytes, 1)), 1)
             return [range(layer, layer + 1) for layer in range(min(held, layers))]
         most = self._ring.slot_bytes // nbytes
-        first = max(min(FIRST_STAGED_BYTES // nbytes, most), 1)
+        first = max(min(self._ring.tuning.first_staged_bytes // nbytes, most), 1)
         starts = [0, *(first + row * most for row in range(slots))]
         return [range(start, min(stop, layers)) for start, stop in pairwise(starts) if start < layers]
 

@@ -22,11 +22,10 @@ from typing import Final, Generic, TypeVar
 
 import torch
 
+from .tuning import TUNING, Tuning
+
 logger = logging.getLogger(__name__)
 
-QUIET: Final = 1.2
-"""Times as long as by themselves an engine's kernels may take beside a quiet stream; measured 1.0, and 1.5 to 1.8."""
-TRIES: Final = 4
 
 _REPEATS: Final = 3
 _KERNELS: Final = 64
@@ -40,22 +39,23 @@ class QuietStreams(Generic[Stream]):
     """Streams of `make`; `slowed` gives how many times as long as by themselves the engine's kernels take while that
     one waits. What it raises is said in the log, and streams are taken as they come from then on."""
 
-    def __init__(self, make: Callable[[], Stream], slowed: Callable[[Stream], float]) -> None:
+    def __init__(self, make: Callable[[], Stream], slowed: Callable[[Stream], float], tuning: Tuning = TUNING) -> None:
+        self._tuning = tuning
         self._make = make
         self._slowed = slowed
         self._loud: deque[Stream] = deque()
 
     def quiet(self) -> Stream:
-        """One that waits without the engine's noticing; of TRIES the least noticed where none does."""
+        """One that waits without the engine's noticing; of `quiet_tries` the least noticed where none does."""
         tried: list[tuple[float, Stream]] = []
-        while len(tried) < TRIES:
+        while len(tried) < self._tuning.quiet_tries:
             stream = self._make()
             factor = self._measured(stream)
-            if factor <= QUIET:
+            if factor <= self._tuning.quiet_factor:
                 self._loud.extend(other for _, other in tried)
                 return stream
             tried.append((factor, stream))
-        logger.info("the GPU holds the engine up for each of %d streams of kvredis", TRIES)
+        logger.info("the GPU holds the engine up for each of %d streams of kvredis", len(tried))
         (_, least), *others = sorted(tried, key=itemgetter(0))
         self._loud.extend(other for _, other in others)
         return least
@@ -68,7 +68,7 @@ class QuietStreams(Generic[Stream]):
     def _measured(self, stream: Stream) -> float:
         try:
             factor = self._slowed(stream)
-        except Exception as error:  # whatever another release of torch, or another device, says to it
+        except Exception as error:  # of another release of torch, or another device
             logger.info("streams of kvredis are taken as they come: %s", error)
             self._slowed = lambda _: 1.0
             return 1.0

@@ -1,0 +1,50 @@
+"""What the documents say of the tree is there, and they are written in the words that CONTRIBUTING asks for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT
+
+TOURS = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+ROOMS = ("storage", "backends", "kvredis", "cli", "bench", "tests", "docs", "deploy", "scripts")
+ACTORLESS = re.compile(r"\b(nobody|somebody|whoever|anybody|behind (its|their|his) backs?)\b", re.IGNORECASE)
+QUOTES = re.compile(r"`[^`]*`")
+_PATH = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)(?:::(\w+))?`")
+
+
+def test_no_document_leaves_out_who_acts() -> None:
+    drawings = sorted((ROOT / "docs" / "drawings").glob("*.svg"))
+    found = [
+        f"{page.relative_to(ROOT)}:{number}: {line.strip()}"
+        for page in [*PAGES, *TOURS, ROOT / "CHANGELOG.md", *drawings]
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if ACTORLESS.search(QUOTES.sub("", line))  # what the program says is its own affair
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", TOURS, ids=lambda page: page.name)
+def test_every_path_that_a_tour_of_the_code_names_is_there(page: Path) -> None:
+    named = _PATH.findall(page.read_text(encoding="utf-8"))
+    assert len(named) > 10
+    assert [path for path, _ in named if not (ROOT / path).exists()] == []
+
+
+def test_every_promise_names_a_test_that_there_is() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Promises\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 10
+    for row in rows:
+        tests = _PATH.findall(row)
+        assert tests, row
+        for path, name in tests:
+            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def test_what_leaves_out_who_acts_is_found() -> None:
+    assert ACTORLESS.search("Somebody reads it")
+    assert ACTORLESS.search("sent behind their backs")
+    assert not ACTORLESS.search("The server sends it in the background")
