@@ -51,8 +51,8 @@ class Lease(Protocol):
     """A reader's hold on one value: `view` stays what it is until `release`, which leaving a with-block does.
 
     When the bytes are another process' they may cease to be that value before, if that process ends the hold: its own
-    limit of time, a lost connection. The memory stays readable all the same. So whoever uses the bytes asks `held` when
-    he has done so, and forgets what he has read, or made of it, when they were not.
+    limit of time, a lost connection. The memory stays readable all the same. So a caller who uses the bytes asks `held`
+    when he has done so, and forgets what he has read, or made of it, when they were not.
     """
 
     @property
@@ -109,12 +109,12 @@ class Prefetch(Protocol):
 
     @property
     def refused(self) -> str:
-        """Why nothing is fetched at all; "" when nobody refused."""
+        """Why nothing is fetched at all; "" when it was not refused."""
         ...
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is on its way any more, or nobody can tell. May ask a server."""
+        """Whether nothing is on its way any more, or it cannot be told. May ask a server."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -158,11 +158,11 @@ class Backend(Protocol):
         ...
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
-        """Say for each key where its block would come from if it is anywhere; asks nobody and touches nothing."""
+        """Say for each key where its block would come from if it is anywhere; asks no server and touches nothing."""
         ...
 
     def reserve(self, key: bytes, length: int) -> Reservation | None:
-        """Get room for a value of `length` bytes, or None: there is none, or nobody would take it.
+        """Get room for a value of `length` bytes, or None: there is none, or no tier would take it.
 
         May block for a moment, for a disk to make room.
         """
@@ -172,7 +172,8 @@ class Backend(Protocol):
         """Count the values of `length` bytes that would be taken now; any number where others leave for them, and 0
         where it would be fewer than `at_least`.
 
-        Whoever stores several that belong together asks before he reserves, and stores no more than that at a time.
+        A caller who stores several that belong together asks before it reserves, and stores no more than that at a
+        time.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""When a load ends whose generator nobody has closed: at once, unless the garbage collector has found it in a cycle.
+"""When a load ends whose generator was not closed: at once, unless the garbage collector has found it in a cycle.
 
 WHY not then: a collection comes whenever something is allocated, also while its thread holds a lock of the store, of
 its disk or of a connection, and to end a load takes these. So what it holds is given back when the backend is asked

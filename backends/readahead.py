@@ -2,7 +2,7 @@
 
 WHY the reading ahead: a prompt that is on disk alone has dozens of blocks, and an engine takes one at a time. Asked for
 singly each would cost the engine the disk's full delay; so the next ones are always on their way, and held when they
-have come. What is held takes room, and the engine holds leases too, so the holds end before anybody goes without.
+have come. What is held takes room, and the engine holds leases too, so the holds end before another goes without.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvredis.storage.store import Store
 from kvredis.storage.tiering.manager import Tiering
 
 ROOM_LOOK_S: Final = 0.05
-"""How often one who waits for room looks again, though nobody has told him of any."""
+"""How often one who waits for room looks again, though it was not told of any."""
 AHEAD_PART: Final = 4
 """A quarter of the arena may be read ahead of a load, and one block always."""
 AHEAD_BLOCKS_MAX: Final = 32
@@ -126,7 +126,7 @@ class ReadAhead:
             lease = self._finish(key, coming)
             if lease is not None or not self._patience_s or not self._is_away(key):
                 return lease
-            # There was no room. What is held for later turns must not be the reason; else somebody reads, or the disk
+            # There was no room. What is held for later turns must not be the reason; else another reads, or the disk
             # writes, all that could leave, and both end.
             if not self.drop():
                 left_s = min(began_s + self._room_wait_s - self._store.now_s(), self._waits.left_s)

@@ -77,9 +77,9 @@ class Priority(IntEnum):
     """How urgent a job is; the lower the sooner."""
 
     DEMAND = 0
-    """Somebody waits for the bytes."""
+    """A caller waits for the bytes."""
     PREFETCH = 1
-    """Somebody said that he will want them."""
+    """A client said that it will want them."""
     SPILL = 2
     """Room is to be made in memory, some day soon."""
 
@@ -131,7 +131,7 @@ class IoThreads:
     For each priority at most `queue_jobs_max` jobs of together `queue_bytes_max` bytes wait; a longer job is admitted
     when no other of its priority waits. `clock_s` is monotonic, the clock of the deadlines. Any thread may call any
     method; callbacks of the futures run without a lock held, in the thread that completes them: an I/O thread, or
-    whoever calls `cancel`, `drop_overdue`, `submit` or `close`.
+    the caller of `cancel`, `drop_overdue`, `submit` or `close`.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class IoThreads:
         return None
 
     def hasten(self, future: Future[Any], priority: Priority) -> bool:
-        """Somebody else wants this as well: let it be at least as urgent as `priority`, and lift its deadline, which
+        """Another caller wants this as well: let it be at least as urgent as `priority`, and lift its deadline, which
         was only the first one's. False when it is no longer queued."""
         with self._lock:
             job = self._find(future)
@@ -398,7 +398,7 @@ class IoThreads:
             self._begun(job, now_s - job.submitted_s)
             try:
                 result = job.call()
-            except BaseException as error:  # whatever it is belongs to whoever asked for the job
+            except BaseException as error:  # whatever it is belongs to the caller who asked for the job
                 self._over(job, "failed")
                 future.set_exception(error)
             else:

@@ -78,7 +78,7 @@ class Entry:
         """How many tokens the block says that it holds (tensor_facts.py); 0 for what says nothing and for small
         values."""
         self.affirmed_turn = 0
-        """The store's turn in which somebody was told that the key is there; 0 = never."""
+        """The store's turn in which a client was told that the key is there; 0 = never."""
 
     @property
     def space(self) -> int:
@@ -125,7 +125,7 @@ class Holder(Protocol):
 class Reservation:
     """A writer's hold on room for one value: fill `view`, then `commit` or `abort`; a with-block aborts by default.
 
-    Until `commit` nobody can see the bytes. The store owns the memory: no view may be used once the hold has ended.
+    Until `commit` no reader can see the bytes. The store owns the memory: no view may be used once the hold has ended.
     """
 
     __slots__ = ("_store", "extent", "key", "length", "made_s", "space", "view_with_slack")
@@ -161,8 +161,8 @@ class Reservation:
     def commit(self, expire_at_ms: int = 0) -> bool:
         """Make the value visible under its key, in place of an older one. Ends the hold; a second call does nothing.
 
-        False: a store that evicts nobody has no room for it after all, as only a value outside the arena may find. The
-        hold then goes on.
+        False: a store that evicts no block has no room for it after all, as only a value outside the arena may find.
+        The hold then goes on.
         """
         store, self._store = self._store, None
         if store is not None and not store.commit(self, expire_at_ms):

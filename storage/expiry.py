@@ -82,7 +82,7 @@ class Deadlines(Generic[T]):
                 yield item
 
     def held(self) -> set[T]:
-        """What is still to happen, in no order; for whoever wants to count it."""
+        """What is still to happen, in no order; for a caller who counts it."""
         return {item for at, _, item in list(self._heap) if self._holds(at, item)}
 
     def __len__(self) -> int:

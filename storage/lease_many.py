@@ -53,7 +53,7 @@ def hold_in_python(
 def end_in_python(
     places: Sequence[Place], spaces: list[dict[bytes, Entry]] | None, unheld: Callable[[Entry], None]
 ) -> int:
-    """End holds; returns how many went on until now. `unheld` is told of each entry that nobody holds any more, but
+    """End holds; returns how many went on until now. `unheld` is told of each entry that is not held any more, but
     not of one that is visible in `spaces`."""
     ended = 0
     for run, at, _ in places:

@@ -43,7 +43,7 @@ class StoreOptions:
 
     `prefault_threads` 0 leaves the pages untouched until they are used; `page_lock` locks them before `open` returns.
     With `disk` blocks that leave the arena go there, by `io_threads` threads; `keep` false makes the arena a place of
-    passage: blocks stay in it only until they are on disk and nobody reads them. `spill_wait_s` is how long somebody
+    passage: blocks stay in it only until they are on disk and not read. `spill_wait_s` is how long a caller
     who stores may be kept waiting for the disk before the coldest blocks leave unwritten.
     """
 

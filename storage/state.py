@@ -74,7 +74,7 @@ def drop_keys(buckets: list[set[bytes]], entries_max: int) -> None:
 
 
 class Discarded:
-    """Entries that nobody can find any more, with the policies that still order them."""
+    """Entries that no reader can find any more, with the policies that still order them."""
 
     __slots__ = ("_buckets", "_entries", "_expiries", "_inline_policy", "_policy", "_unsaved")
 
@@ -168,7 +168,7 @@ class StoreState:
         self.tiering: LowerTier | None = None
         """What moves blocks between memory and disk; None where memory is the only tier."""
         self.keep = True
-        """False: a block stays in memory only until it is on disk and nobody holds it."""
+        """False: a block stays in memory only until it is on disk and not held."""
         self.unsaved: dict[Entry, int] = {}
         """With a disk: entries whose bytes are not there, each with the number of its write, in the order of those. A
         SWAPDB changes none of these numbers: see `write_of`."""
@@ -182,9 +182,9 @@ class StoreState:
         self._affirmed: list[Lookup] = []
         self._put_off_entries = 0
         self.journal: list[Change] | None = None
-        """What has changed since somebody last looked, in order; None while nobody wants to know."""
+        """What has changed since the journal was last taken, in order; None while it is not kept."""
         self.end_holds: Callable[[], object] = lambda: None
-        """Called before room is looked for: leases that somebody has no more need of can end."""
+        """Called before room is looked for: leases that are not needed any more can end."""
         self._evicts = True
         self.may_refuse = self.policy.selective
         """Whether a small value may find no room: nothing leaves, or not everything may, or there is a bound."""
@@ -270,7 +270,7 @@ class StoreState:
             self._unload(entry)
 
     def _put_off(self, kind: list[Lookup], entries: list[Entry]) -> None:
-        """Note what was looked up, for when somebody asks for the order: a lookup of a thousand keys answers sooner."""
+        """Note what was looked up, for when the order is asked for: a lookup of a thousand keys answers sooner."""
         if kind and len(entries) == len(kind[-1][0]) and entries == kind[-1][0]:
             kind[-1] = entries, self.now_s(), self.turn  # the same once more
             return
@@ -327,7 +327,7 @@ class StoreState:
             self.journal.append(("set", entry.key, entry.space))
 
     def _renumber(self, entry: Entry) -> None:
-        """An entry was changed: whoever did so waits for it to be on disk, if he waits."""
+        """An entry was changed: a client who changed it waits for it to be on disk, if at all."""
         if self.unsaved.pop(entry, None) is not None:
             self.writes += 1
             self.unsaved[entry] = self.writes
@@ -388,7 +388,7 @@ class StoreState:
             self._discarded = None
 
     def _start_afresh(self, leaving: list[dict[bytes, Entry]], buckets: list[set[bytes]]) -> None:
-        """The index is empty, and nobody reads or writes: nothing that is in the policies or falls due is there any
+        """The index is empty, with no reader or writer: nothing that is in the policies or falls due is there any
         more."""
         self.allocator = Allocator(self.arena.nbytes)
         self.live_bytes = self.inline_bytes = self.away = 0
@@ -404,7 +404,7 @@ class StoreState:
             self._expiries.add(entry.expire_at_ms, (entry.key, entry.database), len(self.index))
 
     def place(self, length: int, *, drop: bool = True) -> Extent | None:
-        """An extent of `length` bytes, by eviction if need be. Without `drop` nobody leaves whom the disk shall have
+        """An extent of `length` bytes, by eviction if need be. Without `drop` no block leaves which the disk shall have
         and has not yet."""
         if self.bound_bytes and not self._shrink(length, drop=drop):
             return None
@@ -482,8 +482,8 @@ class StoreState:
 
     def _spared_last(self, policy: Policy, oldest: int) -> Iterator[Entry]:
         """The policy's victims; behind all others those that were affirmed in turn `oldest` or later, as far as the
-        bound goes, whoever was affirmed last being the last to go. Who is told of one half of a chunk comes back for
-        both."""
+        bound goes, the one affirmed last being the last to go. A client that is told of one half of a chunk comes back
+        for both."""
         room_bytes = self.arena.nbytes if policy is self.policy else self.inline_bytes_high
         spared: list[tuple[int, int, Entry]] = []
         spared_bytes = 0
@@ -578,7 +578,7 @@ class StoreState:
     def _unload(self, entry: Entry) -> None:
         """Drop a block from memory that is on disk too: it stays visible."""
         assert self.tiering is not None
-        assert entry.record is not None, "nobody else has the bytes"
+        assert entry.record is not None, "no other tier has the bytes"
         if entry.value is not None:
             self.inline_policy.forget(entry)
             self.inline_bytes -= entry.memory_bytes

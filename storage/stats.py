@@ -1,4 +1,5 @@
-"""The store's counters: integers that only grow, and times, written under the store's lock, read by whoever reports."""
+"""The store's counters: integers that only grow, and times, written under the store's lock, read by those who
+report."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -94,7 +95,7 @@ class TierStats(Counters):
     """Blocks brought back into memory."""
     promoted_bytes: int = 0
     demanded: int = 0
-    """Those of them for which somebody waited."""
+    """Those of them for which a caller waited."""
     demanded_tokens: int = 0
     """Tokens that these hold, as far as they say."""
     unloaded: int = 0

@@ -91,8 +91,8 @@ class Store(StoreState):
         """Room for a value of `length` bytes, or None: all that could leave is leased, or the arena is smaller. A value
         that will grow gets `spare` bytes behind it, if there is room for them.
 
-        Whoever must leave for it leaves now. An older value under `key` stays visible until `commit`. Without `drop`
-        nobody leaves who shall go to disk and is not there yet: None then also means that the disk has been told to
+        Blocks that must leave for it leave now. An older value under `key` stays visible until `commit`. Without `drop`
+        no block leaves that shall go to disk and is not there yet: None then also means that the disk has been told to
         make room, and that `tiering.makes_room` says whether it is worth asking again.
         """
         if length < INLINE_BYTES_MAX:
@@ -145,7 +145,7 @@ class Store(StoreState):
             reservation = self.reserve(key, len(value), space)
             if reservation is None:
                 return False
-            reservation.view[:] = value  # the bytes arrived in somebody's object, so this copy cannot be spared
+            reservation.view[:] = value  # the bytes arrived in an object of the caller's, so this copy cannot be spared
             return reservation.commit(expire_at_ms)
         with self.lock:
             entry = self._spaces[space].get(key)
@@ -158,7 +158,7 @@ class Store(StoreState):
                 and entry.record is None
                 and not (expire_at_ms or entry.expire_at_ms or entry.leases)
             ):
-                # The commonest small write, onto an entry that nobody holds: it may change.
+                # The commonest small write, onto an entry without a hold: it may change.
                 if len(value) != entry.length:
                     self.inline_bytes += len(value) - entry.length
                     entry.length = len(value)
@@ -282,7 +282,7 @@ class Store(StoreState):
 
     def match(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys`, from the first on, are present without a gap. The run is touched, its tail coldest: at
-        the latest when somebody else is stored, evicted or lent out of the arena."""
+        the latest when another block is stored, evicted or lent out of the arena."""
         with self.lock:
             run = list(filter(None, map(self._spaces[space].get, keys)))
             if len(run) < len(keys) or len(self._expiries):
@@ -295,8 +295,9 @@ class Store(StoreState):
     def affirm(self, keys: Sequence[bytes], space: int = 0) -> int:
         """How many of `keys` are present, one named twice counting twice; for a grace time they are evicted last.
 
-        Whoever is told that a block is there comes back at once: LMCache looks up first and then gets, and some of its
-        clients wait for ever for a value that has left in between. No order changes, and half the room may be spared.
+        A client that is told that a block is there comes back at once: LMCache looks up first and then gets, and some
+        of its clients wait for ever for a value that has left in between. No order changes, and half the room may be
+        spared.
         """
         with self.lock:
             found = list(filter(None, map(self._spaces[space].get, keys)))
@@ -344,7 +345,7 @@ class Store(StoreState):
                 self.journal = []
 
     def take_journal(self) -> list[Change]:
-        """What has changed since the last time, in order; nothing while nobody wants to know."""
+        """What has changed since the last time, in order; nothing while it is not kept."""
         with self.lock:
             if not self.journal:
                 return []

@@ -5,7 +5,7 @@ string from the environment or a flag, any YAML type from a file), and returns t
 ConfigError with the key, the value and the source. All of them are total: no other exception leaves them.
 
 What an empty string means is decided by kind: what may be absent (`optional`, a mapping, a password) is not given then;
-for a size, a number, a switch or a name out of a list it is an error, since nobody can have meant it.
+for a size, a number, a switch or a name out of a list it is an error, since it cannot have been meant.
 """
 
 from __future__ import annotations

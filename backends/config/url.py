@@ -153,7 +153,7 @@ def parse_remote(url: str, *, key: str = "remote_url", source: str = "url") -> R
 
 
 def parse_url(url: str, *, key: str = "remote_url", source: str = "url") -> Address:
-    """As parse_remote, for whoever talks to one server that is known beforehand."""
+    """As parse_remote, for a caller who talks to one server that is known beforehand."""
     address = parse_remote(url, key=key, source=source)
     if not isinstance(address, Address):
         raise ConfigError(key, redact(url), source, f"want one server: {FORMS['server']}")
@@ -192,7 +192,7 @@ def _parse(url: str) -> RemoteAddress:
     scheme, who_where, path, query, fragment = found.groups()
     options = _options(query or "")
     if fragment is not None or ((shape != "server" or who_where) and "@" in "".join((path, *options))):
-        raise ValueError("a / or ? or # in a user, password or path must be percent-encoded")  # and is shown to nobody
+        raise ValueError("a / or ? or # in a user, password or path must be percent-encoded")  # and is not shown
     who, _, where = who_where.rpartition("@")
     tls = _tls(scheme, secure, options)
     before, _, behind = who.partition(":")
@@ -377,7 +377,7 @@ class _Draft:
                 self.unused[name] = f"{reason}, and remote_url is {self.scheme}://"
 
     def log_in(self, user: str, password: str) -> None:
-        """Add the credentials; those of the URL win as a pair, since half of each is nobody's."""
+        """Add the credentials; those of the URL win as a pair, since half of each is of no user."""
         own = bool(self._at) or any(word.startswith(("username=", "password=")) for word in self.query.split("&"))
         if own:
             for name in (user, password):
@@ -434,5 +434,5 @@ class _Draft:
 
 
 def _quoted(value: object) -> str:
-    """Percent-encode an entry; what is not UTF-8 stays that, and is refused by whoever reads the URL."""
+    """Percent-encode an entry; what is not UTF-8 stays that, and is refused where the URL is read."""
     return quote(str(value), safe="", errors="surrogatepass")

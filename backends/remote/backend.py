@@ -8,14 +8,20 @@ reader of a GET releases its Lease; or it is committed then, so that a tier near
 Routes (routing.py) say which server has a key, and where to go when that one says it does not. Connections are opened
 when first needed: one a server for questions, up to `connections` for what is stored, and as many or more for each load
 under way, borrowed for as long as it lasts.
+
+A RemotePrefetch is what KV.PREFETCH said, and KV.JOB to ask how far it has come. A server that is lost, or has
+forgotten the job, cannot tell any more: then it is finished, because no caller shall wait for it. A map is an array of
+names and values here, since we speak RESP2.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Final
 
@@ -24,7 +30,7 @@ from kvredis.backends.config.url import Address, ClusterAddress, SentinelAddress
 from kvredis.backends.fork_guard import Home
 from kvredis.backends.gc_guard import Endings
 from kvredis.backends.resp.cluster import Place
-from kvredis.backends.resp.connection import Reply
+from kvredis.backends.resp.connection import Reply, read_map
 from kvredis.backends.shm.buffers import RemoteReservation, Rooms, Staging
 from kvredis.storage.errors import BackendError
 
@@ -32,7 +38,6 @@ from .health import Link
 from .load import Load, Patience
 from .pipeline import Touch
 from .pool import Node
-from .prefetch import RemotePrefetch
 from .routing import HOPS_MAX, ClusterRoutes, OneServer, Part, Routes
 from .write_queue import Outbox
 
@@ -77,7 +82,7 @@ class RemoteBlocks:
     def match(self, keys: Sequence[bytes]) -> int:
         """As Backend.match: one KV.MATCH for each slot, or else pipelined EXISTS and a TOUCH of what was found.
 
-        What is on its way counts as present, and nobody waits for it: `load` gives it from here.
+        What is on its way counts as present, and no caller waits for it: `load` gives it from here.
         """
         if not self._home.is_here():
             return 0
@@ -95,7 +100,7 @@ class RemoteBlocks:
         return [found.get(key, True) for key in keys]
 
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
-        """As Far.absent: where nobody answers, nobody knows."""
+        """As Far.absent: where no server answers, none counts as absent."""
         asked = self._outbox.without(keys)
         self._routes.await_first()
         return [key for key, (_, reply) in zip(asked, self._ask_for_each(asked), strict=True) if reply == 0]
@@ -108,7 +113,7 @@ class RemoteBlocks:
         return self._sum(b"TOUCH", keys) if queued is None else queued
 
     def touch_later(self, keys: Sequence[bytes]) -> None:
-        """As touch, but nobody waits for it, and nothing is counted; one too many of them is dropped."""
+        """As touch, but no caller waits for it, and nothing is counted; one too many of them is dropped."""
         if self._home.is_here():
             self._outbox.touch(keys, self._touches(keys), always=True)
 
@@ -194,7 +199,7 @@ class RemoteBlocks:
 
     def _run_by_match(self, keys: Sequence[bytes]) -> int | None:
         """Ask how long the run is among the keys of each slot: it is over at the first of all that are missing. None:
-        somebody does not know KV.MATCH."""
+        a server does not know KV.MATCH."""
         parts = self._routes.parts(keys, QUESTION_KEYS)
         missing = set()
         for part, (node, reply) in zip(parts, self._ask(b"KV.MATCH", parts), strict=True):
@@ -230,7 +235,7 @@ class RemoteBlocks:
     # ---- asking, wherever that leads -------------------------------------------------------------------------------
 
     def _ask(self, name: bytes, parts: Sequence[Part], *last: bytes) -> list[tuple[Node, Reply]]:
-        """Send one command for each part and give who answered and what; None: nobody, or it does not know that.
+        """Send one command for each part and give who answered and what; None: no server, or it does not know that.
 
         Redirections are followed, all of a round together; a command that cannot be answered in one place, since its
         slot is moving, is asked key by key, and the answers are added up.
@@ -407,3 +412,72 @@ class ClusterBackend(RemoteBlocks):
     def stats(self) -> dict[str, int | float | str]:
         """As RemoteBlocks.stats, with `nodes` known now, `redirects` followed and `refreshes` of the topology."""
         return {"kind": "cluster", **super().stats()}
+
+
+WAIT_SLICE_S: Final = 1.0
+"""How long one KV.JOB WAIT takes at most, so that a server that answers late is not taken for one that hangs."""
+ANSWER_S: Final = 0.5
+"""How much longer than asked for a wait may take, as an answer has its way to come."""
+
+
+class RemotePrefetch:
+    """A base.Prefetch, empty until `add`. It asks where no caller waits behind it; a wait is cut into slices of
+    `slice_s_max`."""
+
+    def __init__(self, slice_s_max: float = WAIT_SLICE_S) -> None:
+        self.queued = self.resident = self.missing = self.no_room = 0
+        self.refused = ""
+        self._slice_s = min(slice_s_max, WAIT_SLICE_S)
+        self._jobs: list[tuple[Node, bytes]] = []  # those that may be under way
+
+    def add(self, node: Node, reply: Reply) -> None:
+        """Add what `node` has answered to KV.PREFETCH, or to PREFETCH, which tells how many are queued and no more;
+        None: nothing."""
+        if reply is None:
+            return
+        said = {"queued": reply} if isinstance(reply, int) else read_map(reply)
+        counts = [said.get(name, 0) for name in ("queued", "resident", "missing", "no-room")]
+        counted = [count for count in counts if isinstance(count, int) and count >= 0]
+        if not said or len(counted) < len(counts):
+            self.refused = str(reply)[:200]
+            return
+        self.queued += counted[0]
+        self.resident += counted[1]
+        self.missing += counted[2]
+        self.no_room += counted[3]
+        job = said.get("job")
+        if isinstance(job, int | bytes):
+            self._jobs.append((node, job if isinstance(job, bytes) else b"%d" % job))
+
+    @property
+    def is_finished(self) -> bool:
+        """As Prefetch.is_finished; a round trip until it is."""
+        return self._finish()
+
+    def wait(self, timeout_s: float) -> bool:
+        """As Prefetch.wait."""
+        until_s = time.monotonic() + timeout_s
+        with suppress(TimeoutError):  # a server that hangs, where one that is merely slow would still be asked
+            while not self._finish(left_s := max(until_s - time.monotonic(), 0.0), left_s + ANSWER_S):
+                if time.monotonic() >= until_s:
+                    return False
+            return True
+        return False
+
+    def cancel(self) -> None:
+        """As Prefetch.cancel."""
+        for node, job in self._jobs:
+            node.ask_aside(b"KV.JOB", job, b"CANCEL")
+
+    def _finish(self, timeout_s: float = 0.0, answer_s: float = math.inf) -> bool:
+        """Cross off the jobs that are over, waiting a slice of `timeout_s` for the first that is not. TimeoutError when
+        a server does not answer within `answer_s`."""
+        wait_ms = int(min(timeout_s, self._slice_s) * 1000)
+        wait = (b"WAIT", b"%d" % wait_ms) if wait_ms else ()
+        for node, job in tuple(self._jobs):
+            status = read_map(node.ask_aside(b"KV.JOB", job, *wait, within_s=answer_s)).get("status")
+            if status in (b"running", "running"):
+                return False
+            with suppress(ValueError):  # another thread has asked as well
+                self._jobs.remove((node, job))
+        return True

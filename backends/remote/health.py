@@ -34,7 +34,7 @@ RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
 """Also how long a server must have been back until the waits begin anew with the shortest."""
 FULL_S: Final = 1.0
-"""How long nobody asks for one connection more after a server has refused one for having too many."""
+"""How long no connection more is asked for after a server has refused one for having too many."""
 FAIRNESS: Final = 4
 COMPLAINTS_MAX: Final = 32
 """Kinds of server errors that are logged, once each."""
@@ -75,7 +75,7 @@ class Link:
         self._told_full = False
         self._up_since_s = -math.inf
         self._retrying: threading.Thread | None = None
-        self._found: Connection | None = None  # by a retry, and nobody has fetched it yet
+        self._found: Connection | None = None  # by a retry, and not fetched yet
         self._closed = False
 
     @property
@@ -154,7 +154,7 @@ class Link:
                     self._down_since(reason, self._clock() - began_s)
             return None
         with self._lock:
-            if self.losses != losses:  # somebody has found it lost since this one was opened
+            if self.losses != losses:  # another has found it lost since this one was opened
                 connection.close()
                 return None
             if self._down:
@@ -185,7 +185,7 @@ class Link:
             found.close()
 
     def doubt(self) -> None:
-        """Take the server for lost, without a word: somebody else has found out, and has said so."""
+        """Take the server for lost, without a word: another has found out, and has said so."""
         with self._lock:
             if not self._down:
                 self._down_since(None, 0.0)
@@ -238,7 +238,7 @@ class Link:
             if self._clock() - self._up_since_s >= RETRY_S_MAX:  # else it comes and goes
                 self._delay_s = 0.0
             if error is not None:
-                # As text: a record that somebody keeps would keep all that the error's frames hold, mappings too.
+                # As text: a record that a handler keeps would keep all that the error's frames hold, mappings too.
                 logger.warning("%s is lost (%s); its blocks are misses until it is back", self.address, str(error))
         self._delay_s = min(max(2 * self._delay_s, RETRY_S_MIN, FAIRNESS * took_s), RETRY_S_MAX)
         self._retry_at_s = self._clock() + self._delay_s

@@ -171,7 +171,8 @@ class Stream:
             receiver.wait()
 
     def give_up(self, error: BackendError | None) -> None:
-        """Close the connections, as nobody knows which bodies are still to come; with an error the server is lost."""
+        """Close the connections, as it is not known which bodies are still to come; with an error the server is
+        lost."""
         self._drop_coming()
         broken = next((lane.connection for lane in self.lanes if not lane.connection.usable), None)
         for lane in self.lanes:
@@ -197,7 +198,7 @@ class Stream:
 
     def _drop_coming(self) -> None:
         """Give up what has been received. Where we were interrupted some is on its way still, and its memory is not
-        ours again before that has stopped: whoever is interrupted here as well comes here once more."""
+        ours again before that has stopped: a caller who is interrupted here as well comes here once more."""
         if any(receiver.is_busy for receiver in self._receivers):
             for lane in self.lanes:
                 lane.connection.interrupt()

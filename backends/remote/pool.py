@@ -1,4 +1,5 @@
-"""One server and our connections to it, whoever uses them: questions, loads, and the thread that sends what is stored.
+"""One server and our connections to it, for all who use them: questions, loads, and the thread that sends what is
+stored.
 
 All are opened and retired here, so that one place knows them all: when one of them fails, most likely all have, and
 finding out costs a timeout each; so all go at once, and the server is lost once.
@@ -155,7 +156,7 @@ class Node:
             return self._came_back.wait_for(lambda: bool(self._idle), RETRY_WAIT_S)
 
     def bring_back(self, connections: Sequence[Connection]) -> None:
-        """Take connections back; what is not usable, or one too many, is closed. Not one that somebody reads through:
+        """Take connections back; what is not usable, or one too many, is closed. Not one that a reader has:
         its leases would end with it."""
         for connection in connections:
             with self._lock:
@@ -200,7 +201,7 @@ class Node:
         return name not in self._unknown
 
     def pipeline(self, commands: Sequence[Sequence[bytes]], *, asking: bool = False) -> list[Reply]:
-        """Send short commands and give their replies; None for each that nobody has answered, and for those that this
+        """Send short commands and give their replies; None for each without an answer, and for those that this
         server does not know. With `asking`, each in a slot that the server is still importing. They take as long as
         the timeout in all, or the server is lost.
         """
@@ -217,7 +218,7 @@ class Node:
                         replies += self._exchange(connection, batch, asking, until_s)
                 except BackendError as error:
                     self.lose(connection, error)
-                except BaseException:  # nobody knows which answers are still out
+                except BaseException:  # which answers are still out is not known
                     connection.close()
                     raise
         return replies + [None] * (len(commands) - len(replies))
@@ -253,7 +254,7 @@ class Node:
         return replies
 
     def ask_aside(self, *args: bytes, within_s: float = math.inf) -> Reply:
-        """Send one command whose answer may take its time, on a connection of its own; None: nobody answers.
+        """Send one command whose answer may take its time, on a connection of its own; None: no answer.
 
         Raises TimeoutError when the server has not answered `within_s`, where that is less than the usual time: it is
         not lost for that.
@@ -296,7 +297,7 @@ class Node:
             }
 
     def close(self) -> None:
-        """Ask no more questions, and close what nobody uses now; what is lent closes when it is brought back."""
+        """Ask no more questions, and close what is not in use; what is lent closes when it is brought back."""
         with self._lock:
             self._closed = True
             idle = tuple(self._idle)

@@ -1,8 +1,8 @@
 """Bodies that come at once: one into the thread that loads, those behind it into threads beside it, a connection each.
 
 What a socket brings is copied by the kernel, outside the interpreter's lock; one thread does that at the speed of one
-core. A thread is handed a few bodies of one connection, and whoever loads waits for all threads before it hands out the
-first body: so between two calls nothing is under way, and who gives up a load has nobody to stop.
+core. A thread is handed a few bodies of one connection, and the thread that loads waits for all threads before it hands
+out the first body: so between two calls nothing is under way, and a load that is given up has no thread to stop.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Body:
             self._free()
 
     def drop(self) -> None:
-        """Nobody wants it any more; not while somebody receives it."""
+        """Give up what is not wanted any more; not while a thread receives it."""
         self._free()
         if self.got is not None and not isinstance(self.got, int | BackendError):
             self.got.release()
@@ -82,10 +82,10 @@ def receive(bodies: Sequence[Body], lane: GetLane) -> None:
 
 
 class Receiver:
-    """A thread that receives for whoever has borrowed it from a Node.
+    """A thread that receives for the load that has borrowed it from a Node.
 
-    WHY `_given` alone says that something is under way: whoever is interrupted, at whatever step, can still wait for
-    it, and is neither told too early that it is over nor kept for ever.
+    WHY `_given` alone says that something is under way: a thread that is interrupted, at whatever step, can still wait
+    for it, and is neither told too early that it is over nor kept for ever.
     """
 
     __slots__ = ("_changed", "_given", "_is_wanted")
@@ -132,7 +132,7 @@ class Receiver:
                 if body.error is not None and not isinstance(body.error, Exception):
                     body.error = BackendError(repr(body.error))  # SystemExit was for this thread, not for who loads
         finally:
-            del bodies, lane  # whoever waits for work holds nobody's memory
+            del bodies, lane  # a thread that waits for work holds no memory of others
             with self._changed:
                 self._given = None
                 self._changed.notify_all()

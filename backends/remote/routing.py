@@ -22,7 +22,7 @@ from kvredis.storage.errors import BackendError
 from .pool import Node
 
 HOPS_MAX: Final = 5
-"""How often what is asked or stored is sent on; whoever is sent in circles gives up."""
+"""How often what is asked or stored is sent on; a command that is sent in circles is given up."""
 NODES_MAX: Final = 1000
 """Beyond that Redis Cluster does not go, and a server that makes up redirections shall not either."""
 
@@ -91,7 +91,7 @@ class OneServer:
         return [Part(self._node, part) for part in parts_of(keys, size)]
 
     def follow(self, node: Node, reply: BackendError) -> Hop | None:
-        """As Routes.follow: whoever redirects us is a cluster, and was not given as one."""
+        """As Routes.follow: a server that redirects us is a cluster, and was not given as one."""
         return None
 
     def nodes(self) -> Sequence[Node]:
@@ -108,7 +108,7 @@ class OneServer:
 
 
 class ClusterRoutes:
-    """Slots and their masters, as far as anybody has told; of a slot that nobody has named yet, any node may know."""
+    """Slots and their masters, as far as they were told; of a slot that was not named yet, any node may know."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class ClusterRoutes:
             seeds = [self._nodes[place] for place in self._seeds]
             node = next((seed for seed in seeds if not seed.link.waiting), seeds[0])
         if node.link.waiting or self._topology.is_wanted:
-            self._topology.request()  # somebody may have taken its place
+            self._topology.request()  # another may have taken its place
         return node
 
     def _known(self, place: Place) -> Node | None:
@@ -201,7 +201,7 @@ class ClusterRoutes:
         return list(dict.fromkeys((*up, *self._seeds)))
 
     def _doubt(self, silent: Sequence[Place]) -> None:
-        """These have not answered: as long as nobody has ever told his cluster, do not try each, and say so, again."""
+        """These have not answered: as long as no node has ever told its cluster, do not try each, and say so, again."""
         with self._lock:
             is_known = any(node is not None for node in self._masters)
             doubted = [] if is_known else [self._nodes[place] for place in silent if place in self._nodes]

@@ -5,8 +5,8 @@ dropped and counted, because an engine that waits for its cache is slower than o
 servers of a backend together. One thread for each server (Sender) sends SETs, and the touches between them, over a few
 connections; its queue is kept under the lock of the whole (Outbox), what is under way on its connections is its own.
 
-WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. Whoever asks
-for it meanwhile is served from here, and need not wait for a queue that may be seconds long.
+WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. A reader
+of it is served from here meanwhile, and need not wait for a queue that may be seconds long.
 
 Values and touches leave in the order in which they came: that an engine stores a prompt tail first, and touches its
 head in between, is what keeps a full server from evicting the head before the tail.
@@ -89,7 +89,7 @@ class Sender:
     # ---- called by the outbox, under its lock ----------------------------------------------------------------------
 
     def take(self, item: Item) -> None:
-        """Queue it, and see to it that somebody sends it."""
+        """Queue it, and see to it that the thread sends it."""
         self._held[item] = None
         self._queue.append(item)
         self._changed.notify_all()
@@ -178,7 +178,7 @@ class Sender:
                 self._read_answers(free, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
     def _next_lane(self) -> SetLane | None:
-        """The lanes in turn; a new one as long as there are less than may be. None: nobody takes anything."""
+        """The lanes in turn; a new one as long as there are less than may be. None: the server takes nothing."""
         for lane in [lane for lane in self._lanes if not lane.unanswered and lane.connection.stale()]:
             self._lanes.remove(lane)
             self._node.retire(lane.connection)

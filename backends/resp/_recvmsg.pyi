@@ -1,4 +1,4 @@
-"""What backends/resp/_recvmsg.c offers to recvmsg.py."""
+"""What backends/resp/_recvmsg.c offers to wire.py."""
 
 from collections.abc import Sequence
 

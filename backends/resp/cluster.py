@@ -38,7 +38,7 @@ REFRESH_S_MIN: Final = 1.0
 ASK_S_MAX: Final = 2.0
 """For one node to answer; also how long the first who come may wait for the first refresh."""
 WAIT_AGAIN_S: Final = 0.1
-"""How long they wait for a later one when that first has found nobody."""
+"""How long they wait for a later one when that first has found none."""
 
 
 class Redirect(NamedTuple):
@@ -128,7 +128,7 @@ class Topology:
         `silent` is called as `adopt` is, once a spell in which none of them knows, with those who said nothing at all;
         the log has been told."""
         self.refreshes = 0
-        self.is_wanted = False  # requested, but too early: to be requested again when somebody comes by
+        self.is_wanted = False  # requested, but too early: to be requested again at the next question
         self._address = address
         self._timeout_s = min(timeout_s, ASK_S_MAX)
         self._places = places
@@ -153,7 +153,7 @@ class Topology:
 
     def await_first(self) -> None:
         """Request, unless it has been learnt before, and wait for the end of that; all who wait do so until the same
-        moment, ASK_S_MAX after its beginning at the latest, and much sooner once there was nobody."""
+        moment, ASK_S_MAX after its beginning at the latest, and much sooner once none was found."""
         if self.refreshes:
             return
         self.request()

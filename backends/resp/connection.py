@@ -40,7 +40,7 @@ BODY_BYTES_MAX: Final = 10**10 - 1
 bounds what is kept, and the time what is dropped."""
 ARRAY_ITEMS_MAX: Final = 1024 * 1024
 OPTIONAL: Final = (b"HELLO", b"KV.SPLICE")
-"""Greetings that may fail: Redis 5 does not know the one, and nobody but kvredis the other."""
+"""Greetings that may fail: Redis 5 does not know the one, and none but kvredis the other."""
 FULL: Final = "ERR max number of clients"
 """What a server says to one connection too many, before it hangs up."""
 DEPTH_MAX: Final = 16
@@ -214,7 +214,7 @@ class Connection(Wire):
         sock = self._sock
         if sock is not None and self.is_ours:
             with suppress(OSError):  # closed meanwhile
-                # Not SSLSocket's own, which forgets TLS first: whoever reads would take what is left for plain bytes.
+                # Not SSLSocket's own, which forgets TLS first: a reader would take what is left for plain bytes.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:

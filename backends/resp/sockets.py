@@ -35,7 +35,7 @@ _calls = threading.BoundedSemaphore(CALLS_MAX)
 def within(timeout_s: float, doing: str, work: Callable[[], T]) -> T:
     """Give what `work` returns, or raise what it raises; TimeoutError, which says `doing`, when it takes too long.
 
-    `work` runs in a thread of its own, and goes on after the timeout: nobody is told of its result then. Raises
+    `work` runs in a thread of its own, and goes on after the timeout: its result is dropped then. Raises
     RuntimeError when no thread can be had, and for what was to end that thread alone: SystemExit.
     """
     results: SimpleQueue[Callable[[], T]] = SimpleQueue()

@@ -2,7 +2,7 @@
 
 WHY a reader cannot be hurt: the memory is a memfd that is sealed against shrinking, which is looked at before anything
 is mapped, so no page of the mapping ever lacks memory behind it, whatever the server does, and it lives as long as
-somebody maps it, also when the server was killed. And the reader cannot hurt: the descriptor came opened for reading,
+a process maps it, also when the server was killed. And the reader cannot hurt: the descriptor came opened for reading,
 and the seals forbid everybody a new writable mapping.
 
 WHY nothing is done about fork (MADV_DONTFORK): that advice keeps copy-on-write from moving pages under a device that
@@ -105,7 +105,8 @@ def wait_locked() -> None:
 
 
 def check_memory(descriptor: int, nbytes: int) -> None:
-    """Raises BackendError unless `descriptor` is memory of `nbytes` that nobody can take away from who maps it."""
+    """Raises BackendError unless `descriptor` is memory of `nbytes` that no process can take away from one that maps
+    it."""
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or nbytes <= 0:
         raise BackendError(f"the shared memory is not a file of {nbytes} bytes")

@@ -65,10 +65,10 @@ class AnyRooms:
 
 
 class RemoteReservation:
-    """A value on its way out. To whoever fills it a base.Reservation; once committed it is the outbox's, which counts
-    in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done. The
-    outbox notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking` that the
-    last one did so by ASK.
+    """A value on its way out. To the caller who fills it a base.Reservation; once committed it is the outbox's, which
+    counts in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done.
+    The outbox notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking` that
+    the last one did so by ASK.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class RemoteReservation:
         return (self.key,)
 
     def commit(self) -> None:
-        """Put the value into the queue, as it is now; nobody waits for the network here."""
+        """Put the value into the queue, as it is now; it does not wait for the network here."""
         if not self._ended:
             self._ended = True
             self._commit(self)

@@ -32,7 +32,7 @@ from kvredis.storage.memory.arena import Arena
 from .arena import SharedArena, shared_arena
 
 DESCRIPTORS_MAX: Final = 8
-"""What may come with one message; those that nobody wants are closed."""
+"""What may come with one message; those that were not asked for are closed."""
 RELEASES_TOGETHER: Final = 64
 RELEASED_BYTES: Final = 64 * 1024 * 1024
 RELEASED_PART: Final = 16
@@ -65,7 +65,8 @@ class SharedLease:
 
     def __init__(self, connection: AttachedConnection, offset: int, length: int, until_s: float) -> None:
         """The server promises the bytes until `until_s` of time.monotonic(), and while the connection is open."""
-        # Held here too: whoever copies to a GPU just now does so from page-locked memory even if the connection breaks.
+        # Held here too: a thread that copies to a GPU just now does so from page-locked memory even if the connection
+        # breaks.
         self._arena = connection.arena
         self.view = self._arena.part(offset, length)
         self.length = length
@@ -130,7 +131,7 @@ class AttachedConnection(Connection):
         self._side: socket.socket | None = None
         self._limit_ms = 0
         self._lent: Arena | None = None
-        self._descriptors: list[int] | None = None  # those that come, while somebody waits for some
+        self._descriptors: list[int] | None = None  # those that come, while a caller waits for some
         self._sending = threading.Lock()  # not reentrant: a collected lease must not write into a command under way
         self._counting = threading.RLock()  # reentrant: a collected lease may end anywhere
         self._ended: deque[int] = deque()  # offsets of leases that the server takes for held
@@ -161,7 +162,7 @@ class AttachedConnection(Connection):
             self._released_bytes = max(RELEASED_BYTES, nbytes // RELEASED_PART)
             self._side = socket.socket(fileno=came[1])
             came.pop()  # the socket has it now
-            # Whoever may not say this would get answers to what is given back, and take them for others.
+            # A user who may not say this would get answers to what is given back, and take them for others.
             self.send_many([_SKIP, (b"PING",), (b"PING",)])
             if (reply := self.read()) != "PONG":
                 raise self.broken(f"CLIENT REPLY SKIP: {str(reply)[:100]}")
@@ -349,8 +350,8 @@ class AttachedConnection(Connection):
     # ---- descriptors ---------------------------------------------------------------------------------------------
 
     def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
-        """As Wire, and takes up the descriptors that come along, while somebody waits for some: those that nobody asked
-        for are dropped by the kernel."""
+        """As Wire, and takes up the descriptors that come along, while a caller waits for some: those that were not
+        asked for are dropped by the kernel."""
         if self._descriptors is None:
             return super()._receive_some(sock, buffers, flags)
         self._wait(sock, select.POLLIN, self._deadline_s)

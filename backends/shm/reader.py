@@ -34,7 +34,7 @@ no disk. WHY so little: what is given back waits behind commands that were sent 
 room that other clients hold in the same way. With an eighth each, ten loads from disk at once stood still until the
 server gave up. WHY so much without: 60 leases took 3 ms and not 0.8, waiting for the next eight again and again."""
 ASKED_BYTES: Final = 128 * 1024
-"""Of commands ahead: a socket takes them all while nobody reads what it has of answers, which may be values."""
+"""Of commands ahead: a socket takes them all while no thread reads what it has of answers, which may be values."""
 KEY_OVERHEAD_BYTES: Final = 16
 """What a command has around a key."""
 
@@ -108,7 +108,7 @@ class LeaseLane(GetLane):
         return answer
 
     def settle(self, left_s: float) -> None:
-        """Bring the connection to rest after the load: give back what nobody has taken. The leases that have been taken
+        """Bring the connection to rest after the load: give back what was not taken. The leases that have been taken
         end with the connection, so it is closed only when the server does not answer."""
         until_s = time.monotonic() + min(left_s, DRAIN_S)
         try:
@@ -178,4 +178,4 @@ def _is_share_used(answer: SharedLease | bytes | BackendError | None) -> bool:
 
 
 def _end() -> None:
-    """Nobody holds anything for a value that has come whole."""
+    """A value that has come whole needs no hold."""

@@ -6,7 +6,7 @@ go on as if nothing had happened.
 
 WHY far may miss something that near has, and how it catches up: a value that the server's queue had no room for, or
 that was on its way when the server was lost, is remembered (staging.py), and sent again when a lookup finds it.
-What follows it in a prompt is not sent before it is: a tail without its head is worth nothing to anybody.
+What follows it in a prompt is not sent before it is: a tail without its head is worth nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LayeredReservation:
         self._ended = False
 
     def commit(self) -> None:
-        """Let the value be seen near, and put it into the queue; nobody waits for the network here."""
+        """Let the value be seen near, and put it into the queue; it does not wait for the network here."""
         if not self._ended:
             self._ended = True
             if self._leaving.publish() and self._far is not None:
@@ -87,7 +87,7 @@ class LayeredBackend:
         self.far = far
         self.asks_far = False
         """Whether others look for what is stored here on the far side alone, as a scheduler does whose workers are
-        processes of their own: then what it has lost is sent again, when somebody would store it."""
+        processes of their own: then what it has lost is sent again, when a caller would store it."""
         self._passage = passage
         self._prefetcher = Prefetcher(self._fetch)
         self._round = _Round()

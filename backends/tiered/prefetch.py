@@ -1,4 +1,5 @@
-"""Bringing blocks from far into near memory ahead of need: one thread, a bounded list of jobs, nobody waits for it."""
+"""Bringing blocks from far into near memory ahead of need: one thread, a bounded list of jobs, and no caller waits for
+it."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class LayeredPrefetch:
 
     @property
     def is_finished(self) -> bool:
-        """As Prefetch.is_finished; asks nobody."""
+        """As Prefetch.is_finished; asks no server."""
         return self._near.is_finished and self._far.over.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -96,7 +97,7 @@ class Prefetcher:
         self._closed = False
 
     def add(self, job: FarPrefetch) -> bool:
-        """Put a job behind the others; False when there are too many, or nobody to do it."""
+        """Put a job behind the others; False when there are too many, or no thread to do it."""
         if not job.keys:
             job.over.set()
             return True
@@ -131,7 +132,7 @@ class Prefetcher:
         try:
             if not job.cancelled:
                 self._fetch(job)
-        except BaseException:  # whoever waits for this job or a later one must not wait for ever
+        except BaseException:  # a caller who waits for this job or a later one must not wait for ever
             logger.exception("A prefetch has failed")
         with self._lock:
             self._jobs.popleft()

@@ -45,7 +45,7 @@ class Filling:
         self.deletes = passage.deletes
         """How many deletes there had been when it began."""
         self.is_wanted = is_wanted
-        """Whether somebody waits for its blocks, so that others leave for them even if the disk has not got these."""
+        """Whether a caller waits for its blocks, so that others leave for them even if the disk has not got these."""
         self.room_wait_s = room_wait_s
         """What it may still wait for memory."""
         self.bytes_left = bytes_left
@@ -58,7 +58,7 @@ class Filling:
         return self._passage.receive(self, key, length)
 
     def reserve_ahead(self, key: bytes, length: int) -> Arriving | None:
-        """As Rooms.reserve_ahead: nobody who shall go to disk leaves unwritten for it."""
+        """As Rooms.reserve_ahead: no block that shall go to disk leaves unwritten for it."""
         return self._passage.receive(self, key, length, ahead=True)
 
 
@@ -185,7 +185,7 @@ class Passage:
         return self._here.leaving
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End all waits."""
         self._closed.set()
 
     # ---- from near to far --------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Passage:
         return Filling(self, is_wanted=True, room_wait_s=wait_s, bytes_left=sys.maxsize)
 
     def new_prefetch(self, bytes_max: int) -> Filling:
-        """Begin a load that nobody waits for, of so many bytes: from now on a delete is news."""
+        """Begin a load that no caller waits for, of so many bytes: from now on a delete is news."""
         return Filling(self, is_wanted=False, room_wait_s=0.0, bytes_left=bytes_max)
 
     def receive(self, filling: Filling, key: bytes, length: int, *, ahead: bool = False) -> Arriving | None:
@@ -275,7 +275,7 @@ class Passage:
             filling.bytes_left += extent_length(length)
 
     def _find_room(self, key: bytes, length: int, filling: Filling) -> Reservation | None:
-        """Room for a body whose sender waits: nobody who shall go to disk leaves unwritten while there is time."""
+        """Room for a body whose sender waits: no block that shall go to disk leaves unwritten while there is time."""
         store = self._near.store
         room = store.reserve(key, length, drop=False)
         while room is None and filling.room_wait_s > 0 and not self._closed.is_set():

@@ -62,7 +62,7 @@ STAY: Final[tuple[int | None, ...]] = tuple(range(SPACES))
 
 class Unusable(Exception):
     """The directory's index cannot be used. `ours` says whether it may be thrown away: a cache that lost its index,
-    or one of an older format; not what somebody else, or a newer kvredis, has written."""
+    or one of an older format; not what another program, or a newer kvredis, has written."""
 
     def __init__(self, reason: str, *, ours: bool) -> None:
         super().__init__(reason)
@@ -229,7 +229,7 @@ class DiskIndex:
         application_id = self._do("PRAGMA application_id").fetchone()[0]
         version = self._do("PRAGMA user_version").fetchone()[0]
         if tables and application_id != _APPLICATION_ID:
-            raise Unusable(f"{INDEX_NAME} is somebody else's database", ours=False)
+            raise Unusable(f"{INDEX_NAME} is another program's database", ours=False)
         if tables and version > FORMAT_VERSION:
             raise Unusable(f"it was written in format {version}, by a newer kvredis", ours=False)
         if tables and version < FORMAT_VERSION:
@@ -255,7 +255,7 @@ class DiskIndex:
         return int(self._do("SELECT value FROM facts WHERE name='segment_bytes'").fetchone()[0])
 
     def begin_epoch(self, segment_bytes: int) -> int:
-        """Durably begin another run of the server; gives the first sequence number that nobody has ever used.
+        """Durably begin another run of the server; gives the first sequence number that was never used.
 
         Records that were in quarantine are forgotten: their extents are free from now on.
         """

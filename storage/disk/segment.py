@@ -13,7 +13,7 @@ both agree on key, database, length, sequence number and checksum, and the paylo
 renamed stays where it lies, header and all: then the index knows both names.
 
 The disk is one row of equally long segments, addressed by one number: segment i begins at i x (segment_bytes + one
-grain). The grain between two segments belongs to nobody, so the allocator that is used for the arena never makes a hole
+grain). The grain between two segments is never used, so the allocator that is used for the arena never makes a hole
 or an extent that crosses from one file into the next.
 """
 
@@ -157,7 +157,8 @@ def geometry(limit_bytes: int, segment_bytes: int) -> Geometry:
 
 
 def default_segment_bytes(limit_bytes: int) -> int:
-    """How long segments are when nobody says: a record lies in one, so disks that can afford it get longer ones."""
+    """How long segments are when the options do not say: a record lies in one, so disks that can afford it get longer
+    ones."""
     return LONG_SEGMENT_BYTES if limit_bytes >= LONG_SEGMENTS_FROM_BYTES else SEGMENT_BYTES
 
 

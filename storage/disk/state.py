@@ -94,7 +94,7 @@ class DiskLedger:
         self.superseded_bytes = 0
         """Extents of records that stay only until their keys' newer values are on disk."""
         self._retiring: list[Record] = []  # their rows may still be in the index on disk
-        self._freeing: list[Record] = []  # of these whoever is settling takes care
+        self._freeing: list[Record] = []  # the thread that is settling takes care of these
         self._lingering: set[Record] = set()  # their rows are gone, a reader is not
         self._suspects: list[Extent] = []  # could not be written, and nothing could since
         self._refused_in_a_row = 0
@@ -327,7 +327,7 @@ class DiskLedger:
 
     @property
     def free_bytes(self) -> int:
-        """Room for records that nobody has to leave for: free in the segments, and what these may still grow by."""
+        """Room for records that no other has to leave for: free in the segments, and what these may still grow by."""
         return self._allocator.free_bytes + self.limit_bytes - self.file_bytes
 
     @property
@@ -422,7 +422,7 @@ class DiskLedger:
         self.superseded_bytes -= record.extent.length
 
     def _retire(self, record: Record) -> None:
-        """Let a record go; its extent is free once the index knows and nobody reads it."""
+        """Let a record go; its extent is free once the index knows and no reader has it."""
         self._leave(record)
         self._retiring.append(record)
 
@@ -452,8 +452,8 @@ class DiskLedger:
         return True
 
     def _suspect(self, extent: Extent, *, refused: bool) -> None:
-        """A write came to nothing: it is the spot, or all of the device. Until a write elsewhere succeeds nobody knows,
-        and nobody who can be read shall leave to find out: other holes are tried, and then the same again."""
+        """A write came to nothing: it is the spot, or all of the device. Until a write elsewhere succeeds that is open,
+        and no record that can be read shall leave to find out: other holes are tried, and then the same again."""
         self._refused_in_a_row += refused
         if refused:
             self._suspects.append(extent)
@@ -468,7 +468,7 @@ class DiskLedger:
         return acquitted
 
     def _spares(self) -> bool:
-        """Whether nobody shall leave for a write that will most likely be refused like the last; now and then somebody
+        """Whether no record shall leave for a write that will most likely be refused like the last; now and then one
         does, so that a full disk whose one hole is bad is not stuck with it."""
         in_a_row = self._refused_in_a_row
         if in_a_row >= PROBE_AFTER and in_a_row & (in_a_row - 1) == 0:

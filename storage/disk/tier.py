@@ -139,7 +139,7 @@ class DiskTier(DiskLedger):
         """Write a block to the extent that was reserved for it; `publish` or `abandon` (its extent) comes next.
 
         `image` is page-aligned, at least as long as the extent, and has the payload HEADER_BYTES behind its start;
-        those first bytes are overwritten, and nobody may change the payload meanwhile. None: not storable, or the
+        those first bytes are overwritten, and the payload does not change meanwhile. None: not storable, or the
         device refused; the extent is given back then.
         """
         if not self.storable(facts.key, facts.length) or record_bytes(facts.length) != extent.length:
@@ -402,8 +402,8 @@ class DiskTier(DiskLedger):
         return not self.distrusted
 
     def _free(self) -> None:
-        """Give back the extents of records that the index knows nothing of any more, a few at a time: whoever waits for
-        the lock or the interpreter meanwhile gets it in between."""
+        """Give back the extents of records that the index knows nothing of any more, a few at a time: a thread that
+        waits for the lock or the interpreter meanwhile gets it in between."""
         while self._freeing:
             with self._lock:
                 for record in self._freeing[-FREED_AT_ONCE:]:

@@ -23,7 +23,7 @@ from .s3fifo import S3FIFO
 class Policy(Protocol):
     """The order in which unleased entries would leave. Every entry in it was admitted and not yet forgotten.
 
-    The store's lock is held by whoever calls, except for `touch`: that may come from another thread at any time.
+    The store's lock is held by the caller, except for `touch`: that may come from another thread at any time.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Policy(Protocol):
 
     def uses(self, entry: Entry) -> int | None:
         """How often an entry was used of late, 0 to 255 (Redis' OBJECT FREQ), 0 for one that is not in the
-        order; None where nobody counts."""
+        order; None where uses are not counted."""
         ...
 
     def __len__(self) -> int: ...

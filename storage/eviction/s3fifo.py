@@ -4,13 +4,13 @@ After Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023.
 a tenth of all; who comes to its front unused leaves, who was used goes over to the *main* queue. There it leaves from
 the front too, unless it was used since: then it goes round once more, for each of up to three uses. *Ghosts* are the
 names of those that left the small queue lately: who comes back while its ghost is there goes to the main queue at once.
-So a long prompt that nobody asks for again passes through a tenth of the memory, and causes no write to disk.
+So a long prompt that no client asks for again passes through a tenth of the memory, and causes no write to disk.
 
 Where this differs from the paper, and why:
 
 - Queues are measured in entries, not bytes: a policy knows an order and no capacity, and the blocks of a model are all
   of one length.
-- The hands move when somebody asks for a victim, not when somebody stores: the store may find room without.
+- The hands move when the store asks for a victim, not when it takes a block in: the store may find room without.
 - One use is enough to go over (the paper's code asks for two): a block is read once by each prompt that begins with
   it, and its second prompt is what shows that it is shared.
 - A key of the small queue that is deleted or written over has a ghost as well, and one of the main queue that is
@@ -45,7 +45,7 @@ class _Seat:
 
 
 class S3FIFO:
-    """Newcomers that nobody uses first, then the oldest of the others that have not been used lately."""
+    """Newcomers that are not used first, then the oldest of the others that have not been used lately."""
 
     name = "S3FIFO"
     selective = False

@@ -1,9 +1,9 @@
 """The arena: one shared mapping that every stored payload lives in, and the only file that asks the kernel for it.
 
 A memfd rather than anonymous memory, so that an engine on the same host can map the very same pages and skip the
-socket. It is sealed once we have mapped it: from then on nobody, not even the same user through /proc, can map it
-writable, write to it, punch holes into it or change its size. So whoever is given it can neither damage it nor be
-killed (SIGBUS) by what becomes of it, and it lives as long as somebody maps it, also when this process is gone.
+socket. It is sealed once we have mapped it: from then on no process, not even of the same user through /proc, can map
+it writable, write to it, punch holes into it or change its size. So a process that is given it can neither damage it
+nor be killed (SIGBUS) by what becomes of it, and it lives as long as a process maps it, also when this process is gone.
 
 Hugepages, because a payload copied by the kernel from 4 KiB pages costs about half as much again and because
 registering them with a GPU is three to ten times quicker; they do not change the speed of the GPU's copies.
@@ -248,7 +248,7 @@ def _map_memfd(nbytes: int, page_bytes: int, flags: int = 0) -> tuple[int, mmap.
 
 
 def _seal(fd: int) -> None:
-    """Let nobody shrink, grow or write to it any more but through mappings that exist. A kernel that cannot keep
+    """Have it shrunk, grown or written to no more but through mappings that exist. A kernel that cannot keep
     writers out keeps its size at least, which is what a server asks of memory that is lent to it."""
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

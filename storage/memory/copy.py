@@ -57,8 +57,8 @@ def addresses_of(views: Sequence[View]) -> list[int]:
 
 
 def address_of(view: View) -> int:
-    """Give where contiguous memory begins; whoever asks keeps the view while he uses it. Raises BufferError for what is
-    not contiguous."""
+    """Give where contiguous memory begins; the caller keeps the view while the address is used. Raises BufferError for
+    what is not contiguous."""
     found = _PyBuffer()
     _get_buffer(view, found, _PYBUF_SIMPLE)
     address = int(found.address or 0)
@@ -89,7 +89,7 @@ def copy(destination: "WriteableBuffer", source: "ReadableBuffer", kind: str = K
 
     Raises ValueError when their lengths in bytes differ, and TypeError or BufferError when one lends no C-contiguous
     memory or `destination` may not be written; nothing is copied then. Natively, other threads run on during a long
-    copy, so whoever calls sees to it that nobody else writes to either. `kind` is one of KINDS, for measuring.
+    copy, so the caller sees to it that no other writes to either. `kind` is one of KINDS, for measuring.
     """
     if kind != "python" and _copy_natively is not None:
         _copy_natively(destination, source, _WAYS[kind])

@@ -1,4 +1,5 @@
-"""Threads that copy in the background ask the kernel for long time slices, so that whoever wakes goes before them.
+"""Threads that copy in the background ask the kernel for long time slices, so that a thread that wakes goes before
+them.
 
 A copy of a block keeps a processor for a millisecond or two. A thread that wakes there meanwhile, an engine whose step
 is over, say, waits by Linux' EEVDF scheduler until the copy's time slice is used up, although it has run far less: it

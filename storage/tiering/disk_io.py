@@ -53,14 +53,14 @@ class Carrier:
         self.failing = False
         """The last write came to nothing."""
         self.stalled = False
-        """Somebody has waited in vain for a write; the next one that succeeds clears it."""
+        """A caller has waited in vain for a write; the next one that succeeds clears it."""
         self.written_s = store.now_s()
         """When a block has last reached the disk."""
         self.written = threading.Condition(store.lock)
         """Notified after every attempt to write a block."""
         self.on_room: Callable[[], None] | None = None
         self.pushed_out = 0
-        """The highest number of a write that memory has alone again, since somebody has last made this 0."""
+        """The highest number of a write that memory has alone again, since a save has last made this 0."""
         self._store = store
         self._disk = disk
         self._superseded = superseded
@@ -86,7 +86,7 @@ class Carrier:
             yield parcel
 
     def write_out(self, parcel: Sequence[Entry]) -> list[bool]:
-        """Write a parcel to disk, here and now. For each entry True when it is there, or nobody wants it any more."""
+        """Write a parcel to disk, here and now. For each entry True when it is there, or is not wanted any more."""
         store = self._store
         with self.written:
             while not self._writing.isdisjoint(parcel):  # another thread is at it
@@ -189,7 +189,7 @@ class Carrier:
                 self.pushed_out = max(self.pushed_out, record.write)
 
     def read_in(self, key: bytes, space: int, *, drop: bool) -> None:
-        """Bring a block in. NoRoom when there is none; without `drop` nobody leaves unwritten for it."""
+        """Bring a block in. NoRoom when there is none; without `drop` no block leaves unwritten for it."""
         store = self._store
         with store.lock:
             entry = store.index.get(key, space)
@@ -249,7 +249,7 @@ class Carrier:
 
     def _lose(self, entry: Entry, record: Record) -> bool:
         """The store's lock is held: a record was not what had been written, or has just made room, and the disk has let
-        go of it. False when nobody misses it."""
+        go of it. False when it is not missed."""
         if not self._is_meant(entry, record):
             return False
         self.let_go(entry)
@@ -263,8 +263,8 @@ class Carrier:
         return entry.record is record and self._store.index.get(entry.key, entry.space) is entry
 
     def _room(self, nbytes: int, *, drop: bool) -> Extent | None:
-        """An extent for a block that comes in, the caller's as a reservation; whoever must be written for it is written
-        by this thread, which waits for no other."""
+        """An extent for a block that comes in, the caller's as a reservation; a block that must be written for it is
+        written by this thread, which waits for no other."""
         store = self._store
         for _ in range(ROOM_TRIES):
             with store.lock:

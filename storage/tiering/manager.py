@@ -3,10 +3,10 @@
 The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
 does.
 
-Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that whoever stores
-finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they wait a
-bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave unwritten,
-and are counted.
+Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that a caller who
+stores finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they
+wait a bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave
+unwritten, and are counted.
 
 Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
 hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
@@ -72,7 +72,7 @@ AHEAD_ENTRIES_MAX: Final = 512
 """How many of the coldest entries are looked through for that: a tenth of a millisecond."""
 
 URGENT_ENTRIES: Final = 16
-"""How many of the coldest are written for somebody who waits, when none of them stands in his way."""
+"""How many of the coldest are written for a caller who waits, when none of them is in the way."""
 
 INLINE_AHEAD_PART: Final = 8
 """Small values are written when less than an eighth of their bound is left."""
@@ -156,7 +156,8 @@ class Bringing:
         self._one_less()
 
     def _let_go(self, transfer: Transfer[None]) -> None:
-        """What was under way has come though nobody wants it: a memory that keeps nothing lets it go as a hold ends."""
+        """What was under way has come though it is not wanted: a memory that keeps nothing lets it go as a hold
+        ends."""
         lease = self._store.peek(transfer.key, transfer.space) if transfer.state is State.DONE else None
         if lease is not None:
             lease.release()
@@ -306,7 +307,7 @@ class Tiering:
         self.jobs: PrefetchJobs[None] = PrefetchJobs(self._begin, clock_s=store.now_s)
         self.saving = Saving(self, io)
         self.spill_wait_s = spill_wait_s
-        """How long somebody who stores should wait for the disk to make room."""
+        """How long a caller who stores should wait for the disk to make room."""
         self._store = store
         self.stats = TierStats()
         self.superseded = Superseded(disk)
@@ -505,12 +506,12 @@ class Tiering:
         self.carrier.on_room = callback
 
     def waited_in_vain(self, since_s: float) -> None:
-        """Somebody has waited from `since_s`, on the store's clock, without room coming for him. When no block at all
-        has reached the disk since, nobody shall wait until one does."""
+        """A caller has waited from `since_s`, on the store's clock, and no room has come. When no block at all has
+        reached the disk since, no caller shall wait until one does."""
         self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
 
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """Somebody has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
+        """A caller has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
             with self._store.lock:
@@ -616,7 +617,7 @@ class Tiering:
         """Have blocks, each a key and its database, brought into memory and held there; None when none of them is away.
 
         `done` is called with what this returns once all that can be had is there: in an I/O thread as a rule, perhaps
-        before this returns. Whoever asked ends the hold with `release`.
+        before this returns. The caller ends the hold with `release`.
         """
         wanted = dict.fromkeys(names)
         if all((entry := self._store.find(*name)) is None or entry.is_resident for name in wanted):
@@ -626,7 +627,7 @@ class Tiering:
         return bringing
 
     def promote(self, key: bytes, space: int, done: Callable[[Transfer[None]], None]) -> Transfer[None] | None:
-        """Have a block brought in for somebody who waits; None when it is in memory or nowhere."""
+        """Have a block brought in for a caller who waits; None when it is in memory or nowhere."""
         entry = self._store.find(key, space)
         if entry is None or entry.is_resident:
             return None

@@ -1,9 +1,9 @@
-"""What KV.JOB tells of: a list of blocks that somebody will want, and how far they have come.
+"""What KV.JOB tells of: a list of blocks that a client will want, and how far they have come.
 
-A prefetch answers at once, so whoever asked for it needs something to ask afterwards: a job with counts, that can be
-waited for (by a callback: nobody blocks here), cancelled, and given a deadline. A job owns no bytes. What it has
-brought into memory is in the store, evictable like any other block; cancelling it takes back only what has not begun
-and what nobody else wants.
+A prefetch answers at once, so the client that asked for it needs something to ask afterwards: a job with counts, that
+can be waited for (by a callback: no thread blocks here), cancelled, and given a deadline. A job owns no bytes. What it
+has brought into memory is in the store, evictable like any other block; cancelling it takes back only what has not
+begun and what no other wants.
 
 Putting a thousand blocks on their way would take ten milliseconds, and room in memory long before the disk comes to
 them. So a job has but a few moving at a time and begins another when one has arrived. A demand for a block that is
@@ -190,7 +190,7 @@ class PrefetchJob(Generic[T]):
             with self._lock:
                 enough = self._moving and (self._full or begun >= self._bounds.moving_max)
                 if enough or not self._waiting or self._moving >= self._bounds.moving_max:
-                    self._feeding = False  # whoever settles the next block feeds on
+                    self._feeding = False  # the thread that settles the next block feeds on
                     break
                 key, space = self._waiting.popleft()
                 self._moving += 1

@@ -1,8 +1,9 @@
-"""Who is on the way between memory and disk, so that nobody sends for the same block twice.
+"""Which blocks are on the way between memory and disk, so that none is sent for twice.
 
 A block may be wanted by many at once: ten clients ask for the head of one prompt, a prefetch has queued it a moment
-ago. One transfer is in flight for each key and database, and whoever asks again joins it: a job that was queued as a
-prefetch becomes as urgent as the demand that joins. Nobody blocks to wait here: whoever wants to know gives a callback.
+ago. One transfer is in flight for each key and database, and a caller who asks again joins it: a job that was queued as
+a prefetch becomes as urgent as the demand that joins. No caller blocks to wait here: one who wants to know gives a
+callback.
 
 Nothing is locked here while foreign code runs (`start`, callbacks), so the store may ask with its own lock held, and
 take it in a callback.
@@ -29,7 +30,7 @@ class Kind(Enum):
     """Which way, and why."""
 
     PROMOTE = "promote"
-    """From disk to memory: somebody waits for it."""
+    """From disk to memory: a caller waits for it."""
     PREFETCH = "prefetch"
     """From disk to memory, ahead of need."""
     IDLE = "idle"
@@ -67,7 +68,7 @@ class State(Enum):
     FAILED = "failed"
     """Its job raised `error`."""
     CANCELLED = "cancelled"
-    """Nobody wanted it any more, or the disk's threads were closed."""
+    """It was not wanted any more, or the disk's threads were closed."""
     OVERDUE = "overdue"
     """Not begun by its deadline."""
     REFUSED = "refused"
@@ -119,7 +120,7 @@ class Transfer(Generic[T]):
         self._future: Future[T] | None = None  # from the moment that `start` has answered until it is over
         self._callbacks: list[Callable[[Transfer[T]], None]] = []
         self._joined = False
-        self._kept = False  # somebody asked without waiting, so it does not depend on those who do
+        self._kept = False  # a caller asked without waiting, so it does not depend on those who do
         self._unwanted: Callable[[Transfer[T]], None] | None = None
 
     @property
@@ -146,9 +147,9 @@ class Transfer(Generic[T]):
         callback: "Callable[[Transfer[T]], None]",
         unwanted: "Callable[[Transfer[T]], None] | None" = None,
     ) -> bool:
-        """Take a callback back: who gave it no longer waits. When he was the last, and nobody had asked without
+        """Take a callback back: who gave it no longer waits. When that was the last, and none had asked without
         waiting, a transfer not yet begun is cancelled; one under way goes on to its end, of which `unwanted` is told,
-        as by add_done, if nobody has asked for the block by then.
+        as by add_done, if no other has asked for the block by then.
 
         False when it was not there, or has been or is about to be called.
         """
@@ -208,7 +209,7 @@ class Transfers(Generic[T]):
         return self._in_flight.get((space, key))
 
     def forget(self, key: bytes, space: int) -> Transfer[T] | None:
-        """Let nobody join the transfer of this block any more: the key was deleted or holds another value now. Those
+        """Have the transfer of this block joined no more: the key was deleted or holds another value now. Those
         who wait still hear how it ends; whether its outcome is still of use, its job must find out itself."""
         with self._lock:
             return self._in_flight.pop((space, key), None)
@@ -226,7 +227,7 @@ class Transfers(Generic[T]):
 
     def figures(self) -> dict[Kind, dict[str, int]]:
         """For each kind how many were "started" and how these ended ("done", "failed", ...: the values of State), and
-        how often one was "joined" by somebody of this kind."""
+        how often one was "joined" by a caller of this kind."""
         with self._lock:
             names = [
                 "started",
@@ -236,7 +237,7 @@ class Transfers(Generic[T]):
             return {kind: {name: self._counts[kind, name] for name in names} for kind in Kind}
 
     def check_integrity(self) -> None:
-        """Assert that what is in flight is filed under its own key, is not over, and has somebody who wants it."""
+        """Assert that what is in flight is filed under its own key, is not over, and is wanted."""
         with self._lock:
             for (space, key), transfer in self._in_flight.items():
                 assert (transfer.space, transfer.key) == (space, key)
@@ -288,7 +289,7 @@ class Transfers(Generic[T]):
             dropped.cancel()
 
     def _drop(self, transfer: Transfer[T]) -> Future[T] | None:
-        """With the lock held: if nobody wants it and it has not begun, take its job back and let nobody join it; the
+        """With the lock held: if it is not wanted and has not begun, take its job back and have it joined no more; the
         caller then cancels the future that this returns, without the lock."""
         future = transfer._future
         if transfer._kept or transfer._callbacks or future is None or not self._jobs.retract(future):
@@ -297,7 +298,7 @@ class Transfers(Generic[T]):
         return future
 
     def _leave(self, transfer: Transfer[T]) -> None:
-        """With the lock held: nobody joins it any more. After `forget` its place may be another's."""
+        """With the lock held: it is joined no more. After `forget` its place may be another's."""
         where = (transfer.space, transfer.key)
         if self._in_flight.get(where) is transfer:
             del self._in_flight[where]

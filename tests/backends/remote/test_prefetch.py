@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.backends.remote.backend import QUESTION_KEYS, RemoteBackend
-from kvredis.backends.remote.prefetch import RemotePrefetch
+from kvredis.backends.remote.backend import QUESTION_KEYS, RemoteBackend, RemotePrefetch
 from tests.backends.conftest import Connect, ServerProcess, StartServer
 from tests.backends.fake_server import Answer, FakeServer, Leave, Said, polite
 from tests.backends.verbs import content, keys_of, loaded, put_through

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvredis.backends.resp import recvmsg
+from kvredis.backends.resp import wire
 
 Receive = Callable[[int, Sequence[memoryview], int], int]
 Ends = tuple[socket.socket, socket.socket]
@@ -17,10 +17,10 @@ Ends = tuple[socket.socket, socket.socket]
 @pytest.fixture(params=["natively", "in Python"])
 def receive(request: pytest.FixtureRequest) -> Receive:
     if request.param == "in Python":
-        return recvmsg.receive_in_python
-    if recvmsg._receive_natively is None:
+        return wire.receive_in_python
+    if wire._receive_natively is None:
         pytest.skip("the extension is not built here")
-    return recvmsg._receive_natively
+    return wire._receive_natively
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_memory_that_is_not_to_be_written_is_refused_and_stays_what_it_is(receiv
 
 
 def test_more_views_than_a_body_and_its_end_are_refused(receive: Receive, ends: Ends) -> None:
-    views = [memoryview(bytearray(1)) for _ in range(recvmsg.VIEWS_MAX + 1)]
+    views = [memoryview(bytearray(1)) for _ in range(wire.VIEWS_MAX + 1)]
     with pytest.raises(ValueError, match="at most 2 views"):
         receive(ends[0].fileno(), views, socket.MSG_DONTWAIT)
 

@@ -231,7 +231,7 @@ def test_an_older_format_is_discarded_and_a_newer_one_refused(tmp_path: Path) ->
 
 def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     with_index(tmp_path, "CREATE TABLE precious (thing)")
-    with pytest.raises(ConfigError, match="somebody else's database"):
+    with pytest.raises(ConfigError, match="another program's database"):
         small_disk(tmp_path)
     with_index(tmp_path, "SELECT * FROM precious")
 
