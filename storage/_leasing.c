@@ -1,4 +1,5 @@
-/* Holds on many blocks at a time, and their end, natively. lease_many.py is the contract and has the same in Python.
+/* Holds on many blocks at a time, and their end, natively. lease_many.py is the contract and has the same in Python; what
+ * a hit does is said in state.py (StoreState._hit): used_entry below is its fast path.
  *
  * WHY slots are read where they lie and not as attributes: a block leased by the thousand is touched by nothing else,
  * so a lease costs what is noted down for it, and a dozen attributes were most of that. Where slots lie is asked of the
@@ -226,8 +227,8 @@ static int find_classes(void) {
 }
 
 static PyMethodDef METHODS[] = {
-    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, "As leasing.hold_in_python."},
-    {"end", (PyCFunction)(void (*)(void))end, METH_FASTCALL, "As leasing.end_in_python."},
+    {"hold", (PyCFunction)(void (*)(void))hold, METH_FASTCALL, "As lease_many.hold_in_python."},
+    {"end", (PyCFunction)(void (*)(void))end, METH_FASTCALL, "As lease_many.end_in_python."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,7 +8,7 @@ said here for each block, and gives the same for every run.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from .entry import NOWHERE, Entry, LeaseRun
+from .entry import Entry, LeaseRun
 from .memory.copy import NATIVE_WANTED
 
 Found = Entry | bytes | None
@@ -28,32 +28,26 @@ Ending = Callable[[Sequence[Place], list[dict[bytes, Entry]] | None, Callable[[E
 def hold_in_python(
     keys: Sequence[bytes], entries: dict[bytes, Entry], hit: Hit, touch: Callable[[Entry], None], now_s: float
 ) -> tuple[list[Found], list[Entry | None], tuple[int, int, int, int]]:
-    """What there is under `keys` in the database `entries`; which of it is held now; and as sums how many blocks were
-    used without asking `hit`, which is asked about all but blocks that are in the arena without an end, the holds, and
-    the bytes and tokens of what is held."""
+    """What there is under `keys`; which of it is held now; and as sums how many blocks were used without asking `hit`,
+    the holds, and the bytes and tokens of what is held. `hit` (StoreState._hit) is asked about each key here; in C
+    about all but blocks that are in the database `entries` and in the arena without an end, whose use `touch` and
+    `now_s` are for."""
     found: list[Found] = []
     held: list[Entry | None] = []
-    used = leases = nbytes = tokens = 0
+    leases = nbytes = tokens = 0
     for key in keys:
-        entry = entries.get(key)
-        if entry is not None and entry.value is None and entry.extent is not NOWHERE and not entry.expire_at_ms:
-            touch(entry)
-            entry.hits += 1
-            entry.accessed_s = now_s
-            used += 1
-        else:
-            entry = hit(key)
-            if entry is None or entry.value is not None:
-                found.append(None if entry is None else entry.value)
-                held.append(None)
-                continue
+        entry = hit(key)
+        if entry is None or entry.value is not None:
+            found.append(None if entry is None else entry.value)
+            held.append(None)
+            continue
         entry.leases += 1
         leases += 1
         nbytes += entry.length
         tokens += entry.tokens
         found.append(entry)
         held.append(entry)
-    return found, held, (used, leases, nbytes, tokens)
+    return found, held, (0, leases, nbytes, tokens)
 
 
 def end_in_python(

@@ -7,6 +7,7 @@ at the end, which tiers need as clients do, take it themselves.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import islice
@@ -16,7 +17,7 @@ from .database import Database
 from .disk.segment import Record
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
-from .expiry import Clock, Deadlines
+from .expiry import Clock, Deadlines, unix_ms
 from .index import Index
 from .lmcache_pairs import Departed, other_half
 from .memory.allocator import GRAIN_BYTES, Allocator, Extent
@@ -127,16 +128,24 @@ class LowerTier(Protocol):
 
 
 class StoreState:
-    """What is where, who holds it and what it costs. `now_ms` is wall-clock time, `now_s` monotonic."""
+    """What is where, who holds it and what it costs, in an `arena` that it owns from here on. `now_ms` is wall-clock
+    time, for expiry, `now_s` a monotonic clock, for idle times and lease limits; tests pass their own.
+    """
 
     def __init__(
-        self, arena: Arena, policy: Policy | None, clock_ms: Callable[[], int], clock_s: Callable[[], float]
+        self,
+        arena: Arena,
+        *,
+        policy: Policy | None = None,
+        clock_ms: Callable[[], int] = unix_ms,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
         self.arena = arena
         self._memory = arena.view.toreadonly()
         self.stats = StoreStats()
         self.index = Index()
+        self._spaces = self.index.spaces
         self.policy: Policy = LRU() if policy is None else policy
         self.inline_policy: Policy = type(self.policy)()
         self.inline_bytes_high = max(arena.nbytes // INLINE_SHARE, INLINE_BYTES_LOW)
@@ -214,12 +223,19 @@ class StoreState:
         return entry
 
     def _hit(self, key: bytes, space: int) -> Entry | None:
+        """The entry under `key`, used now, or None: a miss, or a block on disk alone, which is neither hit nor miss.
+
+        This is what a hit does, for one key and for many (lease_many.py): the order of eviction learns of the lookups
+        that were put off, then of this use; the store and the entry count it; the entry notes the time. Two fast paths
+        do the same, and ask here about all that is not simple: Store.fetch for small values without an end, and
+        _leasing.c for blocks of the arena without an end.
+        """
         entry = self.index.spaces[space].get(key)
         if entry is None or (entry.expire_at_ms and self._visible(key, space) is None):
             self.stats.misses += 1
             return None
         if entry.value is None and entry.extent is NOWHERE:
-            return None  # neither hit nor miss: who wants it has it brought first
+            return None
         if self._put_off_entries:
             self.catch_up()
         self.stats.hits += 1
@@ -693,7 +709,7 @@ class StoreState:
 
     def find(self, key: bytes, space: int = 0) -> Entry | None:
         """The entry under `key` for looking only: it counts no hit and touches no policy."""
-        entry = self.index.spaces[space].get(key)  # one read of a dict needs no lock
+        entry = self._spaces[space].get(key)  # one read of a dict needs no lock
         if entry is None or not entry.expire_at_ms:
             return entry
         with self.lock:

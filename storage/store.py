@@ -5,8 +5,7 @@ across a copy or I/O, because callers fill and read the arena through the views 
 they hold. Ordinary outcomes (a miss, no room) are None or a count.
 """
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise, takewhile
@@ -27,7 +26,6 @@ from .entry import (
     extent_length,
 )
 from .eviction.base import Policy, make_policy
-from .expiry import unix_ms
 from .memory.arena import Arena
 from .options import StoreOptions
 from .state import SLICE_ENTRIES, Change, StoreState
@@ -51,24 +49,9 @@ Name = tuple[bytes, int]
 
 
 class Store(StoreState):
-    """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves.
-
-    `arena` is owned by the store from here on. `clock_ms` is wall-clock time for expiry, `clock_s` a monotonic clock
-    for idle times and lease limits; tests pass their own.
-    """
+    """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves."""
 
     tiering: Tiering | None
-
-    def __init__(
-        self,
-        arena: Arena,
-        *,
-        policy: Policy | None = None,
-        clock_ms: Callable[[], int] = unix_ms,
-        clock_s: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(arena, policy, clock_ms, clock_s)
-        self._spaces = self.index.spaces
 
     @classmethod
     def open(cls, options: StoreOptions) -> "Store":
@@ -253,7 +236,11 @@ class Store(StoreState):
         and `tiering.bring` fetches it.
         """
         entry = self._spaces[space].get(key)
-        if entry is not None and (value := entry.value) is not None and not entry.expire_at_ms:
+        if (
+            entry is not None
+            and (value := entry.value) is not None
+            and not (entry.expire_at_ms or self._put_off_entries)
+        ):
             # _hit for the commonest case, spelled out: half of a small GET's time is here. It needs no lock, because
             # each step is one that the interpreter does whole, and nothing that must add up is changed.
             try:  # noqa: SIM105  # suppress() would cost more than all the rest

@@ -203,7 +203,27 @@ def entry(key: bytes, extent: Extent = NOWHERE) -> Entry:
     return Entry(key, 0, 5, extent, None)
 
 
-def test_who_asks_the_store_is_asked_only_about_what_is_not_simply_there(way: Way) -> None:
+def test_in_python_the_store_is_asked_about_each_key() -> None:
+    small, here = Entry(b"small", 0, 1, NOWHERE, b"x"), entry(b"here", Extent(4096, 4096))
+    here.tokens = 256
+    entries = {each.key: each for each in (small, here)}
+    asked: list[bytes] = []
+
+    def hit(key: bytes) -> Entry | None:
+        asked.append(key)
+        return entries.get(key)
+
+    touched: list[Entry] = []
+    found, held, sums = hold_in_python([b"here", b"none", b"small"], entries, hit, touched.append, 7.5)
+    assert (found, held) == ([here, None, b"x"], [here, None, None])
+    assert sums == (0, 1, here.length, 256), "used, leases, bytes and tokens"
+    assert asked == [b"here", b"none", b"small"]
+    assert (here.hits, here.leases, touched) == (0, 1, []), "the store counts the hit itself"
+
+
+@pytest.mark.skipif(len(WAYS) == 1, reason="the extension is not built here")
+def test_natively_the_store_is_asked_only_about_what_is_not_simply_there() -> None:
+    way = WAYS[1]
     here, away, ending = entry(b"here", Extent(4096, 4096)), entry(b"away"), entry(b"ending", Extent(0, 4096))
     ending.expire_at_ms = 1
     here.tokens = 256

@@ -384,3 +384,13 @@ def test_a_store_is_opened_as_its_options_say() -> None:
     lease.release()
     with pytest.raises(ConfigError):
         Store.open(StoreOptions(ARENA_BYTES, HugepageMode.OFF, "ARC"))
+
+
+def test_a_lookup_comes_before_a_later_read_of_a_small_value_in_the_order_of_eviction() -> None:
+    store = small_store()
+    for key in (b"looked up", b"read", b"neither"):
+        store.put(key, b"x")
+    store.match([b"looked up"])
+    assert store.fetch(b"read") == b"x"
+    leaving = [entry.key for entry in store.victims(store.inline_policy)]
+    assert leaving == [b"neither", b"looked up", b"read"]
