@@ -26,16 +26,25 @@ from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
+from .core.compute import TINY, Modelled
 from .core.errors import BenchError
-from .core.machine import machine_facts
 from .core.prompts import PromptPlan, prompts
+from .core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    table,
+)
 from .core.shapes import SHAPES, ModelShape
-from .server.transfer import Progress
-from .store_overhead.compute import TINY, Modelled
-from .swap.arms import HostMemory, Swap, settle
-from .swap.result import GateLine
+from .swap import HostMemory, Swap, settle
 
 SCHEMA: Final = "kvredis.bench.profile/1"
 FORWARD_GAP_US: Final = 1000.0
@@ -59,29 +68,11 @@ class ProfilePlan:
     steps: int = 4
 
 
-class PhaseRow(TypedDict):
-    phase: str
-    tokens: int
-    copies: int
-    copies_per_1024: float
-    nbytes: int
-    copy_ms: float
-    beside_forward_percent: float
-    beside_kernels_percent: float
-    gap_alone_us: float | None
-    gap_beside_us: float | None
-
-
-class ProfileResult(TypedDict):
-    schema: str
-    machine: dict[str, str | int]
+class ProfileResult(Result):
     torch: str
     device: str
-    options: dict[str, object]
-    notes: list[str]
     trace: str
-    rows: list[PhaseRow]
-    gate: list[GateLine]
+    rows: list[Row]
 
 
 def run(plan: ProfilePlan, out: Path, progress: Progress) -> ProfileResult:
@@ -93,19 +84,21 @@ def run(plan: ProfilePlan, out: Path, progress: Progress) -> ProfileResult:
     tokens = plan.steps * plan.step_tokens
     device = torch.device("cuda" if on_gpu else "cpu")
     result = ProfileResult(
-        schema=SCHEMA, machine=machine_facts(), torch=str(torch.__version__),
-        device=torch.cuda.get_device_name() if on_gpu else "No GPU",
-        options={
-            "shape": shape.name, "step_tokens": plan.step_tokens, "chunk_tokens": plan.chunk_tokens,
-            "steps": plan.steps,
-        },
-        notes=[] if on_gpu else ["There is no GPU: the trace has no copies to count and no overlap to measure"],
-        trace=str(out), rows=[], gate=[],
+        **new_result(
+            SCHEMA,
+            {
+                "shape": shape.name, "step_tokens": plan.step_tokens, "chunk_tokens": plan.chunk_tokens,
+                "steps": plan.steps,
+            },
+            [] if on_gpu else ["There is no GPU: the trace has no copies to count and no overlap to measure"],
+        ),
+        torch=str(torch.__version__), device=torch.cuda.get_device_name() if on_gpu else "No GPU", trace=str(out),
+        rows=[],
     )  # fmt: skip
     phases = traced(plan, Swap(shape, tokens, device), out, progress)
     if on_gpu:
         result["rows"] = [phase_row(name, phases[name], tokens) for name in _PHASES if name in phases]
-        result["gate"] = gate_lines(result["rows"])
+        result["gate"] = profile_gate(result["rows"])
     return result
 
 
@@ -226,7 +219,7 @@ def _under_profiler(work: Any, out: Path, device: Any) -> dict[str, Any]:
     return found
 
 
-def phase_row(name: str, events: Sequence[Mapping[str, Any]], tokens: int) -> PhaseRow:
+def phase_row(name: str, events: Sequence[Mapping[str, Any]], tokens: int) -> Row:
     """Read one phase. The model's kernels are those of the stream that has most of their time; copies on any other
     stream are ours, of both directions: the page numbers that go up are one as well."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
@@ -244,7 +237,7 @@ def phase_row(name: str, events: Sequence[Mapping[str, Any]], tokens: int) -> Ph
         if event.get("cat") in _WORKS:
             spans[event["args"]["stream"] == model].append((event["ts"], event["ts"] + event["dur"]))
     alone, beside = gaps(spans[True], joined(moved, 0.0), joined(spans[False], 0.0))
-    return PhaseRow(
+    return Row(
         phase=name, tokens=tokens, copies=len(copies), copies_per_1024=len(copies) * 1024 / tokens,
         nbytes=sum(e["args"]["bytes"] for e in copies), copy_ms=total / 1000,
         beside_forward_percent=forward, beside_kernels_percent=strict,
@@ -281,37 +274,38 @@ def gaps(works: Sequence[Span], moved: Sequence[Span], ours: Sequence[Span]) -> 
     return alone, beside
 
 
-def gate_lines(rows: Sequence[PhaseRow]) -> list[GateLine]:
+def profile_gate(rows: Sequence[Row]) -> list[GateLine]:
     """Judge copies and overlap of each phase; a phase in which nothing was seen to move holds nothing."""
     found = []
     for row in rows:
-        few = 0 < row["copies_per_1024"] <= COPIES_MAX
+        copies = row["copies_per_1024"] or None
+        found.append(gate_line(f"{row['phase']}: copies for 1,024 tokens", f"<= {COPIES_MAX:g}", copies))
         beside = row["beside_forward_percent"]
-        name = f"{row['phase']}: copies for 1,024 tokens"
-        found.append(GateLine(name=name, bound="<= 8", measured=row["copies_per_1024"], passed=few))
-        name, passed = f"{row['phase']}: beside the forward", beside >= BESIDE_MIN_PERCENT
-        found.append(GateLine(name=name, bound=">= 90 %", measured=beside, passed=passed))
+        found.append(gate_line(f"{row['phase']}: beside the forward", f">= {BESIDE_MIN_PERCENT:g} %", beside))
     return found
+
+
+_COLUMNS: Final[tuple[Column, ...]] = (
+    ("phase", "phase", ""),
+    ("tokens", "tokens", "d"),
+    ("MB", lambda row: row["nbytes"] / 1e6, ".0f"),
+    ("copies", "copies", "d"),
+    ("for 1,024 tokens", "copies_per_1024", ".1f"),
+    ("copying ms", "copy_ms", ".2f"),
+    ("beside the forward %", "beside_forward_percent", ".1f"),
+    ("beside its kernels %", "beside_kernels_percent", ".1f"),
+    ("us between kernels", "gap_alone_us", ".1f"),
+    ("within copies", "gap_beside_us", ".1f"),
+)
 
 
 def table_lines(result: ProfileResult) -> Iterator[str]:
     """Give the report, line by line."""
     options = result["options"]
-    yield f"{result['device']}, torch {result['torch']}; {options['shape']}, steps of {options['step_tokens']} tokens"
+    yield from machine_lines(result["machine"], f"{result['device']}; ")
+    yield f"torch {result['torch']}; {options['shape']}, steps of {options['step_tokens']} tokens"
     yield from result["notes"]
-    for row in result["rows"]:
-        yield (
-            f"  {row['phase']:<6} {row['tokens']} tokens, {row['nbytes'] / 1e6:.0f} MB in {row['copies']} copies"
-            f" ({row['copies_per_1024']:.1f} for 1,024 tokens), {row['copy_ms']:.2f} ms of copying;"
-            f" {row['beside_forward_percent']:.1f} % beside the forward, {row['beside_kernels_percent']:.1f} % beside"
-            " its kernels alone"
-        )
-        if row["gap_alone_us"] is not None and row["gap_beside_us"] is not None:
-            yield (
-                f"         from one of the model's kernels to the next {row['gap_alone_us']:.1f} us, within copies"
-                f" {row['gap_beside_us']:.1f}"
-            )
-    for line in result["gate"]:
-        verdict = "held" if line["passed"] else "MISSED"
-        yield f"  {verdict:<6}  {line['name']:<32} {line['bound']:>8} {line['measured']:7.1f}"
+    if result["rows"]:
+        yield from table(_COLUMNS, result["rows"])
+    yield from gate_lines(result["gate"], "of each phase")
     yield f"Trace: {result['trace']} (chrome://tracing, ui.perfetto.dev)"

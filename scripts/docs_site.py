@@ -22,7 +22,7 @@ from kvredis.backends.config.parsers import shown
 from kvredis.backends.config.rules import ENTRIES
 from kvredis.backends.config.schema import KEYS
 from kvredis.backends.config.sources import Key
-from kvredis.bench.core.pictures import draw_file
+from kvredis.bench.pictures import draw_file
 from kvredis.cli.main import main
 from kvredis.cli.serve import serve
 from kvredis.server.commands import load_families

@@ -68,8 +68,8 @@ from gpu_check_scenarios import (
 import kvredis
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import save
 from kvredis.bench.core.servers import child_environment
-from kvredis.bench.server.report import save
 from kvredis.bench.vllm.engine import connector_of
 
 SCHEMA: Final = "kvredis.gpu-check/1"

@@ -43,8 +43,8 @@ from gpu_check_scenarios import GIB, Answer, EngineProcess, Server
 import kvredis
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import save
 from kvredis.bench.core.servers import child_environment, info_lines
-from kvredis.bench.server.report import save
 
 SCHEMA: Final = "kvredis.gpu-check-sglang/1"
 ENGINE: Final = Path(__file__).parent / "gpu_check_sglang_engine.py"

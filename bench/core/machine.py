@@ -3,17 +3,23 @@
 import os
 import platform
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Final
 
 from kvredis.storage.memory.copy import KIND
 
-_PACKAGES = ("uvloop",)
+Machine = dict[str, str | int]
+
+_PACKAGES: Final = ("uvloop",)
+_BUSY_SHARE: Final = 0.5
+"""Of the cores: with a larger load average before it begins, a bench shares them with other work."""
 
 
-def machine_facts() -> dict[str, str | int]:
+def machine_facts() -> Machine:
     """Give CPU model, usable cores, memory (bytes), kernel, page settings, the way of copying and what else matters."""
-    facts: dict[str, str | int] = {
+    facts: Machine = {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -26,6 +32,14 @@ def machine_facts() -> dict[str, str | int]:
         "load_1min": f"{os.getloadavg()[0]:.2f}",
     }
     return facts | {package: _version(package) for package in _PACKAGES}
+
+
+def busy(machine: Mapping[str, Any]) -> str:
+    """Warn when the load average before a bench says that its machine had other work; empty when it had none."""
+    load, cores = float(machine.get("load_1min", 0)), int(machine["cores"])
+    if load <= cores * _BUSY_SHARE:
+        return ""
+    return f"Warning: the machine is busy: its load average is {load:.2f} on {cores} cores, so figures will vary"
 
 
 def _cpu_model() -> str:

@@ -7,7 +7,7 @@ something is drawn, not before. What goes into a picture is made in pictures.py;
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,6 +77,28 @@ class LinePanel:
     series: Mapping[str, Sequence[tuple[float, float]]]
     across: str = "value size"
     sizes: bool = True
+
+
+def bar(row: Mapping[str, Any], figure: str) -> Bar | None:
+    """Give the bar of a row's figure with its _min and _max, None when it was not measured."""
+    value, low, high = (row.get(name) for name in (figure, f"{figure}_min", f"{figure}_max"))
+    return None if value is None or low is None or high is None else Bar(value, low, high)
+
+
+def series_of(
+    rows: Iterable[Mapping[str, Any]], name: str | Callable[[Any], str], x: str, y: str
+) -> dict[str, list[tuple[float, float]]]:
+    """Give a line for each `name` of rows, in the order of `x`; rows without a figure `y` are left out."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.get(y) is not None:
+            series.setdefault(name(row) if callable(name) else row[name], []).append((row[x], row[y]))
+    return {each: sorted(points) for each, points in series.items()}
+
+
+def foot(machine: Mapping[str, object], more: str) -> str:
+    """Write the small print: the machine, and `more`."""
+    return f"{machine.get('cpu')}, {machine.get('cores')} cores, Linux {machine.get('kernel')}. {more}"
 
 
 def require(path: Path) -> None:

@@ -23,13 +23,15 @@ from typing import Any, Literal, Protocol, Self
 import kvredis
 from kvredis.backends.config.url import Address
 from kvredis.backends.resp.connection import Connection, Reply
-from kvredis.bench.server.result import BEFORE
 from kvredis.storage.errors import KVRedisError
 
 from .errors import BenchError
 from .wire import Dialect, MemcachedText, Resp, Wire
 
 Transport = Literal["tcp", "unix"]
+
+SUBJECT, BASELINE, BEFORE = "kvredis", "redis", "before"
+"""Names of servers: ours, the one that ratios are to, and ours of an earlier commit."""
 
 READY_WAIT_S = 60.0
 STOP_WAIT_S = 10.0

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TypeVar, cast
 
 GB = 1e9  # bytes
+MIB = 1024**2
 
 _T = TypeVar("_T")
 

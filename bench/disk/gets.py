@@ -20,9 +20,9 @@ from time import perf_counter
 from typing import Final
 
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, Transport
-from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, size_text
-from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.core.statistics import GB, MIB, by_repeat, middle, paired_ratio, size_text
 from kvredis.storage.disk.segment import record_bytes
 from kvredis.storage.memory.arena import Arena
 

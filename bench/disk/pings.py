@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, Transport, child_environment, info_lines
-from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, percentile, rotated
+from kvredis.bench.core.statistics import GB, MIB, by_repeat, middle, paired_ratio, percentile, rotated
 from kvredis.bench.server.head_of_line import pings
-from kvredis.bench.server.transfer import MIB, Progress
 
 from .result import WITHOUT_DISK, PingRow, PingSample
 

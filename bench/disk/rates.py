@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.statistics import GB, by_repeat, counted, middle, paired_ratio, rotated
-from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.statistics import GB, MIB, by_repeat, counted, middle, paired_ratio, rotated
 from kvredis.storage.disk.files import RealFiles
 
 from .blocks import Blocks

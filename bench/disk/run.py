@@ -17,9 +17,9 @@ from pathlib import Path
 
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, Transport, kvredis_recipe
-from kvredis.bench.core.statistics import GB
-from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.core.statistics import GB, MIB
 
 from .gate import disk_gate
 from .gets import GetPlan, run_gets

@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from kvredis.bench.core.cuda_graphs import Graphed, Passes, Place, forward_of, steps_of, use_attention
+from kvredis.bench.core.compute import DTYPES, Graphed, Passes, Place, forward_of, llama, steps_of, use_attention
 from kvredis.bench.core.errors import VerificationError
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.store_overhead.compute import DTYPES, llama
 
 from .subjects import NoCache, Subject
 

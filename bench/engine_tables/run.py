@@ -18,13 +18,13 @@ from typing import Any, cast
 
 from kvredis import install_line
 from kvredis.backends.resp.connection import Connection
+from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import rotated
-from kvredis.bench.server.transfer import MIB, Progress
-from kvredis.bench.store_overhead.compute import TINY
+from kvredis.bench.core.statistics import MIB, rotated
 from kvredis.storage.errors import KVRedisError
 
 from .process import WorkerProcess

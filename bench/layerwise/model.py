@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvredis.bench.core.compute import DTYPES, WIDTHS
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.shapes import BLOCK_TOKENS, ModelShape
-from kvredis.bench.store_overhead.compute import DTYPES, WIDTHS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvredis.bench.core.compute import DTYPES
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.shapes import BLOCK_TOKENS
-from kvredis.bench.store_overhead.compute import DTYPES
 
 from .model import Marks, PagedModel, synchronize
 

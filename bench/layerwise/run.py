@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 from kvredis import install_line
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import BLOCK_TOKENS, SHAPES, ModelShape
-from kvredis.bench.core.statistics import GB, middle, rotated
+from kvredis.bench.core.statistics import GB, MIB, middle, rotated
 from kvredis.bench.plan.planning import Pipeline, PipelineJson, remote_share
-from kvredis.bench.server.transfer import MIB, Progress
 
 from .arms import Prefix, cap, load, prefix, push, remote_places, share
 from .model import SMALL, Marks, PagedModel, synchronize

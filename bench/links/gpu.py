@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from kvredis import install_line
 from kvredis.bench.core.errors import VerificationError
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.statistics import GB, percentile
-from kvredis.bench.server.transfer import Progress
 
 from .memory import timed_together
 from .result import CopyRow, CopySample, LatencyRow, LatencySample, Link, copy_row, latency_row

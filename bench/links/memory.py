@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Final
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.statistics import GB
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.statistics import GB, MIB
 from kvredis.bench.disk.blocks import same_bytes
-from kvredis.bench.memory.pages import HUGE_SHARE_MIN, backing
-from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.memory import HUGE_SHARE_MIN, backing
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena, HugepageMode
 from kvredis.storage.memory.hugepages import anonymous_thp, shmem_thp, shmem_thp_usable

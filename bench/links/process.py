@@ -18,9 +18,9 @@ from itertools import combinations_with_replacement
 from typing import Any, Final
 
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import child_environment
 from kvredis.bench.core.statistics import GB, percentile
-from kvredis.bench.server.transfer import Progress
 
 from .ends import SHARED, WAIT_S, End, Span, Ways
 from .result import CopyRow, CopySample, Direction, LatencyRow, LatencySample, Link, copy_row, latency_row

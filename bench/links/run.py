@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.server.transfer import MIB, Progress
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.statistics import MIB
 
 from . import gpu
 from .memory import run_memory

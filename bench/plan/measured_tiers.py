@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.servers import SUBJECT
 from kvredis.bench.core.statistics import GB, counted, size_text
 from kvredis.bench.disk.result import SCHEMA as DISK
 from kvredis.bench.disk.result import TIER
 from kvredis.bench.links.result import SCHEMA as LINKS
-from kvredis.bench.memory.result import SCHEMA as MEMORY
+from kvredis.bench.memory import SCHEMA as MEMORY
 from kvredis.bench.server.result import SCHEMA as SERVER
-from kvredis.bench.server.result import SUBJECT
 from kvredis.bench.transport.result import SCHEMA as TRANSPORT
 
 from .planning import TierSpeed

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.servers import Recipe, ServerProcess
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.core.statistics import GB, middle, rotated
 from kvredis.bench.transport.blocks import BLOCKS, Blocks, TorchCopy, Turn
@@ -39,8 +40,6 @@ from .deferred_result import (
     DeferredSample,
     summarize,
 )
-from .result import SUBJECT
-from .transfer import Progress
 
 WITH_DISK: Final = "kvredis+disk"
 PYZMQ: Final = "pyzmq"

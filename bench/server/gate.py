@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvredis.bench.core.servers import SUBJECT
 from kvredis.bench.core.statistics import by_repeat, counted, paired_ratio, size_text
 
-from .result import SUBJECT, BenchResult, GateJson, LookupRow, SmallRow, TransferRow
+from .result import BenchResult, GateJson, LookupRow, SmallRow, TransferRow
 
 KIB, MIB = 1024, 1024**2
 _MIDDLE = (576 * KIB, 2 * MIB)

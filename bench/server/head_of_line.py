@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.servers import ServerProcess, child_environment
+from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, ServerProcess, child_environment
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, percentile, rotated
 
 from .background_load import BACKGROUNDS
-from .result import BASELINE, BEFORE, SUBJECT, HeadOfLineRow, HeadOfLineSample
+from .result import HeadOfLineRow, HeadOfLineSample
 
 _PING_EVERY_S = 0.001
 _MOVER_WAIT_S = 60.0

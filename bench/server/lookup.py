@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvredis.bench.core.servers import Peer, Transport
+from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, Peer, Transport
 from kvredis.bench.core.statistics import by_repeat, middle, paired_ratio, percentile, rotated
 from kvredis.bench.core.wire import Wire
 
-from .result import BASELINE, BEFORE, SUBJECT, LookupRow, LookupSample
+from .result import LookupRow, LookupSample
 
 _MODEL = b"meta-llama/Llama-3.1-8B-Instruct@1@0@"
 _VALUE = memoryview(b"kvredis-16-bytes")

@@ -5,53 +5,23 @@ The schema is in result.py.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import load as load_result
+from kvredis.bench.core.servers import BEFORE, SUBJECT
 from kvredis.bench.core.statistics import counted, size_text
 
 from .before import CPU_MOST, RATE_LEAST, HeldRow
 from .deferred_result import deferred_lines
 from .gate import GateRow
-from .result import BEFORE, SCHEMA, SUBJECT, BenchResult
-
-
-def default_path(folder: Path, name: str) -> Path:
-    """Give where a result goes without --json: bench/results under `folder` when that exists, else `folder`."""
-    results = folder / "bench" / "results"
-    return (results if results.is_dir() else folder) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-
-
-def save(result: Mapping[str, object], path: Path) -> None:
-    """Write a result: a line for each row of it, numbers to six significant digits, which is more than noise leaves."""
-    fields = []
-    for name, value in _rounded(result).items():
-        rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
-        fields.append(f"{json.dumps(name)}: " + (f"[\n{rows}\n]" if rows else json.dumps(value)))
-    path.write_text("{\n" + ",\n".join(fields) + "\n}\n")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
+from .result import SCHEMA, BenchResult
 
 
 def load(path: Path) -> BenchResult:
     """Read a result, also one from before some parts; raises BenchError when it is none of this schema."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: cannot read a result: {error}") from error
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise BenchError(f"{path}: not a result of schema {SCHEMA}")
-    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | found)
+    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | load_result(path, SCHEMA))
 
 
 def table_lines(result: BenchResult) -> Iterator[str]:

@@ -22,9 +22,6 @@ from typing import NotRequired, TypedDict
 from .deferred_result import BaseRow, DeferredRow
 
 SCHEMA = "kvredis.bench.server/1"
-SUBJECT = "kvredis"
-BASELINE = "redis"
-BEFORE = "before"
 
 
 class ServerFacts(TypedDict):

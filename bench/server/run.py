@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.servers import RECIPES, Recipe, ServerProcess, Transport
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.servers import BEFORE, RECIPES, Recipe, ServerProcess, Transport
 from kvredis.bench.core.shapes import shape_of
+from kvredis.bench.core.statistics import MIB
 from kvredis.bench.transport.zmq_client import missing as zmq_missing
 
 from .before import held
@@ -23,10 +25,10 @@ from .deferred import DeferredPlan, contenders, run_deferred
 from .gate import gate
 from .head_of_line import HeadOfLinePlan, run_head_of_line
 from .lookup import LookupPlan, run_lookup
-from .result import BEFORE, SCHEMA, BenchResult, ServerFacts, Verified
+from .result import SCHEMA, BenchResult, ServerFacts, Verified
 from .small import SmallPlan, run_small
 from .small import missing as small_missing
-from .transfer import KIB, MIB, Arm, Progress, TransferPlan, Transfers
+from .transfer import KIB, Arm, TransferPlan, Transfers
 
 DEFAULT_PARTS = ("transfers", "small", "head-of-line")
 BEFORE_PARTS = (*DEFAULT_PARTS, "lookup")

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.servers import ServerProcess
+from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, ServerProcess
 from kvredis.bench.core.statistics import by_repeat, counted, middle, paired_ratio, rotated
 
-from .result import BASELINE, BEFORE, SUBJECT, SmallRow, SmallSample
+from .result import SmallRow, SmallSample
 
 PROGRAM = "redis-benchmark"
 VALUE = b"kvredis-100B".ljust(100, b".")

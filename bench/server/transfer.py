@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,24 +27,33 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.servers import Peer, Transport
-from kvredis.bench.core.statistics import GB, by_repeat, counted, middle, paired_ratio, percentile, rotated, size_text
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, Peer, Transport
+from kvredis.bench.core.statistics import (
+    GB,
+    MIB,
+    by_repeat,
+    counted,
+    middle,
+    paired_ratio,
+    percentile,
+    rotated,
+    size_text,
+)
 from kvredis.bench.core.wire import Wire
 from kvredis.bench.core.workload import Job, Memory, Workload, memory_bytes, working_set
 from kvredis.bench.transport.blocks import TorchCopy
 
 from .deferred_result import BaseRow, BaseSample
-from .result import BASELINE, BEFORE, SUBJECT, TransferRow, TransferSample
+from .result import TransferRow, TransferSample
 
-KIB, MIB = 1024, 1024**2
+KIB = 1024
 SIZES = (64 * KIB, 576 * KIB, 896 * KIB, 2 * MIB, 32 * MIB)
 OPS = ("SET", "GET", "GETP")
 IN_FLIGHT = 16
 IN_FLIGHT_LARGE = 4  # from LARGE_BYTES on: more would only be buffered
 LARGE_BYTES = 16 * MIB
 _START_WAIT_S = 30.0
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from kvredis import install_line
 from kvredis.backends.config.url import Address
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import RECIPES, ServerProcess, free_port, kvredis_recipe
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, paired_ratios, rotated, size_text
 from kvredis.bench.core.wire import Wire
 from kvredis.bench.server.result import ServerFacts
-from kvredis.bench.server.transfer import Progress
 from kvredis.storage.entry import INLINE_BYTES_MAX
 
 from .arms import AT_ONCE, Arm, LaneArms, Store, fetch_by_wire, fetch_by_zmq, wire_arms, zmq_arms

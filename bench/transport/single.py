@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvredis.bench.core.errors import VerificationError
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.statistics import by_repeat, middle, paired_ratio, percentile, rotated
 from kvredis.bench.core.wire import Wire
-from kvredis.bench.server.transfer import Progress
 from kvredis.storage.memory.copy import copy
 
 from .blocks import Blocks, words

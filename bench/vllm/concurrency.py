@@ -38,12 +38,12 @@ from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import Bar, BarPanel, Captions, bars
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios, rotated
 from kvredis.bench.server.gate import GateRow
 from kvredis.bench.server.result import GateJson
-from kvredis.bench.server.transfer import Progress
 
 from .engine import (
     DTYPES,

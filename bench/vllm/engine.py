@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from kvredis.bench.core.compute import WIDTHS
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.servers import child_environment
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.store_overhead.compute import WIDTHS
 
 from .result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
 from .worker import Opening, Served, Together

@@ -18,10 +18,10 @@ from typing import Any, Final
 from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
+from kvredis.bench.core.result import Progress
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import rotated
-from kvredis.bench.server.transfer import Progress
 
 from .engine import (
     DTYPES,

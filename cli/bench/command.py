@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 
-from kvredis.bench.core.servers import RECIPES, Recipe, before_recipe
+from kvredis.bench.core.servers import RECIPES, SUBJECT, Recipe, before_recipe
 from kvredis.bench.server.before import held
 from kvredis.bench.server.gate import gate
 from kvredis.bench.server.report import gate_lines, held_lines, table_lines
-from kvredis.bench.server.result import SUBJECT
 from kvredis.bench.server.run import (
     BEFORE_PARTS,
     DEFAULT_PARTS,

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import SHAPES
-from kvredis.bench.memory.result import table_lines
-from kvredis.bench.memory.run import QUICK, MemoryPlan, run
+from kvredis.bench.memory import QUICK, MemoryPlan, run, table_lines
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, shapes_of
 

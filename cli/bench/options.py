@@ -14,10 +14,10 @@ from typing import Any
 
 import click
 
-from kvredis.bench.core.pictures import draw
 from kvredis.bench.core.plot import require
+from kvredis.bench.core.result import default_path, save
 from kvredis.bench.core.shapes import ModelShape, shape_of
-from kvredis.bench.server.report import default_path, save
+from kvredis.bench.pictures import draw
 from kvredis.storage.errors import KVRedisError
 
 

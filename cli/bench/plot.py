@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from kvredis.bench.core.pictures import draw_file
+from kvredis.bench.pictures import draw_file
 from kvredis.storage.errors import KVRedisError
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.store_overhead.result import TIERS, WAYS, table_lines
-from kvredis.bench.store_overhead.run import QUICK, StoreOverheadPlan, run
+from kvredis.bench.store_overhead import QUICK, TIERS, WAYS, StoreOverheadPlan, run, table_lines
 
 from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of
 

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import SHAPES
-from kvredis.bench.swap.result import table_lines
-from kvredis.bench.swap.run import QUICK, SwapPlan, run
+from kvredis.bench.swap import QUICK, SwapPlan, run, table_lines
 
 from .options import Telling, json_option, measuring, shapes_of
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.pictures import draw
 from kvredis.bench.core.plot import Bar
 from kvredis.bench.disk.device import timed_threads
 from kvredis.bench.links import gpu, memory, plot
@@ -20,7 +19,8 @@ from kvredis.bench.links.memory import numa_nodes, run_memory, timed_together
 from kvredis.bench.links.process import Peer, chosen_cores, peer_of, run_copies, run_tokens
 from kvredis.bench.links.result import BASE, CopySample, Link, LinksResult, copy_row, table_lines
 from kvredis.bench.links.run import LinksPlan, run
-from kvredis.bench.memory.pages import Backing
+from kvredis.bench.memory import Backing
+from kvredis.bench.pictures import draw
 
 MIB = 1024**2
 NBYTES = 5 * MIB  # two blocks and a half

@@ -12,14 +12,29 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvredis.bench import memory as memory
+from kvredis.bench import memory as memory_pages
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.memory import pages as memory_pages
-from kvredis.bench.memory import run as memory
-from kvredis.bench.memory.arms import ARMS, BASELINE, Arm, Arrays, Crew, Pair
-from kvredis.bench.memory.pages import HUGETLB, SMALL, THP, backing, region
-from kvredis.bench.memory.result import EARLIER, SCHEMA, MemoryResult, table_lines
-from kvredis.bench.memory.run import MemoryPlan, run
+from kvredis.bench.memory import (
+    ARMS,
+    BASELINE,
+    EARLIER,
+    HUGETLB,
+    SCHEMA,
+    SMALL,
+    THP,
+    Arm,
+    Arrays,
+    Crew,
+    MemoryPlan,
+    MemoryResult,
+    Pair,
+    backing,
+    region,
+    run,
+    table_lines,
+)
 from kvredis.cli.bench.command import bench
 
 TINY = ModelShape("tiny", layers=3, kv_heads=2, head_dim=32)  # blocks of 12 KiB

@@ -15,22 +15,23 @@ from click.testing import CliRunner
 
 from kvredis.backends.config.url import Address
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.core.servers import ServerProcess
 from kvredis.bench.core.throttle import Link, Throttle
-from kvredis.bench.slow_remote.result import (
+from kvredis.bench.slow_remote import (
     AUTO,
     FREE,
     NONE,
     PLAIN,
     SCHEMA,
     THROTTLED,
-    Row,
     Sample,
+    SlowRemotePlan,
     SlowRemoteResult,
+    run,
     slow_remote_gate,
     table_lines,
 )
-from kvredis.bench.slow_remote.run import SlowRemotePlan, run
 from kvredis.cli.bench.command import bench
 
 TIMEOUT_S = 30
@@ -174,17 +175,11 @@ def result_of(throttled: dict[str, float], free: dict[str, float]) -> SlowRemote
             to_none, to_plain = seconds[arm] / seconds[NONE], seconds[arm] / seconds[PLAIN]
             row = Row(link=link, arm=arm, samples=[sample], seconds=1.0, ratio_to_none=to_none, ratio_to_plain=to_plain)
             rows.append(row)
-    return SlowRemoteResult(
-        schema=SCHEMA,
-        machine={"cpu": "any", "cores": 2, "kernel": "6", "load_1min": "0.1"},
-        options=SlowRemotePlan().options(),
-        break_even_bytes_per_s=1e8,
-        rows=rows,
-        recovery=[],
-        verified_bytes=0,
-        gate=[],
-        seconds=1.0,
+    result = SlowRemoteResult(
+        **new_result(SCHEMA, SlowRemotePlan().options()), break_even_bytes_per_s=1e8, rows=rows, recovery=[]
     )
+    result["gate"] = slow_remote_gate(result)
+    return result
 
 
 GOOD = {NONE: 10.0, PLAIN: 30.0, AUTO: 10.2}
@@ -193,7 +188,7 @@ FAST = {NONE: 10.0, PLAIN: 2.0, AUTO: 2.1}
 
 def test_a_result_that_keeps_every_line_passes_and_is_told() -> None:
     result = result_of(GOOD, FAST)
-    assert [line.passed for line in slow_remote_gate(result)] == [True] * 5
+    assert [line["passed"] for line in slow_remote_gate(result)] == [True] * 5
     text = "\n".join(table_lines(result))
     assert "1.020x" in text
     assert "MISSED" not in text
@@ -212,7 +207,7 @@ def test_each_line_is_missed_by_what_it_forbids(
     throttled: dict[str, float], free: dict[str, float], missed: list[str]
 ) -> None:
     result = result_of(throttled, free)
-    assert [line.name for line in slow_remote_gate(result) if not line.passed] == missed
+    assert [line["name"] for line in slow_remote_gate(result) if not line["passed"]] == missed
     assert "MISSED" in "\n".join(table_lines(result))
 
 
@@ -220,12 +215,12 @@ def test_a_figure_that_is_missing_does_not_pass() -> None:
     result = result_of(GOOD, FAST)
     for row in result["rows"]:
         row["ratio_to_none"] = row["ratio_to_plain"] = None
-    assert not any(line.passed for line in slow_remote_gate(result))
+    assert not any(line["passed"] for line in slow_remote_gate(result))
 
 
 def test_a_server_that_does_not_take_what_is_stored_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvredis.adapters.engine.engine import CacheEngine
-    from kvredis.bench.slow_remote.run import run
+    from kvredis.bench.slow_remote import run
 
     monkeypatch.setattr(CacheEngine, "lookup", lambda engine, tokens: 0)
     with pytest.raises(BenchError, match="does not hold"):
@@ -244,7 +239,7 @@ def test_a_server_that_dies_gets_no_figure_although_engines_go_on_without_it(mon
         if step == f"{FREE}, {NONE}":
             servers[0].stop()
 
-    monkeypatch.setattr("kvredis.bench.slow_remote.run.ServerProcess", Noted)
+    monkeypatch.setattr("kvredis.bench.slow_remote.ServerProcess", Noted)
     plan = SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512)
     with pytest.raises(BenchError, match="slow lets nobody in"):
         run(plan, stop)

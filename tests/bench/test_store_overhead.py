@@ -12,11 +12,12 @@ import torch
 from click.testing import CliRunner
 
 from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.bench.core.compute import TINY, Asleep, Modelled
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.prompts import PromptPlan, prompts
+from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.store_overhead.compute import TINY, Asleep, Modelled
-from kvredis.bench.store_overhead.result import (
+from kvredis.bench.store_overhead import (
     CPU,
     DISK,
     LANE,
@@ -26,15 +27,15 @@ from kvredis.bench.store_overhead.result import (
     REMOTE,
     SCHEMA,
     TIERS,
-    Row,
     Sample,
+    StoreOverheadPlan,
     StoreOverheadResult,
     conclude,
     row_of,
+    run,
     store_overhead_gate,
     table_lines,
 )
-from kvredis.bench.store_overhead.run import StoreOverheadPlan, run
 from kvredis.cli.bench.command import bench
 
 SHAPE = ModelShape("small", layers=2, kv_heads=2, head_dim=16)
@@ -208,32 +209,26 @@ def test_ratios_are_to_no_cache_in_the_same_repeat_and_budget() -> None:
 def test_each_line_is_held_by_what_it_asks_for(budget: int, way: str, ratio: float, passed: bool) -> None:
     rows = rows_of({(NONE, "", budget): 2.0, (LANE, way, budget): 2 * ratio})
     first, kept = store_overhead_gate(rows)
-    assert (first.name, first.passed, kept.passed) == (f"lane {way}, {budget} tokens", passed, True)
+    assert (first["name"], first["passed"], kept["passed"]) == (f"lane {way}, {budget} tokens", passed, True)
 
 
 def test_storing_now_is_shown_and_not_judged_where_storing_later_was_measured() -> None:
     rows = rows_of({(NONE, "", 32): 2.0, (DISK, NOW, 32): 1.0, (DISK, LATER, 32): 2.0, (REMOTE, NOW, 32): 2.0})
-    assert [line.name for line in store_overhead_gate(rows)[:-1]] == ["disk later, 32 tokens", "remote now, 32 tokens"]
+    assert [line["name"] for line in store_overhead_gate(rows)[:-1]] == [
+        "disk later, 32 tokens",
+        "remote now, 32 tokens",
+    ]
 
 
 def test_a_figure_that_is_missing_does_not_pass() -> None:
     rows = rows_of({(CPU, NOW, 32): 2.0}, kept=0.5)
-    assert [line.passed for line in store_overhead_gate(rows)] == [False, False]
+    assert [line["passed"] for line in store_overhead_gate(rows)] == [False, False]
 
 
 def test_the_table_tells_every_row_and_what_was_missed() -> None:
     rows = rows_of({(NONE, "", 32): 2.0, (CPU, NOW, 32): 1.0})
-    machine: dict[str, str | int] = {"cpu": "any", "cores": 2, "kernel": "6", "load_1min": "0.1"}
-    result = StoreOverheadResult(
-        schema=SCHEMA,
-        machine=machine,
-        options=SMALL_PLAN.options(),
-        notes=["a note"],
-        rows=rows,
-        verified_bytes=5,
-        gate=[],
-        seconds=1.0,
-    )
+    result = StoreOverheadResult(**new_result(SCHEMA, SMALL_PLAN.options(), ["a note"]), rows=rows)
+    result["gate"] = store_overhead_gate(rows)
     text = "\n".join(table_lines(result))
     assert "a note" in text
     assert "0.500 to 0.500" in text

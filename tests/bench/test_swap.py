@@ -13,28 +13,37 @@ import torch
 from click.testing import CliRunner
 
 from kvredis.adapters.transfer.cpu import HostTransfer
+from kvredis.bench import swap as arms
+from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.result import new_result
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, shared, table_lines
-from kvredis.bench.profile import gate_lines as profile_gate
+from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, profile_gate, shared, table_lines
 from kvredis.bench.profile import run as profile_run
-from kvredis.bench.store_overhead.compute import TINY
-from kvredis.bench.swap import arms
-from kvredis.bench.swap.arms import ARMS, PER_PAGE, Arm, HostMemory, Link, Swap, arm_of
-from kvredis.bench.swap.interference import COPY_BYTES, copies_beside, prefill_beside
-from kvredis.bench.swap.result import (
+from kvredis.bench.swap import (
+    ARMS,
+    COPY_BYTES,
     DIRECTIONS,
     OURS,
+    PER_PAGE,
     SCHEMA,
     WAITERS,
+    Arm,
     Direction,
+    HostMemory,
+    Link,
     PrefillSample,
+    Swap,
+    SwapPlan,
     SwapSample,
-    gate_lines,
+    arm_of,
+    copies_beside,
+    prefill_beside,
     prefill_row,
+    run,
+    swap_gate,
     swap_row,
 )
-from kvredis.bench.swap.run import SwapPlan, run
 from kvredis.cli.main import main
 
 SHAPE = ModelShape("small", layers=3, kv_heads=2, head_dim=8)
@@ -139,7 +148,7 @@ def test_the_gate_holds_ours_to_its_shape_s_bar_and_nobody_else() -> None:
         swap_row("glm", 16, 1, (OURS, "in"), [sample(10.0)]),
     ]
     slowed = [PrefillSample(repeat=0, alone_ms=100, beside_ms=102, slowed_percent=2.0, gb_per_s=50)]
-    found = gate_lines(rows, [prefill_row(("8b", "out", "graph"), 8192, slowed)])
+    found = swap_gate(rows, [prefill_row(("8b", "out", "graph"), 8192, slowed)])
     assert [(line["name"], line["passed"]) for line in found] == [
         ("8b out, chunks of 16", True),
         ("8b in, chunks of 16", False),
@@ -258,11 +267,9 @@ def test_gaps_between_a_model_s_kernels_are_told_alone_and_within_copies() -> No
     row = phase_row("load", events, 1024)
     assert (row["gap_alone_us"], row["gap_beside_us"]) == (2, 5)
     assert row["copies"] == 1
-    options: dict[str, object] = {"shape": "tiny", "step_tokens": 32}
-    result = ProfileResult(
-        schema="", machine={}, torch="2", device="a GPU", options=options, notes=[], trace="t", rows=[row], gate=[]
-    )
-    assert any(line.endswith("to the next 2.0 us, within copies 5.0") for line in table_lines(result))
+    head = new_result("", {"shape": "tiny", "step_tokens": 32})
+    result = ProfileResult(**head, torch="2", device="a GPU", trace="t", rows=[row])
+    assert any(line.split()[-2:] == ["2.0", "5.0"] for line in table_lines(result))
     told = [(0.0, 4.0), (3.0, 6.0), (8.0, 9.0), (11.0, 12.0)]  # the first two overlap; then a gap of 2, and another
     assert gaps(told, [], []) == ([0.0, 2.0, 2.0], [])
     assert gaps(told, [(5.0, 8.0)], [(5.0, 8.0), (10.0, 20.0)]) == ([0.0], [2.0])

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -103,21 +104,50 @@ def check_kv(kv: KV, layout: ChunkLayout, tokens: int) -> None:
                 raise LayoutError(f"KV of layer {index} covers {tensor.shape[0]} tokens, not {tokens}")
 
 
-def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device) -> torch.Tensor:
-    """Memory for `tokens` tokens of KV: a tensor of AXES' order, in memory with heads outside tokens as engines want.
+class SpareMemory:
+    """The memory of KV that has ended, for the next that needs as much: pages that were touched need not be faulted in
+    again, which takes several times as long as the copy into them. One mapping at most is kept."""
+
+    def __init__(self) -> None:
+        self._spare: mmap.mmap | None = None
+        self._is_closed = False
+
+    def take(self, nbytes: int) -> mmap.mmap | None:
+        """Memory of at least so many bytes, and of twice as many at most; None where there is none."""
+        found, self._spare = self._spare, None
+        return found if found is not None and nbytes <= len(found) <= 2 * nbytes else None
+
+    def give(self, memory: mmap.mmap) -> None:
+        """Take back what no tensor refers to any more; called by whichever thread lets go of the last one."""
+        self._spare = None if self._is_closed else memory
+
+    def close(self) -> None:
+        """Give all of it to the system, now and from now on."""
+        self._is_closed, self._spare = True, None
+
+
+def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device, spare: SpareMemory | None = None) -> torch.Tensor:
+    """Memory for `tokens` tokens of KV, with any bytes in it: a tensor of AXES' order, in memory with heads outside
+    tokens as engines want.
 
     On the CPU it is a mapping of its own that asks for transparent huge pages: a prefix is written once into fresh
-    memory, where faulting in 4 KiB pages takes longer than the copy itself (measured 1.3 against 5 GB/s).
+    memory, where faulting in 4 KiB pages takes longer than the copy itself (measured 1.3 against 5 GB/s). It comes from
+    `spare`, and goes back there when nothing refers to the tensor any more.
     """
     shape = (layout.layers, 2, layout.kv_heads, tokens, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     nbytes = layout.chunk_bytes(tokens)
     if device.type != "cpu" or nbytes < mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device).transpose(2, 3)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them still gives memory
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)  # the tensor keeps the mapping alive
+    memory = None if spare is None else spare.take(nbytes)
+    if memory is None:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them still gives memory
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    lender = (ctypes.c_char * nbytes).from_buffer(memory)  # the tensor keeps it, and the mapping, alive
+    if spare is not None:
+        weakref.finalize(lender, spare.give, memory).atexit = False
+    flat = torch.frombuffer(lender, dtype=torch.uint8)
     return flat.view(dtype).view(shape).transpose(2, 3)
 
 

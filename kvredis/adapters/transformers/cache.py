@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PretrainedConfig,
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.tensors import empty_kv
+from kvredis.adapters.engine.tensors import SpareMemory, empty_kv
 from kvredis.storage.errors import LayoutError
 
 _WORDS = signature(vars(GenerationMixin)["prepare_inputs_for_generation"]).parameters
@@ -179,8 +179,10 @@ class RoomyWindow(DynamicSlidingWindowLayer):
 class Room:
     """Memory for the KV of `rows` prompts side by side, `tokens` columns each, in one piece."""
 
-    def __init__(self, layout: ChunkLayout, rows: int, tokens: int, device: torch.device) -> None:
-        whole = empty_kv(replace(layout, kv_heads=rows * layout.kv_heads), tokens, device)
+    def __init__(
+        self, layout: ChunkLayout, rows: int, tokens: int, device: torch.device, spare: SpareMemory | None = None
+    ) -> None:
+        whole = empty_kv(replace(layout, kv_heads=rows * layout.kv_heads), tokens, device, spare)
         self._memory = whole.transpose(2, 3).view(layout.layers, 2, rows, layout.kv_heads, tokens, layout.head_dim)
         """[layers, 2, rows, kv_heads, tokens, head_dim]"""
 

@@ -24,7 +24,7 @@ from kvredis.adapters.engine.background import Save
 from kvredis.adapters.engine.config import for_device
 from kvredis.adapters.engine.engine import AUTO, CacheEngine, Role
 from kvredis.adapters.engine.stats import LoadPlan
-from kvredis.adapters.engine.tensors import KV
+from kvredis.adapters.engine.tensors import KV, SpareMemory
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
 
@@ -138,6 +138,7 @@ class CachedModel:
         self.engine = engine
         self.last_plans = [LoadPlan(0, 0, 0)]
         self.last_loaded = 0
+        self._spare = SpareMemory()
         self._behind = model.device.type != "cpu" if behind is None else behind
         self._saves: list[tuple[list[int], Save]] = []
         self._counts_columns = counts_columns(model)
@@ -282,6 +283,7 @@ class CachedModel:
         caller's."""
         for _, save in self._saves:
             save.wait()
+        self._spare.close()
         self.engine.close()
 
     # -- what is served, and by which keys ---------------------------------------------------------------------------
@@ -369,7 +371,7 @@ class CachedModel:
         state = None
         if self._snapshots is not None:
             stop, state = self._snapshots.find(rows[0].tokens, stop)
-        room = Room(self.engine.layout, len(rows), width, self.model.device)
+        room = Room(self.engine.layout, len(rows), width, self.model.device, self._spare)
         if past is not None and cached:
             room.fill_from(past, cached)
         reached = max(stop, cached)

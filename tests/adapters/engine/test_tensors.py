@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.tensors import TORCH_DTYPES, gather, scatter
+from kvredis.adapters.engine.tensors import TORCH_DTYPES, SpareMemory, empty_kv, gather, scatter
 
 AXES = 5
 
@@ -53,3 +53,22 @@ def test_what_is_gathered_and_scattered_is_the_same_for_any_strides_and_nothing_
         scatter(block, [(layer[0], layer[1]) for layer in out] if as_pairs else out, start)
         assert same_bytes(block, kv[:, :, start:stop])
         assert same_bytes(out, expected)
+
+
+def test_the_memory_of_a_tensor_that_is_gone_is_used_for_the_next_and_given_up_when_closed() -> None:
+    layout = ChunkLayout(model="m", dtype="fp32", layers=2, kv_heads=2, head_dim=64, chunk_tokens=16)
+    device, spare = torch.device("cpu"), SpareMemory()
+    first = empty_kv(layout, 100, device, spare)
+    first.fill_(7.0)
+    view = first[1:]
+    del first
+    assert not (empty_kv(layout, 100, device, spare) == 7.0).any()  # a view of the first one is in use
+    del view
+    smaller = empty_kv(layout, 60, device, spare)
+    assert (smaller == 7.0).all()
+    del smaller
+    assert not (empty_kv(layout, 20, device, spare) == 7.0).any()  # twice as much is the most that is given
+    kept = empty_kv(layout, 100, device, spare).fill_(8.0)
+    spare.close()
+    del kept
+    assert not (empty_kv(layout, 100, device, spare) == 8.0).any()

@@ -1,5 +1,6 @@
 """generate() with and without the store: equal tokens whatever the hit is, and a clear no to what would be wrong."""
 
+import gc
 import logging
 import re
 import sys
@@ -132,6 +133,32 @@ def test_a_chunk_lost_between_lookup_and_load_is_recomputed(llama: PreTrainedMod
     backend.values[first] = b"damaged"
     assert greedy(warm, ids) == expected
     assert warm.last_loaded == 0
+
+
+def test_memory_of_caches_that_are_gone_serves_the_next_and_no_cache_that_is_kept(
+    llama: PreTrainedModel,
+) -> None:
+    cached = cached_over(llama, FakeBackend())
+    prompts = [prompt(400, seed) for seed in range(3)]
+    right = [greedy(llama, ids) for ids in prompts]
+
+    def asked(number: int) -> Any:
+        options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        made = cached.generate(prompts[number], return_dict_in_generate=True, **options)
+        assert made.sequences[0].tolist() == right[number]
+        return made
+
+    kept = keys_and_values(attention_layers(made_cache(asked(0)))[0])[0]
+    before = kept.clone()
+    for number in (1, 2, 1, 0):  # computed, and loaded: what was there before shows nowhere
+        gc.collect()
+        asked(number)
+    assert torch.equal(kept, before)  # its caller has it still
+
+
+def made_cache(made: Any) -> Any:
+    """The cache in a result of generate(), by the name that this transformers has for it."""
+    return getattr(made, CACHE)
 
 
 def test_a_roomy_layer_grows_in_place_and_falls_back_to_its_parents_ways() -> None:

@@ -12,8 +12,8 @@ from PIL import Image
 
 from kvredis.bench.core import plot
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.pictures import draw
 from kvredis.bench.core.plot import COLOURS, Bar, BarPanel, Captions, LinePanel, bars, lines, require
+from kvredis.bench.pictures import draw
 from kvredis.cli.bench.command import bench
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"

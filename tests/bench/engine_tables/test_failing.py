@@ -12,6 +12,7 @@ import pytest
 
 from kvredis import CacheEngine
 from kvredis.backends.local import LocalBackend
+from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.engine_tables.compute import Engine
 from kvredis.bench.engine_tables.process import WorkerProcess
@@ -27,7 +28,6 @@ from kvredis.bench.engine_tables.result import (
 )
 from kvredis.bench.engine_tables.run import Tables, TablesPlan, hit_sweep_plan, long_prefill_plan, run
 from kvredis.bench.engine_tables.worker import Pass, Task, Worker
-from kvredis.bench.store_overhead.compute import TINY
 from kvredis.storage.errors import KVRedisError
 
 pytestmark = pytest.mark.nightly

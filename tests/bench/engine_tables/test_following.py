@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.prompts import PromptPlan, prompts
 from kvredis.bench.engine_tables.compute import Engine, Spent
 from kvredis.bench.engine_tables.subjects import OnDevice
-from kvredis.bench.store_overhead.compute import TINY
 
 CHUNK = 16
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from kvredis import CacheEngine, Config
 from kvredis.adapters.engine.background import Behind
+from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.core.prompts import PromptPlan, prompts
 from kvredis.bench.engine_tables.compute import Engine, Spent, compare
@@ -47,7 +48,6 @@ from kvredis.bench.engine_tables.run import (
 )
 from kvredis.bench.engine_tables.subjects import NoCache, OnDevice, Tiered
 from kvredis.bench.engine_tables.worker import Task, Worker, groups
-from kvredis.bench.store_overhead.compute import TINY
 from kvredis.cli.bench.command import bench
 
 CHUNK = 16

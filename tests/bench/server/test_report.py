@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.server.report import default_path, load, save, table_lines
+from kvredis.bench.core.result import default_path, save
+from kvredis.bench.server.report import load, table_lines
 
 RECORDED = Path(__file__).parents[1] / "recorded_result.json"
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kvredis.adapters.transformers.cache import CACHE
-from kvredis.bench.core.cuda_graphs import ATTENTION, Graphed, decode, spans, steps_of
+from kvredis.bench.core.compute import ATTENTION, TINY, Graphed, decode, llama, spans, steps_of
 from kvredis.bench.engine_tables.compute import Engine, Spent
 from kvredis.bench.engine_tables.subjects import NoCache
-from kvredis.bench.store_overhead.compute import TINY, llama
 
 COUNT = 6
 TOKENS = 40

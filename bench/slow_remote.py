@@ -2,33 +2,128 @@
 
 A real server behind a proxy that throttles both ways (core/throttle.py). Three arms answer the same prompts, all of
 which are stored: `none` computes, `plain` loads what it finds, `auto` decides (min_retrieve_tokens = auto). Then the
-throttle ends, and they do it again. Computing is simulated by sleeping at a stated rate, so that no model's noise hides
-a per cent; every byte that was loaded is compared.
+throttle ends, and they do it again. Computing is simulated: an arm that has not loaded a token sleeps
+1/prefill_tokens_per_s for it, so `none` is exact and the others have everything else in them: lookups, loads, copies,
+stores. Every byte that was loaded is compared.
+
+A sample is one arm's requests of one repeat, one after another. A ratio is the median of the ratios to another arm in
+the same repeat. Every repeat begins with new engines, so what it costs to find out that a link is slow is in each.
+
+The file, kvredis.bench.slow-remote/1, has beside what every result has
+    break_even_bytes_per_s  bytes of a token x tokens per second
+    rows                    link (throttled, free), arm, samples, seconds, ratio_to_none, ratio_to_plain
+    recovery                how long after the end of the throttle auto loaded again
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from kvredis import install_line
-from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
-from kvredis.bench.core.statistics import by_repeat, middle, paired_ratio, rotated
-from kvredis.bench.core.throttle import Throttle
-from kvredis.bench.server.transfer import MIB, Progress
 
-from .result import AUTO, FREE, NONE, PLAIN, SCHEMA, THROTTLED, Recovery, Row, Sample, SlowRemoteResult
-from .result import slow_remote_gate as slow_remote_gate
+from .core.errors import BenchError, VerificationError
+from .core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    summed,
+    table,
+    verified_line,
+)
+from .core.servers import ServerProcess, kvredis_recipe
+from .core.statistics import MIB, by_repeat, middle, paired_ratio, rotated
+from .core.throttle import Throttle
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvredis import CacheEngine
+
+
+SCHEMA: Final = "kvredis.bench.slow-remote/1"
+NONE, PLAIN, AUTO = "none", "plain", "auto"
+THROTTLED, FREE = "throttled", "free"
+AUTO_MOST = 1.03
+"""While the link is slow, auto takes no longer than this times no cache at all."""
+FREE_MOST = 1.10
+"""On a fast link auto takes no longer than this times loading everything."""
+
+
+class Sample(TypedDict):
+    repeat: int
+    seconds: float
+    loaded_tokens: int
+    skipped_tokens: int  # found, and not loaded
+
+
+class Recovery(TypedDict):
+    """From the end of the throttle to the first request that auto has loaded, in one repeat."""
+
+    repeat: int
+    seconds: float
+    requests: int  # computed meanwhile
+
+
+class SlowRemoteResult(Result):
+    break_even_bytes_per_s: float
+    rows: list[Row]
+    recovery: list[Recovery]
+
+
+def slow_remote_gate(result: SlowRemoteResult) -> list[GateLine]:
+    """Judge every line; a figure that is missing does not pass."""
+    rows = {(row["link"], row["arm"]): row for row in result["rows"]}
+    return [
+        gate_line("throttled: auto / none", f"<= {AUTO_MOST:.2f}x", rows[THROTTLED, AUTO]["ratio_to_none"]),
+        gate_line("throttled: plain / none", "> 1.00x", rows[THROTTLED, PLAIN]["ratio_to_none"]),
+        gate_line("free: auto / plain", f"<= {FREE_MOST:.2f}x", rows[FREE, AUTO]["ratio_to_plain"]),
+        *(gate_line(f"free: {arm} / none", "< 1.00x", rows[FREE, arm]["ratio_to_none"]) for arm in (PLAIN, AUTO)),
+    ]
+
+
+_COLUMNS: Final[tuple[Column, ...]] = (
+    ("link", "link", ""),
+    ("arm", "arm", ""),
+    ("seconds", "seconds", ".3f"),
+    ("x none", "ratio_to_none", ".3fx"),
+    ("x plain", "ratio_to_plain", ".3fx"),
+    ("loaded tokens", lambda row: middle([sample["loaded_tokens"] for sample in row["samples"]]), ".0f"),
+    ("skipped", lambda row: middle([sample["skipped_tokens"] for sample in row["samples"]]), ".0f"),
+)
+
+
+def table_lines(result: SlowRemoteResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    options = result["options"]
+    yield from machine_lines(result["machine"])
+    yield (
+        f"{options['prompts']} prompts of {options['prompt_tokens']} tokens of {options['bytes_per_token']} bytes;"
+        f" computing is simulated: {options['prefill_tokens_per_s']:.0f} tokens/s of sleep"
+    )
+    yield (
+        f"Link of {options['link_bytes_per_s'] / 1e6:.0f} MB/s while throttled;"
+        f" break-even is {result['break_even_bytes_per_s'] / 1e6:.0f} MB/s"
+    )
+    yield ""
+    yield from table(_COLUMNS, result["rows"])
+    again = summed(result["recovery"], ("seconds", "requests"))
+    yield (
+        f"After the throttle auto loads again within {again['seconds']:.1f} s, behind {again['requests']:.0f} requests"
+        " (medians)."
+    )
+    yield verified_line(result)
+    yield from gate_lines(result["gate"])
+
 
 ARMS = (NONE, PLAIN, AUTO)
 RECOVERY_S_MAX = 120.0
@@ -181,15 +276,10 @@ def run(plan: SlowRemotePlan, progress: Progress) -> SlowRemoteResult:
     start_s = time.monotonic()
     arena = max(2 * plan.prompts * plan.prompt_tokens * plan.bytes_per_token // MIB, 64)
     result = SlowRemoteResult(
-        schema=SCHEMA,
-        machine=machine_facts(),
-        options=plan.options(),
+        **new_result(SCHEMA, plan.options()),
         break_even_bytes_per_s=plan.bytes_per_token * plan.prefill_tokens_per_s,
-        rows=[_row(link, arm) for link in (THROTTLED, FREE) for arm in ARMS],
+        rows=[{"link": link, "arm": arm, "samples": []} for link in (THROTTLED, FREE) for arm in ARMS],
         recovery=[],
-        verified_bytes=0,
-        gate=[],
-        seconds=0.0,
     )
     with ExitStack() as stack:
         server = stack.enter_context(ServerProcess(kvredis_recipe("slow", "--max-local-cpu-size", f"{arena}MB"), "tcp"))
@@ -210,7 +300,7 @@ def run(plan: SlowRemotePlan, progress: Progress) -> SlowRemoteResult:
         result["verified_bytes"] = engines.verified_bytes
     for row in result["rows"]:
         _conclude(row, result["rows"])
-    result["gate"] = [line.json() for line in slow_remote_gate(result)]
+    result["gate"] = slow_remote_gate(result)
     result["seconds"] = time.monotonic() - start_s
     return result
 
@@ -233,10 +323,6 @@ def _repeat(
             progress(f"{link}, {arm}")
             row = next(row for row in result["rows"] if (row["link"], row["arm"]) == (link, arm))
             row["samples"].append(engines.measure(arm, repeat))
-
-
-def _row(link: str, arm: str) -> Row:
-    return Row(link=link, arm=arm, samples=[], seconds=0.0, ratio_to_none=None, ratio_to_plain=None)
 
 
 def _conclude(row: Row, rows: list[Row]) -> None:

@@ -1,50 +1,197 @@
 """`kvredis bench store-overhead`: what storing costs an engine that prefills, and how long it takes to be over.
 
-Different prompts are prefilled in steps; the chunks that a step has completed are handed to a CacheEngine, as a
-connector would. What a tier costs is the loss of prompts per second against none in the same repeat, and the time that
-a step takes at its 99th percentile. Every chunk is read back by a fresh engine after the drain, and compared.
+Different prompts are prefilled in steps of `budget` tokens; the chunks that a step has completed are handed to a
+CacheEngine, as a connector would. What a tier costs is the loss of prompts per second against none in the same repeat,
+and the time that a step takes at its 99th percentile. Every chunk is read back by a fresh engine after the drain, and
+compared.
+
+Tiers
+    none     nothing is stored
+    cpu      the engine's own memory, with room for everything
+    disk     the same with room for half, above a disk; the drain ends when all is on the disk
+    remote   a kvredis serve process over TCP; the drain ends when the server has answered for all
+    lane     the same through shared memory
+Ways
+    now      CacheEngine.store: the engine's thread waits for the copy out of its tensors
+    later    CacheEngine.store_later: a thread of the cache's copies while the next step computes
+Compute
+    sleep:R  a step takes tokens / R seconds from its beginning, asleep: the accelerator is busy and the CPU is not
+    model    a model of the shape with random weights, on a GPU; without one a tiny model on the CPU, which `notes` says
+
+The file, kvredis.bench.store_overhead/1, has beside what every result has
+    rows     tier, way ("" of none), budget, samples, their medians, `kept` of the worst; `ratio`, `ratio_drained` and
+             `step_p99_ratio` are to tier `none` of the same repeat and budget
+    gate     judges `later` where it was measured, else `now`
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from kvredis import install_line
 from kvredis.backends.resp.connection import Connection
 from kvredis.backends.shm.arena import wait_locked
-from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.prompts import PromptPlan, prompts
-from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
-from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import percentile, rotated
-from kvredis.bench.server.transfer import MIB, Progress
 
-from .compute import DTYPES, TINY, Asleep, Compute, Modelled
-from .result import (
-    CPU,
-    DISK,
-    LANE,
-    LATER,
-    NONE,
-    REMOTE,
-    SCHEMA,
-    TIERS,
-    WAYS,
-    Sample,
-    StoreOverheadResult,
-    conclude,
-    row_of,
+from .core.compute import DTYPES, TINY, Asleep, Compute, Modelled
+from .core.errors import BenchError, VerificationError
+from .core.plot import Captions, LinePanel, foot, lines, series_of
+from .core.prompts import PromptPlan, prompts
+from .core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    spread,
+    summed,
+    table,
+    verified_line,
 )
-from .result import store_overhead_gate as store_overhead_gate
+from .core.servers import ServerProcess, kvredis_recipe
+from .core.shapes import SHAPES, ModelShape
+from .core.statistics import MIB, by_repeat, paired_ratios, percentile, rotated
 
 if TYPE_CHECKING:
     from kvredis import CacheEngine, ChunkLayout
+
+
+SCHEMA: Final = "kvredis.bench.store_overhead/1"
+NONE, CPU, DISK, REMOTE, LANE = "none", "cpu", "disk", "remote", "lane"
+TIERS: Final = (NONE, CPU, DISK, REMOTE, LANE)
+NOW, LATER = "now", "later"
+WAYS: Final = (NOW, LATER)
+WIDE_BUDGET: Final = 1024
+WIDE_LEAST: Final = 0.97
+"""Of the prompts per second without a cache, with steps of 1,024 tokens or more."""
+NARROW_LEAST: Final = 0.95
+"""With shorter steps."""
+
+
+class Sample(TypedDict):
+    repeat: int
+    seconds: float  # from the begin of the first step to the end of the last
+    drain_seconds: float  # from then on until all is where the tier has it
+    qps: float  # prompts / seconds
+    qps_drained: float  # prompts / (seconds + drain_seconds)
+    step_p50_ms: float
+    step_p99_ms: float
+    store_seconds: float  # the cache's own count of the copies, on whichever thread
+    kept: float  # share of the whole chunks' tokens that came back
+
+
+class StoreOverheadResult(Result):
+    rows: list[Row]
+
+
+def row_of(tier: str, way: str, budget: int) -> Row:
+    """Give a row without samples."""
+    return {"tier": tier, "way": way, "budget": budget, "samples": []}
+
+
+def conclude(rows: list[Row]) -> None:
+    """Fill in what follows from the samples."""
+    bases = {row["budget"]: row["samples"] for row in rows if row["tier"] == NONE}
+    for row in rows:
+        samples, base = row["samples"], bases.get(row["budget"], [])
+
+        def ratios(figure: str, samples: Any = samples, base: Any = base) -> list[float]:
+            return paired_ratios(by_repeat(samples, figure), by_repeat(base, figure))
+
+        row |= summed(samples, ("qps_drained", "drain_seconds", "step_p99_ms", "store_seconds"), ("qps",))
+        row["kept"] = min((sample["kept"] for sample in samples), default=0.0)
+        row |= spread("ratio", ratios("qps"), None)
+        row["ratio_drained"] = spread("ratio", ratios("qps_drained"), None)["ratio"]
+        row["step_p99_ratio"] = spread("ratio", ratios("step_p99_ms"), None)["ratio"]
+
+
+def store_overhead_gate(rows: list[Row]) -> list[GateLine]:
+    """Judge every line; a figure that is missing does not pass."""
+    judged = []
+    stored = [row for row in rows if row["tier"] != NONE]
+    ways = {tier: {row["way"] for row in stored if row["tier"] == tier} for tier in TIERS}
+    for row in stored:
+        if row["way"] == (LATER if LATER in ways[row["tier"]] else NOW):
+            least = WIDE_LEAST if row["budget"] >= WIDE_BUDGET else NARROW_LEAST
+            judged.append(gate_line(f"{_name(row)}, {row['budget']} tokens", f">= {least:.2f}x", row["ratio"]))
+    if stored:
+        judged.append(gate_line("least share that came back", ">= 1.00x", min(row["kept"] for row in stored)))
+    return judged
+
+
+def _of_stored(figure: str) -> Callable[[Row], object]:
+    """A figure that tier none has not."""
+    return lambda row: row[figure] if row["tier"] != NONE else None
+
+
+def table_lines(result: StoreOverheadResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    options = result["options"]
+    yield from machine_lines(result["machine"])
+    yield (
+        f"{options['prompts']} prompts of {options['prompt_tokens']} tokens, {options['shape']}:"
+        f" {options['bytes_per_token']} bytes a token, chunks of {options['chunk_tokens']};"
+        f" compute: {options['compute']}; {options['repeats']} repeats"
+    )
+    yield from result["notes"]
+    for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
+        columns: list[Column] = [
+            (f"{budget} tokens a step", _name, ""),
+            ("QPS", "qps", ".3f"),
+            ("x none", "ratio", ".3f"),
+            ("least to most", ("ratio_min", "ratio_max"), ".3f"),
+            ("copy s", _of_stored("store_seconds"), ".3f"),
+            ("drain s", _of_stored("drain_seconds"), ".3f"),
+            ("drained x none", "ratio_drained", ".3f"),
+            ("step p99 ms", "step_p99_ms", ".2f"),
+            ("x none", "step_p99_ratio", ".3f"),
+            ("kept", _of_stored("kept"), ".1%"),
+        ]
+        rows = [row for row in result["rows"] if row["budget"] == budget]
+        yield ""
+        yield from table(columns, rows)
+        for row in rows:
+            if row["tier"] == NONE and row["qps_min"]:
+                moved = row["qps_max"] / row["qps_min"] - 1
+                yield f"  Between repeats none itself moved by {moved:.1%}: a ratio says no more than that lets it say."
+    yield ""
+    yield verified_line(result)
+    yield from gate_lines(result["gate"], "medians of paired ratios of QPS, without the drain")
+
+
+def _name(row: Row) -> str:
+    return f"{row['tier']} {row['way']}".rstrip()
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw the ratios against the budget into the PNG `path`."""
+    result = cast(StoreOverheadResult, raw)
+    stored, options = [row for row in result["rows"] if row["tier"] != NONE], result["options"]
+    panels = [
+        LinePanel(title, series_of(stored, _name, "budget", figure), across="tokens a step", sizes=False)
+        for title, figure in (
+            ("QPS without the drain / none", "ratio"),
+            ("QPS with the drain / none", "ratio_drained"),
+            ("99th percentile of a step / none", "step_p99_ratio"),
+        )
+    ]
+    below = foot(
+        result["machine"],
+        f"{options['shape']}, {options['prompts']} prompts of {options['prompt_tokens']} tokens, compute"
+        f" {options['compute']}",
+    )
+    lines(panels, Captions(title="What storing costs an engine that prefills", values="ratio", foot=below), path)
+
 
 BUDGETS = (1024, 768, 512, 256, 128, 64, 32)
 FREE_PART = 4
@@ -294,16 +441,8 @@ def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
             size = ("--max-local-cpu-size", f"{plan.memory_bytes // MIB}MB")
             server = stack.enter_context(ServerProcess(kvredis_recipe("store-overhead", *size), "tcp"))
         bench = Bench(plan, server)
-        result = StoreOverheadResult(
-            schema=SCHEMA,
-            machine=machine_facts(),
-            options=plan.options(),
-            notes=notes,
-            rows=[row_of(tier, way, budget) for budget in plan.budgets for tier, way in arms],
-            verified_bytes=0,
-            gate=[],
-            seconds=0.0,
-        )
+        rows_of_arms = [row_of(tier, way, budget) for budget in plan.budgets for tier, way in arms]
+        result = StoreOverheadResult(**new_result(SCHEMA, plan.options(), notes), rows=rows_of_arms)
         bench.warm_up()
         result["notes"] += bench.notes
         rows = {(row["tier"], row["way"], row["budget"]): row for row in result["rows"]}
@@ -314,6 +453,6 @@ def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
                     rows[tier, way, budget]["samples"].append(bench.sample(tier, way, budget, repeat))
         result["verified_bytes"] = bench.verified_bytes
     conclude(result["rows"])
-    result["gate"] = [line.json() for line in store_overhead_gate(result["rows"])]
+    result["gate"] = store_overhead_gate(result["rows"])
     result["seconds"] = time.monotonic() - start_s
     return result

@@ -1,1 +1,0 @@
-"""`kvredis bench store-overhead`: what storing costs an engine that prefills. The command line imports it."""
