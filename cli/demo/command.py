@@ -1,16 +1,20 @@
 """`kvredis demo`: the main job on real text, so that anyone can see it work: KV computed once, stored, loaded.
 
-The figure counts only when it is the store's. The cold and the warm run are two fresh processes with a server between
-them, and the demo fails unless the store served SERVED_MIN of the prompt and both runs gave the same tokens.
+The figures count only when they are the store's: every run is a fresh process, with a server or a disk between them,
+and the demo fails unless the store served SERVED_MIN of the prompt and all runs gave the same tokens. Each loading
+process asks twice: an engine's KV cache is memory that was touched long ago, which the second time has, too.
 """
 
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -33,6 +37,8 @@ STOP_TIMEOUT_S = 10
 ANSWER_S = 1.0
 """A server that is to be demonstrated answers PING in that."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REDIS = "plain Redis, as LMCache uses it"
+BAR_CELLS = 40
 ROOM_BYTES = 64 * 1024 * 1024
 """What server and engine get beyond the KV that they must hold: headers, alignment, the tokens that follow."""
 
@@ -63,7 +69,7 @@ def demo() -> None:
 @click.option("--max-new-tokens", default=32, show_default=True, type=click.IntRange(1), help="Tokens to generate.")
 @click.option("--salt", default="", help="Put in front of the prompt: another salt, another prefix, cold again.")
 @click.option(
-    "--tier", type=click.Choice(["remote", "cpu"]), default="remote", show_default=True, help="Where KV goes."
+    "--tier", type=click.Choice(["remote", "cpu", "disk"]), default="remote", show_default=True, help="Where KV goes."
 )
 @click.option("--url", "-u", help="A running server instead of one of the demo's own.")
 @click.option("--chunk-size", default=256, show_default=True, type=click.IntRange(1), help="Tokens per chunk.")
@@ -76,10 +82,12 @@ def demo() -> None:
 @click.option("--seed", default=0, show_default=True, help="Seed of its random weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def ttft(as_json: bool, **options: Any) -> None:
-    """Time to first token, cold and warm, of a Llama-shaped model with random weights on a real text.
+    """Time to first token, computed and loaded, of a Llama-shaped model with random weights on a real text.
 
-    TTFT is counted from token ids in hand to the first new token, with hashing, lookup and load. Exits with 1 unless
-    the store served 90 % of the prompt in a fresh process and the tokens are equal.
+    Beside it the same KV from a plain Redis (two keys a chunk and redis-py, as LMCache has it), where redis-server is
+    installed, and one copy in memory. TTFT is counted from token ids in hand to the first new token, with hashing,
+    lookup and load. Exits with 1 unless the store served 90 % of the prompt in a fresh process and the tokens are
+    equal.
     """
     missing = [name for name in ("torch", "transformers", "tokenizers") if find_spec(name) is None]
     if missing:
@@ -87,7 +95,7 @@ def ttft(as_json: bool, **options: Any) -> None:
     shape = Shape(**{field.name: options.pop(field.name) for field in fields(Shape)})
     if shape.heads % shape.kv_heads or shape.head_dim % 2:
         raise click.UsageError("--heads must be a multiple of --kv-heads, and --head-dim even")
-    wish = Wish(**options, quiet=as_json or not sys.stdout.isatty())
+    wish = Wish(**options, quiet=as_json)
     if wish.url and wish.tier != "remote":
         raise click.UsageError("--url goes with --tier remote")
     if wish.url:
@@ -119,37 +127,77 @@ def _answering(url: str) -> str:
 
 
 def _compare(wish: Wish, shape: Shape) -> dict[str, Any]:
-    """Runs both requests and says what came of it; ends every process that it started, however it is left."""
+    """Run the requests and say what came of them; end every process that was started, however this is left."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvredis-demo-")))
-        spec = _spec(wish, shape, folder)
+        spec = _spec(wish, shape)
         kv_bytes = shape.bytes_per_token * len(spec.ids)
-        _say(wish, f"Prompt: {len(spec.ids)} tokens of text; its KV: {kv_bytes / 1e6:.0f} MB in float32")
+        _say(wish, f"{len(spec.ids)} tokens of text; their KV is {kv_bytes / 1e6:.0f} MB in float32")
         if wish.tier == "cpu":
-            spec.config["max_local_cpu_size"] = f"{_megabytes(kv_bytes + ROOM_BYTES)}mb"
-            cold, warm = _run(wish, replace(spec, runs=2), folder, "Cold and warm, in one process")
+            room = f"{_megabytes(kv_bytes + ROOM_BYTES)}mb"
+            made = _run(wish, replace(_over(spec, max_local_cpu_size=room), runs=3), folder, "computing, then loading")
+            cold, arms = made["runs"][0], {"kvredis, in the engine's memory": made["runs"][1:]}
         else:
-            spec.config["max_local_cpu_size"] = f"{_megabytes(2 * kv_bytes + ROOM_BYTES)}mb"
-            spec.config["remote_url"] = wish.url or stack.enter_context(_server(kv_bytes + ROOM_BYTES, folder))
-            (cold,) = _run(wish, spec, folder, "Cold, in a fresh process")
+            ways = _ways(wish, kv_bytes, folder, stack)
+            cold = _run(wish, _over(spec, **next(iter(ways.values()))), folder, "computing, in a fresh process")[
+                "runs"
+            ][0]
             if cold["hit_tokens"]:
                 raise click.ClickException(
                     f"not cold: {cold['hit_tokens']} tokens were stored already; another --salt makes it cold"
                 )
-            (warm,) = _run(wish, spec, folder, "Warm, in another fresh process")
+            redis_port = None if wish.url or wish.tier == "disk" else stack.enter_context(_redis(folder))
+            arms = {}
+            for name, config in ways.items():
+                told = replace(_over(spec, **config), runs=2, redis_port=None if arms else redis_port)
+                one = _run(wish, told, folder, f"loading, in another fresh process: {name}")
+                made = made if arms else one
+                arms[name] = one["runs"]
+    name, (first, warm) = next(iter(arms.items()))
+    others = made["beside"] or {"memcpy_s": None, "redis_s": None}
+    redis_s = others["redis_s"]
     return {
         "model": {**asdict(shape), "dtype": "float32", "seed": wish.seed},
         "tier": wish.tier,
         "kv_bytes": kv_bytes,
         "cold": cold,
+        "first": first,
         "warm": warm,
+        "way": name,
+        "ttft_s": {
+            "computed": cold["ttft_s"],
+            **({} if redis_s is None else {REDIS: warm["ttft_s"] - warm["load_s"] + redis_s}),
+            **{each: runs[-1]["ttft_s"] for each, runs in reversed(arms.items())},
+        },
+        "memcpy_s": others["memcpy_s"],
         "improvement_s": cold["ttft_s"] - warm["ttft_s"],
         "factor": cold["ttft_s"] / warm["ttft_s"],
-        "failures": _failures(cold, warm),
+        "failures": [failure for runs in arms.values() for failure in _failures(cold, runs[-1])],
     }
 
 
-def _spec(wish: Wish, shape: Shape, folder: Path) -> Spec:
+def _ways(wish: Wish, kv_bytes: int, folder: Path, stack: ExitStack) -> dict[str, dict[str, Any]]:
+    """How engines reach what is stored: the configuration of each, the best first."""
+    if wish.tier == "disk":
+        room = f"{_megabytes(kv_bytes + ROOM_BYTES)}mb"
+        kept = {"local_disk": str(folder / "disk"), "max_local_disk_size": room, "max_local_cpu_size": room}
+        return {"kvredis, a local disk": {"local_cpu": False, **kept}}
+    room = f"{_megabytes(2 * kv_bytes + ROOM_BYTES)}mb"
+    near = {"local_cpu": False, "max_local_cpu_size": room}  # what is measured is the server
+    if wish.url:
+        return {f"kvredis at {wish.url.partition('?')[0].rpartition('@')[2]}": {"remote_url": wish.url, **near}}
+    place = stack.enter_context(_server(kv_bytes + ROOM_BYTES, folder))
+    return {
+        "kvredis, shared memory": {"remote_url": f"kvredis://{place}", **near},
+        "kvredis, TCP": {"remote_url": f"redis://{place}", **near},
+    }
+
+
+def _over(spec: Spec, **config: Any) -> Spec:
+    return replace(spec, config=spec.config | config)
+
+
+def _spec(wish: Wish, shape: Shape) -> Spec:
     from . import text
 
     if wish.prompt_file is None:
@@ -157,49 +205,65 @@ def _spec(wish: Wish, shape: Shape, folder: Path) -> Spec:
     else:
         texts = [(wish.prompt_file.name, wish.prompt_file.read_text(encoding="utf-8", errors="replace"))]
     tokenizer = text.train(texts)
-    tokenizer.save(str(folder / "tokenizer.json"))
     return Spec(
         shape=shape,
         seed=wish.seed,
         ids=text.prompt_ids(tokenizer, texts, tokens_max=wish.prompt_tokens, salt=wish.salt),
         max_new_tokens=wish.max_new_tokens,
         vocabulary=tokenizer.get_vocab_size(),
-        tokenizer=str(folder / "tokenizer.json"),
         config={"chunk_size": wish.chunk_size, "save_unfull_chunk": True},
         runs=1,
-        stream=not wish.quiet,
     )
 
 
-def _run(wish: Wish, spec: Spec, folder: Path, title: str) -> list[dict[str, Any]]:
+def _run(wish: Wish, spec: Spec, folder: Path, title: str) -> dict[str, Any]:
     """One process of the demo, to its end; its log is shown when it fails."""
-    _say(wish, f"\n{title}:")
+    began_s = time.monotonic()
+    _say(wish, f"{title} ...", is_open=True)
     (folder / "spec.json").write_text(json.dumps(asdict(spec)))
     command = [sys.executable, "-m", "kvredis.cli.demo.run", str(folder / "spec.json"), str(folder / "result.json")]
-    with (folder / "run.log").open("w+") as log:
-        out = None if spec.stream else subprocess.DEVNULL
-        with _process(command, stdout=out, stderr=log) as process:
-            if process.wait():
-                log.seek(0)
-                raise click.ClickException(f"the demo's process failed:\n{log.read()}")
-    runs = json.loads((folder / "result.json").read_text())
-    assert isinstance(runs, list)
-    return runs
+    with (
+        (folder / "run.log").open("w+") as log,
+        _process(command, stdout=subprocess.DEVNULL, stderr=log) as process,
+    ):
+        if process.wait():
+            log.seek(0)
+            raise click.ClickException(f"the demo's process failed:\n{log.read()}")
+    _say(wish, f" {time.monotonic() - began_s:.0f} s")
+    made: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return made
 
 
 @contextmanager
 def _server(capacity_bytes: int, folder: Path) -> Iterator[str]:
-    """A `kvredis serve` of the demo's own on a free port; yields its URL."""
+    """A `kvredis serve` of the demo's own on a free port; yields HOST:PORT. Its memory was touched before."""
     size = f"{_megabytes(capacity_bytes)}mb"
     command = [sys.executable, "-m", "kvredis", "serve", "--port", "0", "--max-local-cpu-size", size]
     with (folder / "server.log").open("w+") as log, _process(command, stdout=subprocess.PIPE, stderr=log) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if ready := re.search(rb"Ready to accept connections on (\S+?:\d+)", line):
-                yield f"redis://{ready[1].decode()}"
+                yield ready[1].decode()
                 return
         log.seek(0)
         raise click.ClickException(f"the server did not start:\n{log.read()}")
+
+
+@contextmanager
+def _redis(folder: Path) -> Iterator[int | None]:
+    """A plain redis-server on a free port, to be compared with; None where none is installed or it does not start."""
+    program = shutil.which("redis-server")
+    if program is None:
+        yield None
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    with (folder / "redis.log").open("w+") as log, _process(command, stdout=subprocess.PIPE, stderr=log) as process:
+        assert process.stdout is not None
+        is_up = any(b"eady to accept connections" in line for line in process.stdout)
+        yield port if is_up else None
 
 
 @contextmanager
@@ -236,23 +300,42 @@ def _failures(cold: dict[str, Any], warm: dict[str, Any]) -> list[str]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    cold, warm = report["cold"], report["warm"]
+    warm, first = report["warm"], report["first"]
+    click.echo("\nTime to first token")
+    bars = report["ttft_s"]
+    for name, seconds in bars.items():
+        click.echo(f"  {name:<32} {seconds:8.3f} s  {_bar(seconds / max(bars.values()))}")
+    if report["memcpy_s"] is not None:
+        click.echo(f"  {'(one copy of the KV in memory':<32} {report['memcpy_s']:8.3f} s)")
+    parts = {
+        "lookup": warm["lookup_s"],
+        "transfer": warm["load_s"] - warm["copy_s"],
+        "copy into the model's cache": warm["copy_s"],
+        "weights compared, last token computed": warm["ttft_s"] - warm["lookup_s"] - warm["load_s"],
+    }
     speed = warm["loaded_bytes"] / max(warm["load_s"], 1e-9) / 1e9
-    equal = "equal" if cold["tokens"] == warm["tokens"] else "DIFFERENT"
+    equal = "equal" if not any("tokens" in failure for failure in report["failures"]) else "DIFFERENT"
+    said = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in parts.items())
     click.echo(
-        f"\nCold TTFT: {cold['ttft_s']:.3f} s\n"
-        f"Warm TTFT: {warm['ttft_s']:.3f} s\n"
-        f"TTFT Improvement: {report['improvement_s']:.3f} s ({report['factor']:.1f}x faster)\n"
+        f"\n{report['way']}: {report['factor']:.1f}x faster than computing, {report['improvement_s']:.3f} s less\n"
+        f"Where its time went: {said}\n"
+        f"Load: {warm['loaded_bytes'] / 1e6:.0f} MB in {warm['load_s'] * 1e3:.0f} ms, {speed:.2f} GB/s;"
+        f" the first time, into memory that was never touched, {first['load_s'] * 1e3:.0f} ms\n"
         f"Hit tokens: {warm['hit_tokens']} of {warm['prompt_tokens']}, need to load: {warm['need_to_load']}\n"
-        f"Load: {warm['loaded_bytes'] / 1e6:.0f} MB in {warm['load_s'] * 1e3:.0f} ms, {speed:.2f} GB/s\n"
-        f"Tokens: {len(warm['tokens'])} generated, {equal} in both runs"
+        f"Tokens: {len(warm['tokens'])} generated, {equal} in all runs"
     )
+
+
+def _bar(share: float) -> str:
+    """A bar of BAR_CELLS for 1."""
+    return "#" * max(round(share * BAR_CELLS), 1)
 
 
 def _megabytes(nbytes: int) -> int:
     return -(-nbytes // (1024 * 1024))
 
 
-def _say(wish: Wish, line: str) -> None:
+def _say(wish: Wish, line: str, *, is_open: bool = False) -> None:
+    """Say how far it is, on standard error: what was found goes to standard output."""
     if not wish.quiet:
-        click.echo(line)
+        click.echo(line, nl=not is_open, err=True)

@@ -25,17 +25,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What the parent asks for. `ids` is the prompt; `config` are overrides of the configuration's defaults."""
+    """What the parent asks for: `runs` times the prompt `ids`. `config` are overrides of the configuration's defaults;
+    with `redis_port` the same KV is put into the plain Redis there and loaded from it as well."""
 
     shape: Shape
     seed: int
     ids: list[int]
     max_new_tokens: int
     vocabulary: int
-    tokenizer: str
     config: dict[str, Any]
     runs: int
-    stream: bool
+    redis_port: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Spec":
@@ -46,9 +46,12 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one request saw. `ttft_s` is from token ids in hand to the first new token, with hash, lookup and load."""
+    """What one request saw. `ttft_s` is from token ids in hand to the first new token, with hash, lookup and load;
+    `load_s` has what copies into the model's cache took, `copy_s`, in it."""
 
     ttft_s: float
+    lookup_s: float
+    copy_s: float
     total_s: float
     prompt_tokens: int
     hit_tokens: int
@@ -59,3 +62,11 @@ class Run:
     stored_tokens: int
     store_s: float
     tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the same KV takes by other ways: one copy within memory, and GETs of a plain Redis (None: not asked)."""
+
+    memcpy_s: float
+    redis_s: float | None

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,21 +35,45 @@ def run(*args: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*COMMAND, *args], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
 
 
-def test_the_second_process_is_served_by_the_store() -> None:
+def test_fresh_processes_are_served_by_the_store_and_bars_say_what_that_is_worth() -> None:
     done = run()
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
+    redis = [r"  plain Redis, as LMCache uses it +\d+\.\d{3} s  #+"] if shutil.which("redis-server") else []
     patterns = [
-        r"Cold TTFT: \d+\.\d{3} s",
-        r"Warm TTFT: \d+\.\d{3} s",
-        r"TTFT Improvement: -?\d+\.\d{3} s \(\d+\.\dx faster\)",
+        r"Time to first token",
+        r"  computed +\d+\.\d{3} s  #+",
+        *redis,
+        r"  kvredis, TCP +\d+\.\d{3} s  #+",
+        r"  kvredis, shared memory +\d+\.\d{3} s  #+",
+        r"  \(one copy of the KV in memory +\d+\.\d{3} s\)",
+        r"",
+        r"kvredis, shared memory: \d+\.\dx faster than computing, -?\d+\.\d{3} s less",
+        r"Where its time went: lookup \d+ ms, transfer \d+ ms, copy into the model's cache \d+ ms, .* computed \d+ ms",
+        r"Load: \d+ MB in \d+ ms, \d+\.\d\d GB/s; the first time, into memory that was never touched, \d+ ms",
         r"Hit tokens: 299 of 300, need to load: 299",
-        r"Load: \d+ MB in \d+ ms, \d+\.\d\d GB/s",
-        r"Tokens: 4 generated, equal in both runs",
+        r"Tokens: 4 generated, equal in all runs",
     ]
+    lines = done.stdout.strip().splitlines()
     assert len(lines) == len(patterns), done.stdout
     for line, pattern in zip(lines, patterns, strict=True):
         assert re.fullmatch(pattern, line)
+    progress = done.stderr.splitlines()
+    assert re.fullmatch(r"300 tokens of text; their KV is \d+ MB in float32", progress[0])
+    assert [line.partition(" ...")[0] for line in progress[1:]] == [
+        "computing, in a fresh process",
+        "loading, in another fresh process: kvredis, shared memory",
+        "loading, in another fresh process: kvredis, TCP",
+    ]
+
+
+@pytest.mark.nightly
+def test_a_disk_serves_a_fresh_process_too() -> None:
+    done = run("--tier", "disk", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["way"] == "kvredis, a local disk"
+    assert report["warm"]["loaded_tokens"] == 299
+    assert list(report["ttft_s"]) == ["computed", "kvredis, a local disk"]
 
 
 @pytest.mark.nightly
@@ -154,7 +179,7 @@ def test_a_figure_that_is_not_the_stores_is_a_failure(
     assert all(text.startswith(start) for text, start in zip(said, failures, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [["--kv-heads", "3"], ["--tier", "disk"], ["--tier", "cpu", "--url", "redis://h:1"]])
+@pytest.mark.parametrize("wrong", [["--kv-heads", "3"], ["--tier", "tape"], ["--tier", "cpu", "--url", "redis://h:1"]])
 def test_what_cannot_be_run_is_bad_usage(wrong: list[str]) -> None:
     assert CliRunner().invoke(demo, ["ttft", *wrong]).exit_code == 2
 

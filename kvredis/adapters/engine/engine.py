@@ -327,7 +327,7 @@ class CacheEngine:
     def _look_up(self, keys: list[ChunkKey], total: int, cached: int) -> int:
         hits: list[ChunkKey] = []
         tiers: list[Tier] = []
-        began_s = self._clock()
+        began_s, took_s = self._clock(), 0.0
         with self._forgiving("lookup"):
             present = self.backend.match([chunk.key for chunk in keys]) if keys else 0
             took_s = self._clock() - began_s
@@ -338,6 +338,7 @@ class CacheEngine:
         hit = hits[-1].stop if hits else 0
         with self._lock:
             self.stats.lookups += 1
+            self.stats.lookup_seconds += took_s
             self.stats.lookup_tokens += total
             self.stats.hit_tokens += hit
             counts = self.stats.tier_tokens
@@ -407,6 +408,7 @@ class CacheEngine:
             self.stats.loaded_tokens += tokens
             self.stats.loaded_bytes += tokens * self.layout.bytes_per_token
             self.stats.load_seconds += seconds
+            self.stats.copy_seconds += loading.copy_s
             self.stats.skipped_tokens += loading.skipped
         self._log_speed("Retrieved", tokens, seconds, span.request)
         return loading.position

@@ -4,6 +4,7 @@ Into a GPU's memory a few blocks are on their way at a time, and leases end behi
 next is opened.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -62,6 +63,8 @@ class Loading:
         self, backend: Backend, layout: ChunkLayout, span: Span, is_cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         self.position = span.start
+        self.copy_s = 0.0
+        """What copies into `out` have taken."""
         self.skipped = 0
         """Tokens that were to come, but not fast enough."""
         self.damaged: list[bytes] = []
@@ -174,5 +177,7 @@ class Loading:
             raise LayoutError(f"block covers {block.tokens} tokens, its key {chunk.stop - chunk.start}")
         stop = min(chunk.stop, self._span.stop)
         tensor = view_tensor(block.tensor, self._layout, block.tokens)
+        began_s = time.perf_counter()
         scatter(tensor, self._span.out, self._given, slice(self._given - chunk.start, stop - chunk.start))
+        self.copy_s += time.perf_counter() - began_s
         return stop

@@ -11,6 +11,8 @@ class EngineStats:
     """What one engine has done so far. Bytes are payloads without headers; seconds are the engine's waiting time."""
 
     lookups: int = 0
+    lookup_seconds: float = 0.0
+    """Of questions to the backend."""
     lookup_tokens: int = 0
     hit_tokens: int = 0
     tier_tokens: dict[Tier | Literal["engine", "miss"], int] = field(
@@ -25,7 +27,9 @@ class EngineStats:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
-    """Of loads behind the engine's back too."""
+    """Of loads in the background too."""
+    copy_seconds: float = 0.0
+    """Of load_seconds, copies into the caller's tensors; on a GPU, what it takes to give them to it."""
     dropped_stores: int = 0
     """Chunks that were not handed over: too much that was stored before is still on its way, or the server is lost."""
     refused_stores: int = 0
