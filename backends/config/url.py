@@ -62,16 +62,16 @@ class Address:
     password: str = field(default="", repr=False)
     db: int = 0
     tls: Tls | None = None
-    lane: bool = False
+    shared_memory: bool = False
     """kvredis://: values go through shared memory when the server is on this host."""
 
     def __str__(self) -> str:
         """Return a URL that is safe to log: it never holds the password."""
         who = _shown_user(self.username, self.password)
         if self.path:
-            scheme = "kvredis" if self.lane else "unix"
+            scheme = "kvredis" if self.shared_memory else "unix"
             return f"{scheme}://{who}{self.path}" + (f"?db={self.db}" if self.db else "")
-        scheme = "kvredis" if self.lane else "redis" if self.tls is None else "rediss"
+        scheme = "kvredis" if self.shared_memory else "redis" if self.tls is None else "rediss"
         return f"{scheme}://{who}{_joined((self.host, self.port))}" + (f"/{self.db}" if self.db else "")
 
 
@@ -204,7 +204,7 @@ def _parse(url: str) -> RemoteAddress:
     is_path = scheme.lower() == "unix" or (is_ours and not where)
     address: RemoteAddress = _unix(parts) if is_path else _BY_SHAPE[shape](parts)
     if is_ours and isinstance(address, Address):
-        address = replace(address, lane=True)
+        address = replace(address, shared_memory=True)
     for name in options:
         raise ValueError(f"unknown option {name!r} after the question mark")
     return address

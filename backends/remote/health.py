@@ -60,7 +60,7 @@ class Link:
         self._is_behind_sentinels = isinstance(address, SentinelAddress)
         self._find = _finder(address)
         self._same_host: SameHost | None = None
-        if isinstance(address, Address) and address.lane:
+        if isinstance(address, Address) and address.shared_memory:
             self._same_host = SameHost(address, page_lock=page_lock)
         self.losses = 0
         self.reconnects = 0

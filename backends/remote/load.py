@@ -21,10 +21,10 @@ from kvredis.backends import base
 from kvredis.backends.resp.connection import Connection
 from kvredis.backends.shm.buffers import AnyRooms, RemoteLease, Rooms, Staging
 from kvredis.backends.shm.connection import AttachedConnection
-from kvredis.backends.shm.reader import LeaseLane
+from kvredis.backends.shm.reader import LeasePipeline
 from kvredis.storage.errors import BackendError
 
-from .pipeline import AHEAD_MIN, DRAIN_S, GetLane, ahead_for
+from .pipeline import AHEAD_MIN, DRAIN_S, GetPipeline, ahead_for
 from .pool import Node
 from .receive import Body, Receiver, receive
 from .routing import HOPS_MAX, Hop, Routes
@@ -74,11 +74,11 @@ class Patience:
 class Stream:
     """The share of a load that one server has, striped over connections that it borrows from `node`."""
 
-    __slots__ = ("_keep", "_receivers", "_turn", "_was_fresh", "bodies", "coming", "keys", "lanes", "node")
+    __slots__ = ("_keep", "_receivers", "_turn", "_was_fresh", "bodies", "coming", "keys", "node", "pipelines")
 
     def __init__(self, node: Node, *, keep: bool) -> None:
         self.node = node
-        self.lanes: list[GetLane] = []
+        self.pipelines: list[GetPipeline] = []
         self.keys: deque[bytes] = deque()
         """Those of its keys that have not been received, in their order."""
         self.coming: deque[Body] = deque()
@@ -92,7 +92,7 @@ class Stream:
     @property
     def is_usable(self) -> bool:
         """Whether there are connections; they are good, or given up, together."""
-        return bool(self.lanes) and self.lanes[0].connection.usable
+        return bool(self.pipelines) and self.pipelines[0].connection.usable
 
     def is_hung(self, *, is_silent: bool) -> bool:
         """Whether a wait that took all the time was no sign of life: of no byte in it, a long wait and no body before,
@@ -108,38 +108,40 @@ class Stream:
                 connections += self.node.borrow(min(self.node.lanes_with(connections[0]), len(keys)) - 1)
         finally:
             for first, connection in enumerate(connections):
-                self.lanes.append(self._lane(connection, keys[first :: len(connections)]))
+                self.pipelines.append(self._pipeline_on(connection, keys[first :: len(connections)]))
 
-    def _lane(self, connection: Connection, keys: Sequence[bytes]) -> GetLane:
+    def _pipeline_on(self, connection: Connection, keys: Sequence[bytes]) -> GetPipeline:
         if keys and isinstance(connection, AttachedConnection):
-            return LeaseLane(connection, keys, keep=self._keep)
-        return GetLane(connection, keys)
+            return LeasePipeline(connection, keys, keep=self._keep)
+        return GetPipeline(connection, keys)
 
     def ask(self, ahead: int, patience: Patience) -> None:
-        """Top up what is asked for on all lanes, and wait no longer than is left for anything from now on."""
+        """Top up what is asked for on all pipelines, and wait no longer than is left for anything from now on."""
         self._was_fresh = patience.is_fresh
-        for lane in self.lanes:
-            lane.connection.set_timeout(patience.left_s)
-            lane.ask(ahead)
+        for pipeline in self.pipelines:
+            pipeline.connection.set_timeout(patience.left_s)
+            pipeline.ask(ahead)
 
     def at_once(self, most: int, each: int) -> int:
         """How many bodies, `most` at most, can be received together: there is a connection and a thread for each, or
         for up to `each` that have been asked for."""
-        lanes = len(self.lanes)
-        if lanes < 2 or not (self.lanes[0].connection.is_local or self.lanes[0].connection.io_threads > 1):
+        pipelines = len(self.pipelines)
+        if pipelines < 2 or not (self.pipelines[0].connection.is_local or self.pipelines[0].connection.io_threads > 1):
             return 1  # over TCP one thread of the server is what takes the time, and more of ours only wake it up
-        most = min(most, len(self.keys), lanes * max(1, min(each, *(lane.asked for lane in self.lanes))))
-        wanted = min(most, lanes) - 1
+        most = min(
+            most, len(self.keys), pipelines * max(1, min(each, *(pipeline.asked for pipeline in self.pipelines)))
+        )
+        wanted = min(most, pipelines) - 1
         if wanted > len(self._receivers):
             self._receivers += self.node.borrow_receivers(wanted - len(self._receivers))
         return max(1, most if wanted <= len(self._receivers) else 1 + len(self._receivers))
 
     def at_hand(self, key: bytes) -> base.Lease | None:
         """A lease on the value of `key`, the stream's next, if one has come already."""
-        lane = self.lanes[0] if len(self.lanes) == 1 else None
-        if self.coming or not isinstance(lane, LeaseLane):
+        pipeline = self.pipelines[0] if len(self.pipelines) == 1 else None
+        if self.coming or not isinstance(pipeline, LeasePipeline):
             return None
-        lease = lane.at_hand(key)
+        lease = pipeline.at_hand(key)
         if lease is not None:
             self.keys.popleft()
             self.bodies += 1
@@ -149,21 +151,21 @@ class Stream:
         """Receive all that are `coming`, no more than at_once has allowed: the first here, the others beside it."""
         began_s = time.monotonic()
         if len(self.coming) == 1:
-            self.coming[0].receive(self.lanes[self._turn % len(self.lanes)])
+            self.coming[0].receive(self.pipelines[self._turn % len(self.pipelines)])
             self._turn += 1
         else:
             self._receive_beside(tuple(self.coming))
         self.node.pace_s = (time.monotonic() - began_s) / len(self.coming)
 
     def _receive_beside(self, bodies: Sequence[Body]) -> None:
-        count = len(self.lanes)
-        lanes = [self.lanes[(self._turn + place) % count] for place in range(min(count, len(bodies)))]
-        shares = [bodies[place::count] for place in range(len(lanes))]
+        count = len(self.pipelines)
+        pipelines = [self.pipelines[(self._turn + place) % count] for place in range(min(count, len(bodies)))]
+        shares = [bodies[place::count] for place in range(len(pipelines))]
         self._turn += len(bodies)
-        beside = self._receivers[: len(lanes) - 1]
-        for receiver, share, lane in zip(beside, shares[1:], lanes[1:], strict=True):
-            receiver.begin(share, lane)
-        receive(shares[0], lanes[0])
+        beside = self._receivers[: len(pipelines) - 1]
+        for receiver, share, pipeline in zip(beside, shares[1:], pipelines[1:], strict=True):
+            receiver.begin(share, pipeline)
+        receive(shares[0], pipelines[0])
         for body in shares[0]:
             if body.error is not None and not isinstance(body.error, Exception):
                 raise body.error
@@ -174,9 +176,9 @@ class Stream:
         """Close the connections, as it is not known which bodies are still to come; with an error the server is
         lost."""
         self._drop_coming()
-        broken = next((lane.connection for lane in self.lanes if not lane.connection.usable), None)
-        for lane in self.lanes:
-            lane.connection.close()
+        broken = next((pipeline.connection for pipeline in self.pipelines if not pipeline.connection.usable), None)
+        for pipeline in self.pipelines:
+            pipeline.connection.close()
         if error is not None and broken is not None:
             self.node.lose(broken, error)
 
@@ -185,14 +187,14 @@ class Stream:
         until_s = time.monotonic() + min(left_s, DRAIN_S)
         try:
             self._drop_coming()
-            for lane in self.lanes:
-                lane.settle(max(until_s - time.monotonic(), 0.0))
-                lane.connection.set_timeout(self.node.link.timeout_s)
+            for pipeline in self.pipelines:
+                pipeline.settle(max(until_s - time.monotonic(), 0.0))
+                pipeline.connection.set_timeout(self.node.link.timeout_s)
         except BaseException:
             self.give_up(None)
             raise
         finally:
-            self.node.bring_back([lane.connection for lane in self.lanes])
+            self.node.bring_back([pipeline.connection for pipeline in self.pipelines])
             receivers, self._receivers = self._receivers, []
             self.node.bring_back_receivers(receivers)
 
@@ -200,8 +202,8 @@ class Stream:
         """Give up what has been received. Where we were interrupted some is on its way still, and its memory is not
         ours again before that has stopped: a caller who is interrupted here as well comes here once more."""
         if any(receiver.is_busy for receiver in self._receivers):
-            for lane in self.lanes:
-                lane.connection.interrupt()
+            for pipeline in self.pipelines:
+                pipeline.connection.interrupt()
             for receiver in self._receivers:
                 receiver.wait()
         while self.coming:
@@ -289,7 +291,7 @@ class Load:
         if isinstance(got, BackendError):
             hop = self._routes.follow(stream.node, got)
             if hop is None:
-                stream.node.complain(got, stream.lanes[0].connection)
+                stream.node.complain(got, stream.pipelines[0].connection)
             return hop
         if got is None or body.has_no_room:
             return None
@@ -298,7 +300,7 @@ class Load:
             return got  # the value where it lies, on the server
         assert body.room is not None
         self._length = stream.node.body_bytes = got
-        self._ahead = ahead_for(got, sum(len(each.lanes) for each in self._streams.values()))
+        self._ahead = ahead_for(got, sum(len(each.pipelines) for each in self._streams.values()))
         return RemoteLease(body.room.view, body.room.commit if self._keep else body.room.abort)
 
     def _fetch(self, stream: Stream, key: bytes, hop: Hop | None) -> bool:
@@ -310,7 +312,7 @@ class Load:
             with self._patience:
                 stream.ask(self._ahead, self._patience)
                 if hop is not None:
-                    stream.lanes[0].ask_aside(key, asking=hop.asking)
+                    stream.pipelines[0].ask_aside(key, asking=hop.asking)
                 self._plan(stream, key)
                 stream.receive()
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Connections with requests under way: SETs whose answers are still out, and GETs asked for ahead of their reading.
 
-A lane is used for one of the two only, so that no reply has to be put aside. Errors of the connection pass through:
-BackendError, and the lane is done for.
+A pipeline is used for one of the two only, so that no reply has to be put aside. Errors of the connection pass through:
+BackendError, and the pipeline is done for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvredis.storage.memory.arena import Arena
 SETS_UNANSWERED_MAX: Final = 64
 """Answers are short, so this many fit into any socket buffer; reading half of them at once saves system calls."""
 SETS_UNANSWERED_BYTES: Final = 8 * 1024 * 1024
-"""Of values on a lane, beyond the one sent last: what the kernel holds on both sides, and no memory to spare."""
+"""Of values on a pipeline, beyond the one sent last: what the kernel holds on both sides, and no memory to spare."""
 AHEAD_MIN: Final = 2
-"""GETs asked for ahead on a lane: one being sent by the server while the next is known to it."""
+"""GETs asked for ahead on a pipeline: one being sent by the server while the next is known to it."""
 AHEAD_MAX: Final = 64
 AHEAD_BYTES: Final = 32 * 1024 * 1024
-"""Bodies asked for ahead, over all lanes of a load: what a server may have to hold, leased or copied, for us."""
+"""Bodies asked for ahead, over all pipelines of a load: what a server may have to hold, leased or copied, for us."""
 DRAIN_BYTES_MAX: Final = 4 * 1024 * 1024
 """What is read and dropped to save a connection whose load was given up; beyond it a new one is cheaper."""
 DRAIN_S: Final = 0.1
@@ -49,7 +49,7 @@ class Touch:
         return chain.from_iterable(self.parts)
 
 
-class SetLane:
+class SetPipeline:
     """SETs, and touches, in flight on one connection."""
 
     __slots__ = ("_borrower", "connection", "unanswered", "unanswered_bytes")
@@ -102,7 +102,7 @@ class SetLane:
             yield item, reply
 
 
-class GetLane:
+class GetPipeline:
     """A share of a load's keys on one connection: asked for in batches, some way ahead of the reading."""
 
     __slots__ = ("asked", "connection", "unasked")
@@ -113,7 +113,7 @@ class GetLane:
         self.asked = 0
 
     def ask_aside(self, key: bytes, *, asking: bool) -> None:
-        """Ask for one more key, the next to be taken, on a lane of which nothing else is asked."""
+        """Ask for one more key, the next to be taken, on a pipeline of which nothing else is asked."""
         self.connection.send_many(([(b"ASKING",)] if asking else []) + [(b"GET", key)])
         self.asked += 1
         if asking:
@@ -151,6 +151,6 @@ class GetLane:
             self.connection.close()
 
 
-def ahead_for(length: int, lanes: int) -> int:
-    """How many bodies of `length` bytes to ask for ahead on each of `lanes`."""
-    return max(AHEAD_MIN, min(AHEAD_MAX, AHEAD_BYTES // max(length * lanes, 1)))
+def ahead_for(length: int, pipelines: int) -> int:
+    """How many bodies of `length` bytes to ask for ahead on each of `pipelines`."""
+    return max(AHEAD_MIN, min(AHEAD_MAX, AHEAD_BYTES // max(length * pipelines, 1)))

@@ -16,11 +16,11 @@ from kvredis.backends.shm.buffers import Rooms
 from kvredis.storage.background import start_worker
 from kvredis.storage.errors import BackendError
 
-from .pipeline import DRAIN_S_MIN, GetLane
+from .pipeline import DRAIN_S_MIN, GetPipeline
 
 
 class Body:
-    """What comes for one key: `got` as GetLane.take gives it, with its bytes in `room`; or `error`."""
+    """What comes for one key: `got` as GetPipeline.take gives it, with its bytes in `room`; or `error`."""
 
     __slots__ = ("_key", "_rooms", "error", "got", "has_no_room", "is_silent", "room")
 
@@ -40,17 +40,17 @@ class Body:
         self.room = self._rooms.reserve_ahead(self._key, length)
         return self.room is not None
 
-    def receive(self, lane: GetLane, within_s: float | None = None) -> None:
-        """Take the next body of a lane, in any thread, in the connection's time for one answer unless `within_s` sets
-        it anew; raises nothing."""
-        before = lane.connection.bytes_in
+    def receive(self, pipeline: GetPipeline, within_s: float | None = None) -> None:
+        """Take the next body of a pipeline, in any thread, in the connection's time for one answer unless `within_s`
+        sets it anew; raises nothing."""
+        before = pipeline.connection.bytes_in
         try:
             if within_s is not None:
-                lane.connection.set_timeout(within_s)
-            self.got = lane.take(self._allocate)
+                pipeline.connection.set_timeout(within_s)
+            self.got = pipeline.take(self._allocate)
         except BaseException as error:
             self.error = error
-        self.is_silent = lane.connection.bytes_in == before
+        self.is_silent = pipeline.connection.bytes_in == before
         if not isinstance(self.got, int):
             self._free()
 
@@ -74,11 +74,11 @@ class Body:
         return None if self.room is None else self.room.view
 
 
-def receive(bodies: Sequence[Body], lane: GetLane) -> None:
-    """Take the next bodies of a lane, in the time that its connection has for one answer; raises nothing."""
-    until_s = time.monotonic() + lane.connection.timeout_s
+def receive(bodies: Sequence[Body], pipeline: GetPipeline) -> None:
+    """Take the next bodies of a pipeline, in the time that its connection has for one answer; raises nothing."""
+    until_s = time.monotonic() + pipeline.connection.timeout_s
     for number, body in enumerate(bodies):
-        body.receive(lane, max(until_s - time.monotonic(), DRAIN_S_MIN) if number else None)
+        body.receive(pipeline, max(until_s - time.monotonic(), DRAIN_S_MIN) if number else None)
 
 
 class Receiver:
@@ -93,7 +93,7 @@ class Receiver:
     def __init__(self) -> None:
         """Start it; raises RuntimeError when there is no thread to be had."""
         self._changed = threading.Condition()
-        self._given: tuple[Sequence[Body], GetLane] | None = None
+        self._given: tuple[Sequence[Body], GetPipeline] | None = None
         self._is_wanted = True
         start_worker(self._turn, "kvredis receives")
 
@@ -102,14 +102,14 @@ class Receiver:
         """Whether there is something to `wait` for."""
         return self._given is not None
 
-    def begin(self, bodies: Sequence[Body], lane: GetLane) -> None:
-        """Have the next bodies of `lane` received; `wait` comes before the next call."""
+    def begin(self, bodies: Sequence[Body], pipeline: GetPipeline) -> None:
+        """Have the next bodies of `pipeline` received; `wait` comes before the next call."""
         with self._changed:
-            self._given = bodies, lane
+            self._given = bodies, pipeline
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Block until all have come, or failed, which the lane's timeout bounds; a second call does nothing."""
+        """Block until all have come, or failed, which the pipeline's timeout bounds; a second call does nothing."""
         with self._changed:
             self._changed.notify_all()  # an interrupted `begin` may not have said it
             self._changed.wait_for(lambda: self._given is None)
@@ -125,14 +125,14 @@ class Receiver:
             self._changed.wait_for(lambda: self._given is not None or not self._is_wanted)
             if self._given is None:
                 return False
-            bodies, lane = self._given
+            bodies, pipeline = self._given
         try:
-            receive(bodies, lane)
+            receive(bodies, pipeline)
             for body in bodies:
                 if body.error is not None and not isinstance(body.error, Exception):
                     body.error = BackendError(repr(body.error))  # SystemExit was for this thread, not for who loads
         finally:
-            del bodies, lane  # a thread that waits for work holds no memory of others
+            del bodies, pipeline  # a thread that waits for work holds no memory of others
             with self._changed:
                 self._given = None
                 self._changed.notify_all()

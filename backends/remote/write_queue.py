@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from kvredis.backends.base import Fitting
 from kvredis.backends.resp.connection import Reply
@@ -27,11 +27,11 @@ from kvredis.backends.shm.buffers import RemoteLease, RemoteReservation, Staging
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena
 
-from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, SetLane, Touch
+from .pipeline import SETS_UNANSWERED_BYTES, SETS_UNANSWERED_MAX, SetPipeline, Touch
 from .pool import Node
 from .routing import HOPS_MAX, Hop, Routes
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Item = RemoteReservation | Touch
 Outcome = Literal["stored", "refused", "dropped"]
@@ -40,49 +40,31 @@ LINGER_S: Final = 1.0
 """How long the thread waits for more before it ends; chunks of one prompt come milliseconds apart."""
 
 
-class Ledger(Protocol):
-    """What a sender needs of the outbox. `changed` is to be held around every call but `forget`."""
-
-    changed: threading.Condition
-    closed: bool
-    over: bool
-
-    @property
-    def arena(self) -> Arena:
-        """The memory that values are in."""
-        ...
-
-    def is_superseded(self, item: Item) -> bool:
-        """Say whether a newer value of the same key follows."""
-        ...
-
-    def pass_on(self, item: Item, node: Node) -> None:
-        """Give it to the sender of another server."""
-        ...
-
-    def settle(self, item: Item, outcome: Outcome | None = None) -> None:
-        """Nothing more is to come of it."""
-        ...
-
-    def forget(self, node: Node) -> None:
-        """Its sender has left."""
-        ...
+QUEUE_PART: Final = 2
+"""Half of the staging memory may wait to be sent; the rest is for loads, which an engine does wait for."""
+VALUES_MAX: Final = 4096
+"""Values on their way; a bound for small ones, which take no room in the arena."""
+TOUCHES_MAX: Final = 64
+"""Touches that wait for their turn; a later one is dropped, as it is advice only."""
+DRAIN_PART: Final = 0.75
+"""The share of the timeout in which close() lets the queue drain; the rest is for ending what is under way."""
 
 
 class Sender:
-    """The way to `node`: a queue, a thread that runs while something is in it, and up to node.connections lanes."""
+    """The way to `node`: a queue, a thread that runs while something is in it, and up to node.connections pipelines.
+    Its queue is a part of `outbox`: `outbox.changed` is held around every call of that but `forget`."""
 
-    def __init__(self, node: Node, ledger: Ledger, follow: Callable[[BackendError], Hop | None]) -> None:
+    def __init__(self, node: Node, outbox: Outbox, follow: Callable[[BackendError], Hop | None]) -> None:
         self._node = node
-        self._ledger = ledger
+        self._outbox = outbox
         self._follow = follow
-        self._changed = ledger.changed
+        self._changed = outbox.changed
         self._queue: deque[Item] = deque()
         self._held: dict[Item, None] = {}  # queued or unanswered here, oldest first
         self._leaving = False
         self._thread: threading.Thread | None = None
         # From here on the thread's own.
-        self._lanes: list[SetLane] = []
+        self._pipelines: list[SetPipeline] = []
         self._turn = 0
         self._flying: set[bytes] = set()  # keys whose SET may be unanswered
 
@@ -112,15 +94,15 @@ class Sender:
             self._changed.notify_all()
         if is_idle:
             self._hang_up()
-            self._ledger.forget(self._node)
+            self._outbox.forget(self._node)
 
     def end(self) -> None:
-        """Give up what is left, and wait for the thread; the ledger is over."""
+        """Give up what is left, and wait for the thread; the outbox is over."""
         with self._changed:
             thread = self._thread
         if thread is not None:
-            for lane in tuple(self._lanes):
-                lane.connection.interrupt()
+            for pipeline in tuple(self._pipelines):
+                pipeline.connection.interrupt()
             thread.join()
         self._hang_up()
 
@@ -134,7 +116,7 @@ class Sender:
                 except BaseException as error:  # of our own making too: a caller of flush() would wait for ever
                     self._lose(error if isinstance(error, BackendError) else BackendError(repr(error)))
         except BaseException:  # nor for a thread that is no more
-            log.exception("the thread that stores to %s ended wildly", self._node.link.address)
+            logger.exception("the thread that stores to %s ended wildly", self._node.link.address)
             with self._changed:
                 self._settle_all()
                 self._thread = None
@@ -144,11 +126,11 @@ class Sender:
     def _has_work(self) -> bool:
         with self._changed:
             linger_s = 0.0 if self._node.link.is_full else LINGER_S
-            self._changed.wait_for(lambda: self._held or self._ledger.closed or self._leaving, linger_s)
+            self._changed.wait_for(lambda: self._held or self._outbox.closed or self._leaving, linger_s)
             is_idle = not self._held
         if is_idle:  # others may have them meanwhile: a server may take no more
-            self._node.bring_back([lane.connection for lane in self._lanes])
-            self._lanes.clear()
+            self._node.bring_back([pipeline.connection for pipeline in self._pipelines])
+            self._pipelines.clear()
         with self._changed:
             if not self._held:
                 self._thread = None
@@ -158,15 +140,15 @@ class Sender:
         """Send what is next, or read the answers when there is nothing to send."""
         with self._changed:
             item = self._queue.popleft() if self._queue else None
-            if item is not None and self._ledger.is_superseded(item):
+            if item is not None and self._outbox.is_superseded(item):
                 self._settle(item)
                 return
         if item is None or not self._flying.isdisjoint(item.keys):
             # A value must not be overtaken by an older one on another connection, nor by what touches it.
-            for lane in self._lanes:
-                self._read_answers(lane, 0, 0)
+            for pipeline in self._pipelines:
+                self._read_answers(pipeline, 0, 0)
         if item is not None:
-            free = self._next_lane()
+            free = self._next_pipeline()
             if free is None:
                 self._settle_all()
                 self._hang_up()
@@ -177,22 +159,22 @@ class Sender:
             if free.is_full:
                 self._read_answers(free, SETS_UNANSWERED_MAX // 2, SETS_UNANSWERED_BYTES // 2)
 
-    def _next_lane(self) -> SetLane | None:
-        """The lanes in turn; a new one as long as there are less than may be. None: the server takes nothing."""
-        for lane in [lane for lane in self._lanes if not lane.unanswered and lane.connection.stale()]:
-            self._lanes.remove(lane)
-            self._node.retire(lane.connection)
-        if len(self._lanes) < self._node.connections:
+    def _next_pipeline(self) -> SetPipeline | None:
+        """The pipelines in turn; a new one as long as there are less than may be. None: the server takes nothing."""
+        for pipeline in [each for each in self._pipelines if not each.unanswered and each.connection.stale()]:
+            self._pipelines.remove(pipeline)
+            self._node.retire(pipeline.connection)
+        if len(self._pipelines) < self._node.connections:
             for connection in self._node.borrow(1):
-                self._lanes.append(SetLane(connection))
-                refusal = self._lanes[-1].lend(self._ledger.arena)
+                self._pipelines.append(SetPipeline(connection))
+                refusal = self._pipelines[-1].lend(self._outbox.arena)
                 if refusal is not None:
                     self._node.complain(refusal, connection)
         self._turn += 1
-        return self._lanes[self._turn % len(self._lanes)] if self._lanes and not self._ledger.over else None
+        return self._pipelines[self._turn % len(self._pipelines)] if self._pipelines and not self._outbox.over else None
 
-    def _read_answers(self, lane: SetLane, keep: int, keep_bytes: int) -> None:
-        for item, reply in lane.answers(keep, keep_bytes):
+    def _read_answers(self, pipeline: SetPipeline, keep: int, keep_bytes: int) -> None:
+        for item, reply in pipeline.answers(keep, keep_bytes):
             hop = self._follow(reply) if isinstance(reply, BackendError) else None
             if isinstance(item, RemoteReservation):
                 self._flying.discard(item.key)
@@ -200,28 +182,28 @@ class Sender:
                 self._answered(item, reply, hop)
             is_right = not isinstance(reply, BackendError) if item is None or isinstance(item, Touch) else reply == "OK"
             if hop is None and not is_right:
-                self._node.complain(reply, lane.connection)
+                self._node.complain(reply, pipeline.connection)
 
     def _answered(self, item: Item, reply: Reply, hop: Hop | None) -> None:
         with self._changed:
-            if hop is None or isinstance(item, Touch) or item.hops >= HOPS_MAX or self._ledger.over:
+            if hop is None or isinstance(item, Touch) or item.hops >= HOPS_MAX or self._outbox.over:
                 self._settle(item, "stored" if reply == "OK" else "refused")
                 return
             item.hops += 1
             item.asking = hop.asking
             del self._held[item]
-            self._ledger.pass_on(item, hop.node)
+            self._outbox.pass_on(item, hop.node)
 
     def _settle(self, item: Item, outcome: Outcome | None = None) -> None:
         del self._held[item]
-        self._ledger.settle(item, outcome)
+        self._outbox.settle(item, outcome)
 
     # ---- losing the server -----------------------------------------------------------------------------------------
 
     def _lose(self, error: BackendError) -> None:
-        if not self._ledger.over:
-            for lane in [lane for lane in self._lanes if not lane.connection.usable] or self._lanes:
-                self._node.lose(lane.connection, error)
+        if not self._outbox.over:
+            for pipeline in [each for each in self._pipelines if not each.connection.usable] or self._pipelines:
+                self._node.lose(pipeline.connection, error)
         self._settle_all()
         self._hang_up()
 
@@ -231,32 +213,20 @@ class Sender:
         The connections end first. A server that takes values out of our memory must know before that memory is another
         value's, and publishes none for who has hung up.
         """
-        for lane in self._lanes:
-            lane.connection.interrupt()
+        for pipeline in self._pipelines:
+            pipeline.connection.interrupt()
         with self._changed:
-            sent = {item for lane in self._lanes for item in lane.unanswered}
+            sent = {item for pipeline in self._pipelines for item in pipeline.unanswered}
             self._queue.clear()
             for item in tuple(self._held):
                 self._settle(item, "refused" if item in sent else "dropped")
 
     def _hang_up(self) -> None:
         """Without the lock: nodes have one of their own, and a collected generator may want both in any order."""
-        for lane in self._lanes:
-            self._node.retire(lane.connection)
-        self._lanes.clear()
+        for pipeline in self._pipelines:
+            self._node.retire(pipeline.connection)
+        self._pipelines.clear()
         self._flying.clear()
-
-
-logger = logging.getLogger(__name__)
-
-QUEUE_PART: Final = 2
-"""Half of the staging memory may wait to be sent; the rest is for loads, which an engine does wait for."""
-VALUES_MAX: Final = 4096
-"""Values on their way; a bound for small ones, which take no room in the arena."""
-TOUCHES_MAX: Final = 64
-"""Touches that wait for their turn; a later one is dropped, as it is advice only."""
-DRAIN_PART: Final = 0.75
-"""The share of the timeout in which close() lets the queue drain; the rest is for ending what is under way."""
 
 
 class Outbox:

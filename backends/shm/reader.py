@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvredis.backends.remote.pipeline import DRAIN_S, DRAIN_S_MIN, GetLane
+from kvredis.backends.remote.pipeline import DRAIN_S, DRAIN_S_MIN, GetPipeline
 from kvredis.backends.resp.connection import Allocate
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.copy import copy
@@ -39,8 +39,8 @@ KEY_OVERHEAD_BYTES: Final = 16
 """What a command has around a key."""
 
 
-class LeaseLane(GetLane):
-    """As GetLane. `take` gives a lease, or with `keep` copies the value into the reader's room."""
+class LeasePipeline(GetPipeline):
+    """As GetPipeline. `take` gives a lease, or with `keep` copies the value into the reader's room."""
 
     __slots__ = ("_ahead", "_answers", "_attached", "_batches", "_keep", "_longest", "_most", "_together")
 

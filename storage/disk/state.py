@@ -60,7 +60,7 @@ class DiskStats:
         return asdict(self)
 
 
-class DiskLedger:
+class DiskState:
     """What is where on one disk. Public methods take the lock, others expect it; none blocks beyond it."""
 
     def __init__(self, opened: Opened) -> None:

@@ -29,7 +29,7 @@ from .files import Files, RealFiles
 from .index import Batch
 from .recovery import LOCK_NAME, DiskOptions, Opened, open_directory
 from .segment import HEADER_BYTES, Facts, Name, Record, fault, record_bytes, scratch, seal, segment_name
-from .state import DiskLedger, DiskStats
+from .state import DiskState, DiskStats
 
 __all__ = ["DiskOptions", "DiskStats", "DiskTier"]
 
@@ -56,7 +56,7 @@ _LOG_LINES_MAX = 50
 """Failures told of one by one; a dying disk has too many to tell. All are counted."""
 
 
-class DiskTier(DiskLedger):
+class DiskTier(DiskState):
     """One directory of records, held by this process alone. Safe to use from several threads."""
 
     def __init__(self, opened: Opened) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvredis.backends.config.url import parse_url
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.remote.health import RETRY_S_MAX, RETRY_S_MIN
-from kvredis.backends.remote.pipeline import SETS_UNANSWERED_MAX, SetLane, Touch
+from kvredis.backends.remote.pipeline import SETS_UNANSWERED_MAX, SetPipeline, Touch
 from kvredis.backends.shm.buffers import RemoteReservation
 from kvredis.storage.store import Store
 from tests.backends.conftest import Clock, Connect, StartServer, small_store
@@ -242,13 +242,13 @@ def test_answers_to_sets_do_not_pile_up(
     fake: FakeServer, clock: Clock, monkeypatch: pytest.MonkeyPatch, length: int, count: int, most: int
 ) -> None:
     unanswered = []
-    send = SetLane.send
+    send = SetPipeline.send
 
-    def watched(lane: SetLane, item: RemoteReservation | Touch) -> None:
+    def watched(lane: SetPipeline, item: RemoteReservation | Touch) -> None:
         send(lane, item)
         unanswered.append(len(lane.unanswered))
 
-    monkeypatch.setattr(SetLane, "send", watched)
+    monkeypatch.setattr(SetPipeline, "send", watched)
     fake.answer = shelf = Shelf()
     shelf.open.clear()
     staging = small_store(64 << 20)

@@ -106,7 +106,7 @@ def test_all_connections_together_keep_a_load_that_ends_no_longer_than_one_may(
     servers: Any = range(3)
     for server in servers:
         load._streams[server] = Stream(node, keep=False)
-        load._streams[server].lanes = [lane] * 4
+        load._streams[server].pipelines = [lane] * 4
     load.close()
     assert given[0] == pytest.approx(DRAIN_S)
     assert given[4] < DRAIN_S * 0.6, "the next server has what is left of the load's time"

@@ -13,7 +13,7 @@ from kvredis.backends.config.url import Address
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote import load as remote_load
 from kvredis.backends.remote.backend import RemoteBackend
-from kvredis.backends.remote.pipeline import GetLane
+from kvredis.backends.remote.pipeline import GetPipeline
 from kvredis.backends.remote.receive import Body, Receiver
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.backends.tiered.staging import Passage
@@ -291,7 +291,7 @@ def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_
             raise KeyboardInterrupt
         wait(receiver)
 
-    def watched(body: Body, lane: GetLane, within_s: float | None = None) -> None:
+    def watched(body: Body, lane: GetPipeline, within_s: float | None = None) -> None:
         receiving.add(body)
         receive(body, lane, within_s)
         receiving.remove(body)
