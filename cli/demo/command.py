@@ -270,7 +270,7 @@ def _redis(folder: Path) -> Iterator[int | None]:
 def _process(command: list[str], *, stdout: int | None, stderr: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A child process without our configuration's variables, ended when the block is left."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "KVREDIS_"))}
-    # A signal that comes while the child is made waits, or the child would be nobody's.
+    # A signal that comes while the child is made waits: else no one would end the child.
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env) as process:

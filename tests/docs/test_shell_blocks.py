@@ -131,7 +131,7 @@ def test_the_check_of_options_finds_what_is_wrong(words: str) -> None:
     assert wrong_options(words.split()) != ""
 
 
-def test_no_block_starts_a_server_behind_its_own_back_or_writes_outside_of_its_folder() -> None:
+def test_no_block_starts_a_server_in_the_background_or_writes_outside_of_its_folder() -> None:
     # The stage returns from `kvredis serve` when it is ready; with & the next line would come before that.
     lines = [(block.place, command) for block in BLOCKS if block.runs for command in commands_of(block)]
     assert [each for each in lines if re.match(r"kvredis serve\b.*&$", each[1]) or "/tmp/" in each[1]] == []
