@@ -45,8 +45,7 @@ from .net.listeners import Listeners
 from .net.zerocopy import Splicing
 from .options import MIB
 from .options import ServerOptions as ServerOptions
-from .protocol.limits import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX
-from .protocol.request import ProtocolError, QueryBufferLimit
+from .protocol.request import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX, ProtocolError, QueryBufferLimit
 from .shm.attach import Lane
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from kvredis.server.commands.help import help_reply
+from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import Command, container, every_command, lookup, subcommand
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
@@ -23,11 +23,8 @@ from kvredis.server.protocol.replies import (
     set_reply,
 )
 
-from .file import AclFileError
-from .log import Refusal
-from .rules import CATEGORIES, RuleError, Selector
-from .state import Acl, refused
-from .users import DEFAULT_USER, UnmatchedParenthesis, User, is_user_name, merged
+from .rules import CATEGORIES, DEFAULT_USER, RuleError, Selector, UnmatchedParenthesis, User, is_user_name, merged
+from .state import Acl, AclFileError, Refusal, refused
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

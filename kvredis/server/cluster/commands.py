@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.client.blocked import Answer, Pending
-from kvredis.server.commands.help import help_reply
+from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import command, container, subcommand
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
@@ -30,7 +30,7 @@ from kvredis.server.protocol.replies import (
     verbatim,
 )
 
-from .slots import SLOTS, slot_of
+from .topology import SLOTS, slot_of
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

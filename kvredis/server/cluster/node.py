@@ -21,8 +21,7 @@ from kvredis.server.net.tls import OPTION
 from kvredis.server.protocol.replies import error
 from kvredis.storage.errors import ConfigError
 
-from .slots import BRACE, SLOT_MASK, SLOTS, head_of, routing_keys, slot_of
-from .topology import Node, Topology, read_topology
+from .topology import BRACE, SLOT_MASK, SLOTS, Node, Topology, head_of, read_topology, routing_keys, slot_of
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

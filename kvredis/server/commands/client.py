@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
 
+from .command import help_reply
 from .connection import BAD_CLIENT_NAME, is_plain_word
-from .help import help_reply
 from .registry import container, subcommand
-from .tracking import letters_of, redirection_of
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session
@@ -186,6 +185,19 @@ def client_no_touch(session: Session, args: list[bytes]) -> Reply:
 def client_help(session: Session, args: list[bytes]) -> Reply:
     """CLIENT HELP."""
     return help_reply("client")
+
+
+def letters_of(session: Session) -> str:
+    """A client's tracking in the letters of CLIENT LIST: t tracks, R cannot redirect, B broadcast."""
+    tracking = session.tracking
+    if tracking is None:
+        return ""
+    return "t" + ("R" if tracking.broken else "") + ("B" if tracking.broadcast else "")
+
+
+def redirection_of(session: Session) -> int:
+    """The client that a client redirects to: 0 for none, -1 without tracking."""
+    return -1 if session.tracking is None else session.tracking.redirect
 
 
 def type_of(session: Session) -> bytes:

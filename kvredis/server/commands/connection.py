@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvredis.server.acl.users import DEFAULT_USER
+from kvredis.server.acl.rules import DEFAULT_USER
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     DB_OUT_OF_RANGE,

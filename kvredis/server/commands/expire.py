@@ -13,7 +13,7 @@ from kvredis.server.protocol.replies import NOT_AN_INTEGER, ONE, ZERO, Reply, er
 
 from .keyspace_events import notify
 from .registry import command
-from .values import DEL, EXPIRE, invalid_expiry
+from .strings import DEL, EXPIRE, invalid_expiry
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

@@ -12,7 +12,7 @@ from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, Reply, bulk, err
 
 from .compat.long_double import TEXT_BYTES_MAX, add, parse, printed
 from .registry import command
-from .values import INTEGER_BYTES_MAX, note_encoding, publish
+from .strings import INTEGER_BYTES_MAX, note_encoding, publish
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

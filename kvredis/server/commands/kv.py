@@ -18,7 +18,7 @@ from kvredis.server.protocol.replies import (
 )
 from kvredis.storage.tensor_facts import tokens_of
 
-from .databases import scan_options
+from .keys import scan_options
 from .registry import command
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.server.metrics.stats import CommandStats
 from kvredis.server.protocol.replies import EMPTY_ARRAY, Reply, array, bulk, error, integer, map_reply, verbatim
 
-from .help import help_reply
+from .command import help_reply
 from .registry import COMMANDS, container, subcommand
 
 if TYPE_CHECKING:

@@ -8,6 +8,9 @@ allocator's fragmentation is said here of the arena's holes.
 from __future__ import annotations
 
 import gc
+import os
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvredis.server.client.memory import held_by_all
@@ -15,8 +18,7 @@ from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
 from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES
 
-from .help import help_reply
-from .info.process import resident_bytes
+from .command import help_reply
 from .registry import container, subcommand
 
 if TYPE_CHECKING:
@@ -212,3 +214,28 @@ def report(server: Server) -> str:
     if store.stats.refused:
         said.append(f"{store.stats.refused} values found no room: everything that could leave was being read.")
     return "".join(f"* {line}\n" for line in said) or "There is nothing to complain about.\n"
+
+
+# ---- process ---------------------------------------------------------------------------------------------------------
+#
+# What the operating system says of this process: its size in memory.
+
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """Memory that the process has now: the arena's touched small pages included, hugetlb pages not, as the kernel
+    counts."""
+    return int(STATM.read_text().split()[1]) * PAGE_BYTES
+
+
+def resident_peak_bytes() -> int:
+    """The most that it ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES

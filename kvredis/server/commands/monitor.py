@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvredis.server.protocol.replies import OK, Reply, error
 
-from .redaction import excerpt, redacted
 from .registry import command
+from .slowlog import excerpt, redacted
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

@@ -27,7 +27,7 @@ from kvredis.storage.memory.copy import copy as copy_payload
 
 from .keyspace_events import notify
 from .registry import command
-from .values import encoding_of, look_up, note_encoding
+from .strings import encoding_of, look_up, note_encoding
 
 if TYPE_CHECKING:
     from kvredis.server.client.session import Session

@@ -26,8 +26,8 @@ from kvredis.server.protocol.replies import (
     verbatim,
 )
 
+from .command import help_reply
 from .connection import REDIS_VERSION
-from .help import help_reply
 from .registry import command, container, subcommand
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvredis.server.client.blocked import Pending
 from kvredis.server.client.call import call
-from kvredis.server.protocol.limits import ARGUMENT_BYTES
 from kvredis.server.protocol.replies import NULL, OK, Buffer, Reply, array, error
+from kvredis.server.protocol.request import ARGUMENT_BYTES
 from kvredis.storage.entry import Reservation
 
 from .registry import Command, command, shown

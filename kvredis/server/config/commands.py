@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvredis.server.commands.help import help_reply
+from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import container, subcommand
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, map_reply

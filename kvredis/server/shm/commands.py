@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvredis.server.client.blocked import Answer, has_hung_up
 from kvredis.server.commands.client import BAD_CLIENT_ID
 from kvredis.server.commands.registry import COMMANDS, command
-from kvredis.server.commands.values import TOO_LONG, missing, publish_if, set_options
+from kvredis.server.commands.strings import TOO_LONG, missing, publish_if, set_options
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvredis.server.commands.keys import object_encoding
 from kvredis.server.commands.memory import double
-from kvredis.server.commands.object import object_encoding
 from kvredis.server.commands.registry import command
 from kvredis.server.protocol.replies import (
     OK,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvredis.server.client.blocked import Answer, Pending, StepTimer
 from kvredis.server.commands.registry import command
-from kvredis.server.commands.values import look_up
+from kvredis.server.commands.strings import look_up
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
