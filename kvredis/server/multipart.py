@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Final
 from kvredis.storage.entry import NOWHERE, SLACK_BYTES, Reservation
 from kvredis.storage.store import Store
 
+from .client.blocked import Answer
+from .client.client import Client
 from .commands.registry import command
 from .commands.strings import TOO_LONG, publish_if, set_options
 from .protocol.arguments import parse_integer
@@ -27,8 +29,6 @@ from .protocol.replies import NOT_AN_INTEGER, OK, ONE, OUT_OF_MEMORY, ZERO, Repl
 from .protocol.request import LATER, REFUSED, Argument, Refused
 
 if TYPE_CHECKING:
-    from .client.blocked import Answer
-    from .client.session import Session
     from .server import Server
 
 
@@ -256,12 +256,12 @@ class Parts:
         """By KV.ABORT, by a condition of KV.COMMIT that did not hold, or because the client went."""
         self.given_up = 0
 
-    def of(self, session: Session) -> ClientParts:
+    def of(self, session: Client) -> ClientParts:
         """A client's reservations."""
         found = self._clients.get(session.id)
         return ClientParts() if found is None else found
 
-    def held_by(self, session: Session) -> int:
+    def held_by(self, session: Client) -> int:
         """What a client's reservations take of the arena."""
         found = self._clients.get(session.id)
         return 0 if found is None else found.held_bytes
@@ -274,7 +274,7 @@ class Parts:
         """What all of them take of the arena."""
         return sum(client.held_bytes for client in self._clients.values())
 
-    def open(self, session: Session, reservation: Reservation) -> Part:
+    def open(self, session: Client, reservation: Reservation) -> Part:
         """Make a client's reservation of the room that was found for it. Ids are never used twice, so that one which
         comes over a wrong connection names nothing."""
         client = self._clients.get(session.id)
@@ -286,11 +286,11 @@ class Parts:
         client.add(part)
         return part
 
-    def end_all(self, session: Session) -> None:
+    def end_all(self, session: Client) -> None:
         """A client has no reservations any more: RESET."""
         self.aborted += self.of(session).end_all()
 
-    def open_payload(self, session: Session, args: list[Argument], length: int) -> Piece | Refused:
+    def open_payload(self, session: Client, args: list[Argument], length: int) -> Piece | Refused:
         """Where a large piece is received whose KV.WRITE has told id and offset; REFUSED, with the error for it, if it
         cannot be: its bytes are then dropped as they come."""
         place: tuple[Part, int] | bytes = NOT_IN_A_TRANSACTION
@@ -347,7 +347,7 @@ _FACTS = {"group": "kv", "since": "0.1.0", "acl": "write fast"}
     access="OW update",
     **_FACTS,
 )
-def reserve(session: Session, args: list[bytes]) -> Answer:
+def reserve(session: Client, args: list[bytes]) -> Answer:
     """KV.RESERVE key length: an id. What is under the key stays until KV.COMMIT. Waits for room where a SET would."""
     length = parse_integer(args[2])
     if length is None:
@@ -377,7 +377,7 @@ def reserve(session: Session, args: list[bytes]) -> Answer:
     syntax="id offset part",
     **_FACTS,
 )
-def write(session: Session, args: list[bytes]) -> Reply:
+def write(session: Client, args: list[bytes]) -> Reply:
     """KV.WRITE id offset part. Parts may overlap: the last one counts."""
     payload: bytes | Reservation = args[3]
     if isinstance(payload, Reservation):
@@ -402,7 +402,7 @@ def write(session: Session, args: list[bytes]) -> Reply:
     ),
     **_FACTS,
 )
-def commit(session: Session, args: list[bytes]) -> Reply:
+def commit(session: Client, args: list[bytes]) -> Reply:
     """KV.COMMIT id with SET's options: OK; nil if NX or XX does not hold, which ends the reservation as well. After an
     error it is as it was."""
     server = session.server
@@ -433,7 +433,7 @@ def commit(session: Session, args: list[bytes]) -> Reply:
     syntax="id",
     **_FACTS,
 )
-def abort(session: Session, args: list[bytes]) -> Reply:
+def abort(session: Client, args: list[bytes]) -> Reply:
     """KV.ABORT id: 1, or 0 when this connection has no such reservation."""
     number = parse_integer(args[1])
     if number is None:

@@ -13,15 +13,11 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvredis.server.commands.registry import COMMANDS, Command, keys_end
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.inline import split_words
-
-if TYPE_CHECKING:
-    from kvredis.server.commands.registry import Command
-
 
 # ---- access ----------------------------------------------------------------------------------------------------------
 #

@@ -8,12 +8,11 @@ import logging
 import select
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
-if TYPE_CHECKING:
-    from kvredis.server.protocol.replies import Reply
+from kvredis.server.protocol.replies import Reply
 
-    from .session import Session
+from .client import Client
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +29,8 @@ class Pending:
 
     __slots__ = ("_session", "is_silent", "on_cancel", "runs_again", "timeout_reply", "timer")
 
-    def __init__(self, session: Session) -> None:
-        self._session: Session | None = session
+    def __init__(self, session: Client) -> None:
+        self._session: Client | None = session
         self.timeout_reply: Reply = b""
         """What CLIENT UNBLOCK answers in the name of a command whose time is over."""
         self.timer: asyncio.TimerHandle | None = None
@@ -66,7 +65,7 @@ class Pending:
         if self._end() is not None and self.on_cancel is not None:
             self.on_cancel()
 
-    def _end(self) -> Session | None:
+    def _end(self) -> Client | None:
         session, self._session = self._session, None
         if self.timer is not None:
             self.timer.cancel()

@@ -16,21 +16,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, cast
 
-from kvredis.server.commands.registry import shown
+from kvredis.server.commands.registry import Command, shown
 from kvredis.server.protocol.arguments import parse_integer
+from kvredis.server.protocol.request import Argument
 from kvredis.storage.entry import Lease, extent_length
 from kvredis.storage.index import SPACES
+from kvredis.storage.tiering.promotion import Bringing
 from kvredis.storage.tiering.transfers import Transfer
 
 from .blocked import Pending, tell_loop
+from .client import Client
 
 if TYPE_CHECKING:
-    from kvredis.server.commands.registry import Command
-    from kvredis.server.protocol.request import Argument
     from kvredis.server.server import Server
-    from kvredis.storage.tiering.promotion import Bringing
-
-    from .session import Session
 
 Name = tuple[bytes, int]
 """A key and its database."""
@@ -55,7 +53,7 @@ class Away:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._store = server.store
-        self._since: dict[Session, tuple[object, float]] = {}  # for which command, and when its wait began
+        self._since: dict[Client, tuple[object, float]] = {}  # for which command, and when its wait began
         self._refused: list[Pending] = []  # who ask again at the next tick, since there was no room
         self._waits: set[Pending] = set()
 
@@ -65,7 +63,7 @@ class Away:
         for pending in refused:
             self._resolve(pending)
 
-    def hold(self, session: Session, command: Command, args: list[Argument]) -> list[Lease] | Pending | None:
+    def hold(self, session: Client, command: Command, args: list[Argument]) -> list[Lease] | Pending | None:
         """Holds on what `command` reads, which the caller ends when it has run: until then the disk's threads take
         nothing of it away. Else the wait, after which it runs again; None when its client has waited long enough."""
         store = self._store
@@ -86,7 +84,7 @@ class Away:
             lease.release()
         return self._wait(session, args, fitting) if awaited else None
 
-    def wait(self, session: Session, args: list[Argument], names: Sequence[Name]) -> Pending | None:
+    def wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Pending | None:
         """The wait of a command that has looked for `names` in vain. None when they are nowhere or longer than memory,
         when the client has waited long enough, and within a transaction, where nobody waits."""
         names = self._fitting(names)
@@ -99,7 +97,7 @@ class Away:
         find = self._store.find
         return any((entry := find(*name)) is not None and not entry.is_resident for name in names)
 
-    def stream(self, session: Session, names: Sequence[Name]) -> Iterator[Pending | None]:
+    def stream(self, session: Client, names: Sequence[Name]) -> Iterator[Pending | None]:
         """For each of `names` None as soon as the block is in memory or cannot be had, before that the wait for it."""
         if session.transaction is not None:  # where nobody waits: all of it was brought before
             yield from [None] * len(names)
@@ -119,11 +117,11 @@ class Away:
         """How many clients wait for a block."""
         return len(self._waits)
 
-    def keeps_waiting(self, session: Session) -> bool:
+    def keeps_waiting(self, session: Client) -> bool:
         """Whether it is here that a client waits, so that an answer comes in any case."""
         return session.waiting in self._waits
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """A client has gone."""
         self._since.pop(session, None)
 
@@ -134,7 +132,7 @@ class Away:
         find, most_bytes = self._store.find, self._store.arena.nbytes
         return [name for name in names if (entry := find(*name)) is None or extent_length(entry.length) <= most_bytes]
 
-    def _wait(self, session: Session, args: list[Argument], names: Sequence[Name]) -> Pending | None:
+    def _wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Pending | None:
         """Have `args` run again when these blocks are there; None when that has taken long enough."""
         now_s = self._server.now_s()
         whose, since_s = self._since.get(session, (None, now_s))
@@ -172,7 +170,7 @@ class Away:
         for name in names:
             tiering.promote(*name, _nobody_waits)
 
-    def _bring(self, session: Session, pending: Pending, names: Iterable[Name]) -> None:
+    def _bring(self, session: Client, pending: Pending, names: Iterable[Name]) -> None:
         """Have `pending` resolved when these blocks are in memory."""
         tiering, loop = self._store.tiering, asyncio.get_running_loop()
         assert tiering is not None
@@ -195,7 +193,7 @@ class Away:
         self._waits.discard(pending)
         pending.resolve(b"")
 
-    def _come(self, session: Session, pending: Pending, bringing: Bringing) -> None:
+    def _come(self, session: Client, pending: Pending, bringing: Bringing) -> None:
         if bringing.refused:
             bringing.release()  # or two who hold half of what they want wait for each other
             self._refused.append(pending)
@@ -206,7 +204,7 @@ class Away:
             # The client's command runs in the loop's next turn, which `resolve` has asked for, this right after it.
             asyncio.get_running_loop().call_soon(self._release, session, bringing)
 
-    def _release(self, session: Session, bringing: Bringing) -> None:
+    def _release(self, session: Client, bringing: Bringing) -> None:
         bringing.release()
         if session.waiting is None:
             self._since.pop(session, None)
@@ -216,7 +214,7 @@ def _nobody_waits(transfer: Transfer[None]) -> None:
     """What is called when a block has come that was sent for in advance."""
 
 
-def values_read(session: Session, command: Command, words: list[bytes]) -> list[Name]:
+def values_read(session: Client, command: Command, words: list[bytes]) -> list[Name]:
     """The blocks whose bytes a command's handler will look at."""
     if command.name == "exec":
         return list(_read_in_transaction(session))
@@ -225,7 +223,7 @@ def values_read(session: Session, command: Command, words: list[bytes]) -> list[
     return [(key, session.space) for key in _keys_read(command, words)]
 
 
-def _read_in_transaction(session: Session) -> Iterator[Name]:
+def _read_in_transaction(session: Client) -> Iterator[Name]:
     """What is read between MULTI and EXEC, by the names that the blocks have before."""
     transaction, space = session.transaction, session.space
     if transaction is None or transaction.broken:

@@ -15,11 +15,10 @@ from kvredis.server.protocol.request import LATER, Later
 from kvredis.storage.entry import Reservation, extent_length
 
 from .blocked import Pending, tell_loop
+from .client import Client
 
 if TYPE_CHECKING:
     from kvredis.server.server import Server
-
-    from .session import Session
 
 
 class DiskRoom:
@@ -28,8 +27,8 @@ class DiskRoom:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._store = server.store
-        self._waiting: OrderedDict[Session, tuple[float, Pending]] = OrderedDict()  # since when
-        self._called: Session | None = None  # whose turn it is
+        self._waiting: OrderedDict[Client, tuple[float, Pending]] = OrderedDict()  # since when
+        self._called: Client | None = None  # whose turn it is
         self._told = False  # the loop will hear of it that there is room
 
     def start(self) -> None:
@@ -38,7 +37,7 @@ class DiskRoom:
         if self._store.tiering is not None:
             self._store.tiering.call_on_room(lambda: self._tell(loop))
 
-    def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Later | None:
+    def reserve(self, session: Client, key: bytes, length: int) -> Reservation | Later | None:
         """Room for a value, LATER when the client waits, or None: there is none, however long one waits."""
         tiering = self._store.tiering
         if tiering is None or extent_length(length) > self._store.limit_bytes:
@@ -60,11 +59,11 @@ class DiskRoom:
             self._tell(asyncio.get_running_loop())
         return room
 
-    def keeps_waiting(self, session: Session) -> bool:
+    def keeps_waiting(self, session: Client) -> bool:
         """Whether it is here that a client waits."""
         return session in self._waiting
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """A client has gone, or what it wanted to store."""
         if self._waiting.pop(session, None) is not None:
             self._next()
@@ -76,7 +75,7 @@ class DiskRoom:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def _wait(self, session: Session, since_s: float) -> Later:
+    def _wait(self, session: Client, since_s: float) -> Later:
         tiering = self._store.tiering
         assert tiering is not None
         tiering.stats.spill_waits += session not in self._waiting

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from kvredis.server.commands.registry import Command, subcommand, wrong_subcommand
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, ONE, SYNTAX_ERROR, ZERO, Reply, error
+from kvredis.server.protocol.request import Argument
 
 from .blocked import Pending
+from .client import Client
 
 if TYPE_CHECKING:
-    from kvredis.server.protocol.request import Argument
     from kvredis.server.server import Server
-
-    from .session import Session
 
 UNBLOCKED = b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n"
 
@@ -64,13 +63,13 @@ class Pause:
         for pending in waiting:
             pending.resolve(b"")
 
-    def holds(self, session: Session, command: Command) -> bool:
+    def holds(self, session: Client, command: Command) -> bool:
         """Whether the command must wait for the end."""
         if not self.writes_only or "write" in command.flags or "may_replicate" in command.flags:
             return True
         return command.name == "exec" and session.transaction is not None and session.transaction.writes
 
-    def postpone(self, session: Session, args: list[Argument]) -> Pending:
+    def postpone(self, session: Client, args: list[Argument]) -> Pending:
         """Stop a client at this command."""
         pending = session.postpone(args)
         self.waiting.append(pending)
@@ -86,7 +85,7 @@ class Pause:
     summary="Let commands, or writes only, wait for that many milliseconds.",
     **_ADMIN,
 )
-def client_pause(session: Session, args: list[bytes]) -> Reply:
+def client_pause(session: Client, args: list[bytes]) -> Reply:
     """CLIENT PAUSE timeout [WRITE|ALL]."""
     if len(args) > 4:
         return wrong_subcommand(args)
@@ -107,7 +106,7 @@ _MILLISECONDS_MAX = 10**13
 
 
 @subcommand("client|unpause", arity=2, since="6.2.0", summary="End a pause.", **_ADMIN)
-def client_unpause(session: Session, args: list[bytes]) -> Reply:
+def client_unpause(session: Client, args: list[bytes]) -> Reply:
     """CLIENT UNPAUSE; OK also when there is none."""
     session.server.pause.end()
     return OK
@@ -121,7 +120,7 @@ def client_unpause(session: Session, args: list[bytes]) -> Reply:
     summary="End the wait of another client's command, as if its time were over or with an error.",
     **_ADMIN,
 )
-def client_unblock(session: Session, args: list[bytes]) -> Reply:
+def client_unblock(session: Client, args: list[bytes]) -> Reply:
     """CLIENT UNBLOCK id [TIMEOUT|ERROR]: 1 if that client was waiting, else 0."""
     if len(args) > 4:
         return wrong_subcommand(args)
@@ -146,7 +145,7 @@ def client_unblock(session: Session, args: list[bytes]) -> Reply:
     summary="Be answered, or not, or not the next time.",
     **_OWN,
 )
-def client_reply(session: Session, args: list[bytes]) -> Reply:
+def client_reply(session: Client, args: list[bytes]) -> Reply:
     """CLIENT REPLY ON|OFF|SKIP; only ON is answered."""
     mode = args[2].upper()
     if mode == b"ON":

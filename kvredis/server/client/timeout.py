@@ -7,10 +7,8 @@ every second or so, and only while there is a timeout, so that no read has to no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .session import Session
+from .client import Client
 
 Seen = tuple[float, int, int, int]
 """Of one client: when its last command ended, bytes that have come, bytes handed out, and those not taken yet."""
@@ -22,10 +20,10 @@ class Silence:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[Seen, float]] = {}  # and when bytes were last seen to have moved
 
-    def longer_than(self, limit_s: float, sessions: Iterable[Session], now_s: float) -> list[Session]:
+    def longer_than(self, limit_s: float, sessions: Iterable[Client], now_s: float) -> list[Client]:
         """Those of all `sessions` that have been silent for so long; to be asked every second or so."""
         before, self._seen = self._seen, {}
-        silent: list[Session] = []
+        silent: list[Client] = []
         for session in sessions:
             now = session.last_command_s, session.input_bytes, session.output_bytes, session.unsent_bytes
             then, moved_s = before.get(session.id, (now, session.last_command_s))

@@ -23,17 +23,13 @@ from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn, cast
+from typing import Final, NoReturn, cast
 
 import yaml
 
-from kvredis.server.commands.registry import keys_end
+from kvredis.server.commands.registry import Command, keys_end
 from kvredis.server.net.tls import OPTION
 from kvredis.storage.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvredis.server.commands.registry import Command
-
 
 # ---- slots -----------------------------------------------------------------------------------------------------------
 #

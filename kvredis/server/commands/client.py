@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
 
 from .command import help_reply
 from .connection import BAD_CLIENT_NAME, is_plain_word
 from .registry import container, subcommand
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
 
 CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
 """The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""
@@ -35,19 +32,19 @@ container(
 
 
 @subcommand("client|id", arity=2, since="5.0.0", summary="This connection's number.", **_OWN)
-def client_id(session: Session, args: list[bytes]) -> Reply:
+def client_id(session: Client, args: list[bytes]) -> Reply:
     """CLIENT ID."""
     return integer(session.id)
 
 
 @subcommand("client|getname", arity=2, since="2.6.9", summary="This connection's name.", **_OWN)
-def client_getname(session: Session, args: list[bytes]) -> Reply:
+def client_getname(session: Client, args: list[bytes]) -> Reply:
     """CLIENT GETNAME; nil without one."""
     return bulk(session.name) if session.name else session.nil
 
 
 @subcommand("client|setname", arity=3, since="2.6.9", syntax="connection-name", summary="Name this connection.", **_OWN)
-def client_setname(session: Session, args: list[bytes]) -> Reply:
+def client_setname(session: Client, args: list[bytes]) -> Reply:
     """CLIENT SETNAME name; an empty one takes it away."""
     if not is_plain_word(args[2]):
         return BAD_CLIENT_NAME
@@ -63,7 +60,7 @@ def client_setname(session: Session, args: list[bytes]) -> Reply:
     summary="Say which library this client uses.",
     **_OWN,
 )
-def client_setinfo(session: Session, args: list[bytes]) -> Reply:
+def client_setinfo(session: Client, args: list[bytes]) -> Reply:
     """CLIENT SETINFO LIB-NAME|LIB-VER value."""
     attribute = args[2].upper()
     if attribute not in (b"LIB-NAME", b"LIB-VER"):
@@ -80,7 +77,7 @@ def client_setinfo(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "client|info", arity=2, since="6.2.0", tips="nondeterministic_output", summary="This connection's line.", **_OWN
 )
-def client_info(session: Session, args: list[bytes]) -> Reply:
+def client_info(session: Client, args: list[bytes]) -> Reply:
     """CLIENT INFO."""
     return verbatim(session, describe(session))
 
@@ -95,7 +92,7 @@ def client_info(session: Session, args: list[bytes]) -> Reply:
     summary="A line for each connection.",
     **_ADMIN,
 )
-def client_list(session: Session, args: list[bytes]) -> Reply:
+def client_list(session: Client, args: list[bytes]) -> Reply:
     """CLIENT LIST [TYPE type | ID id ...]."""
     everyone = session.server.sessions
     option = args[2].upper() if len(args) > 3 else b""
@@ -124,7 +121,7 @@ def client_list(session: Session, args: list[bytes]) -> Reply:
     summary="Close connections.",
     **_ADMIN,
 )
-def client_kill(session: Session, args: list[bytes]) -> Reply:
+def client_kill(session: Client, args: list[bytes]) -> Reply:
     """CLIENT KILL addr: OK or an error. CLIENT KILL option value ...: how many were closed."""
     if len(args) == 3:
         found = [each for each in session.server.sessions.values() if each.addr.encode() == args[2]]
@@ -152,7 +149,7 @@ def client_kill(session: Session, args: list[bytes]) -> Reply:
     summary="Exempt this connection from being closed for its buffers; none is closed for that yet.",
     **_ADMIN,
 )
-def client_no_evict(session: Session, args: list[bytes]) -> Reply:
+def client_no_evict(session: Client, args: list[bytes]) -> Reply:
     """CLIENT NO-EVICT ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -169,7 +166,7 @@ def client_no_evict(session: Session, args: list[bytes]) -> Reply:
     summary="Ask that this connection's reads leave the eviction order alone.",
     **_OWN,
 )
-def client_no_touch(session: Session, args: list[bytes]) -> Reply:
+def client_no_touch(session: Client, args: list[bytes]) -> Reply:
     """CLIENT NO-TOUCH ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -182,12 +179,12 @@ def client_no_touch(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "client|help", arity=2, flags="loading stale", acl="slow connection", since="5.0.0", summary="Print this help."
 )
-def client_help(session: Session, args: list[bytes]) -> Reply:
+def client_help(session: Client, args: list[bytes]) -> Reply:
     """CLIENT HELP."""
     return help_reply("client")
 
 
-def letters_of(session: Session) -> str:
+def letters_of(session: Client) -> str:
     """A client's tracking in the letters of CLIENT LIST: t tracks, R cannot redirect, B broadcast."""
     tracking = session.tracking
     if tracking is None:
@@ -195,17 +192,17 @@ def letters_of(session: Session) -> str:
     return "t" + ("R" if tracking.broken else "") + ("B" if tracking.broadcast else "")
 
 
-def redirection_of(session: Session) -> int:
+def redirection_of(session: Client) -> int:
     """The client that a client redirects to: 0 for none, -1 without tracking."""
     return -1 if session.tracking is None else session.tracking.redirect
 
 
-def type_of(session: Session) -> bytes:
+def type_of(session: Client) -> bytes:
     """What kind of client it is, for the filters of LIST and KILL."""
     return b"PUBSUB" if session.subscriptions else b"NORMAL"
 
 
-def describe(session: Session) -> bytes:
+def describe(session: Client) -> bytes:
     """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break."""
     now_s = time.monotonic()
     held = session.held()
@@ -268,7 +265,7 @@ def describe(session: Session) -> bytes:
 
 _SWITCH = {b"ON": True, b"OFF": False}
 
-_FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
+_FITS: dict[bytes, Callable[[Client, bytes], bool]] = {
     b"ID": lambda each, value: each.id == int(value),
     b"ADDR": lambda each, value: each.addr.encode() == value,
     b"LADDR": lambda each, value: each.laddr.encode() == value,
@@ -277,7 +274,7 @@ _FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
 }
 
 
-def _kill_filters(session: Session, args: list[bytes]) -> dict[bytes, bytes] | bytes:
+def _kill_filters(session: Client, args: list[bytes]) -> dict[bytes, bytes] | bytes:
     """The options of CLIENT KILL's new form, checked, or the error for them."""
     filters: dict[bytes, bytes] = {}
     for at in range(2, len(args), 2):
@@ -301,7 +298,7 @@ def _unknown_type(name: bytes) -> bytes:
     return error(b"ERR Unknown client type '%b'" % name.split(b"\0")[0])
 
 
-def _close(session: Session, other: Session) -> None:
+def _close(session: Client, other: Client) -> None:
     """Close `other` at once, or oneself once the reply is out."""
     if other is session:
         session.close_after_reply = True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
     SYNTAX_ERROR,
+    Peer,
     Reply,
     array,
     bulk,
@@ -23,13 +24,6 @@ from kvredis.server.protocol.replies import (
 )
 
 from .registry import COMMANDS, Command, command, every_command, subcommand
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.server.protocol.replies import Peer
-
-    from .registry import Command
-
 
 # ---- help ------------------------------------------------------------------------------------------------------------
 #
@@ -197,13 +191,13 @@ _COMMON = {"flags": "loading stale", "acl": "slow connection"}
     summary="Every command with its arity, flags and keys.",
     **_COMMON,
 )
-def command_(session: Session, args: list[bytes]) -> Reply:
+def command_(session: Client, args: list[bytes]) -> Reply:
     """COMMAND without a subcommand."""
     return array([_info(session, each) for each in COMMANDS.values()])
 
 
 @subcommand("command|count", arity=2, since="2.8.13", summary="How many commands there are.", **_COMMON)
-def command_count(session: Session, args: list[bytes]) -> Reply:
+def command_count(session: Client, args: list[bytes]) -> Reply:
     """COMMAND COUNT."""
     return integer(len(COMMANDS))
 
@@ -218,7 +212,7 @@ def command_count(session: Session, args: list[bytes]) -> Reply:
     summary="Arity, flags and keys of the commands named, or of all.",
     **_COMMON,
 )
-def command_info(session: Session, args: list[bytes]) -> Reply:
+def command_info(session: Client, args: list[bytes]) -> Reply:
     """COMMAND INFO [name ...]; nil for each unknown one."""
     if len(args) == 2:
         return command_(session, args)
@@ -236,7 +230,7 @@ def command_info(session: Session, args: list[bytes]) -> Reply:
     summary="What the commands named do, or all; unknown ones are left out.",
     **_COMMON,
 )
-def command_docs(session: Session, args: list[bytes]) -> Reply:
+def command_docs(session: Client, args: list[bytes]) -> Reply:
     """COMMAND DOCS [name ...]."""
     found = list(COMMANDS.values()) if len(args) == 2 else [each for each in map(find, args[2:]) if each is not None]
     return map_reply(session, [(bulk(each.name), _docs(session, each)) for each in found])
@@ -252,7 +246,7 @@ def command_docs(session: Session, args: list[bytes]) -> Reply:
     summary="The names of all commands and subcommands, or of some.",
     **_COMMON,
 )
-def command_list(session: Session, args: list[bytes]) -> Reply:
+def command_list(session: Client, args: list[bytes]) -> Reply:
     """COMMAND LIST [FILTERBY MODULE|ACLCAT|PATTERN value]."""
     listed = every_command()
     if len(args) > 2:
@@ -281,7 +275,7 @@ def command_list(session: Session, args: list[bytes]) -> Reply:
     summary="Which arguments of a command line are keys.",
     **_COMMON,
 )
-def command_getkeys(session: Session, args: list[bytes]) -> Reply:
+def command_getkeys(session: Client, args: list[bytes]) -> Reply:
     """COMMAND GETKEYS command [arg ...]."""
     found = _command_with_keys(args[2:])
     return found if isinstance(found, bytes) else bulks(keys_of(found, args[2:]))
@@ -296,7 +290,7 @@ def command_getkeys(session: Session, args: list[bytes]) -> Reply:
     summary="Which arguments of a command line are keys, and what happens to them.",
     **_COMMON,
 )
-def command_getkeysandflags(session: Session, args: list[bytes]) -> Reply:
+def command_getkeysandflags(session: Client, args: list[bytes]) -> Reply:
     """COMMAND GETKEYSANDFLAGS command [arg ...]."""
     found = _command_with_keys(args[2:])
     if isinstance(found, bytes):
@@ -310,7 +304,7 @@ def command_getkeysandflags(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("command|help", arity=2, since="5.0.0", summary="Print this help.", **_COMMON)
-def command_help(session: Session, args: list[bytes]) -> Reply:
+def command_help(session: Client, args: list[bytes]) -> Reply:
     """COMMAND HELP."""
     return help_reply("command", alone=COMMANDS[b"COMMAND"].summary)
 
@@ -356,7 +350,7 @@ def _command_with_keys(args: list[bytes]) -> Command | bytes:
     return found
 
 
-def _info(session: Session, found: Command) -> Reply:
+def _info(session: Client, found: Command) -> Reply:
     """The ten fields of COMMAND INFO."""
     first, last, step = found.keys
     return array(
@@ -377,7 +371,7 @@ def _info(session: Session, found: Command) -> Reply:
     )
 
 
-def _key_specs(session: Session, found: Command) -> list[Reply]:
+def _key_specs(session: Client, found: Command) -> list[Reply]:
     """One specification for all keys of a command, or one for each if it does different things to them."""
     first, last, step = found.keys
     accesses = accesses_of(found)
@@ -388,7 +382,7 @@ def _key_specs(session: Session, found: Command) -> list[Reply]:
     ]
 
 
-def _key_spec(session: Session, access: list[str], first: int, last: int, step: int, notes: str = "") -> Reply:
+def _key_spec(session: Client, access: list[str], first: int, last: int, step: int, notes: str = "") -> Reply:
     """Where the keys begin and how far they go; `lastkey` counts from the first key, -1 is the end."""
     range_ = [
         (bulk("lastkey"), integer(last if last < 0 else last - first)),
@@ -409,7 +403,7 @@ def _key_spec(session: Session, access: list[str], first: int, last: int, step: 
     )
 
 
-def _docs(session: Session, found: Command) -> Reply:
+def _docs(session: Client, found: Command) -> Reply:
     """What COMMAND DOCS says of one command."""
     pairs: list[tuple[Reply, Reply]] = [
         (bulk("summary"), bulk(found.summary)),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from kvredis import __version__
+from kvredis.server.client.client import Client
 from kvredis.server.config.settings import value_of
 from kvredis.server.metrics.metrics import fields
 from kvredis.server.protocol.replies import Reply, verbatim
@@ -29,7 +30,6 @@ from .memory import machine_bytes, resident_bytes, resident_peak_bytes
 from .registry import command
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 
@@ -436,7 +436,7 @@ DEFAULT_SECTIONS = tuple(name for name in SECTIONS if name not in ("commandstats
     syntax="[section [section ...]]",
     summary="What the server is, holds and has done.",
 )
-def info(session: Session, args: list[bytes]) -> Reply:
+def info(session: Client, args: list[bytes]) -> Reply:
     """INFO [section ...]: in any case and order, `default`, `all`, `everything`; unknown ones are empty."""
     asked = {arg.lower().decode("latin-1") for arg in args[1:]} or {"default"}
     if asked & {"all", "everything"}:

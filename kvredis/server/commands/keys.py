@@ -6,9 +6,10 @@ Only TOUCH counts as a use: EXISTS, TYPE, OBJECT and MEMORY look without moving 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvredis.server.client.blocked import Answer, Pending, StepTimer
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_cursor, parse_integer
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
@@ -27,6 +28,7 @@ from kvredis.server.protocol.replies import (
     integer,
     simple,
 )
+from kvredis.storage.entry import Entry
 from kvredis.storage.index import SPACES
 
 from .command import help_reply
@@ -35,11 +37,6 @@ from .registry import command, container, subcommand
 from .rename import INT32_MAX, INT32_MIN
 from .strings import DEL, encoding_of
 from .transactions import mark_flushed
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.storage.entry import Entry
-
 
 TYPE_NAME = b"string"
 """The one type there is."""
@@ -57,7 +54,7 @@ TYPE_NAME = b"string"
     syntax="key [key ...]",
     summary="How many of the keys there are; one named twice counts twice.",
 )
-def exists(session: Session, args: list[bytes]) -> Reply:
+def exists(session: Client, args: list[bytes]) -> Reply:
     """EXISTS key [key ...]."""
     store = session.store
     if session.observed:
@@ -85,7 +82,7 @@ def exists(session: Session, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="Delete keys; what is being read stays whole for its reader.",
 )
-def del_(session: Session, args: list[bytes]) -> Reply:
+def del_(session: Client, args: list[bytes]) -> Reply:
     """DEL key [key ...]."""
     return _delete(session, args[1:])
 
@@ -103,7 +100,7 @@ def del_(session: Session, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="The same as DEL: freeing an extent costs no time that could be put off.",
 )
-def unlink(session: Session, args: list[bytes]) -> Reply:
+def unlink(session: Client, args: list[bytes]) -> Reply:
     """UNLINK key [key ...]."""
     return _delete(session, args[1:])
 
@@ -121,7 +118,7 @@ def unlink(session: Session, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="Note that keys were used, and count those that exist. The first one named is evicted last.",
 )
-def touch(session: Session, args: list[bytes]) -> Reply:
+def touch(session: Client, args: list[bytes]) -> Reply:
     """TOUCH key [key ...]."""
     if session.observed:
         for key in args[1:]:
@@ -140,7 +137,7 @@ def touch(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="The type of a value: string, or none where there is no key.",
 )
-def type_(session: Session, args: list[bytes]) -> Reply:
+def type_(session: Client, args: list[bytes]) -> Reply:
     """TYPE key."""
     if session.store.find(args[1], session.space) is None:
         notify(session, "m", "keymiss", args[1])
@@ -148,7 +145,7 @@ def type_(session: Session, args: list[bytes]) -> Reply:
     return simple(TYPE_NAME)
 
 
-def _delete(session: Session, keys: list[bytes]) -> bytes:
+def _delete(session: Client, keys: list[bytes]) -> bytes:
     """Delete in one step, or key by key if somebody wants to be told which of them there were."""
     if not session.observed:
         return integer(session.store.delete(keys, session.space))
@@ -193,7 +190,7 @@ container("object", since="2.2.3", complexity="Depends on subcommand.", summary=
     syntax="key",
     summary="int, embstr or raw: the name that Redis would give to the way the value is kept.",
 )
-def object_encoding(session: Session, args: list[bytes]) -> Reply:
+def object_encoding(session: Client, args: list[bytes]) -> Reply:
     """OBJECT ENCODING key."""
     entry = _entry(session, args)
     return session.nil if entry is None else bulk(encoding_of(entry))
@@ -211,7 +208,7 @@ def object_encoding(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Seconds since the value was read or written.",
 )
-def object_idletime(session: Session, args: list[bytes]) -> Reply:
+def object_idletime(session: Client, args: list[bytes]) -> Reply:
     """OBJECT IDLETIME key: an error where uses are counted, so that a tool learns which of the two to ask for."""
     entry = _entry(session, args)
     if entry is None:
@@ -233,7 +230,7 @@ def object_idletime(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="How often the value is used, where the policy counts that.",
 )
-def object_freq(session: Session, args: list[bytes]) -> Reply:
+def object_freq(session: Client, args: list[bytes]) -> Reply:
     """OBJECT FREQ key: an error where uses are not counted."""
     entry = _entry(session, args)
     if entry is None:
@@ -254,7 +251,7 @@ def object_freq(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Always 1: values are not shared between keys.",
 )
-def object_refcount(session: Session, args: list[bytes]) -> Reply:
+def object_refcount(session: Client, args: list[bytes]) -> Reply:
     """OBJECT REFCOUNT key."""
     return session.nil if _entry(session, args) is None else ONE
 
@@ -262,17 +259,17 @@ def object_refcount(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "object|help", arity=2, flags="loading stale", acl="keyspace slow", since="6.2.0", summary="Print this help."
 )
-def object_help(session: Session, args: list[bytes]) -> Reply:
+def object_help(session: Client, args: list[bytes]) -> Reply:
     """OBJECT HELP."""
     return help_reply("object")
 
 
-def _entry(session: Session, args: list[bytes]) -> Entry | None:
+def _entry(session: Client, args: list[bytes]) -> Entry | None:
     """The entry under the key of `X SUBCOMMAND key`."""
     return session.store.find(args[2], session.space)
 
 
-def _uses(session: Session, entry: Entry) -> int | None:
+def _uses(session: Client, entry: Entry) -> int | None:
     """How often the value is used; None unless the policy in force is one that counts."""
     store = session.store
     if not store.evicts:
@@ -303,7 +300,7 @@ SCAN_COUNT = 10
     syntax="cursor [MATCH pattern] [COUNT count] [TYPE type]",
     summary="Walk the keys step by step; a key that is there all the while is found.",
 )
-def scan(session: Session, args: list[bytes]) -> Reply:
+def scan(session: Client, args: list[bytes]) -> Reply:
     """SCAN cursor [MATCH pattern] [COUNT n] [TYPE name]: next cursor and keys, filtered after they were drawn."""
     asked = scan_options(args, (b"COUNT", b"MATCH", b"TYPE"))
     if isinstance(asked, bytes):
@@ -357,13 +354,13 @@ def scan_options(args: list[bytes], names: Container[bytes]) -> ScanOptions | by
     syntax="pattern",
     summary="Every key that matches a glob pattern. Others have their turn in between; SCAN takes less memory.",
 )
-def keys(session: Session, args: list[bytes]) -> Answer:
+def keys(session: Client, args: list[bytes]) -> Answer:
     """KEYS pattern: of the keys that are there when it begins, in steps, those that are there when it comes to them."""
     return _matching(session, session.space, matcher(args[1]), session.store.names(session.space))
 
 
 def _matching(
-    session: Session, space: int, fits: Callable[[bytes], bool], names: list[bytes]
+    session: Client, space: int, fits: Callable[[bytes], bool], names: list[bytes]
 ) -> Iterator[Reply | Pending]:
     store, timer = session.store, StepTimer()
     count, lines = 0, []
@@ -385,7 +382,7 @@ def _matching(
     tips="request_policy:all_shards response_policy:agg_sum",
     summary="How many keys the database holds.",
 )
-def dbsize(session: Session, args: list[bytes]) -> Reply:
+def dbsize(session: Client, args: list[bytes]) -> Reply:
     """DBSIZE."""
     return integer(session.store.count(session.space))
 
@@ -398,7 +395,7 @@ def dbsize(session: Session, args: list[bytes]) -> Reply:
     tips="request_policy:all_shards nondeterministic_output",
     summary="Any key of the database.",
 )
-def randomkey(session: Session, args: list[bytes]) -> Reply:
+def randomkey(session: Client, args: list[bytes]) -> Reply:
     """RANDOMKEY."""
     key = session.store.random_key(session.space)
     return session.nil if key is None else bulk(key)
@@ -415,7 +412,7 @@ def randomkey(session: Session, args: list[bytes]) -> Reply:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of the database.",
 )
-def flushdb(session: Session, args: list[bytes]) -> Reply:
+def flushdb(session: Client, args: list[bytes]) -> Reply:
     """FLUSHDB [ASYNC|SYNC]."""
     return _flush(session, args, session.space)
 
@@ -431,7 +428,7 @@ def flushdb(session: Session, args: list[bytes]) -> Reply:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of every database.",
 )
-def flushall(session: Session, args: list[bytes]) -> Reply:
+def flushall(session: Client, args: list[bytes]) -> Reply:
     """FLUSHALL [ASYNC|SYNC]."""
     return _flush(session, args, None)
 
@@ -447,7 +444,7 @@ def flushall(session: Session, args: list[bytes]) -> Reply:
     syntax="index1 index2",
     summary="Exchange two databases: clients of one see the keys of the other at once.",
 )
-def swapdb(session: Session, args: list[bytes]) -> Reply:
+def swapdb(session: Client, args: list[bytes]) -> Reply:
     """SWAPDB index index."""
     if session.server.cluster is not None:
         return error("ERR SWAPDB is not allowed in cluster mode")
@@ -474,7 +471,7 @@ def swapdb(session: Session, args: list[bytes]) -> Reply:
     return OK
 
 
-def _flush(session: Session, args: list[bytes], space: int | None) -> Reply:
+def _flush(session: Client, args: list[bytes], space: int | None) -> Reply:
     """Both FLUSH commands. ASYNC is done as SYNC is: the store empties at once and frees what was in it by and by."""
     if len(args) > 2 or (len(args) == 2 and args[1].upper() not in (b"ASYNC", b"SYNC")):
         return SYNTAX_ERROR

@@ -11,18 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, Reply, array, bulk, bulks, error, integer
 from kvredis.storage.entry import Reservation
 
 from .command import help_reply
 from .registry import container, subcommand
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-
 
 # ---- redaction -------------------------------------------------------------------------------------------------------
 #
@@ -139,7 +136,7 @@ class SlowLog:
         """The threshold as CONFIG GET shows it: -1 is off."""
         return -1 if self.threshold_ns == NEVER_NS else self.threshold_ns // 1000
 
-    def note(self, session: Session, args: Sequence[object], nanoseconds: int) -> None:
+    def note(self, session: Client, args: Sequence[object], nanoseconds: int) -> None:
         """Keep a command that has just run, if it was slow enough. `args` may hold Reservations: see `excerpt`."""
         if nanoseconds < self.threshold_ns or not self.entries_max:
             return
@@ -202,7 +199,7 @@ _ADMIN = {"flags": "admin loading stale", "acl": "admin slow dangerous"}
     summary="The newest slow commands: id, time, microseconds, arguments, address and name of the client.",
     **_ADMIN,
 )
-def slowlog_get(session: Session, args: list[bytes]) -> Reply:
+def slowlog_get(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG GET [count]; -1 is all of them."""
     if len(args) > 3:
         return error("ERR unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.")
@@ -235,7 +232,7 @@ def slowlog_get(session: Session, args: list[bytes]) -> Reply:
     summary="How many slow commands are kept.",
     **_ADMIN,
 )
-def slowlog_len(session: Session, args: list[bytes]) -> Reply:
+def slowlog_len(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG LEN."""
     return integer(len(session.server.slowlog.entries))
 
@@ -249,13 +246,13 @@ def slowlog_len(session: Session, args: list[bytes]) -> Reply:
     summary="Forget the slow commands.",
     **_ADMIN,
 )
-def slowlog_reset(session: Session, args: list[bytes]) -> Reply:
+def slowlog_reset(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG RESET."""
     session.server.slowlog.reset()
     return OK
 
 
 @subcommand("slowlog|help", arity=2, flags="loading stale", acl="slow", since="6.2.0", summary="Print this help.")
-def slowlog_help(session: Session, args: list[bytes]) -> Reply:
+def slowlog_help(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG HELP."""
     return help_reply("slowlog")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
@@ -38,7 +39,6 @@ from .pubsub import out_of_band
 from .registry import Command, subcommand
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 
@@ -83,9 +83,9 @@ class TrackingTable:
     def __init__(self, server: Server, call_soon: Callable[[Callable[[], None]], object] | None = None) -> None:
         self.keys_max = KEYS_MAX_DEFAULT
         """0 is no bound but that of memory."""
-        self.clients: dict[int, Session] = {}
+        self.clients: dict[int, Client] = {}
         """Everyone whose tracking is on."""
-        self.prefixes: dict[bytes, dict[int, Session]] = {}
+        self.prefixes: dict[bytes, dict[int, Client]] = {}
         """Who is told of changes to keys that begin so."""
         self._server = server
         self._call_soon = call_soon
@@ -108,7 +108,7 @@ class TrackingTable:
 
     # ---- switching -----------------------------------------------------------------------------------------------
 
-    def enable(self, session: Session, tracking: Tracking) -> None:
+    def enable(self, session: Client, tracking: Tracking) -> None:
         """Track for `session` from now on, in the way that `tracking` says; prefixes that it has already stay."""
         if session.tracking is not None:
             tracking.prefixes |= session.tracking.prefixes
@@ -123,7 +123,7 @@ class TrackingTable:
         if len(self.clients) == 1:
             self._server.reconsider()
 
-    def disable(self, session: Session) -> None:
+    def disable(self, session: Client) -> None:
         """Track no longer. What the client has read stays in the table until it changes: the client is skipped then."""
         if session.tracking is None:
             return
@@ -141,7 +141,7 @@ class TrackingTable:
         if not self.clients:
             self._server.reconsider()
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """The client is gone or starts afresh. With the last one the table is empty."""
         self.disable(session)
         if not self.clients:
@@ -149,7 +149,7 @@ class TrackingTable:
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def remember(self, session: Session, command: Command, args: list[bytes]) -> None:
+    def remember(self, session: Client, command: Command, args: list[bytes]) -> None:
         """Note what a client with tracking has just read. To be called after every command that it ran, whether alone
         or within EXEC, because CLIENT CACHING speaks of the one command, or the one transaction, that comes next."""
         tracking = session.tracking
@@ -171,7 +171,7 @@ class TrackingTable:
 
     # ---- changing ------------------------------------------------------------------------------------------------
 
-    def touched(self, key: bytes, by: Session | None = None) -> None:
+    def touched(self, key: bytes, by: Client | None = None) -> None:
         """`key` has been set, deleted, expired or evicted: by the client `by`, or by nobody."""
         if self.prefixes:
             self._gather(key, 0 if by is None else by.id)
@@ -213,7 +213,7 @@ class TrackingTable:
     def _cost(self) -> int:
         return self._name_bytes + len(self._readers) * KEY_BYTES + self._items * READER_BYTES
 
-    def _tell_readers(self, key: bytes, readers: set[int], by: Session | None) -> None:
+    def _tell_readers(self, key: bytes, readers: set[int], by: Client | None) -> None:
         """Invalidate a key that has just left the table."""
         self._items -= len(readers)
         self._name_bytes -= len(key)
@@ -238,11 +238,11 @@ class TrackingTable:
         if idle and self.changed:
             (self._call_soon or asyncio.get_running_loop().call_soon)(self.deliver)
 
-    def _send(self, session: Session, keys: Iterable[bytes] | None) -> None:
+    def _send(self, session: Client, keys: Iterable[bytes] | None) -> None:
         """Tell `session`, or the client that it redirects to, that `keys` are out of date; None is every key."""
         tracking = session.tracking
         assert tracking is not None
-        target: Session | None = session
+        target: Client | None = session
         if tracking.redirect:
             target = self._server.sessions.get(tracking.redirect)
             if target is None:
@@ -302,7 +302,7 @@ _OWN = {"flags": "noscript loading stale", "acl": "slow connection", "since": "6
     summary="Be told when something that was read has changed.",
     **_OWN,
 )
-def client_tracking(session: Session, args: list[bytes]) -> Reply:
+def client_tracking(session: Client, args: list[bytes]) -> Reply:
     """CLIENT TRACKING ON|OFF [option ...]; the options are read before the switch, and before OFF too."""
     wanted = _parse(session, args)
     if isinstance(wanted, bytes):
@@ -331,7 +331,7 @@ def client_tracking(session: Session, args: list[bytes]) -> Reply:
     summary="Say whether what the next command reads is to be tracked.",
     **_OWN,
 )
-def client_caching(session: Session, args: list[bytes]) -> Reply:
+def client_caching(session: Client, args: list[bytes]) -> Reply:
     """CLIENT CACHING YES|NO."""
     tracking = session.tracking
     if tracking is None:
@@ -350,13 +350,13 @@ def client_caching(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("client|getredir", arity=2, summary="The client that invalidations are redirected to.", **_OWN)
-def client_getredir(session: Session, args: list[bytes]) -> Reply:
+def client_getredir(session: Client, args: list[bytes]) -> Reply:
     """CLIENT GETREDIR: its number, 0 without redirection, -1 without tracking."""
     return integer(redirection_of(session))
 
 
 @subcommand("client|trackinginfo", arity=2, summary="How this connection tracks.", **{**_OWN, "since": "6.2.0"})
-def client_trackinginfo(session: Session, args: list[bytes]) -> Reply:
+def client_trackinginfo(session: Client, args: list[bytes]) -> Reply:
     """CLIENT TRACKINGINFO."""
     tracking = session.tracking
     flags = ["off"]
@@ -383,7 +383,7 @@ def client_trackinginfo(session: Session, args: list[bytes]) -> Reply:
     )
 
 
-def _parse(session: Session, args: list[bytes]) -> tuple[Tracking, list[bytes]] | bytes:
+def _parse(session: Client, args: list[bytes]) -> tuple[Tracking, list[bytes]] | bytes:
     """The options of CLIENT TRACKING and its prefixes in their order, or the error for the first that is wrong."""
     tracking = Tracking()
     prefixes: list[bytes] = []

@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.cluster.node import Cluster
-from kvredis.server.cluster.topology import slot_of
+from kvredis.server.cluster.topology import Node, Topology, slot_of
 from kvredis.server.commands.keyspace_events import publish_event
 from kvredis.server.commands.pubsub import confirmation
 from kvredis.server.net.tls import OPTION, make_context
@@ -26,7 +26,6 @@ from .settings import SettingError, checked
 
 if TYPE_CHECKING:
     from kvredis.server.cluster.node import Cluster
-    from kvredis.server.cluster.topology import Node, Topology
     from kvredis.server.server import Server
 
 

@@ -35,16 +35,15 @@ import termios
 from collections import deque
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from kvredis.server.client.client import Client
 from kvredis.server.commands.registry import command
 from kvredis.server.protocol.replies import OK, Buffer, Reply, error
 from kvredis.storage.entry import Lease
 from kvredis.storage.memory.addresses import address_of
 
 if TYPE_CHECKING:
-    from kvredis.server.client.output import Outgoing
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 
@@ -312,6 +311,13 @@ class Splicer:
             lease.release()
 
 
+class LocalStream(Protocol):
+    """What is asked of a client before its replies are spliced."""
+
+    asked_to_splice: bool
+    is_local_stream: bool
+
+
 class Splicing:
     """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
 
@@ -340,7 +346,7 @@ class Splicing:
         for session in self._server.sessions.values():
             session.splices = self.wanted_by(session)
 
-    def wanted_by(self, client: Outgoing) -> bool:
+    def wanted_by(self, client: LocalStream) -> bool:
         """Whether this client's large replies shall be spliced, as far as its connection and its wishes go."""
         wanted = self.mode == "yes" or (self.mode == "asked" and client.asked_to_splice)
         return wanted and CAN_LEND and client.is_local_stream
@@ -427,7 +433,7 @@ def set_mode(server: Server, mode: str) -> None:
     complexity="O(1)",
     syntax="pid pid-namespace",
 )
-def splice(session: Session, args: list[bytes]) -> Reply:
+def splice(session: Client, args: list[bytes]) -> Reply:
     """KV.SPLICE pid namespace: the id of the client's process, and the inode number of its /proc/self/ns/pid, in which
     alone that id means anything to us."""
     if not session.is_local_stream or session.server.splicing.mode == "no":

@@ -23,6 +23,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvredis.server.client.blocked import Pending
+from kvredis.server.client.client import Client
+from kvredis.server.commands.registry import Command
 from kvredis.server.net.listeners import uid_of
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Buffer, bulk, error, integer, joined, map_reply
@@ -35,9 +38,6 @@ from kvredis.storage.store import Store
 from .lent_memory import LentMemory
 
 if TYPE_CHECKING:
-    from kvredis.server.client.blocked import Pending
-    from kvredis.server.client.session import Session
-    from kvredis.server.commands.registry import Command
     from kvredis.server.server import Server
 
 
@@ -358,11 +358,11 @@ class Lane:
         """How many leases all clients hold."""
         return sum(client.leases for client in self.clients.values())
 
-    def of(self, session: Session) -> LaneClient | None:
+    def of(self, session: Client) -> LaneClient | None:
         """What an attached connection holds; None for one that is not attached."""
         return self.clients.get(session.id)
 
-    def attach(self, session: Session, command: Command, args: list[bytes]) -> list[Buffer] | bytes:
+    def attach(self, session: Client, command: Command, args: list[bytes]) -> list[Buffer] | bytes:
         """Give the arena to a client, with the reply that tells what it is: what of the reply has not been sent yet, or
         the error."""
         try:
@@ -395,7 +395,7 @@ class Lane:
         session.output_bytes += sent
         return reply[sent:]
 
-    def detach(self, session: Session, *, hang_up: bool = False) -> None:
+    def detach(self, session: Client, *, hang_up: bool = False) -> None:
         """End all that a client holds here: its connection is over (`hang_up`), or it is to be as a new one."""
         client = self.clients.pop(session.id, None)
         if client is not None:
@@ -403,7 +403,7 @@ class Lane:
                 session.at_end.remove(client.at_end)
             client.end(hang_up=hang_up)
 
-    def _objection(self, session: Session, peer: socket.socket, command: Command, args: list[bytes]) -> bytes | None:
+    def _objection(self, session: Client, peer: socket.socket, command: Command, args: list[bytes]) -> bytes | None:
         """Why a client may not be given the arena, or None."""
         if self.socket_name is None:
             return NO_LANE
@@ -418,7 +418,7 @@ class Lane:
             return ATTACHED_ALREADY
         return None if session.is_caught_up and session.reply_mode == "on" else UNSENT
 
-    def _facts(self, session: Session) -> bytes:
+    def _facts(self, session: Client) -> bytes:
         arena = self._server.store.arena
         return joined(
             map_reply(
