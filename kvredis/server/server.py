@@ -18,14 +18,11 @@ from kvredis.storage.store import Store
 
 from .acl.state import Acl
 from .client.admission import Claims
-from .client.blocked import Pending, has_hung_up
-from .client.blocked_on_disk import Away
+from .client.blocked import Away, Pause, Pending, Silence, has_hung_up
 from .client.client import Client
 from .client.memory import ClientMemory
 from .client.output import KINDS, NO_LIMIT
-from .client.pause import Pause
 from .client.session import Session
-from .client.timeout import Silence
 from .cluster.node import Cluster
 from .commands import load_families
 from .commands.keyspace_events import publish_event

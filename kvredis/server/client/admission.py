@@ -22,8 +22,7 @@ from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import LATER, REFUSED, Argument, Later, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
-from .blocked import Pending
-from .blocked_on_spill import DiskRoom
+from .blocked import DiskRoom, Pending
 from .client import Client
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from importlib import import_module
 FAMILIES = (
     "commands.connection",
     "commands.client",
-    "client.pause",
     "commands.transactions",
     "acl.commands",
     "commands.pubsub",

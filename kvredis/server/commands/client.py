@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
-from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+from kvredis.server.protocol.replies import OK, ONE, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, verbatim
 
 from .command import help_reply
 from .connection import BAD_CLIENT_NAME, is_plain_word
-from .registry import container, subcommand
+from .registry import container, subcommand, wrong_subcommand
 
 CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
 """The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""
@@ -304,3 +304,102 @@ def _close(session: Client, other: Client) -> None:
         session.close_after_reply = True
     else:
         other.close()
+
+
+# ---- pause and unblock ---------------------------------------------------------------------------------------------
+
+UNBLOCKED = b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n"
+
+
+@subcommand(
+    "client|pause",
+    arity=-3,
+    since="3.0.0",
+    syntax="timeout [WRITE | ALL]",
+    summary="Let commands, or writes only, wait for that many milliseconds.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_pause(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT PAUSE timeout [WRITE|ALL]."""
+    if len(args) > 4:
+        return wrong_subcommand(args)
+    kind = args[3].upper() if len(args) == 4 else b"ALL"
+    if kind not in (b"ALL", b"WRITE"):
+        return error("ERR CLIENT PAUSE mode must be WRITE or ALL")
+    milliseconds = parse_integer(args[2])
+    if milliseconds is None:
+        return error("ERR timeout is not an integer or out of range")
+    if milliseconds < 0:
+        return error("ERR timeout is negative")
+    session.server.pause.begin(min(milliseconds, _MILLISECONDS_MAX), writes_only=kind == b"WRITE")
+    return OK
+
+
+_MILLISECONDS_MAX = 10**13
+"""Three centuries: what a timer can be set to."""
+
+
+@subcommand(
+    "client|unpause",
+    arity=2,
+    since="6.2.0",
+    summary="End a pause.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_unpause(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT UNPAUSE; OK also when there is none."""
+    session.server.pause.end()
+    return OK
+
+
+@subcommand(
+    "client|unblock",
+    arity=-3,
+    since="5.0.0",
+    syntax="client-id [TIMEOUT | ERROR]",
+    summary="End the wait of another client's command, as if its time were over or with an error.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_unblock(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT UNBLOCK id [TIMEOUT|ERROR]: 1 if that client was waiting, else 0."""
+    if len(args) > 4:
+        return wrong_subcommand(args)
+    how = args[3].upper() if len(args) == 4 else b"TIMEOUT"
+    if how not in (b"TIMEOUT", b"ERROR"):
+        return error("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
+    number = parse_integer(args[2])
+    if number is None:
+        return error("ERR value is not an integer or out of range")
+    pending = session.server.blocked.pop(number, None)
+    if pending is None:
+        return ZERO
+    pending.resolve(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
+    return ONE
+
+
+@subcommand(
+    "client|reply",
+    arity=3,
+    since="3.2.0",
+    syntax="ON | OFF | SKIP",
+    summary="Be answered, or not, or not the next time.",
+    flags="noscript loading stale",
+    acl="slow connection",
+)
+def client_reply(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT REPLY ON|OFF|SKIP; only ON is answered."""
+    mode = args[2].upper()
+    if mode == b"ON":
+        session.reply_mode = "on"
+    elif mode == b"OFF":
+        session.reply_mode = "off"
+    elif mode == b"SKIP":
+        if session.reply_mode == "on":
+            session.reply_mode = "skip"
+    else:
+        return SYNTAX_ERROR
+    session.reconsider()
+    return OK

@@ -11,12 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
-from kvredis.server.client.blocked import Answer
 from kvredis.server.client.client import Client
 from kvredis.server.protocol.replies import Reply, error
 from kvredis.server.protocol.request import Argument
+
+if TYPE_CHECKING:
+    from kvredis.server.client.blocked import Answer
 
 Handler: TypeAlias = "Callable[[Client, list[bytes]], Answer]"
 

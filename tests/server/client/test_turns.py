@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client import blocked
+from kvredis.server.client import blocked as blocked
 from kvredis.server.commands.compat.dump import crc64, encode_head, footer
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
