@@ -25,9 +25,9 @@ import click
 
 from kvredis.backends.config.schema import Config
 from kvredis.server.cluster.node import Cluster
-from kvredis.server.cluster.slots import SLOTS
+from kvredis.server.cluster.topology import SLOTS
+from kvredis.server.config.reload import check_options
 from kvredis.server.config.settings import begin
-from kvredis.server.config.startup import check_options
 from kvredis.server.net.listeners import Reserved, release, reserve
 from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server

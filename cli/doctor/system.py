@@ -19,7 +19,7 @@ from kvredis.backends.config.schema import DEFAULT_ORIGIN, KEYS, Config
 from kvredis.cli.config_options import EVENT_LOOP_VARIABLE, FILES_BESIDE_CLIENTS, server_options_of, told_where
 from kvredis.server.acl.state import Acl
 from kvredis.server.commands import load_families
-from kvredis.server.config.startup import check_options
+from kvredis.server.config.reload import check_options
 from kvredis.server.net.listeners import BACKLOG, bind_tcp
 from kvredis.storage.disk.segment import default_segment_bytes
 from kvredis.storage.errors import ConfigError

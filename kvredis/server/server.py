@@ -12,24 +12,23 @@ import logging
 import secrets
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.storage.store import Store
 
 from .acl.state import Acl
 from .client.admission import Claims
-from .client.blocked import Pending, has_hung_up
-from .client.blocked_on_disk import Away
+from .client.blocked import Away, Pause, Pending, Silence, has_hung_up
+from .client.client import Client
 from .client.memory import ClientMemory
 from .client.output import KINDS, NO_LIMIT
-from .client.pause import Pause
 from .client.session import Session
-from .client.timeout import Silence
 from .cluster.node import Cluster
 from .commands import load_families
 from .commands.keyspace_events import publish_event
 from .commands.latency import LatencyMonitor
 from .commands.pubsub import PubSub
+from .commands.registry import Command
 from .commands.slowlog import SlowLog
 from .commands.tracking import TrackingTable
 from .commands.transactions import mark_changed, mark_flushed, unwatch_all
@@ -45,13 +44,8 @@ from .net.listeners import Listeners
 from .net.zerocopy import Splicing
 from .options import MIB
 from .options import ServerOptions as ServerOptions
-from .protocol.limits import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX
-from .protocol.request import ProtocolError, QueryBufferLimit
+from .protocol.request import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX, Argument, ProtocolError, QueryBufferLimit
 from .shm.attach import Lane
-
-if TYPE_CHECKING:
-    from .commands.registry import Command
-    from .protocol.request import Argument
 
 log = logging.getLogger(__name__)
 
@@ -113,8 +107,8 @@ class Server:
         self.away = Away(self)
         self.pause = Pause(self)
         self.client_memory = ClientMemory(self)
-        self.monitors: dict[int, Session] = {}
-        self.watchers: dict[tuple[int, bytes], set[Session]] = {}
+        self.monitors: dict[int, Client] = {}
+        self.watchers: dict[tuple[int, bytes], set[Client]] = {}
         """Who watches which key of which database."""
         self.blocked: dict[int, Pending] = {}
         """Clients in a command that CLIENT UNBLOCK can end."""
@@ -326,7 +320,7 @@ class Server:
         """Have the store list what changes while somebody wants to know."""
         self.store.keep_journal(bool(self.observed or self.watchers))
 
-    def drain_journal(self, by: Session | None) -> None:
+    def drain_journal(self, by: Client | None) -> None:
         """Tell of everything that has changed since the last time; `by` is the client whose command did it."""
         if not self.store.journal:
             if self.store.journal is not None:
@@ -346,13 +340,13 @@ class Server:
         if self.tracking.clients:
             self.tracking.flushed()
 
-    def note_slow(self, session: Session, command: Command, args: list[Argument], took_ns: int) -> None:
+    def note_slow(self, session: Client, command: Command, args: list[Argument], took_ns: int) -> None:
         """A command took longer than somebody wants to allow."""
         if "skip_slowlog" not in command.flags:
             self.slowlog.note(session, args, took_ns)
         self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
 
-    def note_broken(self, session: Session, broken: ProtocolError) -> None:
+    def note_broken(self, session: Client, broken: ProtocolError) -> None:
         """A client has broken the protocol. That a browser was talked into speaking to us is told, but once a minute:
         whoever does that does it often."""
         if isinstance(broken, QueryBufferLimit):
@@ -405,7 +399,7 @@ class Server:
         if self.sessions.pop(session.id, None) is not None:
             self.stats.gone.setdefault(session.kind, Traffic()).add(session)
 
-    def stop_monitoring(self, session: Session) -> None:
+    def stop_monitoring(self, session: Client) -> None:
         """A monitor goes, or RESETs."""
         if self.monitors.pop(session.id, None) is not None:
             self.reconsider()

@@ -15,7 +15,7 @@ from redis.asyncio.cluster import RedisCluster as AsyncClusterClient
 from redis.cluster import ClusterNode
 from redis.cluster import RedisCluster as ClusterClient
 
-from kvredis.server.cluster.slots import SLOTS, slot_of
+from kvredis.server.cluster.topology import SLOTS, slot_of
 from tests.backends.nodes import HOST
 from tests.backends.topologies import KvredisCluster
 from tests.compat import test_node_clients

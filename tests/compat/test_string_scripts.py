@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from kvredis.server.commands.compat.crc64 import crc64
-from kvredis.server.commands.compat.rdb import FOOTER_BYTES
+from kvredis.server.commands.compat.dump import FOOTER_BYTES, crc64
 from tests.compat.conftest import RunningServer
 from tests.compat.string_scripts import STRING_SCRIPTS
 from tests.compat.test_scripts import comparable, converse

@@ -17,8 +17,7 @@ import yaml
 
 from kvredis import __version__
 from kvredis.backends.config.schema import KEYS, Config
-from kvredis.server.cluster.slots import SLOTS
-from kvredis.server.cluster.topology import read_topology
+from kvredis.server.cluster.topology import SLOTS, read_topology
 from tests.cli.conftest import ServeProcess
 from tests.compat.side_packages import packages
 from tests.deploy.test_container import FILE as CONTAINERFILE

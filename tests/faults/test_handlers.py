@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.session import Session
+from kvredis.server.client.client import Client as Peer
 from kvredis.server.commands import load_families
 from kvredis.server.commands.registry import COMMANDS, SPELLINGS, Handler
 from kvredis.server.protocol.replies import Reply
@@ -25,7 +25,7 @@ class Mistake(Exception):
     """What no handler should raise."""
 
 
-def broken(session: Session, args: list[bytes]) -> Reply:
+def broken(session: Peer, args: list[bytes]) -> Reply:
     raise Mistake("of ours")
 
 

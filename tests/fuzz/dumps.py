@@ -6,7 +6,7 @@ The checksum is no secret and keeps nobody out, so most of these have the right 
 import random
 from typing import Final
 
-from kvredis.server.commands.compat.crc64 import crc64
+from kvredis.server.commands.compat.dump import crc64
 from tests.server.live import pattern
 
 VERSIONS: Final = (6, 9, 10, 11, 11, 11, 12, 65535)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from kvredis.server.cluster.slots import SLOTS, slot_of
+from kvredis.server.cluster.topology import SLOTS, slot_of
 
 HALF: Final = "{name: us, host: h1, port: 7001}, {name: them, host: h2, port: 7002, tls_port: 7003}"
 """Two nodes with half of the slots each."""

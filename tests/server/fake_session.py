@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import cast
 
-from kvredis.server.acl.users import User
+from kvredis.server.acl.rules import User
 from kvredis.server.client.blocked import Pending
 from kvredis.server.client.memory import Held
 from kvredis.server.client.session import Session

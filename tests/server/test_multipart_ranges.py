@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.session import Session
+from kvredis.server.client.client import Client as Peer
 from kvredis.server.commands.registry import SPELLINGS
 from kvredis.server.commands.strings import getrange
 from kvredis.server.protocol.replies import Reply
@@ -18,7 +18,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[Reply]:
     """What GETRANGE's handler gives from now on."""
     seen: list[Reply] = []
 
-    def watched(session: Session, args: list[bytes]) -> Reply:
+    def watched(session: Peer, args: list[bytes]) -> Reply:
         seen.append(getrange(session, args))
         return seen[-1]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
-from kvredis.server.commands.help import help_reply
+from kvredis.server.client.client import Client
+from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import Command, container, every_command, lookup, subcommand
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
@@ -23,14 +23,8 @@ from kvredis.server.protocol.replies import (
     set_reply,
 )
 
-from .file import AclFileError
-from .log import Refusal
-from .rules import CATEGORIES, RuleError, Selector
-from .state import Acl, refused
-from .users import DEFAULT_USER, UnmatchedParenthesis, User, is_user_name, merged
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+from .rules import CATEGORIES, DEFAULT_USER, RuleError, Selector, UnmatchedParenthesis, User, is_user_name, merged
+from .state import Acl, AclFileError, Refusal, refused
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +60,7 @@ container("acl", group="server", since="6.0.0", complexity="Depends on subcomman
     summary="The categories of commands, or the commands of one.",
     **_OWN,
 )
-def acl_cat(session: Session, args: list[bytes]) -> Reply:
+def acl_cat(session: Client, args: list[bytes]) -> Reply:
     """ACL CAT [category]."""
     if len(args) == 2:
         return bulks(CATEGORIES)
@@ -79,13 +73,13 @@ def acl_cat(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|whoami", arity=2, summary="The user that this connection is.", **_OWN)
-def acl_whoami(session: Session, args: list[bytes]) -> Reply:
+def acl_whoami(session: Client, args: list[bytes]) -> Reply:
     """ACL WHOAMI."""
     return bulk(session.user.name)
 
 
 @subcommand("acl|users", arity=2, complexity="O(N) in the number of users", summary="The names of all users.", **_ADMIN)
-def acl_users(session: Session, args: list[bytes]) -> Reply:
+def acl_users(session: Client, args: list[bytes]) -> Reply:
     """ACL USERS."""
     return bulks([user.name for user in session.server.acl.in_order()])
 
@@ -93,7 +87,7 @@ def acl_users(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "acl|list", arity=2, complexity="O(N) in the number of users", summary="All users, as in the aclfile.", **_ADMIN
 )
-def acl_list(session: Session, args: list[bytes]) -> Reply:
+def acl_list(session: Client, args: list[bytes]) -> Reply:
     """ACL LIST."""
     return bulks([user.describe() for user in session.server.acl.in_order()])
 
@@ -106,7 +100,7 @@ def acl_list(session: Session, args: list[bytes]) -> Reply:
     summary="A user's rules, one by one.",
     **_ADMIN,
 )
-def acl_getuser(session: Session, args: list[bytes]) -> Reply:
+def acl_getuser(session: Client, args: list[bytes]) -> Reply:
     """ACL GETUSER name; nil without such a user."""
     user = session.server.acl.user(args[2])
     if user is None:
@@ -137,7 +131,7 @@ def _permissions(selector: Selector) -> list[tuple[Reply, Reply]]:
     summary="Change a user, or make a new one.",
     **_ADMIN,
 )
-def acl_setuser(session: Session, args: list[bytes]) -> Reply:
+def acl_setuser(session: Client, args: list[bytes]) -> Reply:
     """ACL SETUSER name [rule ...]: all of the rules take effect, or none."""
     name, acl = args[2], session.server.acl
     if not is_user_name(name):
@@ -168,7 +162,7 @@ def acl_setuser(session: Session, args: list[bytes]) -> Reply:
     summary="Delete users and close their connections.",
     **_ADMIN,
 )
-def acl_deluser(session: Session, args: list[bytes]) -> Reply:
+def acl_deluser(session: Client, args: list[bytes]) -> Reply:
     """ACL DELUSER name ...: how many there were."""
     if DEFAULT_USER in args[2:]:
         return DEFAULT_STAYS
@@ -187,7 +181,7 @@ def acl_deluser(session: Session, args: list[bytes]) -> Reply:
     flags="admin noscript loading stale",
     acl="admin slow dangerous",
 )
-def acl_dryrun(session: Session, args: list[bytes]) -> Reply:
+def acl_dryrun(session: Client, args: list[bytes]) -> Reply:
     """ACL DRYRUN name command ...: OK, or why not (which is no error)."""
     user = session.server.acl.user(args[2])
     if user is None:
@@ -204,7 +198,7 @@ def acl_dryrun(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "acl|genpass", arity=-2, complexity="O(1)", syntax="[bits]", summary="A password that nobody can guess.", **_OWN
 )
-def acl_genpass(session: Session, args: list[bytes]) -> Reply:
+def acl_genpass(session: Client, args: list[bytes]) -> Reply:
     """ACL GENPASS [bits]: four bits a letter."""
     if len(args) > 3:
         return _bad_subcommand(args)
@@ -225,7 +219,7 @@ def acl_genpass(session: Session, args: list[bytes]) -> Reply:
     summary="The latest logins and commands that were refused.",
     **_ADMIN,
 )
-def acl_log(session: Session, args: list[bytes]) -> Reply:
+def acl_log(session: Client, args: list[bytes]) -> Reply:
     """ACL LOG [count | RESET]."""
     refusals = session.server.acl.log
     if len(args) > 3:
@@ -241,7 +235,7 @@ def acl_log(session: Session, args: list[bytes]) -> Reply:
     return array([_log_entry(session, each, now_ms) for each in shown])
 
 
-def _log_entry(session: Session, refusal: Refusal, now_ms: int) -> Reply:
+def _log_entry(session: Client, refusal: Refusal, now_ms: int) -> Reply:
     age = f"{(now_ms - refusal.updated_ms) / 1000:.3f}".rstrip("0").rstrip(".").encode()
     return map_reply(
         session,
@@ -261,7 +255,7 @@ def _log_entry(session: Session, refusal: Refusal, now_ms: int) -> Reply:
 
 
 @subcommand("acl|load", arity=2, complexity="O(N) in the number of users", summary="Read the aclfile again.", **_ADMIN)
-def acl_load(session: Session, args: list[bytes]) -> Reply:
+def acl_load(session: Client, args: list[bytes]) -> Reply:
     """ACL LOAD: the file's users and no others, or no change at all. Clients of a user that stays are kept, with its
     new rights, as from Redis 7.4 on; 7.2 closes them."""
     acl = session.server.acl
@@ -277,7 +271,7 @@ def acl_load(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|save", arity=2, complexity="O(N) in the number of users", summary="Write the aclfile.", **_ADMIN)
-def acl_save(session: Session, args: list[bytes]) -> Reply:
+def acl_save(session: Client, args: list[bytes]) -> Reply:
     """ACL SAVE."""
     acl = session.server.acl
     if not acl.path:
@@ -291,12 +285,12 @@ def acl_save(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|help", arity=2, flags="loading stale", acl="slow", since="6.0.0", summary="Print this help.")
-def acl_help(session: Session, args: list[bytes]) -> Reply:
+def acl_help(session: Client, args: list[bytes]) -> Reply:
     """ACL HELP."""
     return help_reply("acl")
 
 
-def _follow(session: Session, changed: Collection[User]) -> None:
+def _follow(session: Client, changed: Collection[User]) -> None:
     """After users have changed or gone: close the connections of those that are no more, and subscribers to what their
     user may no longer hear; let in who waits to log in where nobody needs to; ask every session what it may do now."""
     server = session.server
@@ -312,7 +306,7 @@ def _follow(session: Session, changed: Collection[User]) -> None:
     server.reconsider()
 
 
-def _may_stay(session: Session, acl: Acl) -> bool:
+def _may_stay(session: Client, acl: Acl) -> bool:
     user = session.user
     if acl.user(user.name) is not user:
         return False

@@ -7,22 +7,210 @@ of a deleted user are closed) is the business of the commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+import stat
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.commands.client import describe
+from kvredis.server.commands.registry import Command
 from kvredis.server.protocol.replies import error
-from kvredis.storage.errors import ConfigError
+from kvredis.storage.errors import ConfigError, KVRedisError
 
-from .file import AclFileError, read_users, write_users
-from .log import AclLog, Refusal
-from .rules import Denial, Reason
-from .users import DEFAULT_USER, User, proves
+from .rules import (
+    DEFAULT_USER,
+    UNKNOWN,
+    Denial,
+    Reason,
+    RuleError,
+    UnmatchedParenthesis,
+    User,
+    is_user_name,
+    merged,
+    proves,
+)
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.server.commands.registry import Command
     from kvredis.server.server import Server
+
+
+# ---- log -------------------------------------------------------------------------------------------------------------
+#
+# ACL LOG: who was refused what, so that an operator sees a wrong rule, a wrong password or an intruder.
+#
+# Equal refusals within a minute are one entry with a count, and the log is bounded in entries and in bytes an entry: it
+# is filled by whom it is meant to catch.
+
+
+GROUPED_MS = 60_000
+GROUP_SEARCH = 10
+"""How many of the latest entries are compared with a new one."""
+
+WORD_BYTES_MAX = 1024
+"""How much of a key, channel or user name is kept."""
+
+
+@dataclass(slots=True)
+class Refusal:
+    """One entry. `reason`: command, key, channel or auth; `context`: toplevel or multi; `object`: what was refused."""
+
+    reason: str
+    context: str
+    object: bytes
+    username: bytes
+    client_info: bytes
+    number: int = 0
+    count: int = 1
+    created_ms: int = 0
+    updated_ms: int = 0
+
+    def is_like(self, other: Refusal) -> bool:
+        """Whether both are one thing that happened twice; when they did is not asked."""
+        return (self.reason, self.context, self.object, self.username) == (
+            other.reason,
+            other.context,
+            other.object,
+            other.username,
+        )
+
+
+def wall_clock_ms() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+class AclLog:
+    """The latest first. `denials` counts by reason since the start or `reset_counts`: acl_access_denied_* of INFO."""
+
+    def __init__(self, clock_ms: Callable[[], int] = wall_clock_ms) -> None:
+        self.entries: deque[Refusal] = deque()
+        self.denials: dict[str, int] = {}
+        self.reset_counts()
+        self.clock_ms = clock_ms
+        self._numbers = 0
+
+    def note(self, refusal: Refusal, entries_max: int) -> None:
+        """Enter a refusal that has just happened, and forget what is beyond `entries_max`."""
+        self.denials[refusal.reason] += 1
+        now_ms = self.clock_ms()
+        refusal.object, refusal.username = refusal.object[:WORD_BYTES_MAX], refusal.username[:WORD_BYTES_MAX]
+        for known in islice(self.entries, GROUP_SEARCH):
+            if known.is_like(refusal) and abs(now_ms - known.updated_ms) <= GROUPED_MS:
+                known.count += 1
+                known.updated_ms, known.client_info = now_ms, refusal.client_info
+                self.entries.remove(known)
+                self.entries.appendleft(known)
+                return
+        refusal.number, refusal.created_ms, refusal.updated_ms = self._numbers, now_ms, now_ms
+        self._numbers += 1
+        self.entries.appendleft(refusal)
+        while len(self.entries) > entries_max:
+            self.entries.pop()
+
+    def reset_counts(self) -> None:
+        """CONFIG RESETSTAT."""
+        self.denials.update(dict.fromkeys(("auth", "command", "key", "channel"), 0))
+
+
+# ---- file ------------------------------------------------------------------------------------------------------------
+#
+# The aclfile: one `user name rule ...` a line, read whole or not at all, and written so that a crash spares it.
+
+
+FILE_BYTES_MAX = 16 * 1024 * 1024
+PROBLEMS_MAX = 32
+"""How many mistakes of a file are told."""
+
+
+class AclFileError(KVRedisError):
+    """An aclfile that cannot be used; the text is Redis', `path:line: reason` for each mistake."""
+
+
+def read_users(path: str) -> dict[bytes, User]:
+    """The users that a file describes, by name. AclFileError."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+    except OSError as failed:
+        raise AclFileError(f"Error loading ACLs, opening file '{path}': {failed.strerror}") from failed
+    if len(text) > FILE_BYTES_MAX:
+        raise AclFileError(f"Error loading ACLs, file '{path}' is longer than {FILE_BYTES_MAX} bytes")
+    users: dict[bytes, User] = {}
+    problems: list[str] = []
+    for number, line in enumerate(text.split(b"\n"), 1):
+        words = line.strip(b" \t\r").split(b" ")
+        if words != [b""] and len(problems) < PROBLEMS_MAX:
+            problems += _read_line(f"{path}:{number}", number, words, users)
+    if problems:
+        raise AclFileError(" ".join(problems))
+    return users
+
+
+def _read_line(where: str, number: int, words: list[bytes], users: dict[bytes, User]) -> list[str]:
+    """Add the user of one line to `users`, or say what is wrong with it. Only rules that are unknown commands are told
+    word for word: others may hold a password."""
+    if words[0] != b"user" or len(words) < 2:
+        return [f"{where} should start with user keyword followed by the username."]
+    name = words[1]
+    shown = name.decode("utf-8", "surrogateescape")
+    if not is_user_name(name):
+        return [f"'{where}: username '{shown}' contains invalid characters."]
+    if name in users:
+        return [f"WARNING: Duplicate user '{shown}' found on line {number}."]
+    user = users[name] = User(name)
+    try:
+        rules = merged(words[2:])
+    except UnmatchedParenthesis:
+        return [f"{where}: Unmatched parenthesis in selector definition."]
+    problems: list[str] = []
+    told = False
+    for rule in rules:
+        try:
+            user.apply(rule.strip(b"\t\r"))
+        except RuleError as wrong:
+            if str(wrong) == UNKNOWN:
+                shown = rule.decode("utf-8", "surrogateescape")
+                problems.append(f"{where}: Error in applying operation '{shown}': {wrong}.")
+            elif not told:
+                problems.append(f"{where}: {wrong}.")
+                told = True
+    return problems
+
+
+def write_users(path: str, users: Iterable[User]) -> None:
+    """Replace the file in one step. It keeps its mode, a new one is for its owner only, as it holds password hashes;
+    a link stays one. OSError, and then the old file is untouched."""
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    try:
+        mode = stat.S_IMODE(os.stat(target).st_mode)
+    except FileNotFoundError:
+        mode = 0o600
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{os.path.basename(target)}.tmp-", dir=folder)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.writelines(user.describe() + b"\n" for user in users)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
 
 __all__ = ["DEFAULT_USER", "Acl", "User", "refused"]
 
@@ -106,11 +294,11 @@ class Acl:
         user = self.users.get(name)
         return user if proves(password, user) else None
 
-    def note_failed_login(self, session: Session, command: bytes, name: bytes) -> None:
+    def note_failed_login(self, session: Client, command: bytes, name: bytes) -> None:
         """Enter a wrong password, or a user that there is none of, into the log; `command` is what the client typed."""
         self._note(session, "auth", command, name, in_multi=session.transaction is not None)
 
-    def refusal(self, session: Session, command: Command, args: list[bytes]) -> bytes | None:
+    def refusal(self, session: Client, command: Command, args: list[bytes]) -> bytes | None:
         """The NOPERM that answers this line, entered into the log; None if the session's user may run it."""
         denial = session.user.denial(command, args)
         if denial is None:
@@ -118,7 +306,7 @@ class Acl:
         self._note_denial(session, command, args, denial, in_multi=session.transaction is not None)
         return error(b"NOPERM " + refused(session.user, command, denial))
 
-    def exec_refusal(self, session: Session, command: Command, args: list[bytes]) -> bytes | None:
+    def exec_refusal(self, session: Client, command: Command, args: list[bytes]) -> bytes | None:
         """The same for a line that EXEC is about to run: rights may have changed since it was queued."""
         denial = session.user.denial(command, args)
         if denial is None:
@@ -127,12 +315,12 @@ class Acl:
         return error(_CHANGED + _CHANGED_REASONS[denial.reason])
 
     def _note_denial(
-        self, session: Session, command: Command, args: list[bytes], denial: Denial, *, in_multi: bool
+        self, session: Client, command: Command, args: list[bytes], denial: Denial, *, in_multi: bool
     ) -> None:
         what = command.name.encode() if denial.reason is Reason.COMMAND else args[denial.at]
         self._note(session, REASONS[denial.reason], what, session.user.name, in_multi=in_multi)
 
-    def _note(self, session: Session, reason: str, what: bytes, name: bytes, *, in_multi: bool) -> None:
+    def _note(self, session: Client, reason: str, what: bytes, name: bytes, *, in_multi: bool) -> None:
         info = describe(session).rstrip(b"\n")
         self.note(session.server, Refusal(reason, "multi" if in_multi else "toplevel", what, name, info))
 

@@ -22,13 +22,11 @@ from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import LATER, REFUSED, Argument, Later, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
-from .blocked import Pending
-from .blocked_on_spill import DiskRoom
+from .blocked import DiskRoom, Pending
+from .client import Client
 
 if TYPE_CHECKING:
     from kvredis.server.server import Server
-
-    from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +57,12 @@ class Claims:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._store = server.store
-        self.queue: OrderedDict[Session, int] = OrderedDict()
+        self.queue: OrderedDict[Client, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
-        self._queued_s: dict[Session, float] = {}  # since when those wait whose value comes over their connection
-        self._called: set[Session] = set()  # whose turn it is
-        self._starved: list[Session] = []  # who wait until a slow reader is gone
-        self._receiving: dict[Session, tuple[int, float]] = {}  # bytes received by then, and when that was
+        self._queued_s: dict[Client, float] = {}  # since when those wait whose value comes over their connection
+        self._called: set[Client] = set()  # whose turn it is
+        self._starved: list[Client] = []  # who wait until a slow reader is gone
+        self._receiving: dict[Client, tuple[int, float]] = {}  # bytes received by then, and when that was
         self.disk_room = DiskRoom(server)
         self.given_up = 0
         """Values whose bytes stopped coming."""
@@ -79,7 +77,7 @@ class Claims:
         """How many clients hold room for values that are not complete."""
         return sum(bool(session.reservations) for session in self._receiving)
 
-    def open_payload(self, session: Session, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
+    def open_payload(self, session: Client, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when
         there is no room, LATER when others must finish first."""
         name = args[0] if args else None
@@ -114,7 +112,7 @@ class Claims:
                 self._receiving[session] = session.input_bytes, began_s
         return room
 
-    def reserve(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+    def reserve(self, session: Client, key: bytes, length: int) -> Reservation | Refused | Later:
         """Room for a value that comes in parts, by the rules for one that comes at once. LATER: `session.waiting` is
         set, and the client is to ask again when that is resolved. Alone, too, it is given half of the arena at most, or
         one larger value: what it announces here need not be on its way."""
@@ -125,7 +123,7 @@ class Claims:
             return REFUSED
         return self._room(session, key, length)
 
-    def _room(self, session: Session, key: bytes, length: int) -> Reservation | Refused | Later:
+    def _room(self, session: Client, key: bytes, length: int) -> Reservation | Refused | Later:
         room: Refused | Later | None = None
         if self._store.reserved_bytes:  # else nobody else's value is coming in
             room = self._out_of_turn(session, length)
@@ -135,12 +133,12 @@ class Claims:
             self._called.discard(session)
         return self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
 
-    def _began_s(self, session: Session) -> float:
+    def _began_s(self, session: Client) -> float:
         """Since when a client whose turn has come may be taken to send nothing: since it began to wait."""
         now_s = self._server.now_s()
         return max(self._queued_s.pop(session, now_s), now_s - self._server.body_timeout_s + TURN_S)
 
-    def _out_of_turn(self, session: Session, length: int) -> Refused | Later | None:
+    def _out_of_turn(self, session: Client, length: int) -> Refused | Later | None:
         """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
         may."""
         wanted = extent_length(length)
@@ -170,7 +168,7 @@ class Claims:
             if session.waiting is not None:
                 session.waiting.resolve(b"")
 
-    def keeps_waiting(self, session: Session) -> bool:
+    def keeps_waiting(self, session: Client) -> bool:
         """Whether it is here that a client waits, or for a block from disk: what it has sent is to be answered."""
         return (
             self._server.away.keeps_waiting(session)
@@ -179,7 +177,7 @@ class Claims:
             or session in self.queue
         )
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)
         self._called.discard(session)
@@ -208,12 +206,12 @@ class Claims:
             if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
                 self._give_up(session, waited_s)
 
-    def _give_up(self, session: Session, silent_s: float) -> None:
+    def _give_up(self, session: Client, silent_s: float) -> None:
         log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
         self.given_up += 1
         session.close()
 
-    def _wait_for_turn(self, session: Session, length: int) -> Later:
+    def _wait_for_turn(self, session: Client, length: int) -> Later:
         self.disk_room.forget(session)  # or it would be called there while it waits here
         self.queue[session] = length
         if session in self._called:  # others were quicker: it stays the next
@@ -222,7 +220,7 @@ class Claims:
         session.waiting = Pending(session)
         return LATER
 
-    def _wait_for_reader(self, session: Session, length: int) -> Refused | Later:
+    def _wait_for_reader(self, session: Client, length: int) -> Refused | Later:
         """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
         let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
         if extent_length(length) > self._store.limit_bytes:

@@ -6,23 +6,17 @@ The careful way ends here, and EXEC comes here for each command that was queued.
 from __future__ import annotations
 
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 from kvredis.server.commands.monitor import feed
-from kvredis.server.commands.registry import shown
+from kvredis.server.commands.registry import Command, shown
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
+from kvredis.server.protocol.request import Argument
 
-from .blocked import Pending
-
-if TYPE_CHECKING:
-    from kvredis.server.commands.registry import Command
-    from kvredis.server.protocol.request import Argument
-
-    from .blocked import Answer
-    from .session import Session
+from .blocked import Answer, Pending
+from .client import Client
 
 
-def call(session: Session, command: Command, args: list[Argument]) -> Answer:
+def call(session: Client, command: Command, args: list[Argument]) -> Answer:
     """Run a command that may run, and tell everybody who wants to know of it; EXEC does so for each that was queued."""
     server = session.server
     began_ns = perf_counter_ns()
@@ -47,7 +41,7 @@ def call(session: Session, command: Command, args: list[Argument]) -> Answer:
     return reply
 
 
-def mind_broken_clients(session: Session, command: Command, reply: bytes) -> None:
+def mind_broken_clients(session: Client, command: Command, reply: bytes) -> None:
     """Close a connection whose client cannot understand that its SET was refused.
 
     LMCache's native client reads exactly the bytes of +OK and never says HELLO: after one error it takes each reply for

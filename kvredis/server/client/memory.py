@@ -12,10 +12,10 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from .client import Client
+
 if TYPE_CHECKING:
     from kvredis.server.server import Server
-
-    from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ class ClientMemory:
         self._server = server
         self.limit = "0"
         """maxmemory-clients: bytes, or a percentage of maxmemory; 0 = no bound."""
-        self._measured: dict[Session, tuple[int, int]] = {}  # total and beside
+        self._measured: dict[Client, tuple[int, int]] = {}  # total and beside
         self._total = self._beside = 0
-        self._round: Iterator[Session] = iter(())
+        self._round: Iterator[Client] = iter(())
         self._most = 0  # clients since memory was last given back
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, as musl has none
 
@@ -128,25 +128,25 @@ class ClientMemory:
             self._most = present
             self._trim(0)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """A client has gone."""
         total, beside = self._measured.pop(session, (0, 0))
         self._total -= total
         self._beside -= beside
 
-    def alone_exceeds(self, session: Session) -> bool:
+    def alone_exceeds(self, session: Client) -> bool:
         """Whether one client, which may be hung up on, holds more than all may."""
         limit = self.limit_bytes
         return bool(limit) and not session.no_evict and session.held().total >= limit
 
-    def note_evicted(self, session: Session, nbytes: int) -> None:
+    def note_evicted(self, session: Client, nbytes: int) -> None:
         """Tell of a client that is hung up on for what it holds."""
         self._server.stats.evicted_clients += 1
         log.warning(
             "client %s closed: it holds %d bytes of what all clients may (maxmemory-clients)", session.addr, nbytes
         )
 
-    def _measure(self, session: Session) -> None:
+    def _measure(self, session: Client) -> None:
         held = session.held()
         self.forget(session)
         self._measured[session] = held.total, held.beside

@@ -27,10 +27,9 @@ from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from kvredis.server.acl.users import User
+from kvredis.server.acl.rules import User
 from kvredis.server.net.io_threads import Sending
-from kvredis.server.net.lent_pages import peer_pid
-from kvredis.server.net.zerocopy import Splicer
+from kvredis.server.net.zerocopy import Splicer, peer_pid
 from kvredis.server.protocol.replies import Buffer, Reply
 from kvredis.storage.entry import Lease
 

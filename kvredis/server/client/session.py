@@ -15,15 +15,14 @@ from functools import partial
 from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Final, cast
 
-from kvredis.server.acl.users import User
+from kvredis.server.acl.rules import User
 from kvredis.server.commands.registry import SPELLINGS, Command, Handler, takes_payload
 from kvredis.server.commands.transactions import Transaction
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
-from kvredis.server.protocol.limits import ARGUMENT_BYTES
 from kvredis.server.protocol.parser import Parser
 from kvredis.server.protocol.replies import NULL, NULL_BULK, Reply, error
-from kvredis.server.protocol.request import Argument, ProtocolError
+from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolError
 from kvredis.storage.entry import Lease, Reservation
 
 from .blocked import Answer, Pending

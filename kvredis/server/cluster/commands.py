@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from kvredis.server.client.blocked import Answer, Pending
-from kvredis.server.commands.help import help_reply
+from kvredis.server.client.client import Client
+from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import command, container, subcommand
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
@@ -30,15 +31,12 @@ from kvredis.server.protocol.replies import (
     verbatim,
 )
 
-from .slots import SLOTS, slot_of
+from .topology import SLOTS, Node, slot_of
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-
     from .node import Cluster
-    from .topology import Node
 
-    Handler = Callable[[Session, Cluster, list[bytes]], Answer]
+    Handler = Callable[[Client, Cluster, list[bytes]], Answer]
 
 DISABLED: Final = error("ERR This instance has cluster support disabled")
 INVALID_SLOT: Final = error("ERR Invalid slot")
@@ -60,7 +58,7 @@ def _part(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Hand
     """Register what CLUSTER `name` answers on a node of a cluster."""
 
     def register(handler: Handler) -> Handler:
-        def answer(session: Session, args: list[bytes]) -> Answer:
+        def answer(session: Client, args: list[bytes]) -> Answer:
             cluster = session.server.cluster
             return DISABLED if cluster is None else handler(session, cluster, args)
 
@@ -74,7 +72,7 @@ def _part(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Hand
 
 
 @_part("slots", arity=2, tips=_VARIES, summary="Who serves which slots: first, last and node of each range.", **_ALWAYS)
-def slots(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def slots(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER SLOTS, in the order of the slots."""
     runs = sorted((span.start, span.stop - 1, node) for node in cluster.topology.nodes for span in node.ranges)
     return array([array([integer(first), integer(last), _endpoint(session, node)]) for first, last, node in runs])
@@ -83,31 +81,31 @@ def slots(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
 @_part(
     "shards", arity=2, tips=_VARIES, since="7.0.0", summary="Each node with its slots, as a shard of one.", **_ALWAYS
 )
-def shards(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def shards(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER SHARDS, in the order of the file."""
     return array([_shard(session, node) for node in cluster.topology.nodes])
 
 
 @_part("nodes", arity=2, tips=_VARIES, summary="A line for each node: id, address, flags, epoch, slots.", **_LOOKS)
-def nodes(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def nodes(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER NODES, in the order of the file. There is no cluster bus, so its port is 0."""
     return verbatim(session, "".join(_line(session, cluster, node) for node in cluster.topology.nodes))
 
 
 @_part("myid", arity=2, summary="The id of this node.", **_LOOKS)
-def myid(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def myid(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER MYID."""
     return bulk(cluster.myself.id)
 
 
 @_part("myshardid", arity=2, since="7.2.0", summary="The id of this node's shard, which is the node's.", **_LOOKS)
-def myshardid(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def myshardid(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER MYSHARDID: a shard is one node here."""
     return bulk(cluster.myself.id)
 
 
 @_part("info", arity=2, tips=_VARIES, summary="How many nodes there are and how many slots are served.", **_LOOKS)
-def info(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def info(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER INFO. The state is ok also when nobody serves some of the slots, as in a Redis Cluster that does without
     full coverage."""
     assigned = sum(node.slots for node in cluster.topology.nodes)
@@ -136,12 +134,12 @@ def info(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
     summary="The connections between nodes, of which there are none.",
     **_LOOKS,
 )
-def links(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def links(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER LINKS."""
     return EMPTY_ARRAY
 
 
-def replicas(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def replicas(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER REPLICAS id, and SLAVES: no node has any."""
     return EMPTY_ARRAY if _known(cluster, args[2]) else _unknown_node(args[2])
 
@@ -152,7 +150,7 @@ for _name, _since in (("replicas", "5.0.0"), ("slaves", "3.0.0")):
 
 
 @_part("count-failure-reports", arity=3, syntax="node-id", summary="How many nodes say that one fails: 0.", **_REPLICAS)
-def count_failure_reports(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def count_failure_reports(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER COUNT-FAILURE-REPORTS id."""
     return ZERO if _known(cluster, args[2]) else _unknown_node(args[2])
 
@@ -163,7 +161,7 @@ def count_failure_reports(session: Session, cluster: Cluster, args: list[bytes])
 @_part(
     "keyslot", arity=3, syntax="string", complexity="O(N) in the length of the key", summary="A key's slot.", **_LOOKS
 )
-def keyslot(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def keyslot(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER KEYSLOT key."""
     return integer(slot_of(args[2]))
 
@@ -176,7 +174,7 @@ def keyslot(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
     summary="How many keys of a slot this node has.",
     **_LOOKS,
 )
-def countkeysinslot(session: Session, cluster: Cluster, args: list[bytes]) -> Answer:
+def countkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Answer:
     """CLUSTER COUNTKEYSINSLOT slot."""
     slot = parse_integer(args[2])
     if slot is None:
@@ -195,7 +193,7 @@ def countkeysinslot(session: Session, cluster: Cluster, args: list[bytes]) -> An
     summary="Some of the keys of a slot that this node has.",
     **_LOOKS,
 )
-def getkeysinslot(session: Session, cluster: Cluster, args: list[bytes]) -> Answer:
+def getkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Answer:
     """CLUSTER GETKEYSINSLOT slot count."""
     slot, count = parse_integer(args[2]), parse_integer(args[3])
     if slot is None or count is None:
@@ -205,7 +203,7 @@ def getkeysinslot(session: Session, cluster: Cluster, args: list[bytes]) -> Answ
     return _listed(session, slot, count)
 
 
-def _counted(session: Session, slot: int) -> Iterator[Reply | Pending]:
+def _counted(session: Client, slot: int) -> Iterator[Reply | Pending]:
     count = 0
     for found in _found_in(session, slot):
         if isinstance(found, Pending):
@@ -215,7 +213,7 @@ def _counted(session: Session, slot: int) -> Iterator[Reply | Pending]:
     yield integer(count)
 
 
-def _listed(session: Session, slot: int, count: int) -> Iterator[Reply | Pending]:
+def _listed(session: Client, slot: int, count: int) -> Iterator[Reply | Pending]:
     keys: dict[bytes, None] = {}  # a walk beside which keys come and go may meet one twice
     for found in _found_in(session, slot):
         if isinstance(found, Pending):
@@ -227,7 +225,7 @@ def _listed(session: Session, slot: int, count: int) -> Iterator[Reply | Pending
     yield bulks(list(keys)[:count])
 
 
-def _found_in(session: Session, slot: int) -> Iterator[list[bytes] | Pending]:
+def _found_in(session: Client, slot: int) -> Iterator[list[bytes] | Pending]:
     """The keys of a slot as they are met, with a wait after each step so that others have their turn; without one in a
     transaction, where nobody waits."""
     cursor = 0
@@ -243,12 +241,12 @@ def _found_in(session: Session, slot: int) -> Iterator[list[bytes] | Pending]:
 
 
 @_part("help", arity=2, since="5.0.0", summary="Print this help.", **_ALWAYS)
-def cluster_help(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def cluster_help(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER HELP."""
     return help_reply("cluster")
 
 
-def _changes_membership(session: Session, cluster: Cluster, args: list[bytes]) -> Reply:
+def _changes_membership(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     return error(MEMBERSHIP.format(f"CLUSTER {args[1].upper().decode('latin-1')}"))
 
 
@@ -274,7 +272,7 @@ for _name, _arity, _flags in (
     )
 
 
-def _agree(session: Session, args: list[bytes]) -> Reply:
+def _agree(session: Client, args: list[bytes]) -> Reply:
     """ASKING, READONLY, READWRITE: nothing is on its way between nodes, and no node has replicas."""
     return DISABLED if session.server.cluster is None else OK
 
@@ -294,13 +292,13 @@ def _unknown_node(node_id: bytes) -> bytes:
     return error(b"ERR Unknown node " + node_id.split(b"\0")[0])
 
 
-def _endpoint(session: Session, node: Node) -> Reply:
+def _endpoint(session: Client, node: Node) -> Reply:
     """A node in CLUSTER SLOTS: where to connect, its id, and what else is known, which is nothing."""
     port = node.port_for(encrypted=session.encrypted)
     return array([bulk(node.host), integer(port), bulk(node.id), map_reply(session, [])])
 
 
-def _shard(session: Session, node: Node) -> Reply:
+def _shard(session: Client, node: Node) -> Reply:
     bounds = [integer(bound) for span in node.ranges for bound in (span.start, span.stop - 1)]
     facts: list[tuple[str, Reply]] = [("id", bulk(node.id))]
     facts += [(name, integer(port)) for name, port in (("port", node.port), ("tls-port", node.tls_port)) if port]
@@ -310,7 +308,7 @@ def _shard(session: Session, node: Node) -> Reply:
     return map_reply(session, [(bulk("slots"), array(bounds)), (bulk("nodes"), array([told]))])
 
 
-def _line(session: Session, cluster: Cluster, node: Node) -> str:
+def _line(session: Client, cluster: Cluster, node: Node) -> str:
     """A line of CLUSTER NODES."""
     flags = "myself,master" if node is cluster.myself else "master"
     place = f"{node.host}:{node.port_for(encrypted=session.encrypted)}@0"

@@ -14,19 +14,16 @@ import logging
 import socket
 from binascii import crc_hqx
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvredis.server.client.client import Client
 from kvredis.server.commands.registry import SPELLINGS, Command, keys_end, shown
 from kvredis.server.net.tls import OPTION
+from kvredis.server.options import ServerOptions
 from kvredis.server.protocol.replies import error
 from kvredis.storage.errors import ConfigError
 
-from .slots import BRACE, SLOT_MASK, SLOTS, head_of, routing_keys, slot_of
-from .topology import Node, Topology, read_topology
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.server.options import ServerOptions
+from .topology import BRACE, SLOT_MASK, SLOTS, Node, Topology, head_of, read_topology, routing_keys, slot_of
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +79,7 @@ class Cluster:
         """Whether the slot of `key` is ours."""
         return bool(self.ours[slot_of(key)])
 
-    def redirection(self, session: Session, command: Command, words: list[bytes]) -> bytes | None:
+    def redirection(self, session: Client, command: Command, words: list[bytes]) -> bytes | None:
         """Why a command line is not for this node, in Redis' words; None when it is. EXEC is asked about with all that
         is queued."""
         lines = [(command, words)]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
-from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, integer, verbatim
+from kvredis.server.protocol.replies import OK, ONE, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, verbatim
 
+from .command import help_reply
 from .connection import BAD_CLIENT_NAME, is_plain_word
-from .help import help_reply
-from .registry import container, subcommand
-from .tracking import letters_of, redirection_of
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+from .registry import container, subcommand, wrong_subcommand
 
 CLIENT_TYPES = frozenset({b"NORMAL", b"MASTER", b"REPLICA", b"SLAVE", b"PUBSUB"})
 """The types that Redis knows; here are normal ones and, while they are subscribed to something, pubsub ones."""
@@ -36,19 +32,19 @@ container(
 
 
 @subcommand("client|id", arity=2, since="5.0.0", summary="This connection's number.", **_OWN)
-def client_id(session: Session, args: list[bytes]) -> Reply:
+def client_id(session: Client, args: list[bytes]) -> Reply:
     """CLIENT ID."""
     return integer(session.id)
 
 
 @subcommand("client|getname", arity=2, since="2.6.9", summary="This connection's name.", **_OWN)
-def client_getname(session: Session, args: list[bytes]) -> Reply:
+def client_getname(session: Client, args: list[bytes]) -> Reply:
     """CLIENT GETNAME; nil without one."""
     return bulk(session.name) if session.name else session.nil
 
 
 @subcommand("client|setname", arity=3, since="2.6.9", syntax="connection-name", summary="Name this connection.", **_OWN)
-def client_setname(session: Session, args: list[bytes]) -> Reply:
+def client_setname(session: Client, args: list[bytes]) -> Reply:
     """CLIENT SETNAME name; an empty one takes it away."""
     if not is_plain_word(args[2]):
         return BAD_CLIENT_NAME
@@ -64,7 +60,7 @@ def client_setname(session: Session, args: list[bytes]) -> Reply:
     summary="Say which library this client uses.",
     **_OWN,
 )
-def client_setinfo(session: Session, args: list[bytes]) -> Reply:
+def client_setinfo(session: Client, args: list[bytes]) -> Reply:
     """CLIENT SETINFO LIB-NAME|LIB-VER value."""
     attribute = args[2].upper()
     if attribute not in (b"LIB-NAME", b"LIB-VER"):
@@ -81,7 +77,7 @@ def client_setinfo(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "client|info", arity=2, since="6.2.0", tips="nondeterministic_output", summary="This connection's line.", **_OWN
 )
-def client_info(session: Session, args: list[bytes]) -> Reply:
+def client_info(session: Client, args: list[bytes]) -> Reply:
     """CLIENT INFO."""
     return verbatim(session, describe(session))
 
@@ -96,7 +92,7 @@ def client_info(session: Session, args: list[bytes]) -> Reply:
     summary="A line for each connection.",
     **_ADMIN,
 )
-def client_list(session: Session, args: list[bytes]) -> Reply:
+def client_list(session: Client, args: list[bytes]) -> Reply:
     """CLIENT LIST [TYPE type | ID id ...]."""
     everyone = session.server.sessions
     option = args[2].upper() if len(args) > 3 else b""
@@ -125,7 +121,7 @@ def client_list(session: Session, args: list[bytes]) -> Reply:
     summary="Close connections.",
     **_ADMIN,
 )
-def client_kill(session: Session, args: list[bytes]) -> Reply:
+def client_kill(session: Client, args: list[bytes]) -> Reply:
     """CLIENT KILL addr: OK or an error. CLIENT KILL option value ...: how many were closed."""
     if len(args) == 3:
         found = [each for each in session.server.sessions.values() if each.addr.encode() == args[2]]
@@ -153,7 +149,7 @@ def client_kill(session: Session, args: list[bytes]) -> Reply:
     summary="Exempt this connection from being closed for its buffers; none is closed for that yet.",
     **_ADMIN,
 )
-def client_no_evict(session: Session, args: list[bytes]) -> Reply:
+def client_no_evict(session: Client, args: list[bytes]) -> Reply:
     """CLIENT NO-EVICT ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -170,7 +166,7 @@ def client_no_evict(session: Session, args: list[bytes]) -> Reply:
     summary="Ask that this connection's reads leave the eviction order alone.",
     **_OWN,
 )
-def client_no_touch(session: Session, args: list[bytes]) -> Reply:
+def client_no_touch(session: Client, args: list[bytes]) -> Reply:
     """CLIENT NO-TOUCH ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -183,17 +179,30 @@ def client_no_touch(session: Session, args: list[bytes]) -> Reply:
 @subcommand(
     "client|help", arity=2, flags="loading stale", acl="slow connection", since="5.0.0", summary="Print this help."
 )
-def client_help(session: Session, args: list[bytes]) -> Reply:
+def client_help(session: Client, args: list[bytes]) -> Reply:
     """CLIENT HELP."""
     return help_reply("client")
 
 
-def type_of(session: Session) -> bytes:
+def letters_of(session: Client) -> str:
+    """A client's tracking in the letters of CLIENT LIST: t tracks, R cannot redirect, B broadcast."""
+    tracking = session.tracking
+    if tracking is None:
+        return ""
+    return "t" + ("R" if tracking.broken else "") + ("B" if tracking.broadcast else "")
+
+
+def redirection_of(session: Client) -> int:
+    """The client that a client redirects to: 0 for none, -1 without tracking."""
+    return -1 if session.tracking is None else session.tracking.redirect
+
+
+def type_of(session: Client) -> bytes:
     """What kind of client it is, for the filters of LIST and KILL."""
     return b"PUBSUB" if session.subscriptions else b"NORMAL"
 
 
-def describe(session: Session) -> bytes:
+def describe(session: Client) -> bytes:
     """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break."""
     now_s = time.monotonic()
     held = session.held()
@@ -256,7 +265,7 @@ def describe(session: Session) -> bytes:
 
 _SWITCH = {b"ON": True, b"OFF": False}
 
-_FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
+_FITS: dict[bytes, Callable[[Client, bytes], bool]] = {
     b"ID": lambda each, value: each.id == int(value),
     b"ADDR": lambda each, value: each.addr.encode() == value,
     b"LADDR": lambda each, value: each.laddr.encode() == value,
@@ -265,7 +274,7 @@ _FITS: dict[bytes, Callable[[Session, bytes], bool]] = {
 }
 
 
-def _kill_filters(session: Session, args: list[bytes]) -> dict[bytes, bytes] | bytes:
+def _kill_filters(session: Client, args: list[bytes]) -> dict[bytes, bytes] | bytes:
     """The options of CLIENT KILL's new form, checked, or the error for them."""
     filters: dict[bytes, bytes] = {}
     for at in range(2, len(args), 2):
@@ -289,9 +298,108 @@ def _unknown_type(name: bytes) -> bytes:
     return error(b"ERR Unknown client type '%b'" % name.split(b"\0")[0])
 
 
-def _close(session: Session, other: Session) -> None:
+def _close(session: Client, other: Client) -> None:
     """Close `other` at once, or oneself once the reply is out."""
     if other is session:
         session.close_after_reply = True
     else:
         other.close()
+
+
+# ---- pause and unblock ---------------------------------------------------------------------------------------------
+
+UNBLOCKED = b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n"
+
+
+@subcommand(
+    "client|pause",
+    arity=-3,
+    since="3.0.0",
+    syntax="timeout [WRITE | ALL]",
+    summary="Let commands, or writes only, wait for that many milliseconds.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_pause(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT PAUSE timeout [WRITE|ALL]."""
+    if len(args) > 4:
+        return wrong_subcommand(args)
+    kind = args[3].upper() if len(args) == 4 else b"ALL"
+    if kind not in (b"ALL", b"WRITE"):
+        return error("ERR CLIENT PAUSE mode must be WRITE or ALL")
+    milliseconds = parse_integer(args[2])
+    if milliseconds is None:
+        return error("ERR timeout is not an integer or out of range")
+    if milliseconds < 0:
+        return error("ERR timeout is negative")
+    session.server.pause.begin(min(milliseconds, _MILLISECONDS_MAX), writes_only=kind == b"WRITE")
+    return OK
+
+
+_MILLISECONDS_MAX = 10**13
+"""Three centuries: what a timer can be set to."""
+
+
+@subcommand(
+    "client|unpause",
+    arity=2,
+    since="6.2.0",
+    summary="End a pause.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_unpause(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT UNPAUSE; OK also when there is none."""
+    session.server.pause.end()
+    return OK
+
+
+@subcommand(
+    "client|unblock",
+    arity=-3,
+    since="5.0.0",
+    syntax="client-id [TIMEOUT | ERROR]",
+    summary="End the wait of another client's command, as if its time were over or with an error.",
+    flags="admin noscript loading stale",
+    acl="admin slow dangerous connection",
+)
+def client_unblock(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT UNBLOCK id [TIMEOUT|ERROR]: 1 if that client was waiting, else 0."""
+    if len(args) > 4:
+        return wrong_subcommand(args)
+    how = args[3].upper() if len(args) == 4 else b"TIMEOUT"
+    if how not in (b"TIMEOUT", b"ERROR"):
+        return error("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
+    number = parse_integer(args[2])
+    if number is None:
+        return error("ERR value is not an integer or out of range")
+    pending = session.server.blocked.pop(number, None)
+    if pending is None:
+        return ZERO
+    pending.resolve(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
+    return ONE
+
+
+@subcommand(
+    "client|reply",
+    arity=3,
+    since="3.2.0",
+    syntax="ON | OFF | SKIP",
+    summary="Be answered, or not, or not the next time.",
+    flags="noscript loading stale",
+    acl="slow connection",
+)
+def client_reply(session: Client, args: list[bytes]) -> Reply:
+    """CLIENT REPLY ON|OFF|SKIP; only ON is answered."""
+    mode = args[2].upper()
+    if mode == b"ON":
+        session.reply_mode = "on"
+    elif mode == b"OFF":
+        session.reply_mode = "off"
+    elif mode == b"SKIP":
+        if session.reply_mode == "on":
+            session.reply_mode = "skip"
+    else:
+        return SYNTAX_ERROR
+    session.reconsider()
+    return OK

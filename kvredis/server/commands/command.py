@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
     SYNTAX_ERROR,
+    Peer,
     Reply,
     array,
     bulk,
@@ -16,14 +20,163 @@ from kvredis.server.protocol.replies import (
     map_reply,
     set_reply,
     simple,
+    statuses,
 )
 
-from .command_syntax import arguments_reply
-from .help import help_reply
 from .registry import COMMANDS, Command, command, every_command, subcommand
 
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+# ---- help ------------------------------------------------------------------------------------------------------------
+#
+# `X HELP`, made from the command table in the shape that Redis gives it.
+
+
+INDENT = "    "
+
+
+def help_reply(container: str, alone: str = "") -> bytes:
+    """A line for each subcommand and an indented one on what it does; `alone` says what the bare command does."""
+    found = COMMANDS[container.upper().encode()]
+    lines = [f"{container.upper()} <subcommand> [<arg> [value] [opt] ...]. Subcommands are:"]
+    if alone:
+        lines += ["(no subcommand)", INDENT + alone]
+    parts = sorted(found.subcommands.items(), key=lambda item: (item[0] == "help", item[0]))
+    for name, part in parts:
+        lines += [f"{name.upper()} {part.syntax}".rstrip(), INDENT + part.summary]
+    return statuses(lines)
+
+
+# ---- command syntax --------------------------------------------------------------------------------------------------
+#
+# From a command's syntax as Redis' manual writes it to the `arguments` of COMMAND DOCS, which redis-cli hints from.
+#
+# The notation: `name` an argument, `TOKEN` a word to be typed, `TOKEN name` a word with its argument, `[...]` optional,
+# `<a | b>` or a bare `a | b` one of several, `name [name ...]` repeated.
+
+
+_WORD = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
+_CLOSING = ("]", ">")
+_TYPES = {
+    **dict.fromkeys(("key", "key1", "key2", "newkey", "source", "destination"), "key"),
+    "pattern": "pattern",
+    **dict.fromkeys(
+        ("seconds", "milliseconds", "count", "cursor", "index", "start", "end", "client-id", "protover"), "integer"
+    ),
+    **dict.fromkeys(("unix-time-seconds", "unix-time-milliseconds"), "unix-time"),
+}
+"""What an argument's name says of its type; every other one is a string."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One node of a command's arguments; `parts` are those of a block or the choices of a oneof."""
+
+    name: str
+    type: str
+    token: str = ""
+    flags: tuple[str, ...] = ()
+    parts: tuple[Argument, ...] = field(default=())
+
+
+@lru_cache(256)
+def parse(syntax: str) -> tuple[Argument, ...]:
+    """The arguments of a command; ValueError if the notation is not as above."""
+    words = _WORD.findall(syntax)
+    arguments, at = _sequence(words, 0, "")
+    if at != len(words) or any(argument.name in _CLOSING for argument in arguments):
+        raise ValueError(f"unbalanced syntax: {syntax}")
+    return arguments
+
+
+def arguments_reply(session: Peer, found: Command) -> Reply:
+    """The `arguments` of one command in COMMAND DOCS."""
+    return array([_reply(session, argument) for argument in parse(found.syntax)])
+
+
+def _sequence(words: list[str], at: int, closing: str) -> tuple[tuple[Argument, ...], int]:
+    """Arguments up to `closing`, or to the end of the words when that is empty; and where the next word is."""
+    choices: list[list[Argument]] = [[]]
+    while at < len(words) and words[at] != closing:
+        word, at = words[at], at + 1
+        if word == "|":
+            choices.append([])
+        elif word == "[":
+            at = _optional(words, at, choices[-1])
+        elif word == "<":
+            inner, at = _sequence(words, at, ">")
+            choices[-1].append(_single(inner))
+            at += 1
+        elif word.isupper():
+            argument, at = _token(words, at, word)
+            choices[-1].append(argument)
+        else:
+            choices[-1].append(Argument(word, _TYPES.get(word, "string")))
+    if len(choices) == 1:
+        return tuple(choices[0]), at
+    parts = tuple(_single(tuple(choice)) for choice in choices)
+    return (Argument(parts[0].name, "oneof", parts=parts),), at
+
+
+def _optional(words: list[str], at: int, before: list[Argument]) -> int:
+    """A bracket, `at` being the word behind it: a new argument, or the repetition of those just `before`."""
+    end = _matching(words, at)
+    if words[end - 1] == "...":
+        inner, _ = _sequence([*words[at : end - 1], "]"], 0, "]")
+        count = len(inner)
+        if [replace(argument, token="") for argument in before[-count:]] == list(inner):
+            before[-count:] = [replace(_single(tuple(before[-count:])), flags=("multiple",))]
+        else:
+            before.append(replace(_single(inner), flags=("optional", "multiple")))
+        return end + 1
+    inner, at = _sequence(words, at, "]")
+    one = _single(inner)
+    before.append(replace(one, flags=("optional", *one.flags)))
+    return at + 1
+
+
+def _matching(words: list[str], at: int) -> int:
+    """Where the bracket before `at` is closed."""
+    depth = 1
+    for place in range(at, len(words)):
+        depth += (words[place] == "[") - (words[place] == "]")
+        if not depth:
+            return place
+    raise ValueError(f"unbalanced syntax: {' '.join(words)}")
+
+
+def _token(words: list[str], at: int, token: str) -> tuple[Argument, int]:
+    """A word to be typed and what goes with it: plain names, or one choice in angle brackets."""
+    names: list[Argument] = []
+    while at < len(words) and re.match(r"[a-z]", words[at]):
+        names.append(Argument(words[at], _TYPES.get(words[at], "string")))
+        at += 1
+    if not names and at < len(words) and words[at] == "<":
+        inner, at = _sequence(words, at + 1, ">")
+        names, at = [_single(inner)], at + 1
+    if not names:
+        return Argument(token.lower(), "pure-token", token), at
+    if len(names) == 1:
+        return replace(names[0], token=token), at
+    return Argument(token.lower(), "block", token, parts=tuple(names)), at
+
+
+def _single(arguments: tuple[Argument, ...]) -> Argument:
+    """One node for several: a block."""
+    return arguments[0] if len(arguments) == 1 else Argument(arguments[0].name, "block", parts=arguments)
+
+
+def _reply(session: Peer, argument: Argument) -> Reply:
+    """One argument as COMMAND DOCS describes it."""
+    pairs: list[tuple[Reply, Reply]] = [(bulk("name"), bulk(argument.name)), (bulk("type"), bulk(argument.type))]
+    if argument.type == "key":
+        pairs.append((bulk("key_spec_index"), integer(0)))
+    if argument.token:
+        pairs.append((bulk("token"), bulk(argument.token)))
+    if argument.flags:
+        pairs.append((bulk("flags"), array([simple(flag) for flag in argument.flags])))
+    if argument.parts:
+        pairs.append((bulk("arguments"), array([_reply(session, part) for part in argument.parts])))
+    return map_reply(session, pairs)
+
 
 _COMMON = {"flags": "loading stale", "acl": "slow connection"}
 
@@ -38,13 +191,13 @@ _COMMON = {"flags": "loading stale", "acl": "slow connection"}
     summary="Every command with its arity, flags and keys.",
     **_COMMON,
 )
-def command_(session: Session, args: list[bytes]) -> Reply:
+def command_(session: Client, args: list[bytes]) -> Reply:
     """COMMAND without a subcommand."""
     return array([_info(session, each) for each in COMMANDS.values()])
 
 
 @subcommand("command|count", arity=2, since="2.8.13", summary="How many commands there are.", **_COMMON)
-def command_count(session: Session, args: list[bytes]) -> Reply:
+def command_count(session: Client, args: list[bytes]) -> Reply:
     """COMMAND COUNT."""
     return integer(len(COMMANDS))
 
@@ -59,7 +212,7 @@ def command_count(session: Session, args: list[bytes]) -> Reply:
     summary="Arity, flags and keys of the commands named, or of all.",
     **_COMMON,
 )
-def command_info(session: Session, args: list[bytes]) -> Reply:
+def command_info(session: Client, args: list[bytes]) -> Reply:
     """COMMAND INFO [name ...]; nil for each unknown one."""
     if len(args) == 2:
         return command_(session, args)
@@ -77,7 +230,7 @@ def command_info(session: Session, args: list[bytes]) -> Reply:
     summary="What the commands named do, or all; unknown ones are left out.",
     **_COMMON,
 )
-def command_docs(session: Session, args: list[bytes]) -> Reply:
+def command_docs(session: Client, args: list[bytes]) -> Reply:
     """COMMAND DOCS [name ...]."""
     found = list(COMMANDS.values()) if len(args) == 2 else [each for each in map(find, args[2:]) if each is not None]
     return map_reply(session, [(bulk(each.name), _docs(session, each)) for each in found])
@@ -93,7 +246,7 @@ def command_docs(session: Session, args: list[bytes]) -> Reply:
     summary="The names of all commands and subcommands, or of some.",
     **_COMMON,
 )
-def command_list(session: Session, args: list[bytes]) -> Reply:
+def command_list(session: Client, args: list[bytes]) -> Reply:
     """COMMAND LIST [FILTERBY MODULE|ACLCAT|PATTERN value]."""
     listed = every_command()
     if len(args) > 2:
@@ -122,7 +275,7 @@ def command_list(session: Session, args: list[bytes]) -> Reply:
     summary="Which arguments of a command line are keys.",
     **_COMMON,
 )
-def command_getkeys(session: Session, args: list[bytes]) -> Reply:
+def command_getkeys(session: Client, args: list[bytes]) -> Reply:
     """COMMAND GETKEYS command [arg ...]."""
     found = _command_with_keys(args[2:])
     return found if isinstance(found, bytes) else bulks(keys_of(found, args[2:]))
@@ -137,7 +290,7 @@ def command_getkeys(session: Session, args: list[bytes]) -> Reply:
     summary="Which arguments of a command line are keys, and what happens to them.",
     **_COMMON,
 )
-def command_getkeysandflags(session: Session, args: list[bytes]) -> Reply:
+def command_getkeysandflags(session: Client, args: list[bytes]) -> Reply:
     """COMMAND GETKEYSANDFLAGS command [arg ...]."""
     found = _command_with_keys(args[2:])
     if isinstance(found, bytes):
@@ -151,7 +304,7 @@ def command_getkeysandflags(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("command|help", arity=2, since="5.0.0", summary="Print this help.", **_COMMON)
-def command_help(session: Session, args: list[bytes]) -> Reply:
+def command_help(session: Client, args: list[bytes]) -> Reply:
     """COMMAND HELP."""
     return help_reply("command", alone=COMMANDS[b"COMMAND"].summary)
 
@@ -197,7 +350,7 @@ def _command_with_keys(args: list[bytes]) -> Command | bytes:
     return found
 
 
-def _info(session: Session, found: Command) -> Reply:
+def _info(session: Client, found: Command) -> Reply:
     """The ten fields of COMMAND INFO."""
     first, last, step = found.keys
     return array(
@@ -218,7 +371,7 @@ def _info(session: Session, found: Command) -> Reply:
     )
 
 
-def _key_specs(session: Session, found: Command) -> list[Reply]:
+def _key_specs(session: Client, found: Command) -> list[Reply]:
     """One specification for all keys of a command, or one for each if it does different things to them."""
     first, last, step = found.keys
     accesses = accesses_of(found)
@@ -229,7 +382,7 @@ def _key_specs(session: Session, found: Command) -> list[Reply]:
     ]
 
 
-def _key_spec(session: Session, access: list[str], first: int, last: int, step: int, notes: str = "") -> Reply:
+def _key_spec(session: Client, access: list[str], first: int, last: int, step: int, notes: str = "") -> Reply:
     """Where the keys begin and how far they go; `lastkey` counts from the first key, -1 is the end."""
     range_ = [
         (bulk("lastkey"), integer(last if last < 0 else last - first)),
@@ -250,7 +403,7 @@ def _key_spec(session: Session, access: list[str], first: int, last: int, step: 
     )
 
 
-def _docs(session: Session, found: Command) -> Reply:
+def _docs(session: Client, found: Command) -> Reply:
     """What COMMAND DOCS says of one command."""
     pairs: list[tuple[Reply, Reply]] = [
         (bulk("summary"), bulk(found.summary)),

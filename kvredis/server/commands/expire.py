@@ -6,17 +6,13 @@ this counts as a use.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, ONE, ZERO, Reply, error, integer
 
 from .keyspace_events import notify
 from .registry import command
-from .values import DEL, EXPIRE, invalid_expiry
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+from .strings import DEL, EXPIRE, invalid_expiry
 
 
 @command(
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
     syntax="key seconds [NX | XX | GT | LT]",
     summary="Let a key end that many seconds from now.",
 )
-def expire(session: Session, args: list[bytes]) -> Reply:
+def expire(session: Client, args: list[bytes]) -> Reply:
     """EXPIRE key seconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1000, session.store.now_ms())
 
@@ -45,7 +41,7 @@ def expire(session: Session, args: list[bytes]) -> Reply:
     syntax="key milliseconds [NX | XX | GT | LT]",
     summary="Let a key end that many milliseconds from now.",
 )
-def pexpire(session: Session, args: list[bytes]) -> Reply:
+def pexpire(session: Client, args: list[bytes]) -> Reply:
     """PEXPIRE key milliseconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1, session.store.now_ms())
 
@@ -61,7 +57,7 @@ def pexpire(session: Session, args: list[bytes]) -> Reply:
     syntax="key unix-time-seconds [NX | XX | GT | LT]",
     summary="Let a key end at a time given in seconds since 1970.",
 )
-def expireat(session: Session, args: list[bytes]) -> Reply:
+def expireat(session: Client, args: list[bytes]) -> Reply:
     """EXPIREAT key unix-seconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1000, 0)
 
@@ -77,7 +73,7 @@ def expireat(session: Session, args: list[bytes]) -> Reply:
     syntax="key unix-time-milliseconds [NX | XX | GT | LT]",
     summary="Let a key end at a time given in milliseconds since 1970.",
 )
-def pexpireat(session: Session, args: list[bytes]) -> Reply:
+def pexpireat(session: Client, args: list[bytes]) -> Reply:
     """PEXPIREAT key unix-milliseconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1, 0)
 
@@ -93,7 +89,7 @@ def pexpireat(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Seconds that a key has left; -1 without an end, -2 without a key.",
 )
-def ttl(session: Session, args: list[bytes]) -> Reply:
+def ttl(session: Client, args: list[bytes]) -> Reply:
     """TTL key, rounded to the nearest second."""
     left_ms = _left_ms(session, args[1])
     return integer(left_ms if left_ms < 0 else (left_ms + 500) // 1000)
@@ -111,7 +107,7 @@ def ttl(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Milliseconds that a key has left; -1 without an end, -2 without a key.",
 )
-def pttl(session: Session, args: list[bytes]) -> Reply:
+def pttl(session: Client, args: list[bytes]) -> Reply:
     """PTTL key."""
     return integer(_left_ms(session, args[1]))
 
@@ -127,7 +123,7 @@ def pttl(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="When a key ends, in seconds since 1970; -1 without an end, -2 without a key.",
 )
-def expiretime(session: Session, args: list[bytes]) -> Reply:
+def expiretime(session: Client, args: list[bytes]) -> Reply:
     """EXPIRETIME key, rounded to the nearest second."""
     at_ms = _end_ms(session, args[1])
     return integer(at_ms if at_ms < 0 else (at_ms + 500) // 1000)
@@ -144,7 +140,7 @@ def expiretime(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="When a key ends, in milliseconds since 1970; -1 without an end, -2 without a key.",
 )
-def pexpiretime(session: Session, args: list[bytes]) -> Reply:
+def pexpiretime(session: Client, args: list[bytes]) -> Reply:
     """PEXPIRETIME key."""
     return integer(_end_ms(session, args[1]))
 
@@ -160,7 +156,7 @@ def pexpiretime(session: Session, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Take a key's end away.",
 )
-def persist(session: Session, args: list[bytes]) -> Reply:
+def persist(session: Client, args: list[bytes]) -> Reply:
     """PERSIST key."""
     entry = session.store.find(args[1], session.space)
     if entry is None or not entry.expire_at_ms:
@@ -171,7 +167,7 @@ def persist(session: Session, args: list[bytes]) -> Reply:
     return ONE
 
 
-def _end_ms(session: Session, key: bytes) -> int:
+def _end_ms(session: Client, key: bytes) -> int:
     """When `key` ends, as Unix ms; -1 if it does not, -2 if there is none."""
     entry = session.store.find(key, session.space)
     if entry is None:
@@ -180,13 +176,13 @@ def _end_ms(session: Session, key: bytes) -> int:
     return entry.expire_at_ms or -1
 
 
-def _left_ms(session: Session, key: bytes) -> int:
+def _left_ms(session: Client, key: bytes) -> int:
     """Milliseconds until `key` ends; -1 if it does not, -2 if there is none."""
     at_ms = _end_ms(session, key)
     return at_ms if at_ms < 0 else max(0, at_ms - session.store.now_ms())
 
 
-def _expire(session: Session, args: list[bytes], unit_ms: int, base_ms: int) -> Reply:
+def _expire(session: Client, args: list[bytes], unit_ms: int, base_ms: int) -> Reply:
     """The four that set an end, `args[2]` units from `base_ms` on.
 
     Words are checked before the number and the number before the key, as Redis does.

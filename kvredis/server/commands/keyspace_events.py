@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
+
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 EVERY_CLASS = "g$lshzxetd"
@@ -20,7 +21,7 @@ NAMED_CLASSES = "mn"
 PLACES = "KE"
 
 
-def notify(session: Session, letter: str, event: str, key: bytes, space: int | None = None) -> None:
+def notify(session: Client, letter: str, event: str, key: bytes, space: int | None = None) -> None:
     """Tell subscribers that `event` of class `letter` has happened to `key`, if they want to know of that class.
 
     To be called after the change. What the store has noted up to now is told first: a key that had to leave for this

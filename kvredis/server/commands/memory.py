@@ -8,19 +8,21 @@ allocator's fragmentation is said here of the arena's holes.
 from __future__ import annotations
 
 import gc
+import os
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvredis.server.client.client import Client
 from kvredis.server.client.memory import held_by_all
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
 from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES
 
-from .help import help_reply
-from .info.process import resident_bytes
+from .command import help_reply
 from .registry import container, subcommand
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 LITTLE_BYTES = 5 * 1024 * 1024
@@ -49,7 +51,7 @@ container(
     syntax="key [SAMPLES count]",
     summary="Bytes of memory that a key and its value take, rounding and bookkeeping included.",
 )
-def memory_usage(session: Session, args: list[bytes]) -> Reply:
+def memory_usage(session: Client, args: list[bytes]) -> Reply:
     """MEMORY USAGE key [SAMPLES n]; samples are checked and mean nothing for a string."""
     for at in range(3, len(args), 2):
         if args[at].upper() != b"SAMPLES" or at + 1 == len(args):
@@ -71,7 +73,7 @@ def memory_usage(session: Session, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="What the server's memory is used for.",
 )
-def memory_stats(session: Session, args: list[bytes]) -> Reply:
+def memory_stats(session: Client, args: list[bytes]) -> Reply:
     """MEMORY STATS: Redis' names, in its order."""
     pairs: list[tuple[Reply, Reply]] = []
     for name, value in figures(session.server).items():
@@ -91,7 +93,7 @@ def memory_stats(session: Session, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="What there is to say about the server's memory, in words.",
 )
-def memory_doctor(session: Session, args: list[bytes]) -> Reply:
+def memory_doctor(session: Client, args: list[bytes]) -> Reply:
     """MEMORY DOCTOR."""
     return verbatim(session, report(session.server))
 
@@ -104,7 +106,7 @@ def memory_doctor(session: Session, args: list[bytes]) -> Reply:
     tips="request_policy:all_shards response_policy:all_succeeded",
     summary="Give back what is not needed.",
 )
-def memory_purge(session: Session, args: list[bytes]) -> Reply:
+def memory_purge(session: Client, args: list[bytes]) -> Reply:
     """MEMORY PURGE: runs Python's collector. The arena stays what it is: its pages were asked for at the start."""
     gc.collect()
     return OK
@@ -118,7 +120,7 @@ def memory_purge(session: Session, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="The arena's own account of its extents.",
 )
-def memory_malloc_stats(session: Session, args: list[bytes]) -> Reply:
+def memory_malloc_stats(session: Client, args: list[bytes]) -> Reply:
     """MEMORY MALLOC-STATS: a line for each figure of each tier."""
     lines = [f"{tier}.{name}: {value}" for tier, told in session.store.tiers().items() for name, value in told.items()]
     holes = sorted((hole.length for hole in session.store.allocator.holes()), reverse=True)
@@ -128,12 +130,12 @@ def memory_malloc_stats(session: Session, args: list[bytes]) -> Reply:
 
 
 @subcommand("memory|help", arity=2, flags="loading stale", acl="slow", since="4.0.0", summary="Print this help.")
-def memory_help(session: Session, args: list[bytes]) -> Reply:
+def memory_help(session: Client, args: list[bytes]) -> Reply:
     """MEMORY HELP."""
     return help_reply("memory")
 
 
-def double(session: Session, value: float) -> bytes:
+def double(session: Client, value: float) -> bytes:
     """A number with a fraction: `,1.5` in RESP3, a bulk in RESP2; the shortest text that means just this number."""
     text = repr(value).removesuffix(".0")
     return f",{text}\r\n".encode() if session.resp == 3 else bulk(text)
@@ -212,3 +214,28 @@ def report(server: Server) -> str:
     if store.stats.refused:
         said.append(f"{store.stats.refused} values found no room: everything that could leave was being read.")
     return "".join(f"* {line}\n" for line in said) or "There is nothing to complain about.\n"
+
+
+# ---- process ---------------------------------------------------------------------------------------------------------
+#
+# What the operating system says of this process: its size in memory.
+
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+STATM = Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """Memory that the process has now: the arena's touched small pages included, hugetlb pages not, as the kernel
+    counts."""
+    return int(STATM.read_text().split()[1]) * PAGE_BYTES
+
+
+def resident_peak_bytes() -> int:
+    """The most that it ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def machine_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES

@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.replies import OK, Reply, error
 
-from .redaction import excerpt, redacted
 from .registry import command
+from .slowlog import excerpt, redacted
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 ARG_BYTES_MAX: Final = 512
@@ -40,7 +40,7 @@ _SHOWN: Final = tuple(
     group="server",
     summary="Show every command that the server runs.",
 )
-def monitor(session: Session, args: list[bytes]) -> Reply:
+def monitor(session: Client, args: list[bytes]) -> Reply:
     """MONITOR; said twice it is not even answered, as in Redis."""
     if session.transaction is not None:
         return NOT_IN_TRANSACTION
@@ -51,7 +51,7 @@ def monitor(session: Session, args: list[bytes]) -> Reply:
     return OK
 
 
-def feed(server: Server, session: Session, args: Sequence[object]) -> None:
+def feed(server: Server, session: Client, args: Sequence[object]) -> None:
     """Tell every monitor that `session` has run `args`: right after the handler, as Redis does it (SELECT is told with
     the new database, EXEC behind what it ran). Which commands are not told (flags `admin` and `skip_monitor`, and what
     was rejected before it ran) is the caller's business."""
@@ -61,7 +61,7 @@ def feed(server: Server, session: Session, args: Sequence[object]) -> None:
             each.push(line)
 
 
-def monitor_line(session: Session, args: Sequence[object], unix_time: float) -> bytes:
+def monitor_line(session: Client, args: Sequence[object], unix_time: float) -> bytes:
     """`+1700000000.123456 [9 127.0.0.1:5] "SET" "k" "a\\"b\\r\\n\\x00"`, secrets redacted, with its line break."""
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
     source = f"unix:{session.addr[:-2]}" if unix_socket else session.addr

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvredis.server.client.blocked import Answer, Pending, tell_loop
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
@@ -32,7 +33,6 @@ from .registry import command
 from .server import in_time, timeout_error
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
 
 NO_AOF = error("ERR WAITAOF cannot be used when numlocal is set but appendonly is disabled.")
@@ -51,7 +51,7 @@ _ADMIN = {"group": "server", "acl": "admin slow dangerous"}
     tips="nondeterministic_output",
     summary="When SAVE or BGSAVE has last succeeded, else the start.",
 )
-def lastsave(session: Session, args: list[bytes]) -> Reply:
+def lastsave(session: Client, args: list[bytes]) -> Reply:
     """LASTSAVE, in Unix seconds."""
     return integer(session.server.stats.last_save_s)
 
@@ -63,7 +63,7 @@ def lastsave(session: Session, args: list[bytes]) -> Reply:
     summary="Have every block on disk.",
     **_ADMIN,
 )
-def save(session: Session, args: list[bytes]) -> Answer:
+def save(session: Client, args: list[bytes]) -> Answer:
     """SAVE: this client waits for it, others are served."""
     server = session.server
     if server.stats.saving:
@@ -84,7 +84,7 @@ def save(session: Session, args: list[bytes]) -> Answer:
     summary="Have every block on disk, and do not wait for it.",
     **_ADMIN,
 )
-def bgsave(session: Session, args: list[bytes]) -> Reply:
+def bgsave(session: Client, args: list[bytes]) -> Reply:
     """BGSAVE [SCHEDULE]."""
     if len(args) > 2 or (len(args) == 2 and args[1].upper() != b"SCHEDULE"):
         return SYNTAX_ERROR
@@ -104,7 +104,7 @@ def bgsave(session: Session, args: list[bytes]) -> Reply:
     summary="Nothing: there is no log of writes.",
     **_ADMIN,
 )
-def bgrewriteaof(session: Session, args: list[bytes]) -> Reply:
+def bgrewriteaof(session: Client, args: list[bytes]) -> Reply:
     """BGREWRITEAOF."""
     return simple("Background append only file rewriting started")
 
@@ -120,7 +120,7 @@ def bgrewriteaof(session: Session, args: list[bytes]) -> Reply:
     group="generic",
     summary="Wait until all that this client has written is on disk here, and on that many replicas: there are none.",
 )
-def waitaof(session: Session, args: list[bytes]) -> Answer:
+def waitaof(session: Client, args: list[bytes]) -> Answer:
     """WAITAOF local replicas milliseconds: [1, 0] once the device has it, [0, 0] when the time is up or it cannot."""
     local, replicas = parse_integer(args[1]), parse_integer(args[2])
     if local is None:
@@ -155,7 +155,7 @@ def waitaof(session: Session, args: list[bytes]) -> Answer:
     return pending
 
 
-def _reached(session: Session) -> Reply:
+def _reached(session: Client) -> Reply:
     """How many logs have everything that this client has written: here, and on replicas."""
     here = session.store.tiering is not None and not session.unsaved_since
     return array([ONE if here else ZERO, ZERO])

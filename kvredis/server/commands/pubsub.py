@@ -8,14 +8,14 @@ is bounded here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.glob import matcher
-from kvredis.server.protocol.replies import bulk, integer
+from kvredis.server.protocol.replies import Reply, array, bulk, bulks, error, integer
 
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+from .command import help_reply
+from .registry import command, container, subcommand
 
 SUBSCRIPTION_BYTES_MAX = 64 * 1024 * 1024
 """What the subscriptions of one client may cost: their names and the table's share. Redis has no such bound."""
@@ -34,47 +34,47 @@ class PubSub:
     """
 
     def __init__(self) -> None:
-        self.channels: dict[bytes, dict[int, Session]] = {}
-        self.patterns: dict[bytes, dict[int, Session]] = {}
-        self.shard_channels: dict[bytes, dict[int, Session]] = {}
+        self.channels: dict[bytes, dict[int, Client]] = {}
+        self.patterns: dict[bytes, dict[int, Client]] = {}
+        self.shard_channels: dict[bytes, dict[int, Client]] = {}
         self._fits: dict[bytes, Fits] = {}  # for each pattern
         self._costs: dict[int, int] = {}  # what each client's subscriptions cost, bytes
 
     # ---- subscribing ---------------------------------------------------------------------------------------------
 
-    def has_room(self, session: Session, names: list[bytes]) -> bool:
+    def has_room(self, session: Client, names: list[bytes]) -> bool:
         """Whether `session` may subscribe to `names` as well."""
         asked = sum(map(len, names)) + len(names) * SUBSCRIPTION_BYTES
         return self._costs.get(session.id, 0) + asked <= SUBSCRIPTION_BYTES_MAX
 
-    def subscribe(self, session: Session, channel: bytes) -> None:
+    def subscribe(self, session: Client, channel: bytes) -> None:
         """Add a channel; a second time changes nothing."""
         self._add(self.channels, session.channels, session, channel)
 
-    def psubscribe(self, session: Session, pattern: bytes) -> None:
+    def psubscribe(self, session: Client, pattern: bytes) -> None:
         """Add a pattern."""
         self._add(self.patterns, session.patterns, session, pattern)
         self._fits.setdefault(pattern, matcher(pattern))
 
-    def ssubscribe(self, session: Session, channel: bytes) -> None:
+    def ssubscribe(self, session: Client, channel: bytes) -> None:
         """Add a shard channel."""
         self._add(self.shard_channels, session.shard_channels, session, channel)
 
-    def unsubscribe(self, session: Session, channel: bytes) -> None:
+    def unsubscribe(self, session: Client, channel: bytes) -> None:
         """Take a channel away, if it was there."""
         self._remove(self.channels, session.channels, session, channel)
 
-    def punsubscribe(self, session: Session, pattern: bytes) -> None:
+    def punsubscribe(self, session: Client, pattern: bytes) -> None:
         """Take a pattern away."""
         self._remove(self.patterns, session.patterns, session, pattern)
         if pattern not in self.patterns:
             self._fits.pop(pattern, None)
 
-    def sunsubscribe(self, session: Session, channel: bytes) -> None:
+    def sunsubscribe(self, session: Client, channel: bytes) -> None:
         """Take a shard channel away."""
         self._remove(self.shard_channels, session.shard_channels, session, channel)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: Client) -> None:
         """The client is gone or starts afresh (RESET): nothing is sent to it any more, and it is told nothing."""
         for channel in list(session.channels):
             self.unsubscribe(session, channel)
@@ -100,7 +100,7 @@ class PubSub:
 
     # ---- in common -----------------------------------------------------------------------------------------------
 
-    def _add(self, everyone: dict[bytes, dict[int, Session]], own: set[bytes], session: Session, name: bytes) -> None:
+    def _add(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
         if name in own:
             return
         own.add(name)
@@ -110,9 +110,7 @@ class PubSub:
         if session.subscriptions == 1:
             session.reconsider()
 
-    def _remove(
-        self, everyone: dict[bytes, dict[int, Session]], own: set[bytes], session: Session, name: bytes
-    ) -> None:
+    def _remove(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
         if name not in own:
             return
         own.discard(name)
@@ -127,7 +125,7 @@ class PubSub:
             session.reconsider()
 
 
-def confirmation(session: Session, kind: bytes, name: bytes | None, count: int) -> bytes:
+def confirmation(session: Client, kind: bytes, name: bytes | None, count: int) -> bytes:
     """What (UN)SUBSCRIBE and its relatives answer for one name: the kind, the name or nil, and how many are left."""
     shown = session.nil if name is None else bulk(name)
     return out_of_band(session.resp, bulk(kind), shown, integer(count))
@@ -138,7 +136,7 @@ def out_of_band(resp: int, *parts: bytes) -> bytes:
     return b"%b%d\r\n%b" % (b">" if resp == 3 else b"*", len(parts), b"".join(parts))
 
 
-def _send(listeners: dict[int, Session] | None, *words: bytes) -> int:
+def _send(listeners: dict[int, Client] | None, *words: bytes) -> int:
     """Push `words` to `listeners`; returns to how many."""
     if not listeners:
         return 0
@@ -150,3 +148,273 @@ def _send(listeners: dict[int, Session] | None, *words: bytes) -> int:
             message = encoded[session.resp] = out_of_band(session.resp, *map(bulk, words))
         session.push(message)
     return len(sessions)
+
+
+# ---- pubsub commands -------------------------------------------------------------------------------------------------
+#
+# SUBSCRIBE and its relatives, PUBLISH, and PUBSUB, which tells who listens to what.
+#
+# The reply to (UN)SUBSCRIBE is one message for each name. Their counts differ by kind: channels and patterns are
+# counted together, shard channels by themselves.
+
+
+TOO_MANY_SUBSCRIPTIONS = error("ERR the subscriptions of this client take too much memory")
+NOT_IN_A_TRANSACTION = error("ERR SSUBSCRIBE isn't allowed for a DENY BLOCKING client")
+
+_LISTEN = {"flags": "pubsub noscript loading stale", "acl": "pubsub slow", "group": "pubsub"}
+_SPEAK = {"flags": "pubsub loading stale fast", "acl": "pubsub fast", "group": "pubsub"}
+_LOOK = {"flags": "pubsub loading stale", "acl": "pubsub slow"}
+
+container("pubsub", group="pubsub", since="2.8.0", complexity="Depends on subcommand.", summary="Who listens to what.")
+
+
+@command(
+    "subscribe",
+    arity=-2,
+    since="2.0.0",
+    complexity="O(N) in the number of channels",
+    syntax="channel [channel ...]",
+    summary="Listen to channels.",
+    **_LISTEN,
+)
+def subscribe(session: Client, args: list[bytes]) -> Reply:
+    """SUBSCRIBE channel [channel ...]."""
+    return _subscribe(session, args, session.server.pubsub.subscribe, _plain_count)
+
+
+@command(
+    "psubscribe",
+    arity=-2,
+    since="2.0.0",
+    complexity="O(N) in the number of patterns",
+    syntax="pattern [pattern ...]",
+    summary="Listen to the channels that match glob patterns.",
+    **_LISTEN,
+)
+def psubscribe(session: Client, args: list[bytes]) -> Reply:
+    """PSUBSCRIBE pattern [pattern ...]."""
+    return _subscribe(session, args, session.server.pubsub.psubscribe, _plain_count)
+
+
+@command(
+    "ssubscribe",
+    arity=-2,
+    keys=(1, -1, 1),
+    access="not_key",
+    since="7.0.0",
+    complexity="O(N) in the number of channels",
+    syntax="shardchannel [shardchannel ...]",
+    summary="Listen to shard channels.",
+    **_LISTEN,
+)
+def ssubscribe(session: Client, args: list[bytes]) -> Reply:
+    """SSUBSCRIBE shardchannel [shardchannel ...]; Redis lets a transaction subscribe to other channels only."""
+    if session.transaction is not None:
+        return NOT_IN_A_TRANSACTION
+    return _subscribe(session, args, session.server.pubsub.ssubscribe, _shard_count)
+
+
+@command(
+    "unsubscribe",
+    arity=-1,
+    since="2.0.0",
+    complexity="O(N) in the number of channels",
+    syntax="[channel [channel ...]]",
+    summary="Listen no longer to the channels named, or to any.",
+    **_LISTEN,
+)
+def unsubscribe(session: Client, args: list[bytes]) -> Reply:
+    """UNSUBSCRIBE [channel ...]."""
+    return _unsubscribe(session, args, session.channels, session.server.pubsub.unsubscribe, _plain_count)
+
+
+@command(
+    "punsubscribe",
+    arity=-1,
+    since="2.0.0",
+    complexity="O(N) in the number of patterns",
+    syntax="[pattern [pattern ...]]",
+    summary="Listen no longer by the patterns named, or by any.",
+    **_LISTEN,
+)
+def punsubscribe(session: Client, args: list[bytes]) -> Reply:
+    """PUNSUBSCRIBE [pattern ...]."""
+    return _unsubscribe(session, args, session.patterns, session.server.pubsub.punsubscribe, _plain_count)
+
+
+@command(
+    "sunsubscribe",
+    arity=-1,
+    keys=(1, -1, 1),
+    access="not_key",
+    since="7.0.0",
+    complexity="O(N) in the number of channels",
+    syntax="[shardchannel [shardchannel ...]]",
+    summary="Listen no longer to the shard channels named, or to any.",
+    **_LISTEN,
+)
+def sunsubscribe(session: Client, args: list[bytes]) -> Reply:
+    """SUNSUBSCRIBE [shardchannel ...]."""
+    return _unsubscribe(session, args, session.shard_channels, session.server.pubsub.sunsubscribe, _shard_count)
+
+
+@command(
+    "publish",
+    arity=3,
+    since="2.0.0",
+    complexity="O(N+M) in the number of the channel's subscribers and of all patterns",
+    syntax="channel message",
+    summary="Send a message to everyone who listens to a channel.",
+    **_SPEAK,
+)
+def publish(session: Client, args: list[bytes]) -> Reply:
+    """PUBLISH channel message: how many have been sent it."""
+    return integer(session.server.pubsub.publish(args[1], args[2]))
+
+
+@command(
+    "spublish",
+    arity=3,
+    keys=(1, 1, 1),
+    access="not_key",
+    since="7.0.0",
+    complexity="O(N) in the number of the channel's subscribers",
+    syntax="shardchannel message",
+    summary="Send a message to everyone who listens to a shard channel.",
+    **_SPEAK,
+)
+def spublish(session: Client, args: list[bytes]) -> Reply:
+    """SPUBLISH shardchannel message."""
+    return integer(session.server.pubsub.spublish(args[1], args[2]))
+
+
+@subcommand(
+    "pubsub|channels",
+    arity=-2,
+    since="2.8.0",
+    complexity="O(N) in the number of channels",
+    syntax="[pattern]",
+    summary="The channels that somebody listens to.",
+    **_LOOK,
+)
+def pubsub_channels(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB CHANNELS [pattern]."""
+    return _names(session.server.pubsub.channels, args)
+
+
+@subcommand(
+    "pubsub|shardchannels",
+    arity=-2,
+    since="7.0.0",
+    complexity="O(N) in the number of shard channels",
+    syntax="[pattern]",
+    summary="The shard channels that somebody listens to.",
+    **_LOOK,
+)
+def pubsub_shardchannels(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB SHARDCHANNELS [pattern]."""
+    return _names(session.server.pubsub.shard_channels, args)
+
+
+@subcommand(
+    "pubsub|numsub",
+    arity=-2,
+    since="2.8.0",
+    complexity="O(N) in the number of channels",
+    syntax="[channel [channel ...]]",
+    summary="How many listen to each of the channels named, not counting patterns.",
+    **_LOOK,
+)
+def pubsub_numsub(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB NUMSUB [channel ...]."""
+    return _counts(session.server.pubsub.channels, args)
+
+
+@subcommand(
+    "pubsub|shardnumsub",
+    arity=-2,
+    since="7.0.0",
+    complexity="O(N) in the number of channels",
+    syntax="[shardchannel [shardchannel ...]]",
+    summary="How many listen to each of the shard channels named.",
+    **_LOOK,
+)
+def pubsub_shardnumsub(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB SHARDNUMSUB [shardchannel ...]."""
+    return _counts(session.server.pubsub.shard_channels, args)
+
+
+@subcommand("pubsub|numpat", arity=2, since="2.8.0", summary="How many patterns somebody listens by.", **_LOOK)
+def pubsub_numpat(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB NUMPAT."""
+    return integer(len(session.server.pubsub.patterns))
+
+
+@subcommand("pubsub|help", arity=2, flags="loading stale", acl="slow", since="6.2.0", summary="Print this help.")
+def pubsub_help(session: Client, args: list[bytes]) -> Reply:
+    """PUBSUB HELP."""
+    return help_reply("pubsub")
+
+
+_Change = Callable[[Client, bytes], None]
+_Count = Callable[[Client], int]
+
+
+def _plain_count(session: Client) -> int:
+    return len(session.channels) + len(session.patterns)
+
+
+def _shard_count(session: Client) -> int:
+    return len(session.shard_channels)
+
+
+def _subscribe(session: Client, args: list[bytes], add: _Change, count: _Count) -> Reply:
+    """One confirmation for each name; all of them, or an error and none."""
+    if not session.server.pubsub.has_room(session, args[1:]):
+        return TOO_MANY_SUBSCRIPTIONS
+    return _change(session, args, args[1:], add, count)
+
+
+def _unsubscribe(session: Client, args: list[bytes], own: set[bytes], remove: _Change, count: _Count) -> Reply:
+    """One confirmation for each name, known or not; without names one for each that there was, or one of nil."""
+    names = args[1:] or sorted(own)
+    if not names:
+        return _spoken(session, confirmation(session, _kind(args), None, count(session)))
+    return _change(session, args, names, remove, count)
+
+
+def _change(session: Client, args: list[bytes], names: Iterable[bytes], change: _Change, count: _Count) -> bytes:
+    kind = _kind(args)
+    answers = []
+    for name in names:
+        change(session, name)
+        answers.append(confirmation(session, kind, name, count(session)))
+    return _spoken(session, b"".join(answers))
+
+
+def _spoken(session: Client, confirmations: bytes) -> bytes:
+    """Confirmations are messages that stand for a reply, so CLIENT REPLY OFF and SKIP do not silence them."""
+    if session.reply_mode == "on":
+        return confirmations
+    session.push(confirmations)
+    return b""
+
+
+def _kind(args: list[bytes]) -> bytes:
+    """The word that a confirmation begins with: the command's own name."""
+    return args[0].lower()
+
+
+def _names(listeners: dict[bytes, dict[int, Client]], args: list[bytes]) -> Reply:
+    """The names that somebody listens to, those that match the pattern if there is one."""
+    if len(args) > 3:
+        return error(
+            b"ERR unknown subcommand or wrong number of arguments for '%b'. Try PUBSUB HELP." % args[1].split(b"\0")[0]
+        )
+    fits = matcher(args[2]) if len(args) == 3 else None
+    return bulks([name for name in listeners if fits is None or fits(name)])
+
+
+def _counts(listeners: dict[bytes, dict[int, Client]], args: list[bytes]) -> Reply:
+    """Each name that was asked for, followed by how many listen to it."""
+    return array([part for name in args[2:] for part in (bulk(name), integer(len(listeners.get(name, ()))))])

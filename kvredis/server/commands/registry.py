@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
-from kvredis.server.client.blocked import Answer
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.replies import Reply, error
+from kvredis.server.protocol.request import Argument
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.server.protocol.request import Argument
+    from kvredis.server.client.blocked import Answer
 
-Handler: TypeAlias = "Callable[[Session, list[bytes]], Answer]"
+Handler: TypeAlias = "Callable[[Client, list[bytes]], Answer]"
 
 PLAIN_ARGS_MAX = 16
 """Of commands that change something; a lookup of thousands of keys still takes but a millisecond."""
@@ -229,6 +229,6 @@ def _c_string(value: bytes, length_max: int = ECHO_BYTES_MAX) -> bytes:
     return value.split(b"\0", 1)[0][:length_max]
 
 
-def _never(session: Session, args: list[bytes]) -> Reply:
+def _never(session: Client, args: list[bytes]) -> Reply:
     """A container without a subcommand: `lookup` has refused it by its arity already."""
     return wrong_arity(args[0].lower().decode("latin-1"))

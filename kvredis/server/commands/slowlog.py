@@ -11,17 +11,87 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeVar
 
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, Reply, array, bulk, bulks, error, integer
+from kvredis.storage.entry import Reservation
 
-from .help import help_reply
-from .redaction import excerpt, redacted
+from .command import help_reply
 from .registry import container, subcommand
 
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
+# ---- redaction -------------------------------------------------------------------------------------------------------
+#
+# What of a client's own words SLOWLOG and MONITOR may repeat: never a password, and never a whole payload.
+#
+# As in Redis, what is hidden is decided by the command's form alone: a password that was wrong, or an AUTH that failed,
+# stays hidden as well.
+
+
+T = TypeVar("T")
+
+REDACTED = b"(redacted)"
+
+SECRET_SETTINGS = frozenset(
+    {b"requirepass", b"masterauth", b"masteruser", b"tls-key-file-pass", b"tls-client-key-file-pass"}
+)
+"""What CONFIG SET may be given that is nobody else's business."""
+
+
+def redacted(args: Sequence[T]) -> list[T | bytes]:
+    """`args` with REDACTED in the place of each secret; arguments that are not bytes are left as they are."""
+    words: list[T | bytes] = list(args)
+    for at in _secret_places(args):
+        words[at] = REDACTED
+    return words
+
+
+def excerpt(arg: object, length_max: int) -> tuple[bytes, int]:
+    """The first `length_max` bytes of an argument, and how long it is in all; (b"", 0) for a payload that was refused.
+
+    A payload must be asked for before anything else may be given its memory: before its command runs or right after.
+    """
+    if isinstance(arg, bytes):
+        return arg[:length_max], len(arg)
+    if not isinstance(arg, Reservation):
+        return b"", 0
+    try:
+        return bytes(arg.view[:length_max]), arg.length
+    except ValueError:  # the hold has ended and its view with it
+        return b"", arg.length
+
+
+def _secret_places(args: Sequence[object]) -> Sequence[int]:
+    """The places of the arguments that are secret."""
+    name = _word(args, 0)
+    if name == b"auth":
+        return range(1, len(args))
+    if name == b"hello":
+        return _behind(args, b"auth", 2, first=2)
+    if name == b"migrate":
+        return [*_behind(args, b"auth", 1, first=6), *_behind(args, b"auth2", 2, first=6)]
+    if name == b"acl" and _word(args, 1) in (b"setuser", b"deluser", b"getuser"):
+        return range(2, len(args))
+    if name == b"config" and _word(args, 1) == b"set":
+        return [at + 1 for at in range(2, len(args) - 1, 2) if _word(args, at) in SECRET_SETTINGS]
+    return ()
+
+
+def _word(args: Sequence[object], at: int) -> bytes:
+    """An argument in lower case; nothing if there is none or if it is a payload."""
+    arg = args[at] if at < len(args) else b""
+    return arg[:64].lower() if isinstance(arg, bytes) else b""
+
+
+def _behind(args: Sequence[object], option: bytes, count: int, first: int) -> list[int]:
+    """The places of the `count` arguments behind each `option`."""
+    found: list[int] = []
+    for at in range(first, len(args)):
+        if _word(args, at) == option:
+            found += range(at + 1, min(at + 1 + count, len(args)))
+    return found
+
 
 ARGS_MAX: Final = 32
 ARG_BYTES_MAX: Final = 128
@@ -66,7 +136,7 @@ class SlowLog:
         """The threshold as CONFIG GET shows it: -1 is off."""
         return -1 if self.threshold_ns == NEVER_NS else self.threshold_ns // 1000
 
-    def note(self, session: Session, args: Sequence[object], nanoseconds: int) -> None:
+    def note(self, session: Client, args: Sequence[object], nanoseconds: int) -> None:
         """Keep a command that has just run, if it was slow enough. `args` may hold Reservations: see `excerpt`."""
         if nanoseconds < self.threshold_ns or not self.entries_max:
             return
@@ -129,7 +199,7 @@ _ADMIN = {"flags": "admin loading stale", "acl": "admin slow dangerous"}
     summary="The newest slow commands: id, time, microseconds, arguments, address and name of the client.",
     **_ADMIN,
 )
-def slowlog_get(session: Session, args: list[bytes]) -> Reply:
+def slowlog_get(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG GET [count]; -1 is all of them."""
     if len(args) > 3:
         return error("ERR unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.")
@@ -162,7 +232,7 @@ def slowlog_get(session: Session, args: list[bytes]) -> Reply:
     summary="How many slow commands are kept.",
     **_ADMIN,
 )
-def slowlog_len(session: Session, args: list[bytes]) -> Reply:
+def slowlog_len(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG LEN."""
     return integer(len(session.server.slowlog.entries))
 
@@ -176,13 +246,13 @@ def slowlog_len(session: Session, args: list[bytes]) -> Reply:
     summary="Forget the slow commands.",
     **_ADMIN,
 )
-def slowlog_reset(session: Session, args: list[bytes]) -> Reply:
+def slowlog_reset(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG RESET."""
     session.server.slowlog.reset()
     return OK
 
 
 @subcommand("slowlog|help", arity=2, flags="loading stale", acl="slow", since="6.2.0", summary="Print this help.")
-def slowlog_help(session: Session, args: list[bytes]) -> Reply:
+def slowlog_help(session: Client, args: list[bytes]) -> Reply:
     """SLOWLOG HELP."""
     return help_reply("slowlog")

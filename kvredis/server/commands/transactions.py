@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 from kvredis.server.client.blocked import Pending
 from kvredis.server.client.call import call
-from kvredis.server.protocol.limits import ARGUMENT_BYTES
+from kvredis.server.client.client import Client
 from kvredis.server.protocol.replies import NULL, OK, Buffer, Reply, array, error
+from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument
 from kvredis.storage.entry import Reservation
 
 from .registry import Command, command, shown
 
 if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
-    from kvredis.server.protocol.request import Argument
     from kvredis.server.server import Server
 
 NULL_ARRAY = b"*-1\r\n"
@@ -75,7 +74,7 @@ class Transaction:
 
 
 @command("multi", arity=1, flags=_FLAGS + " allow_busy", since="1.2.0", summary="Begin a transaction.", **_FACTS)
-def multi(session: Session, args: list[bytes]) -> Reply:
+def multi(session: Client, args: list[bytes]) -> Reply:
     """MULTI: what follows is queued until EXEC."""
     if session.transaction is not None:
         return error("ERR MULTI calls can not be nested")
@@ -85,7 +84,7 @@ def multi(session: Session, args: list[bytes]) -> Reply:
 
 
 @command("discard", arity=1, flags=_FLAGS + " allow_busy", since="2.0.0", summary="Drop a transaction.", **_FACTS)
-def discard(session: Session, args: list[bytes]) -> Reply:
+def discard(session: Client, args: list[bytes]) -> Reply:
     """DISCARD: forget the queue and the watched keys."""
     if session.transaction is None:
         return NOT_IN_MULTI % b"DISCARD"
@@ -103,7 +102,7 @@ def discard(session: Session, args: list[bytes]) -> Reply:
     complexity="Depends on commands in the transaction",
     summary="Run all that was queued since MULTI.",
 )
-def exec_(session: Session, args: list[bytes]) -> Reply:
+def exec_(session: Client, args: list[bytes]) -> Reply:
     """EXEC: the replies in an array; nil when a watched key has changed."""
     transaction = session.transaction
     if transaction is None:
@@ -135,7 +134,7 @@ def exec_(session: Session, args: list[bytes]) -> Reply:
     summary="Let EXEC do nothing if one of these keys changes before it.",
     **_FACTS,
 )
-def watch(session: Session, args: list[bytes]) -> Reply:
+def watch(session: Client, args: list[bytes]) -> Reply:
     """WATCH key [key ...]."""
     if session.transaction is not None:
         return error("ERR WATCH inside MULTI is not allowed")
@@ -153,13 +152,13 @@ def watch(session: Session, args: list[bytes]) -> Reply:
 
 
 @command("unwatch", arity=1, flags=_FLAGS + " allow_busy", since="2.2.0", summary="Forget the watched keys.", **_FACTS)
-def unwatch(session: Session, args: list[bytes]) -> Reply:
+def unwatch(session: Client, args: list[bytes]) -> Reply:
     """UNWATCH."""
     unwatch_all(session)
     return OK
 
 
-def end_transaction(session: Session) -> None:
+def end_transaction(session: Client) -> None:
     """Back to running commands at once; what is still queued is given back."""
     if session.transaction is not None:
         session.transaction.discard()
@@ -168,7 +167,7 @@ def end_transaction(session: Session) -> None:
     session.reconsider()
 
 
-def unwatch_all(session: Session) -> None:
+def unwatch_all(session: Client) -> None:
     """Forget what this client watches."""
     watchers = session.server.watchers
     for name in session.watching:
@@ -196,12 +195,12 @@ def mark_flushed(server: Server, space: int | None) -> None:
                 session.watch_broken = True
 
 
-def _has_expired(session: Session) -> bool:
+def _has_expired(session: Client) -> bool:
     """Whether a key that was alive when it was watched has come to its end unseen."""
     return any(session.store.find(key, space) is None for space, key in session.watched_alive)
 
 
-def _run(session: Session, queued: Command, words: list[Argument]) -> Reply:
+def _run(session: Client, queued: Command, words: list[Argument]) -> Reply:
     """One command of a transaction; its user's rights are asked for again, because they may have changed."""
     if not session.user.unrestricted:
         denied = session.server.acl.exec_refusal(session, queued, shown(words))

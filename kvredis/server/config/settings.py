@@ -8,59 +8,321 @@ exist here. Where the server keeps a value in a form of its own, `read` takes it
 
 from __future__ import annotations
 
+import logging
+import re
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvredis.server.commands import keyspace_events, tracking
-from kvredis.server.net import zerocopy
+from kvredis.server.commands import keyspace_events
+from kvredis.server.commands import tracking as tracking
+from kvredis.server.net import zerocopy as zerocopy
+from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.shm.attach import LEASE_MS_MAX
 from kvredis.storage.errors import ConfigError
-from kvredis.storage.eviction.base import REDIS_POLICIES, redis_name
+from kvredis.storage.eviction.base import REDIS_POLICIES, make_policy, redis_name
 from kvredis.storage.index import SPACES
-
-from .checks import (
-    Check,
-    anything,
-    buffer_limits,
-    clamped,
-    limits_text,
-    memory,
-    memory_or_share,
-    number,
-    one_of,
-    percentiles,
-    save_points,
-    seconds,
-    yes_no,
-)
-from .effects import (
-    LOG_LEVELS,
-    set_acl_log,
-    set_body_timeout,
-    set_bulk_bytes_max,
-    set_clients_bytes,
-    set_clients_max,
-    set_idle_timeout,
-    set_keepalive,
-    set_lane_limit,
-    set_latency_threshold,
-    set_latency_tracking,
-    set_log_level,
-    set_maxmemory,
-    set_output_limits,
-    set_password,
-    set_policy,
-    set_protected_mode,
-    set_query_bytes_max,
-    set_slow_entries,
-    set_slow_threshold,
-)
 
 if TYPE_CHECKING:
     from kvredis.server.server import Server
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+#
+# How a setting's value may be written: from what CONFIG SET was given to how CONFIG GET reports it.
+#
+# A check raises ValueError with the words that Redis uses for what is wrong; clients and test suites match on them.
+
+
+Check = Callable[[str], str]
+"""From what the user wrote to how Redis would report it; ValueError with Redis' words for what is wrong."""
+
+Limits = tuple[int, int, int]
+"""Hard limit and soft limit of an output buffer in bytes, 0 being none, and the seconds that the soft one may last."""
+
+LIMIT_CLASSES = {"normal": "normal", "slave": "replica", "replica": "replica", "pubsub": "pubsub"}
+"""The kinds of client that have limits of their own, by the names that the setting takes."""
+
+
+def anything(text: str) -> str:
+    """Any text."""
+    return text
+
+
+def yes_no(text: str) -> str:
+    """A switch."""
+    if text.lower() not in ("yes", "no"):
+        raise ValueError("argument must be 'yes' or 'no'")
+    return text.lower()
+
+
+def number(low: int, high: int = INT64_MAX) -> Check:
+    """A whole number within bounds."""
+
+    def check(text: str) -> str:
+        return _between(_integer(text), low, high)
+
+    return check
+
+
+def clamped(low: int, high: int) -> Check:
+    """A whole number that is brought within bounds instead of being refused: `hz`."""
+
+    def check(text: str) -> str:
+        return str(min(max(_integer(text), low), high))
+
+    return check
+
+
+def memory(low: int = 0, high: int = INT64_MAX) -> Check:
+    """Bytes with redis.conf's units: k is 1000, kb 1024, and so on."""
+
+    def check(text: str) -> str:
+        nbytes = parse_memory(text)
+        if nbytes is None:
+            raise ValueError("argument must be a memory value")
+        return _between(nbytes, low, high)
+
+    return check
+
+
+def memory_or_share(text: str) -> str:
+    """Bytes, or a percentage: maxmemory-clients."""
+    if not text.endswith("%"):
+        return memory()(text)
+    share = parse_integer(text[:-1].encode())
+    if share is None or share < 0:
+        raise ValueError("argument must be a memory or percent value")
+    if share > 100:
+        raise ValueError("percentage argument must be less or equal to 100")
+    return text
+
+
+def parse_memory(text: str) -> int | None:
+    """A number of bytes as redis.conf writes it."""
+    found = re.fullmatch(r"(\d{1,19})(b|kb?|mb?|gb?|)", text.lower(), re.ASCII)
+    if found is None:
+        return None
+    nbytes = int(found[1])
+    power = " kmg".index(found[2].strip("b") or " ")
+    unit: int = 1024 if found[2].endswith("b") else 1000
+    for _ in range(power):
+        nbytes *= unit
+    return nbytes
+
+
+def one_of(*names: str) -> Check:
+    """One of several words."""
+
+    def check(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError(f"argument(s) must be one of the following: {', '.join(names)}")
+        return text.lower()
+
+    return check
+
+
+def seconds(text: str) -> str:
+    """A time in seconds, with or without a fraction, at most a day: the configuration file takes no more, and CONFIG
+    REWRITE may write it there."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII) is None or not 0 < float(text) <= 86_400:
+        raise ValueError("argument must be a number of seconds above 0, at most 86400")
+    return f"{float(text):g}"
+
+
+def save_points(text: str) -> str:
+    """Pairs of seconds and changes."""
+    numbers = text.split()
+    if len(numbers) % 2 or not all(re.fullmatch(r"[0-9]{1,18}", each) for each in numbers):
+        raise ValueError("Invalid save parameters")
+    return " ".join(numbers)
+
+
+def buffer_limits(text: str) -> str:
+    """`class hard soft seconds` for one class of clients or more."""
+    parse_limits(text)
+    return text
+
+
+def parse_limits(text: str) -> dict[str, Limits]:
+    """The limits that a value of client-output-buffer-limit names, by class."""
+    words = text.split()
+    if len(words) % 4:
+        raise ValueError("Wrong number of arguments in buffer limit configuration.")
+    limits: dict[str, Limits] = {}
+    for name, hard, soft, lasting in zip(*[iter(words)] * 4, strict=True):
+        if name.lower() not in LIMIT_CLASSES:
+            raise ValueError("Invalid client class specified in buffer limit configuration.")
+        sizes = [parse_memory(hard), parse_memory(soft), parse_integer(lasting.encode())]
+        known = [size for size in sizes if size is not None and 0 <= size <= INT64_MAX]
+        if len(known) != len(sizes):
+            raise ValueError("Error in hard, soft or soft_seconds setting in buffer limit configuration.")
+        limits[LIMIT_CLASSES[name.lower()]] = (known[0], known[1], known[2])
+    return limits
+
+
+def limits_text(limits: dict[str, Limits]) -> str:
+    """The limits as CONFIG GET shows them, with Redis' older word for replicas."""
+    shown = (("normal", "normal"), ("slave", "replica"), ("pubsub", "pubsub"))
+    return " ".join(" ".join(map(str, (name, *limits[kind]))) for name, kind in shown)
+
+
+def percentiles(text: str) -> str:
+    """Percentages, each between 0 and 100."""
+    numbers = text.split()
+    if not all(re.fullmatch(r"-?\d{1,9}(\.\d{1,15})?", each, re.ASCII) for each in numbers):
+        raise ValueError("Invalid latency-tracking-info-percentiles parameters")
+    if not all(0 <= float(each) <= 100 for each in numbers):
+        raise ValueError("latency-tracking-info-percentiles parameters should sit between [0.0,100.0]")
+    return " ".join(repr(float(each)).removesuffix(".0") for each in numbers)
+
+
+def _integer(text: str) -> int:
+    found = parse_integer(text.encode("utf-8", "surrogateescape"))
+    if found is None:
+        raise ValueError("argument couldn't be parsed into an integer")
+    return found
+
+
+def _between(found: int, low: int, high: int) -> str:
+    if not low <= found <= high:
+        raise ValueError(f"argument must be between {low} and {high} inclusive")
+    return str(found)
+
+
+# ---- effects ---------------------------------------------------------------------------------------------------------
+#
+# What a changed setting does: each function brings one value, checked before, into effect on a running server.
+#
+# ValueError with Redis' words when that cannot be done, and then nothing has changed.
+
+
+FILES_BESIDE_CLIENTS = 32
+"""Descriptors that the server needs for itself: Redis' number."""
+
+LOG_LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
+
+
+def set_log_level(server: Server, level: str) -> None:
+    """loglevel, for this program's own loggers."""
+    logging.getLogger("kvredis").setLevel(LOG_LEVELS[level])
+
+
+def set_password(server: Server, password: str) -> None:
+    """requirepass: the default user's one password, or none."""
+    server.acl.set_requirepass(password.encode("utf-8", "surrogateescape"))
+    server.reconsider()
+
+
+def set_clients_max(server: Server, clients: str) -> None:
+    """As many as asked for, if the process may have that many files open."""
+    needed = int(clients) + FILES_BESIDE_CLIENTS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        if hard != resource.RLIM_INFINITY and needed > hard:
+            raise ValueError(
+                "The operating system is not able to handle the specified number of clients, "
+                f"try with {hard - FILES_BESIDE_CLIENTS}"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    server.maxclients = int(clients)
+
+
+def set_clients_bytes(server: Server, limit: str) -> None:
+    """maxmemory-clients."""
+    server.client_memory.limit = limit
+
+
+def set_protected_mode(server: Server, switch: str) -> None:
+    """protected-mode."""
+    server.protected_mode = switch == "yes"
+
+
+def set_bulk_bytes_max(server: Server, nbytes: str) -> None:
+    """proto-max-bulk-len, for those who are connected as well."""
+    server.bulk_bytes_max = int(nbytes)
+    server.reconsider()
+
+
+def set_query_bytes_max(server: Server, nbytes: str) -> None:
+    """client-query-buffer-limit, for those who are connected as well."""
+    server.query_bytes_max = int(nbytes)
+    server.reconsider()
+
+
+def set_output_limits(server: Server, text: str) -> None:
+    """Classes that are not named keep what they have."""
+    server.output_limits = {**server.output_limits, **parse_limits(text)}
+    server.reconsider()
+
+
+def set_idle_timeout(server: Server, seconds: str) -> None:
+    """timeout."""
+    server.idle_timeout_s = int(seconds)
+
+
+def set_keepalive(server: Server, seconds: str) -> None:
+    """For those who connect from now on, as in Redis."""
+    server.listeners.keepalive_s = int(seconds)
+
+
+def set_body_timeout(server: Server, seconds: str) -> None:
+    """body-timeout."""
+    server.body_timeout_s = float(seconds)
+
+
+def set_lane_limit(server: Server, milliseconds: str) -> None:
+    """lane-lease-ms, for those who attach from now on: the others count by what they were told."""
+    server.lane.lease_ms = int(milliseconds)
+
+
+def set_policy(server: Server, policy: str) -> None:
+    """maxmemory-policy: who leaves for what is new, if anyone."""
+    server.store.set_eviction(None if policy == "noeviction" else make_policy(policy))
+
+
+def set_maxmemory(server: Server, nbytes: str) -> None:
+    """maxmemory: up to the arena, which was made at the start; 0 means all of it, since Redis' "no limit" is more than
+    there is. What is held beyond it leaves in the loop's next turns."""
+    arena_bytes = server.store.arena.nbytes
+    if int(nbytes) > arena_bytes:
+        raise ValueError(f"argument must be at most {arena_bytes}, the memory that was set aside at the start")
+    server.store.set_bound(int(nbytes))
+    server.shrink()
+
+
+def set_slow_threshold(server: Server, microseconds: str) -> None:
+    """slowlog-log-slower-than."""
+    server.slowlog.set_threshold(int(microseconds))
+    server.reconsider()
+
+
+def set_slow_entries(server: Server, entries: str) -> None:
+    """slowlog-max-len."""
+    server.slowlog.entries_max = int(entries)
+    server.slowlog.trim()
+
+
+def set_latency_threshold(server: Server, milliseconds: str) -> None:
+    """latency-monitor-threshold."""
+    server.latency.threshold_ms = int(milliseconds)
+    server.reconsider()
+
+
+def set_latency_tracking(server: Server, switch: str) -> None:
+    """Times are always counted, which costs less than asking; what is shown begins anew."""
+    server.stats.forget_times()
+
+
+def set_acl_log(server: Server, entries: str) -> None:
+    """acllog-max-len."""
+    log = server.acl.log.entries
+    while len(log) > int(entries):
+        log.pop()
+
 
 MIB = 1024 * 1024
 INT32_MAX = 2**31 - 1

@@ -14,8 +14,8 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING, Final
 
-from kvredis.server.acl.log import Refusal
-from kvredis.server.acl.users import DEFAULT_USER, User
+from kvredis.server.acl.rules import DEFAULT_USER, User
+from kvredis.server.acl.state import Refusal
 from kvredis.server.commands.registry import Command, lookup
 
 from .server import HttpError, HttpRequest, Peer

@@ -24,14 +24,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
+from kvredis.server.metrics.stats import ServerStats
 from kvredis.server.protocol.replies import Buffer
 from kvredis.storage.background import start_worker
-
-if TYPE_CHECKING:
-    from kvredis.server.client.output import Outgoing
-    from kvredis.server.metrics.stats import ServerStats
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +53,29 @@ def threads_for(asked: int | str) -> int:
     return min(processors // 2, THREADS_AUTO_MAX) if processors >= PROCESSORS_MIN else 1
 
 
+class Receiver(Protocol):
+    """A client, as what sends to it sees it."""
+
+    addr: str
+    fd: int
+    encrypted: bool
+    sending: Sending | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether its transport has nothing left to send."""
+
+    def pause_writing(self) -> None:
+        """A rest is left over; the client runs no command until it has gone."""
+
+    def sent(self, sending: Sending) -> None:
+        """The thread is done."""
+
+
 class Sending:
     """One reply that a thread sends to a client, who hears in the loop when that has come to its end."""
 
-    def __init__(self, client: Outgoing, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, client: Receiver, buffers: Sequence[Buffer]) -> None:
         """OSError when there is no descriptor left."""
         self._sock = socket.socket(fileno=os.dup(client.fd))  # ours: the transport may close its own at any time
         self._buffers: Sequence[Buffer] = buffers
@@ -121,7 +137,7 @@ class Senders:
         """`threads` as `io-threads` counts them, with the loop's own."""
         self.threads = threads
         self._stats = stats
-        self.behind: set[Outgoing] = set()
+        self.behind: set[Receiver] = set()
         """Clients that have not taken a reply yet which lends blocks."""
         self._under_way: set[Sending] = set()
         self._started: list[threading.Thread] = []
@@ -132,7 +148,7 @@ class Senders:
         """Whether a thread sends just now."""
         return bool(self._under_way)
 
-    def begin(self, client: Outgoing, buffers: Sequence[Buffer]) -> bool:
+    def begin(self, client: Receiver, buffers: Sequence[Buffer]) -> bool:
         """Have a thread send a reply; the client rests until it hears of its end. False when that is not possible now,
         or not worth it: nobody else is behind."""
         if not self.behind or len(self._under_way) >= self.threads - 1 or client.encrypted or not client.is_clear:

@@ -24,25 +24,112 @@ of every client on a unix socket, `no` of none.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import logging
 import os
 import socket
+import struct
+import termios
 from collections import deque
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
+from kvredis.server.client.client import Client
 from kvredis.server.commands.registry import command
 from kvredis.server.protocol.replies import OK, Buffer, Reply, error
 from kvredis.storage.entry import Lease
 from kvredis.storage.memory.copy import address_of
 
-from .lent_pages import CAN_LEND, Pipe, unread_bytes
-
 if TYPE_CHECKING:
-    from kvredis.server.client.output import Outgoing
-    from kvredis.server.client.session import Session
     from kvredis.server.server import Server
+
+
+# ---- lent pages ------------------------------------------------------------------------------------------------------
+#
+# From the arena into a unix socket without a copy, by way of a pipe: what zerocopy.py asks the kernel for.
+#
+# Python has splice but no vmsplice, so that is called through ctypes, which gives up the GIL meanwhile.
+
+
+PIPE_BYTES: Final = 1024 * 1024
+PIPE_BYTES_MIN: Final = 256 * 1024
+"""What a pipe is to hold, a page a slot (the most that an ordinary user may have), and what makes it worth while: who
+has very many pipes is given tiny ones."""
+
+_NONBLOCK: Final = 2  # SPLICE_F_NONBLOCK of <fcntl.h>
+_PEERCRED: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_vmsplice = getattr(_libc, "vmsplice", None)
+if _vmsplice is not None:
+    _vmsplice.argtypes = (ctypes.c_int, ctypes.POINTER(_IoVec), ctypes.c_size_t, ctypes.c_uint)
+    _vmsplice.restype = ctypes.c_ssize_t
+
+
+def unread_bytes(sock: socket.socket) -> int:
+    """At least what the peer has yet to receive of what was sent on a unix socket; 0 when that is nothing."""
+    return int(struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+
+
+CAN_LEND: Final = _vmsplice is not None
+"""Whether this system can do it at all."""
+
+
+class Pipe:
+    """Where pages are on their way from an arena to a socket. OSError when there is none to be had."""
+
+    def __init__(self) -> None:
+        self._span = _IoVec()
+        self._span_pointer = ctypes.pointer(self._span)
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            with suppress(PermissionError):
+                fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            if fcntl.fcntl(self.write_fd, fcntl.F_GETPIPE_SZ) < PIPE_BYTES_MIN:
+                raise OSError(errno.EPERM, "the pipe is too short")
+        except OSError:
+            self.close()
+            raise
+
+    def put(self, piece: bytes | memoryview) -> int:
+        """Copy the beginning of a piece in. Returns how many bytes; BlockingIOError when the pipe is full."""
+        return os.write(self.write_fd, piece)
+
+    def lend(self, address: int, nbytes: int) -> int:
+        """Put in references to the pages of the beginning of a piece of memory, which must stay what it is. Returns how
+        many bytes, 0 when the pipe is full; OSError when the kernel will not."""
+        if _vmsplice is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        span = self._span
+        span.base, span.length = address, nbytes
+        lent = int(_vmsplice(self.write_fd, self._span_pointer, 1, _NONBLOCK))
+        if lent < 0 and (code := ctypes.get_errno()) != errno.EAGAIN:
+            raise OSError(code, os.strerror(code))
+        return max(lent, 0)
+
+    def move(self, sock: socket.socket, nbytes: int) -> int:
+        """Move as much of `nbytes` into the socket as it takes; BlockingIOError when it is full, OSError when it is
+        closed."""
+        return os.splice(self.read_fd, sock.fileno(), nbytes, flags=_NONBLOCK)
+
+    def close(self) -> None:
+        """Close both ends; references to pages that are still inside end."""
+        os.close(self.read_fd)
+        os.close(self.write_fd)
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process that has connected this unix socket, in our pid namespace; 0 for one outside of it."""
+    return int(_PEERCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[0])
+
 
 log = logging.getLogger(__name__)
 
@@ -224,6 +311,13 @@ class Splicer:
             lease.release()
 
 
+class LocalStream(Protocol):
+    """What is asked of a client before its replies are spliced."""
+
+    asked_to_splice: bool
+    is_local_stream: bool
+
+
 class Splicing:
     """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
 
@@ -252,7 +346,7 @@ class Splicing:
         for session in self._server.sessions.values():
             session.splices = self.wanted_by(session)
 
-    def wanted_by(self, client: Outgoing) -> bool:
+    def wanted_by(self, client: LocalStream) -> bool:
         """Whether this client's large replies shall be spliced, as far as its connection and its wishes go."""
         wanted = self.mode == "yes" or (self.mode == "asked" and client.asked_to_splice)
         return wanted and CAN_LEND and client.is_local_stream
@@ -339,7 +433,7 @@ def set_mode(server: Server, mode: str) -> None:
     complexity="O(1)",
     syntax="pid pid-namespace",
 )
-def splice(session: Session, args: list[bytes]) -> Reply:
+def splice(session: Client, args: list[bytes]) -> Reply:
     """KV.SPLICE pid namespace: the id of the client's process, and the inode number of its /proc/self/ns/pid, in which
     alone that id means anything to us."""
     if not session.is_local_stream or session.server.splicing.mode == "no":

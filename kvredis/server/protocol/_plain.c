@@ -1,7 +1,7 @@
 /* Small commands out of a buffer, natively, the replies to a run of GETs, and those to leases. fast_parser.py is the contract
  * of `plain_commands`, says what plain means, and has the same function in Python, which gives the same for every
  * buffer. Nothing here looks behind the end of the buffer, and nothing is made in the length that a client claims before
- * the bytes for it are there. client/get_run.py is the contract of `answer_gets`, shm/lease_table.py that of `keep` and `take`.
+ * the bytes for it are there. client/get_run.py is the contract of `answer_gets`, shm/attach.py that of `keep` and `take`.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -292,7 +292,7 @@ static Py_ssize_t keep_one(PyObject *entry, PyObject *const *args, Py_ssize_t in
     return kept > 0 ? nbytes : kept;
 }
 
-/* Arguments: found, at, run, held and room; shm/lease_table.py says what for. */
+/* Arguments: found, at, run, held and room; shm/attach.py says what for. */
 static PyObject *keep(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     Py_ssize_t bytes_max, leases_max, at = count == 5 ? number_of(args[1]) : -1, total = 0, nbytes = 1;
@@ -334,7 +334,7 @@ static Py_ssize_t take_one(PyObject *word, PyObject *held, PyObject *taken) {
     return number_of(PyTuple_GET_ITEM(place, 2)); /* `taken` holds it */
 }
 
-/* Arguments: words and held; shm/lease_table.py says what for. */
+/* Arguments: words and held; shm/attach.py says what for. */
 static PyObject *take(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     if (count != 2 || !PyList_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {

@@ -1,8 +1,8 @@
-"""What kvredis/server/protocol/_plain.c offers to fast_parser.py, client/get_run.py and shm/lease_table.py."""
+"""What kvredis/server/protocol/_plain.c offers to fast_parser.py, client/get_run.py and shm/attach.py."""
 
 from collections.abc import Callable, Sequence
 
-from kvredis.server.shm.lease_table import Held, Room
+from kvredis.server.shm.attach import Held, Room
 from kvredis.storage.entry import LeaseRun
 from kvredis.storage.lease_many import Found, Place
 

@@ -18,7 +18,7 @@ from kvredis.storage.entry import SLACK_BYTES, Reservation
 from .arguments import parse_integer
 from .fast_parser import plain_commands
 from .inline import words_of
-from .limits import (
+from .request import (
     ARGUMENT_BYTES,
     EVIDENCE_BYTES_MAX,
     EVIDENCE_FROM_BYTES,
@@ -27,15 +27,13 @@ from .limits import (
     GATHER_BYTES_MAX,
     GATHER_TRIES,
     HEAD_BYTES,
+    LATER,
     LINE_BYTES_MAX,
+    MULTIBULK_MAX,
     PAYLOAD_BYTES_MIN,
+    REFUSED,
     SCRATCH_BYTES,
     TAIL_BYTES,
-)
-from .request import (
-    LATER,
-    MULTIBULK_MAX,
-    REFUSED,
     UNAUTHENTICATED_ARGS_MAX,
     UNAUTHENTICATED_BULK_BYTES_MAX,
     Argument,

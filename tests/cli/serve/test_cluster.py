@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.cluster.slots import slot_of
+from kvredis.server.cluster.topology import slot_of
 from tests.cli.conftest import Serve, ServeProcess
 
 COLD = ("--max-local-cpu-size", "16MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")

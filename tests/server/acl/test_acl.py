@@ -5,8 +5,7 @@ from typing import cast
 
 import pytest
 
-from kvredis.server.acl.log import GROUPED_MS, WORD_BYTES_MAX, AclLog, Refusal
-from kvredis.server.acl.state import Acl
+from kvredis.server.acl.state import GROUPED_MS, WORD_BYTES_MAX, Acl, AclLog, Refusal
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command, lookup
 from kvredis.server.commands.transactions import Transaction

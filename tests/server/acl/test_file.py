@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.acl.file import FILE_BYTES_MAX, PROBLEMS_MAX, AclFileError, read_users, write_users
-from kvredis.server.acl.rules import KEY_AFTER_ALL
-from kvredis.server.acl.state import Acl
-from kvredis.server.acl.users import BAD_HASH, User, merged
+from kvredis.server.acl.rules import BAD_HASH, KEY_AFTER_ALL, User, merged
+from kvredis.server.acl.state import FILE_BYTES_MAX, PROBLEMS_MAX, Acl, AclFileError, read_users, write_users
 from kvredis.server.commands import load_families
 from kvredis.storage.errors import ConfigError
 

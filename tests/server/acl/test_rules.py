@@ -5,16 +5,23 @@ import random
 
 import pytest
 
-from kvredis.server.acl.access import READ, WRITE, touched_by
 from kvredis.server.acl.rules import (
+    BAD_HASH,
     CHANNEL_AFTER_ALL,
     FIRST_ARG_OF_SUBCOMMAND,
     KEY_AFTER_ALL,
+    NO_SUCH_PASSWORD,
+    READ,
     SYNTAX,
     UNKNOWN,
+    WRITE,
     RuleError,
+    UnmatchedParenthesis,
+    User,
+    merged,
+    proves,
+    touched_by,
 )
-from kvredis.server.acl.users import BAD_HASH, NO_SUCH_PASSWORD, UnmatchedParenthesis, User, merged, proves
 from kvredis.server.commands import load_families
 from kvredis.server.commands.registry import COMMANDS, Command, lookup
 from kvredis.server.protocol.replies import OK

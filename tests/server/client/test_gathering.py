@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.protocol.limits import GATHER_TRIES, SCRATCH_BYTES
 from kvredis.server.protocol.parser import Parser
-from kvredis.server.protocol.request import Argument, QueryBufferLimit
+from kvredis.server.protocol.request import GATHER_TRIES, SCRATCH_BYTES, Argument, QueryBufferLimit
 from kvredis.storage.entry import Reservation
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

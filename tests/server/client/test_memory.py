@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.client.memory import OBJECTS_BYTES
-from kvredis.server.protocol.limits import ARGUMENT_BYTES, SCRATCH_BYTES
+from kvredis.server.protocol.request import ARGUMENT_BYTES, SCRATCH_BYTES
 from tests.server.live import LOOPS, MIB, Client, LiveServer, pattern, run_on, until
 
 QUEUED = b"+QUEUED\r\n"

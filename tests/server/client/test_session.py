@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.protocol.limits import PAYLOAD_BYTES_MIN
+from kvredis.server.protocol.request import PAYLOAD_BYTES_MIN
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
 

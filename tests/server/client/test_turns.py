@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client import blocked
-from kvredis.server.commands.compat.crc64 import crc64
-from kvredis.server.commands.compat.rdb import encode_head, footer
+from kvredis.server.client import blocked as blocked
+from kvredis.server.commands.compat.dump import crc64, encode_head, footer
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
 _BODY = encode_head(None, 2 * MIB) + pattern(2 * MIB)

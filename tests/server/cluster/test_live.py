@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.server.cluster.slots import slot_of
+from kvredis.server.cluster.topology import slot_of
 from tests.server.cluster_node import EDGE, HALF, MOVED, OURS, OURS_TOO, THEIRS, key_of, topology_file
 from tests.server.feed import request
 from tests.server.live import MIB, Client, LiveServer, pattern, run_on, until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.cluster.slots import SLOTS, slot_of
+from kvredis.server.cluster.topology import SLOTS, slot_of
 from tests.server.cluster.test_live import lines, node, play
 from tests.server.cluster_node import EDGE, HALF, MOVED, OURS, OURS_TOO, THEIRS, key_of, topology_file
 from tests.server.feed import request

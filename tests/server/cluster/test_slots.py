@@ -7,7 +7,7 @@ import pytest
 from redis.crc import key_slot
 
 from kvredis.server.cluster.node import NOT_SERVED, Cluster
-from kvredis.server.cluster.slots import SLOTS, head_of, routing_keys, slot_of
+from kvredis.server.cluster.topology import SLOTS, head_of, routing_keys, slot_of
 from kvredis.server.commands.registry import COMMANDS, every_command
 from kvredis.server.options import ServerOptions
 from kvredis.server.server import Server

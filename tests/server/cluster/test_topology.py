@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.cluster.node import find_self
-from kvredis.server.cluster.slots import SLOTS
-from kvredis.server.cluster.topology import FILE_BYTES_MAX, NODES_MAX, Topology, read_topology
-from kvredis.server.config.startup import check_options
+from kvredis.server.cluster.topology import FILE_BYTES_MAX, NODES_MAX, SLOTS, Topology, read_topology
+from kvredis.server.config.reload import check_options
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
 

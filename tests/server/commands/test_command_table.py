@@ -11,8 +11,7 @@ import hiredis
 import pytest
 
 from kvredis.server.commands import load_families
-from kvredis.server.commands.command import has_keys
-from kvredis.server.commands.command_syntax import Argument, parse
+from kvredis.server.commands.command import Argument, has_keys, parse
 from kvredis.server.commands.registry import COMMANDS, Command, every_command, lookup
 from tests.server.fake_session import FakeSession, make_server
 

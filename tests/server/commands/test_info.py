@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.commands.info.command import DEFAULT_SECTIONS, SECTIONS, report
-from kvredis.server.commands.info.sections import _listeners, human_bytes
+from kvredis.server.commands.info import DEFAULT_SECTIONS, SECTIONS, _listeners, human_bytes, report
 from kvredis.server.metrics.stats import CommandStats, Traffic
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 

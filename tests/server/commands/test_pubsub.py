@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from kvredis.server.client.session import Session
-from kvredis.server.commands import pubsub
+from kvredis.server.commands import pubsub as pubsub
 from kvredis.server.server import Server
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.pushes import message

@@ -3,7 +3,7 @@
 import pytest
 
 from kvredis.server.commands import load_families
-from kvredis.server.commands.command_syntax import Argument, parse
+from kvredis.server.commands.command import Argument, parse
 from kvredis.server.commands.registry import COMMANDS, SPELLINGS, Command, every_command, lookup
 from kvredis.server.protocol.arguments import INT64_MAX, parse_cursor, parse_integer
 

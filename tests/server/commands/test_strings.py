@@ -10,8 +10,7 @@ import pytest
 
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Handler
-from kvredis.server.commands.strings import get, mset, msetnx, set_, setnx
-from kvredis.server.commands.values import expiry_ms
+from kvredis.server.commands.strings import expiry_ms, get, mset, msetnx, set_, setnx
 from kvredis.server.protocol.replies import joined
 from kvredis.server.server import Server
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation

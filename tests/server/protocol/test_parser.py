@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.protocol.inline import split_words
-from kvredis.server.protocol.limits import EVIDENCE_BYTES_MAX, LINE_BYTES_MAX, PAYLOAD_BYTES_MIN, SCRATCH_BYTES
 from kvredis.server.protocol.parser import Parser
-from kvredis.server.protocol.request import REFUSED, Argument, ProtocolError, Refused
+from kvredis.server.protocol.request import (
+    EVIDENCE_BYTES_MAX,
+    LINE_BYTES_MAX,
+    PAYLOAD_BYTES_MIN,
+    REFUSED,
+    SCRATCH_BYTES,
+    Argument,
+    ProtocolError,
+    Refused,
+)
 from kvredis.storage.entry import SLACK_BYTES, Reservation
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.shm import attach as lane_module
-from kvredis.server.shm import lease_table as places_module
+from kvredis.server.shm import attach as places_module
 from kvredis.storage import lease_many
 from kvredis.storage.entry import INLINE_BYTES_MAX
 from kvredis.storage.lease_many import Place

@@ -9,17 +9,15 @@ because of several subsequences of that length the one that it answers must be f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvredis.server.client.blocked import Answer, Pending, StepTimer
+from kvredis.server.client.client import Client
 from kvredis.server.commands.registry import command
-from kvredis.server.commands.values import look_up
+from kvredis.server.commands.strings import look_up
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
-
-if TYPE_CHECKING:
-    from kvredis.server.client.session import Session
 
 LENGTH_MAX: Final = 1024 * 1024
 """Of each value: the steps back are as many as the bytes of both, and the client waits for them (half a second)."""
@@ -68,7 +66,7 @@ class Options(NamedTuple):
     syntax="key1 key2 [LEN] [IDX] [MINMATCHLEN min-match-len] [WITHMATCHLEN]",
     access="RO access",
 )
-def lcs(session: Session, args: list[bytes]) -> Answer:
+def lcs(session: Client, args: list[bytes]) -> Answer:
     """LCS key key [LEN | IDX [MINMATCHLEN n] [WITHMATCHLEN]]: the bytes, their number, or a map of where they lie."""
     values = [look_up(session, key) for key in args[1:3]]
     try:
@@ -90,7 +88,7 @@ def lcs(session: Session, args: list[bytes]) -> Answer:
                 value.release()
 
 
-def _answer(session: Session, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
+def _answer(session: Client, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
     timer = StepTimer()
     rows = []
     for row in table(a, b):

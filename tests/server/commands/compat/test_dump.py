@@ -5,9 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.commands.compat.crc64 import MULTIPLE, crc64, crc64_by_table
-from kvredis.server.commands.compat.dump import PACKED_BYTES_MAX, dump
-from kvredis.server.commands.compat.lzf import decompress
+from kvredis.server.commands.compat.dump import MULTIPLE, PACKED_BYTES_MAX, crc64, crc64_by_table, decompress, dump
 from kvredis.storage.entry import INLINE_BYTES_MAX
 from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
 from tests.server.handlers import LARGE, OOM, bulk, received, run
