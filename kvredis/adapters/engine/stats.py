@@ -25,7 +25,7 @@ class EngineStats:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
-    """Of loads behind the engine's back too."""
+    """Of loads in the background too."""
     dropped_stores: int = 0
     """Chunks that were not handed over: too much that was stored before is still on its way, or the server is lost."""
     refused_stores: int = 0
