@@ -25,7 +25,7 @@ from tests.adapters.vllm.test_config import engine, request
 from tests.backends.nodes import free_ports
 
 SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
-DOORS = ("connector", "events", "metadata", "metrics", "engine_worker")
+DOORS = ("connector", "metrics")
 
 
 class Half:
