@@ -63,8 +63,8 @@ class Rig:
     def mover(self, places: Sequence[int] | None = None, bytes_per_s: float | None = None) -> Iterator[ChunkMover]:
         """A mover of the model's layers `places`, default all."""
         from kvredis.adapters.engine.layout import ChunkLayout
+        from kvredis.adapters.paged.jobs import MovingOptions, PagedGroup
         from kvredis.adapters.paged.mover import ChunkMover
-        from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
         from kvredis.adapters.transfer.factory import open_transfer
         from kvredis.adapters.transfer.kv_cache import PagedKV
 

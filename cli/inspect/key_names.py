@@ -1,7 +1,7 @@
 """What a key's name tells of a block: whose model, which rank, which prompt. Read from names alone, ours and LMCache's.
 
     kvredis:<model>@<fingerprint>@{<rank>@<root>}<digest>     a chunk (kvredis/adapters/engine/keys.py)
-    kvredis:<model>@<facts>:<page>                            a page (kvredis/adapters/paged/page_keys.py)
+    kvredis:<model>@<facts>:<page>                            a page (kvredis/adapters/paged/pages.py)
     <model>@<world>@<worker>@<hash>@<dtype>[@layer][@tag%v]   LMCache; behind redis:// with "metadata" or "kv_bytes"
     <model>@<rank, 8 digits>@<group>@<hash>[@salt]            LMCache's multi-process server
 

@@ -10,9 +10,8 @@ import torch
 from kvredis.adapters.engine.block import checksum_of, encode_header
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
-from kvredis.adapters.paged.jobs import ChunkMove
+from kvredis.adapters.paged.jobs import ChunkMove, MovingOptions
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
-from kvredis.adapters.paged.mover_options import MovingOptions
 from kvredis.adapters.transfer.base import Moving, Part, Transfer
 from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.kv_cache import PagedKV

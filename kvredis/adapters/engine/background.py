@@ -1,7 +1,9 @@
-"""Loads and stores behind the engine's back: it computes one prompt while the KV of the next comes, or its own leaves.
+"""The background executor of all adapters: loads and stores that an engine does not wait for.
 
-A thread for each of the two, so that loads come in the order in which they were asked for and do not share a link, and
-a bounded queue: an engine that asks for more than comes gets a refusal at once, and computes.
+The engine computes one prompt while the KV of the next comes, or its own leaves. `Behind` is a bounded queue with its
+threads: an engine that asks for more than comes gets a refusal at once, and computes. Loads and stores have one each,
+of one thread where loads are to come in the order in which they were asked for and not to share a link. A job is a
+`Later`; CacheEngine's are Load and Save, ChunkMover (paged/mover.py) and TierJobs (paged/pages.py) have their own.
 """
 
 import logging
@@ -54,7 +56,7 @@ class Later:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether it is not wanted any more."""
         return self._cancelled
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -67,7 +69,7 @@ class Later:
         self._cancelled = True
 
     def end(self, tokens: int) -> None:
-        """It is over, for whoever has done it."""
+        """It is over: called once, by what has done it or has turned it away."""
         self._tokens = tokens
         self._over.set()
 
@@ -121,11 +123,18 @@ Job = TypeVar("Job", bound=Later)
 
 
 class Behind(Generic[Job]):
-    """The thread; it begins with the first job. `run` does it and answers its tokens; it must not raise. With
-    `steps_aside` the engine goes first where it wakes on the thread's processor: nobody waits for its copies."""
+    """A queue and its threads, which begin with the first job. `run` does a job and answers its tokens; it must not
+    raise. With `steps_aside` the engine goes first where it wakes on a thread's processor: no request waits for its
+    copies."""
 
     def __init__(
-        self, run: Callable[[Job], int], name: str, jobs_max: int = LOADS_MAX, *, steps_aside: bool = False
+        self,
+        run: Callable[[Job], int],
+        name: str,
+        jobs_max: int = LOADS_MAX,
+        *,
+        threads: int = 1,
+        steps_aside: bool = False,
     ) -> None:
         self._run = run
         self._name = name
@@ -133,14 +142,15 @@ class Behind(Generic[Job]):
         self._steps_aside = steps_aside
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
-        self._under_way: Job | None = None
-        self._thread: threading.Thread | None = None
+        self._under_way: list[Job] = []
+        self._threads_max = threads
+        self._threads: list[threading.Thread] = []
         self._closed = False
         self._home = Home()  # a fork has the queue, and no thread that works it off
 
     def add(self, job: Job) -> bool:
-        """Queue it; False, and it is done with what the caller has, when there is no room for it. What nobody wants any
-        more takes none."""
+        """Queue it; False, and it is done with what the caller has, when there is no room for it. A cancelled job
+        takes none."""
         unwanted: list[Job] = []
         if not self._home.is_here():
             job.refused = True
@@ -173,12 +183,18 @@ class Behind(Generic[Job]):
         if not self._home.is_here():
             return
         with self._changed:
-            last = self._queue[-1] if self._queue else self._under_way
-        if last is not None:
-            last.wait()
+            jobs = (*self._under_way, *self._queue)
+        for job in jobs:
+            job.wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or under way."""
+        with self._changed:
+            return not self._queue and all(job.done for job in self._under_way)
 
     def stand_back(self, most_s: float) -> None:
-        """For a job that nobody waits for any more: leave the interpreter to the others until the next job is there, so
+        """For a job whose request goes on: leave the interpreter to the others until the next job is there, so
         long at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed, most_s)
@@ -189,31 +205,30 @@ class Behind(Generic[Job]):
             return
         with self._changed:
             self._closed = True
-            for job in (*self._queue, self._under_way):
-                if job is not None:
-                    job.cancel()
+            for job in (*self._queue, *self._under_way):
+                job.cancel()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
 
     def _has_thread(self) -> bool:
-        if self._thread is None:
-            try:
-                self._thread = start_worker(self._turn, self._name)
-            except RuntimeError:  # the interpreter ends, or has no threads left
-                return False
+        try:
+            while len(self._threads) < self._threads_max:
+                self._threads.append(start_worker(self._turn, self._name))
+        except RuntimeError:  # the interpreter ends, or has no threads left
+            return bool(self._threads)
         return True
 
     def _turn(self) -> bool:
         if self._steps_aside:
             take_long_slices()
         with self._changed:
-            self._under_way = None
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return False
-            job = self._under_way = self._queue.popleft()
+            job = self._queue.popleft()
+            self._under_way.append(job)
         tokens = job.tokens
         try:
             tokens = job.tokens if job.cancelled else self._run(job)
@@ -221,5 +236,7 @@ class Behind(Generic[Job]):
             log.exception("%s: a job ended wildly", self._name)
             job.refused = True
         job.end(tokens)
+        with self._changed:
+            self._under_way.remove(job)
         del job  # what it has raised may keep this frame, and so what the job holds
         return True

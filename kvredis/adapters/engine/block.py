@@ -1,4 +1,4 @@
-"""A stored block must explain itself, to us when it is read back and to anybody else's tools without us.
+"""A stored block explains itself: to kvredis when it is read back, and to other tools without kvredis.
 
 A block is a safetensors file (https://huggingface.co/docs/safetensors, "Format"): an 8-byte little-endian length N, N
 bytes of JSON, the tensor's bytes. The JSON is padded with blanks until 8 + N is a multiple of 512: the tensor is then
@@ -33,7 +33,7 @@ HEADER_BYTES_MAX = 16 * 1024
 
 class Block(NamedTuple):
     """An opened block: the tensor's bytes (a slice of the caller's view, no copy), the tokens it covers, and the
-    checksum that its header claims, "" where it has none. Nobody has compared it yet."""
+    checksum that its header claims, "" where it has none. It has not been compared yet."""
 
     tensor: memoryview
     tokens: int

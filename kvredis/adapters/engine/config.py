@@ -52,7 +52,7 @@ def config_from(arguments: Mapping[str, Any], source: str) -> Config:
 
 def for_device(config: Config, device: str) -> Config:
     """The configuration of an engine that computes on a device of that type ("cuda", "cpu" ...): beside a GPU its host
-    memory is page-locked, unless somebody has said otherwise, since copies to and from other memory are ten times
+    memory is page-locked, unless it is configured otherwise, since copies to and from other memory are ten times
     slower. Pages are touched by several threads before, which is quicker than by the driver alone."""
     if device != "cuda" or config.origin["page_lock"] != DEFAULT_ORIGIN:
         return config

@@ -155,8 +155,8 @@ class CacheEngine:
     def plan(self, tokens: Tokens, *, cached: int = 0, request: str = "-", together: int = 1) -> LoadPlan:
         """A lookup on behalf of an engine that holds the first `cached` tokens itself, logged as LMCache does.
 
-        Nothing is to be loaded for a producer, which asks nobody, nor where it would be less than min_retrieve_tokens;
-        with auto as much as comes sooner than it is computed, and nothing while nobody knows how long that takes, in a
+        Nothing is to be loaded for a producer, which does not ask, nor where it would be less than min_retrieve_tokens;
+        with auto as much as comes sooner than it is computed, and nothing while it is unknown how long that takes, in a
         pass over `together` such prompts: `prefill_took` is told of the tokens of them all.
         """
         total = len(tokens)
@@ -183,7 +183,7 @@ class CacheEngine:
         """Tell how long a forward pass over `tokens` took, less what was waited for; min_retrieve_tokens = auto asks.
 
         Until two passes of about the size of a prompt are known, `plan` has such prompts computed, hit or not, a few
-        times at most; where nobody tells, all is loaded then. Short passes, as a step of decoding, tell what a pass
+        times at most; where no engine tells, all is loaded then. Short passes, as a step of decoding, tell what a pass
         costs at all, which no load saves; as long as fewer than two are known it is taken for half of a long one.
         """
         self.break_even.prefill_took(tokens, seconds)

@@ -39,9 +39,11 @@ import json
 import re
 import struct
 from array import array
+from binascii import hexlify
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from sys import byteorder
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -174,7 +176,8 @@ def token_bytes(tokens: Tokens) -> bytes:
     # A list is known before the protocol is asked, which takes as long as 1,000 tokens.
     ids = tokens.tolist() if not isinstance(tokens, list) and isinstance(tokens, TokenArray) else tokens
     try:
-        return struct.pack(f"<{len(ids)}q", *ids)  # half of array's time
+        # Half of array's time; in the machine's own order a fifth less than in the other.
+        return struct.pack(f"{'' if byteorder == 'little' else '<'}{len(ids)}q", *ids)
     except struct.error:
         array("q", ids)  # says what is wrong with them
         raise
@@ -207,15 +210,15 @@ def keys_of_bytes(
     end = len(data) if unfull else len(data) // step * step
     chosen = algorithm_of(algorithm)
     prefix, digest = b"", fingerprint(layout, algorithm)[: chosen.digest_bytes]
-    keys = list(known)
+    keys, link = list(known), chosen.link
     if keys:
         prefix, digest = _resumed(keys[-1].key, chosen)
     for place, offset in enumerate(range(len(keys) * step, end, step), len(keys)):
         part = view[offset : offset + step]
         if place in extras:
             part = memoryview(bytes(part) + hashlib.sha256(extras[place]).digest())
-        digest = chosen.link(digest, part)
-        name = digest.hex().encode("ascii")
+        digest = link(digest, part)
+        name = hexlify(digest)
         prefix = prefix or b"%b%b}" % (key_prefix(layout, algorithm), name[:ROOT_DIGITS])
         stop = min(offset + step, len(data)) // TOKEN_BYTES
         keys.append(ChunkKey(prefix + name, offset // TOKEN_BYTES, stop))

@@ -95,7 +95,7 @@ class Loading:
             pieces = pieces[: break_even.worth(pieces, rest)]
             pieces = pieces[: break_even.first_part(pieces)]
             if not pieces:
-                is_slow = self.position > self._span.start  # else nobody has looked whether they are there
+                is_slow = self.position > self._span.start  # else it was not looked whether they are there
                 break
             watch = break_even.watch(pieces, rest)
             if not self._load(chunks[: len(pieces)], watch):

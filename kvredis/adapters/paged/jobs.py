@@ -1,11 +1,25 @@
-"""What a scheduler tells a worker to move in one step: chunks by key, and the engine's pages that they belong to.
+"""What moving chunks is told, bounded by and counted with: jobs of one step, groups of layers, options, outcomes.
 
-An engine decides in one process and computes in others, so these are plain values that pickle. A chunk is always made
-of whole pages; one of which a page is missing (a sliding window has let go of it) is not moved at all.
+A scheduler tells its workers what to move as plain values that pickle (ChunkMove, LoadJob, StoreJob, Moves): chunks by
+key, and the engine's pages that they belong to. A chunk is always made of whole pages; one of which a page is missing
+(a sliding window has let go of it) is not moved at all. The rest is the worker's: ChunkMover (mover.py) makes an Errand
+of each job, and hands its Means to loads and stores.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.transfer.base import Transfer
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from kvredis.backends.base import Backend
+from kvredis.backends.config.schema import Config
+
+from .rate_limit import Bandwidth
+from .verify import Checking
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +59,199 @@ class Moves:
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+
+
+Role = Literal["kv_both", "kv_producer", "kv_consumer"]
+"""LMCache's and vLLM's kv_role: a producer never loads, a consumer never stores."""
+BATCH_BYTES = 32 * 1024 * 1024
+WINDOW_BYTES = 16 * BATCH_BYTES
+WINDOW_PART = 8
+PIECES = 4
+"""What is under way at once is that many pieces at least: while one is waited for the others move."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """Layers that share page numbers: what their chunks look like, where they are, and who moves them.
+
+    `places` gives for each of the group's layers its number in the model, rising, for layer-wise work; () stands for
+    0, 1, 2 ...
+    """
+
+    layout: ChunkLayout
+    paged: PagedKV
+    transfer: Transfer
+    places: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError unless layout and pages agree, ValueError for places that do not fit."""
+        self.paged.check(self.layout)
+        if self.places and (len(self.places) != self.layout.layers or list(self.places) != sorted(set(self.places))):
+            raise ValueError(f"{self.layout.layers} layers cannot have the places {self.places}")
+
+    def layer_of(self, place: int) -> int | None:
+        """Which of the group's layers is the model's layer `place`; None: it is another group's."""
+        if not self.places:
+            return place if 0 <= place < self.layout.layers else None
+        return self.places.index(place) if place in self.places else None
+
+    def tokens_of(self, move: ChunkMove) -> int:
+        """How many tokens the pages of a move hold."""
+        return len(move.pages) * self.paged.page_tokens
+
+    def value_bytes(self, move: ChunkMove, *, is_checked: bool) -> int:
+        """Length of the block that is stored for it."""
+        return block_bytes(self.layout, self.tokens_of(move), is_checked=is_checked)
+
+
+@dataclass(frozen=True, slots=True)
+class MovingOptions:
+    """Bounds and habits of a ChunkMover."""
+
+    role: Role = "kv_both"
+    """A producer asked to load fails it, a consumer asked to store drops it, both at once and without a count."""
+    max_load_chunks: int = 1024
+    """Of all loads that are not over. One that would exceed it fails at once, so no job should have more."""
+    max_store_chunks: int = 4096
+    """Of all stores that are not over. One that would exceed it is dropped and counted."""
+    verify: bool = True
+    """Whether a loaded block's checksum, where it has one, is compared, and stored blocks get one."""
+    batch_bytes: int = BATCH_BYTES
+    """How much is given to a transfer in one call; a chunk at least."""
+    window_bytes: int = WINDOW_BYTES
+    """How much of what was leased or reserved may be under way at once, in each direction; a batch at least. It takes
+    room in the backend's memory, so it should be an eighth of that at most. Layer by layer it does not hold: there all
+    chunks of a step are under way at once."""
+    bytes_per_s: float | None = None
+    """Bound on what is moved, loads and stores together; loads go first."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a bound below one."""
+        for name in ("max_load_chunks", "max_store_chunks", "batch_bytes", "window_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, not 1 or more")
+
+
+def options_of(config: Config, role: Role = "kv_both") -> MovingOptions:
+    """What a configuration asks for. The window is an eighth of the arena at most: what is leased there takes room that
+    the next blocks of the same load may need, and without it they are misses."""
+    window = min(WINDOW_BYTES, config.capacity_bytes // WINDOW_PART)
+    return MovingOptions(
+        role=role,
+        max_load_chunks=config.max_load_chunks,
+        verify=config.verify_blocks,
+        batch_bytes=max(min(BATCH_BYTES, window // 8), 1),
+        window_bytes=max(window, 1),
+        bytes_per_s=config.bandwidth_gb_s * 1e9 or None,
+    )
+
+
+@dataclass(slots=True)
+class Finished:
+    """What has come to an end since the last question.
+
+    `loaded` has each load's request once the job is over, come or failed, and `failed_pages` which (group, page) of it
+    have not come: their content is undefined. `stored` has a request whenever the last of its stores so far is over,
+    stored or dropped: its pages may be written again. A cancelled one is told of too, but without failed pages, which
+    may be another request's by now.
+    """
+
+    stored: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed_pages: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+def _yes() -> bool:
+    return True
+
+
+class Errand:
+    """One job of one request under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of
+    the prompt so far. `is_sound` says whether it may be stored, and may wait for that. `cancelled` may be read without
+    a lock, `come` and what follows it is for who does the work, and the rest the mover's."""
+
+    __slots__ = (
+        *("cancelled", "come", "is_load", "is_sound", "moves", "nbytes", "over", "request", "started", "tokens"),
+        "total",
+    )
+
+    def __init__(
+        self,
+        request: str,
+        moves: list[ChunkMove],
+        *,
+        total: int | None = None,
+        is_sound: Callable[[], bool] | None = None,
+    ) -> None:
+        self.request = request
+        self.moves = moves
+        self.total = total or 0
+        self.is_load = total is None
+        self.is_sound: Callable[[], bool] = _yes if is_sound is None else is_sound
+        self.come = 0
+        """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
+        self.tokens = self.nbytes = 0
+        """Of these."""
+        self.cancelled = self.started = self.over = False
+
+
+@dataclass(slots=True)
+class StepLoads:
+    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them."""
+
+    errands: list[Errand] = field(default_factory=list)
+    is_known: bool = True
+
+
+class Counters:
+    """Sums by name, of several threads."""
+
+    NAMES = (
+        *("loads", "loaded_chunks", "loaded_bytes", "failed_chunks", "refused_loads", "leased_ahead_chunks"),
+        *("corrupt_chunks", "expired_chunks", "missing_chunks", "cancelled_jobs"),
+        *("stores", "stored_chunks", "stored_bytes", "present_chunks", "refused_stores", "dropped_stores", "errors"),
+    )
+    SECONDS = ("load_seconds", "store_seconds", "layer_wait_seconds")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, int | float] = {**dict.fromkeys(self.NAMES, 0), **dict.fromkeys(self.SECONDS, 0.0)}
+
+    def add(self, **amounts: float) -> None:
+        """Add to some; KeyError for an unknown name."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._sums[name] += amount
+
+    def sums(self) -> Mapping[str, int | float]:
+        """All of them, as they are now."""
+        with self._lock:
+            return dict(self._sums)
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """All that a move is made with."""
+
+    backend: Backend
+    groups: Sequence[PagedGroup]
+    options: MovingOptions
+    bandwidth: Bandwidth
+    checking: Checking
+    counters: Counters
+
+    @property
+    def places(self) -> list[int]:
+        """The layers of the model that there are, in order."""
+        found = {place for group in self.groups for place in (group.places or range(group.layout.layers))}
+        return sorted(found)
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much one call of a transfer should move."""
+        return self.bandwidth.piece_bytes(self.options.batch_bytes)
+
+    @property
+    def piece_bytes_max(self) -> int:
+        """How much it may, where others are under way already."""
+        return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))

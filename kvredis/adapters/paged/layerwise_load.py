@@ -29,8 +29,8 @@ import torch
 from kvredis.adapters.engine.background import Later
 from kvredis.adapters.transfer.base import Event, Moving, layer_parts
 
+from .jobs import Errand, Means
 from .load import Intake, LeasedChunk, note_come
-from .mover_options import Errand, Means
 from .preload import LeasesAhead, PlannedLayers, parts_of, plan_layers
 
 AHEAD = 2
@@ -114,7 +114,7 @@ class LayerLoads(Later):
         """Bytes that went first, whose time is to be booked."""
 
     def end(self, tokens: int) -> None:
-        """As Later.end; nobody waits for a layer any more."""
+        """As Later.end; no layer is waited for any more."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -300,7 +300,7 @@ class LayerLoads(Later):
             self._owed += nbytes
 
     def _sum_up(self) -> None:
-        """What checksums need of the layers that were asked for, which nobody waits for."""
+        """What checksums need of the layers that were asked for, which the engine does not wait for."""
         for _, planned in self._planned.values():
             planned.sum_up()
 
@@ -346,7 +346,7 @@ class LayerLoads(Later):
         note_come(self._means, load.errand, load.chunks[:come])
 
     def behind(self) -> None:
-        """What nobody waits for."""
+        """What the engine does not wait for."""
         for load in self._loads:
             if load.errand.come:
                 self._means.backend.touch([move.key for move in load.errand.moves[: load.errand.come]])

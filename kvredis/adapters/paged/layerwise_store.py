@@ -18,9 +18,8 @@ import torch
 from kvredis.adapters.engine.background import Later
 from kvredis.adapters.transfer.base import Layers, Moving, Part
 
-from .jobs import ChunkMove
+from .jobs import ChunkMove, Errand, Means
 from .layerwise_load import AHEAD, has_moved
-from .mover_options import Errand, Means
 from .store import Filled, ReservedChunk, by_group, reserve
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ from kvredis.adapters.transfer.base import Moving, Part
 from kvredis.backends.base import Lease
 from kvredis.storage.errors import LayoutError
 
-from .jobs import ChunkMove
-from .mover_options import Counters, Errand, Means
+from .jobs import ChunkMove, Counters, Errand, Means
 from .verify import Verdict
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ from disk, takes milliseconds."""
 
 @dataclass(slots=True)
 class LeasedChunk:
-    """A chunk whose bytes are lent, and look like its layout's. Whoever has one releases it."""
+    """A chunk whose bytes are lent, and look like its layout's. Its holder releases it."""
 
     move: ChunkMove
     lease: Lease
@@ -46,7 +45,7 @@ class LeasedChunk:
         return self.block.tensor.nbytes
 
     def release(self) -> None:
-        """End the lease, when nobody hashes the bytes any more."""
+        """End the lease, when the bytes are not hashed any more."""
         self.verdict.drop()
         self.block = Block(memoryview(b""), 0)
         self.lease.release()
@@ -215,7 +214,7 @@ class ChunkLoading:
         self._is_sent = True
 
     def behind(self) -> None:
-        """What nobody waits for: the last leases end, and keys are touched."""
+        """What the engine does not wait for: the last leases end, and keys are touched."""
         for chunk in self._judged:
             chunk.release()
         self._judged = []

@@ -1,4 +1,4 @@
-"""The worker's side of an engine, whichever it is: chunks between a Backend and the engine's pages, behind its back.
+"""The worker's side of an engine, whichever it is: chunks between a Backend and the engine's pages, in the background.
 
 A thread for loads and one for stores, each of which does one job after the other in few long calls without the GIL: an
 engine that steps busily in the same process leaves little of it. Whatever happens there is a failed page, a counter and
@@ -20,12 +20,11 @@ from kvredis.adapters.engine.background import Behind, Later
 from kvredis.adapters.engine.tensors import DeviceEvent, event_on
 from kvredis.backends.base import Backend
 
-from .jobs import ChunkMove, LoadJob, StoreJob
+from .jobs import ChunkMove, Counters, Errand, Finished, LoadJob, Means, MovingOptions, StepLoads, StoreJob
+from .jobs import PagedGroup as PagedGroup
 from .layerwise_load import LayerLoads
 from .layerwise_store import LayerStores
 from .load import ChunkLoading
-from .mover_options import Counters, Errand, Finished, Means, MovingOptions, StepLoads
-from .mover_options import PagedGroup as PagedGroup
 from .preload import LeasesAhead, NextLeases
 from .rate_limit import Bandwidth
 from .store import ChunkStoring
@@ -190,7 +189,7 @@ class ChunkMover:
         self._know(step)
 
     def end_layers(self) -> None:
-        """The step is over: `end_loads`, if nobody has called it. Stores go on in the background; those that lack a
+        """The step is over: `end_loads`, if it was not called. Stores go on in the background; those that lack a
         layer are given up."""
         self.end_loads()
         if self._layer_stores is not None:
@@ -312,7 +311,7 @@ class ChunkMover:
     def _run(self, turn: Turn | LeasesAhead) -> int:
         """One turn of a background thread; raises nothing."""
         if isinstance(turn, LeasesAhead):
-            if (error := self._error_of(turn.run)) is not None:  # whoever loads asks anew, and tells
+            if (error := self._error_of(turn.run)) is not None:  # the load asks anew, and tells
                 logger.debug("Leasing ahead failed: %s", error, exc_info=error)
             return 0
         errands, is_load = turn.errands, turn.errands[0].is_load

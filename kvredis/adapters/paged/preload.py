@@ -1,6 +1,6 @@
 """A step's loads are known when the engine has scheduled it, and begin when it has prepared it: milliseconds (3.7 in
 vLLM 0.26 on an H200, profiled) in which the chunks that come layer by layer are leased, looked at and planned, and the
-first layers staged beside the pages that nobody may touch yet. What is left then is to ask for the rest."""
+first layers staged beside the pages that may not be touched yet. What is left then is to ask for the rest."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -11,9 +11,8 @@ from itertools import chain
 from kvredis.adapters.engine.background import Later
 from kvredis.adapters.transfer.base import Layers, Moving, Part
 
-from .jobs import LoadJob
+from .jobs import Counters, LoadJob, Means, PagedGroup
 from .load import Intake, LeasedChunk
-from .mover_options import Counters, Means, PagedGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class PlannedLayers:
 
 
 class LeasesAhead(Later):
-    """The chunks of some jobs: `run`, on the thread that loads, leases them; whoever loads them takes them over. What
-    nobody takes is let go by `drop`."""
+    """The chunks of some jobs: `run`, on the thread that loads, leases them; the step's loads take them over. What
+    is not taken is let go by `drop`."""
 
     def __init__(self, means: Means, jobs: Sequence[LoadJob]) -> None:
         super().__init__(0)
@@ -50,7 +49,7 @@ class LeasesAhead(Later):
         self.planned: list[PlannedLayers] = []
         """Of each group, once they are leased."""
         self.owed = 0
-        """Bytes that are staged, whose time whoever takes them over books, or who lets them go."""
+        """Bytes that are staged, whose time the loads that take them over book, or `drop`."""
         self._means = means
         self._changing = threading.Lock()  # of what follows
         self._chunks: list[list[LeasedChunk]] = []
@@ -100,7 +99,7 @@ class LeasesAhead(Later):
                 moving.wait()
 
     def drop(self) -> None:
-        """Nobody wants them. Any thread; waits for what is being staged."""
+        """They are not wanted. Any thread; waits for what is being staged."""
         with self._changing:
             self.cancel()
             if self._is_whole:
@@ -142,7 +141,7 @@ class LeasesAhead(Later):
 
 
 class NextLeases:
-    """What has been leased ahead and nobody has asked for yet; one at a time, from any thread."""
+    """What has been leased ahead and not asked for yet; one at a time, from any thread."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()

@@ -17,14 +17,13 @@ from kvredis.adapters.engine.store import TOUCH_KEY_BYTES, TOUCH_SHARE
 from kvredis.adapters.transfer.base import NO_ROW, Moving, Part, Sum
 from kvredis.backends.base import Reservation
 
-from .jobs import ChunkMove
-from .mover_options import Errand, Means
+from .jobs import ChunkMove, Errand, Means
 
 logger = logging.getLogger(__name__)
 
 
 class ReservedChunk:
-    """Room for one chunk's block, which commit makes visible with its header. Whoever has one commits or aborts it."""
+    """Room for one chunk's block, which commit makes visible with its header. Its holder commits or aborts it."""
 
     __slots__ = ("_reservation", "_room", "_row", "move", "passing", "tensor", "tokens")
 
@@ -97,7 +96,7 @@ class Filled:
             self.abort()
 
     def abort(self) -> None:
-        """Give back the room of those that were not committed, when nobody hashes it any more."""
+        """Give back the room of those that were not committed, when it is not hashed any more."""
         for chunk, checksum in self._chunks:
             if checksum is not None and not checksum.cancel():
                 checksum.result()

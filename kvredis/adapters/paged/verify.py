@@ -63,7 +63,7 @@ class Verdict:
         return self._row
 
     def begin(self) -> None:
-        """Hash the bytes behind the caller's back."""
+        """Hash the bytes in a thread of the pool."""
         if self._pool is not None and self._sum is None:
             self._sum = self._pool.submit(checksum_of, self._block.tensor)
 

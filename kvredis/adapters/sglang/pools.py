@@ -12,9 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from kvredis.adapters.paged.page_keys import page_prefix
-from kvredis.adapters.paged.page_store import Page
-from kvredis.adapters.paged.page_value import PageFormat, memory_at
+from kvredis.adapters.paged.pages import Page, PageFormat, memory_at, page_prefix
 from kvredis.storage.errors import LayoutError
 
 FORM: Final = "pieces"

@@ -32,7 +32,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvredis.adapters.engine.config import config_from, of_rank
-from kvredis.adapters.paged.page_store import Page, PageStore
+from kvredis.adapters.paged.pages import Page, PageStore
 from kvredis.backends.factory import open_backend
 
 from .pools import FlatPages, PoolPages, anchor_of, has_draft_layers, is_logical, is_opaque, pool_facts
@@ -371,7 +371,7 @@ def _restorable(transfer: Any, there: Sequence[bool], kv_pages: int) -> set[int]
     if transfer.hit_policy == BLOCK_GROUPS:
         return None
     if not there:
-        return set()  # of a pool that nobody has registered
+        return set()  # of a pool that was not registered
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, [*there, False].index(False) + 1))
     window = max(1, len(transfer.keys or ()))

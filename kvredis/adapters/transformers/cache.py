@@ -191,7 +191,7 @@ class Room:
         return self._memory[:, :, number, :, pad:].transpose(2, 3)
 
     def blank(self, number: int, pad: int) -> None:
-        """Zero the columns before a row's first token: nobody looks at them, but attention multiplies them by 0."""
+        """Zero the columns before a row's first token: they are not looked at, but attention multiplies them by 0."""
         self._memory[:, :, number, :, :pad] = 0
 
     def fill_from(self, cache: Cache, stop: int) -> None:

@@ -57,7 +57,7 @@ NOT_OF_KV: Final = (
 """Settings of a configuration that do not change what K and V are, or are asked for elsewhere."""
 _ATTENTION: Mapping[str, Any] = getattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS", {})
 UNSET = GenerationConfig()  # type: ignore[no-untyped-call]
-"""What a setting is in a GenerationConfig where nobody has said anything: the model's own counts then."""
+"""What a setting is in a GenerationConfig where it was not set: the model's own counts then."""
 LIBRARIES = frozenset(
     {"transformers", "transformers_modules", "accelerate", "peft", "torch", "bitsandbytes", "kernels"}
 )

@@ -16,7 +16,7 @@ from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
 from .kv_layout import LayerGroup, layer_groups
-from .scheduler_options import Prompt
+from .scheduler import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
     for feature in getattr(request, "mm_features", None) or ():
         extras.append((feature.mm_position.offset, ["mm", feature.identifier, feature.mm_position.offset]))
     spelled = tuple((position, json.dumps(extra).encode()) for position, extra in extras)
-    # The list of all tokens grows beneath whoever holds it: a copy says what there was.
+    # The list of all tokens grows beneath its holder: a copy says what there was.
     tokens = list(request.all_token_ids) if generated else request.prompt_token_ids
     return Prompt(request.request_id, tokens, spelled, request.num_preemptions)
 

@@ -1,14 +1,14 @@
-"""vLLM's door: a KV connector that loads stored prefixes into vLLM's pages and stores what it computes.
+"""vLLM's KV connector: it loads stored prefixes into vLLM's pages and stores what it computes.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVRedisConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "kvredis.adapters.vllm", "kv_load_failure_policy": "recompute"}'
 
 Configured as LMCache is: LMCACHE_CONFIG_FILE, LMCACHE_*, and entries of kv_connector_extra_config, which win. vLLM
 makes one object for its scheduler and one for each worker; what a step needs goes from the first to the others as
-metadata. Loads and stores run behind the engine's back, layer by layer where use_layerwise asks for it. What fails is
+metadata. Loads and stores run in the background, stores layer by layer where use_layerwise asks for it. What fails is
 computed.
 
-This and the files named vllm_*.py, but for config.py and kv_layout.py, alone import vLLM. Of it only names are
+This file, metrics.py and tier.py import vLLM; worker.py and config.py look at its objects. Of it only names are
 imported that have been there since 0.18; the rest is looked up.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 """
@@ -16,32 +16,92 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvredis.adapters.engine.break_even import Worth
 from kvredis.adapters.engine.config import for_device, of_rank
 from kvredis.adapters.engine.engine import AUTO
-from kvredis.adapters.paged.mover_options import options_of
+from kvredis.adapters.paged.jobs import options_of
+from kvredis.backends.base import Tier
 from kvredis.backends.config.schema import Config
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 
 from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
-from .engine_worker import call_around_sleep, models_of, worker_of
-from .events import events_of
 from .handshake import Handshake, agreed_groups, engine_facts
-from .key_weights import KeyWeights
-from .metadata import HandshakeMetadata, StepMetadata, WorkerMetadata
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
-from .scheduler import Scheduling
-from .scheduler_options import SchedulingOptions, Step
+from .scheduler import Scheduling, SchedulingOptions, Step
 from .shared import Shared, join, leave
-from .weights import WeightsWatch
-from .worker import PagedWorker, Results
+from .stored_events import Removed, Stored
+from .weights import KeyWeights, WeightsReport, WeightsWatch
+from .worker import PagedWorker, Results, call_around_sleep, models_of, worker_of
+
+_WorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", object)
+_HandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", object)
+
+
+class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
+    """What a worker's half sends to the scheduler's before the first request."""
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+
+
+class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
+    """What the workers' half sends back: requests whose stores so far are over, and by rank what is to be known of the
+    weights."""
+
+    def __init__(self, requests: set[str], weights: dict[int, WeightsReport]) -> None:
+        self.requests = requests
+        self.weights = weights
+
+    def aggregate(self, other: Any) -> "WorkerMetadata":
+        """Those of several workers."""
+        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights)
+
+
+class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler's half sends to the workers'."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+CPU, STORAGE = getattr(kv_events, "MEDIUM_CPU", "CPU"), getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+
+
+def events_of(told: Iterable[Stored | Removed]) -> Iterator[Any]:
+    """What vLLM publishes of it, with the fields that this version of vLLM has."""
+    for each in told:
+        where: dict[str, Any] = {"medium": medium_of(each.tier), "group_idx": each.group}
+        if isinstance(each, Removed):
+            yield _event(kv_events.BlockRemoved, block_hashes=[each.digest], **where)
+            continue
+        yield _event(
+            kv_events.BlockStored,
+            block_hashes=[each.digest],
+            parent_block_hash=each.parent,
+            token_ids=list(each.tokens),
+            block_size=len(each.tokens),
+            lora_id=None,
+            lora_name=None,
+            **where,
+        )
+
+
+def medium_of(tier: Tier) -> str:
+    """vLLM's word for where a block is."""
+    return str(CPU if tier == "memory" else STORAGE)
+
+
+def _event(kind: Any, **fields: Any) -> Any:
+    return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})
+
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +252,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """What the workers have told behind a step."""
         if self._scheduling is None:
             return
+        self._scheduling.tell_hits()
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, WorkerMetadata):
             self._scheduling.weights_told(told.weights)
@@ -221,7 +282,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return events_of(self._scheduling.events.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its pages are free at once: whoever gets one that is still being stored has that store ended first."""
+        """Its pages are free at once: a request that gets one that is still being stored has that store ended first."""
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
@@ -401,6 +462,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End what is under way; a second call does nothing."""
+        if self._scheduling is not None:
+            self._scheduling.tell_hits()
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:

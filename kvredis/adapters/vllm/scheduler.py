@@ -4,7 +4,7 @@ An engine asks which prefix of a prompt is stored, gives pages, computes a part 
 away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing
 is known of the engine but numbers: tests drive it without one.
 
-A page that was given away while its content was still being stored belongs to somebody else. So each step lists the
+A page that was given away while its content was still being stored belongs to another request. So each step lists the
 pages that are written from now on (`Step.taken`), and a worker ends whatever still reads one of them.
 """
 
@@ -12,18 +12,92 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from kvredis.adapters.engine.keys import ChunkKey, key_of_rank, keys_of_bytes, token_bytes
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, key_of_rank, keys_of_bytes, token_bytes
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
 from kvredis.backends.base import Backend
 from kvredis.backends.remote.backend import RemoteBlocks
 
-from .key_weights import FreshPages, KeyWeights
 from .kv_layout import LayerGroup
-from .scheduler_options import REST_TOKENS, Prompt, Request, SchedulingOptions, Step
 from .stored_events import Offered, StoredEvents, digest_of
-from .weights import WeightsReport
+from .weights import FreshPages, KeyWeights, WeightsReport
+
+REST_TOKENS = 256
+"""Behind a prefix that the engine has in its own pages the rest of a hit is computed where it is less than a chunk, and
+less than this: the step that computes the last token computes so many beside it while a GPU reads the weights, and a
+load would keep the request out of that step. Without such a prefix all that is found is loaded, however short."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
+    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
+
+    request: str
+    tokens: Sequence[int]
+    extras: tuple[tuple[int, bytes], ...] = ()
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingOptions:
+    """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
+    fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
+    waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages."""
+
+    loads: bool = True
+    stores: bool = True
+    unfull: bool = False
+    algorithm: str = DEFAULT_ALGORITHM
+    min_load_tokens: int = 0
+    min_rest_tokens: int | None = None
+    max_load_chunks: int = 1024
+    waits_for_shared: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """What is remembered of a request."""
+
+    prompt: Prompt
+    keys: list[list[ChunkKey]]
+    found: int = 0
+    """Chunks of the prefix that were stored when it was asked for."""
+    computed: int = 0
+    """Tokens the engine had itself then."""
+    answer: int = 0
+    """Tokens to load behind these."""
+    loading: int = 0
+    """Tokens of its load, until it is known what became of that."""
+    asked_attempt: int = -1
+    loaded_attempt: int = -1
+    tables: list[list[int]] = field(default_factory=list)
+    next: list[int] = field(default_factory=list)
+    """Of each group, the first chunk that has not been handed over for storing."""
+    quiet_until: float = 0
+    """Before it has so many tokens nothing of it is stored."""
+    epoch: int = 0
+    """Of which weights its keys are (KeyWeights)."""
+    stale_epoch: int = 0
+    is_stale: bool = False
+    """Whether some of its KV was computed with other weights, as was found out in that epoch: none of it is stored."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
+    forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
+    (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
+
+    moves: Moves = field(default_factory=Moves)
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    is_idle: bool = True
+    number: int = 0
+    weights: tuple[str, ...] = ()
+    check_weights: bool = False
+
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +140,7 @@ class Scheduling:
         self.options = options
         self.counters = dict.fromkeys((*COUNTERS, *(f"{place}_tokens" for place in PLACES)), 0)
         self.hit_rates: deque[float] = deque(maxlen=HIT_RATES_MAX)
-        """The shares of their prompts that hits were, the latest of them; whoever reads them empties it."""
+        """The shares of their prompts that hits were, the latest of them; the reader empties it."""
         self.events: StoredEvents | None = None
         """Where blocks are told of, once `tell_events` has been called."""
         self._backend = backend
@@ -76,6 +150,10 @@ class Scheduling:
         self._requests: dict[str, Request] = {}
         self._step = Step()
         self._steps = 0
+        self._layouts: tuple[str, list[ChunkLayout]] | None = None
+        """The suffix of the weights, and the groups' layouts with it."""
+        self._hits: deque[tuple[int, tuple[object, ...]]] = deque()
+        """What `tell_hits` logs, and in which step it was found."""
         self._loading: dict[str, frozenset[bytes]] = {}
         """The keys of the chunks that are on their way, by request."""
 
@@ -131,7 +209,7 @@ class Scheduling:
             request.tables = [[] for _ in tables]
         for number, table in enumerate(tables or ()):
             before = computed // self._tokens_of_page(number)
-            begin = 0 if anew else before  # for a request that nobody has asked for, which takes pages all the same
+            begin = 0 if anew else before  # for a request that was never matched, which takes pages all the same
             if request is not None:
                 begin = len(request.tables[number])
                 request.tables[number].extend(table)
@@ -153,10 +231,19 @@ class Scheduling:
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
         step, self._step = self._step, Step()
+        self.tell_hits(self._steps)
         self._steps += 1
         step.number, step.weights, step.check_weights = self._steps, self.weights.digests, self.weights.step()
         self._fresh.step(step.number)
         return step
+
+    def tell_hits(self, before: float = math.inf) -> None:
+        """Log what `match` has found, in the steps before that one: a line in the log is written when no request waits
+        for its load to begin."""
+        while self._hits and self._hits[0][0] < before:
+            logger.info(
+                "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s", *self._hits.popleft()[1]
+            )
 
     # -- a request goes ----------------------------------------------------------------------------------------------
 
@@ -253,12 +340,16 @@ class Scheduling:
         return request is not None and tokens // chunk > len(request.prompt.tokens) // chunk
 
     def _keys(self, prompt: Prompt) -> list[list[ChunkKey]]:
-        whole_pages = len(prompt.tokens) // self._page_tokens * self._page_tokens
-        data = token_bytes(prompt.tokens[:whole_pages])
+        tokens, suffix = prompt.tokens, self.weights.suffix
+        if rest := len(tokens) % self._page_tokens:
+            tokens = tokens[: len(tokens) - rest]
+        data = token_bytes(tokens)
+        if self._layouts is None or self._layouts[0] != suffix:
+            layouts = [replace(group.layout, model=group.layout.model + suffix) for group in self.groups]
+            self._layouts = suffix, layouts
         keys = []
-        for group in self.groups:
-            chunk = group.layout.chunk_tokens
-            layout = replace(group.layout, model=group.layout.model + self.weights.suffix)
+        for layout in self._layouts[1]:
+            chunk = layout.chunk_tokens
             extras: dict[int, bytes] = {}
             for position, extra in prompt.extras:
                 extras[position // chunk] = extras.get(position // chunk, b"") + extra
@@ -330,6 +421,8 @@ class Scheduling:
 
     def _of_ranks(self, request: Request, place: int, at: int) -> list[bytes]:
         group, key = self.groups[place], request.keys[place][at].key
+        if group.layout.world_size == 1:
+            return [key]
         return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
 
     def _worth(self, request: Request, is_new: bool) -> int:
@@ -346,7 +439,6 @@ class Scheduling:
             left = self._with_windows(request, reached)
             chosen = chosen[: max(len(chosen) - (reached - left), 0)]
         need = chosen[-1].stop - computed if chosen else 0
-        text = "Reqid: %s, Total tokens %d, LMCache hit tokens: %d, need to load: %d%s"
         found, why = max(hit - computed, 0), ""
         if 0 < need < (least := self._least(computed)):
             need, why = 0, f" < min_retrieve {least}, nothing is loaded"
@@ -356,7 +448,8 @@ class Scheduling:
         said = max(min(hit, total - 1) - computed, 0)
         if not is_new:
             return need
-        logger.info(text, request.prompt.request, total, min(hit, total - 1), said if need in (0, found) else need, why)
+        needed = said if need in (0, found) else need
+        self._hits.append((self._steps, (request.prompt.request, total, min(hit, total - 1), needed, why)))
         self.counters["skipped_tokens"] += found - need
         self._count_places(request, total)
         return need

@@ -1,7 +1,7 @@
 """An engine's scheduler and its worker know nothing of each other; where they are in one process they share memory.
 
-Whoever comes first opens the backend, whoever goes last closes it. With a backend of its own each would have an arena
-of its own, and the scheduler would look for blocks where no worker puts any.
+The half that comes first opens the backend, the one that goes last closes it. With a backend of its own each would
+have an arena of its own, and the scheduler would look for blocks where no worker puts any.
 """
 
 import threading
@@ -29,7 +29,7 @@ _open: dict[str, Shared] = {}
 
 
 def join(engine: str, config: Config, layout: ChunkLayout) -> Shared:
-    """What the engine of that name has in this process, opened if nobody has yet; `leave` it once. Raises what
+    """What the engine of that name has in this process, opened by the first that asks; `leave` it once. Raises what
     open_backend raises."""
     with _lock:
         shared = _open.get(engine)
@@ -42,7 +42,7 @@ def join(engine: str, config: Config, layout: ChunkLayout) -> Shared:
 
 
 def leave(engine: str) -> None:
-    """One user less; behind the last the backend is closed. Nothing, where nobody has joined."""
+    """One user less; behind the last the backend is closed. Nothing, where none has joined."""
     with _lock:
         shared = _open.get(engine)
         if shared is None:

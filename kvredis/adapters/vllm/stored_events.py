@@ -1,6 +1,6 @@
 """Which blocks an engine's cache has got and lost, for who routes prompts to where their KV is.
 
-A store runs behind the engine's back and may be dropped, and what is stored may be evicted where nobody sees it. So a
+A store runs in the background and may be dropped, and what is stored may be evicted unseen. So a
 block is told of as stored when its request's stores are over and the backend has it, and as removed when a lookup that
 wants it finds it gone. Who listens hangs each block under its parent, so none is told of while its parent may yet be.
 Engine-free: connector.py makes vLLM's events of this.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvredis.backends.base import Tier
 
 KNOWN_MAX = 200_000
-"""Blocks told of as stored that are remembered; of older ones nobody hears that they are gone."""
+"""Blocks told of as stored that are remembered; of older ones it is not told that they are gone."""
 TRIES = 16
 """How often a block whose store is over is asked for, once a step."""
 WAITING_MAX = 4096

@@ -31,10 +31,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvredis.adapters.engine.config import config_from
-from kvredis.adapters.engine.tier_jobs import Done, TierJobs
-from kvredis.adapters.paged.page_keys import page_prefix
-from kvredis.adapters.paged.page_store import Page, PageStore
-from kvredis.adapters.paged.page_value import PageFormat
+from kvredis.adapters.paged.pages import Done, Page, PageFormat, PageStore, TierJobs, page_prefix
 from kvredis.backends.factory import open_backend
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -152,7 +149,7 @@ class KVRedisTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(job_metadata, is_load=True)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """What has ended. A chunk that has not come is a miss from now on, so that nobody waits for it again."""
+        """What has ended. A chunk that has not come is a miss from now on, so that no request waits for it again."""
         return [self._result(done) for done in self._jobs.take_done()]
 
     def drain_jobs(self) -> None:

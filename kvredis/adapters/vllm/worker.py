@@ -1,29 +1,78 @@
 """A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
 
-The engine asks before, in and behind each forward pass; a ChunkMover works behind its back. This is what lies between
-the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have failed.
+The engine asks before, in and behind each forward pass; a ChunkMover works in the background. This is what lies
+between the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have
+failed.
+
+A connector is made and called by its worker, and is not told which it is: `worker_of` finds it. The worker has the
+model, whose weights are part of what keys stand for, and before 0.33 it alone knows that the KV cache is about to be
+unmapped. Interface: vllm/v1/worker/worker_base.py (get_model since 0.9), gpu_worker.py (get_draft_model, sleep,
+wake_up).
 """
 
 import contextlib
+import gc
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from kvredis.adapters.engine.keys import key_of_rank
 from kvredis.adapters.engine.tensors import event_on
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.paged.mover_options import MovingOptions, PagedGroup
 from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
 from .kv_layout import LayerGroup, in_order, paged_view
-from .scheduler_options import Step
+from .scheduler import Step
 from .weights import Check, WeightsWatch
+
+
+def worker_of(vllm_config: Any) -> Any:
+    """The worker in this process that runs the engine of that configuration; None where there is none. Looks at all
+    objects of the process once: some 0.1 s."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for found in gc.get_objects():
+        # By the type itself: isinstance would ask proxies for what they stand for.
+        if issubclass(type(found), WorkerBase):
+            theirs = getattr(found, "vllm_config", None)
+            # A connector that holds several gives each a copy of the configuration, whose parts are the same.
+            if theirs is not None and theirs.compilation_config is vllm_config.compilation_config:
+                return found
+    return None
+
+
+def models_of(worker: Any) -> list[Any]:
+    """The model that a worker runs, and the one that drafts for it; none where there is no worker, or no model yet."""
+    if worker is None:
+        return []
+    found = [getattr(worker, name, lambda: None)() for name in ("get_model", "get_draft_model")]
+    return [model for model in found if hasattr(model, "named_modules")]
+
+
+def call_around_sleep(worker: Any, before: Callable[[], None], behind: Callable[[], None]) -> None:
+    """Have `before` called before the worker's memory is unmapped, and `behind` when its KV cache is mapped again, as
+    vLLM calls unregister_kv_caches and restore_kv_caches since 0.33."""
+    sleep, wake_up = worker.sleep, worker.wake_up
+
+    def sleep_behind(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return sleep(*args, **kwargs)
+
+    def wake_up_before(tags: Sequence[str] | None = None) -> Any:
+        woken = wake_up(tags)
+        if tags is None or "kv_cache" in tags:
+            behind()
+        return woken
+
+    worker.sleep, worker.wake_up = sleep_behind, wake_up_before
+
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +189,7 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = replace(job, moves=[self._move(move) for move in job.moves])
+            job = LoadJob(job.request, [self._move(move) for move in job.moves])
             self._waited_for[job.request] = job
             if self._is_stale():
                 self._refused.append(job.request)
@@ -201,7 +250,7 @@ class PagedWorker:
                 self._spoilt |= set() if check.holds() else {name}
             job = self._waited_for.pop(name, None)
             asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
-            if name in self._cancelled:  # before anybody knew what has come
+            if name in self._cancelled:  # before it was known what has come
                 self._cancelled.discard(name)
                 self._clear(asked_for)
             if name in self._spoilt:
@@ -246,16 +295,22 @@ class PagedWorker:
 
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""
-        key = key_of_rank(move.key, self.groups[move.group].layout.rank)
-        return ChunkMove(key, move.group, self._kernel_pages(move.group, move.pages))
+        rank = self.groups[move.group].layout.rank
+        if not rank and self._ratios[move.group] == 1:
+            return move
+        return ChunkMove(key_of_rank(move.key, rank), move.group, self._kernel_pages(move.group, move.pages))
 
     def _clear(self, pages: Collection[tuple[int, int]]) -> None:
         """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page
-        to its end, weighing what is behind the last token with 0, gives none then: to whoever gets that page next."""
+        to its end, weighing what is behind the last token with 0, gives none then: to the request that gets that
+        page next."""
         for number, transfer in enumerate(self._transfers):
             if mine := sorted({page for group, page in pages if group == number}):
                 transfer.paged.clear(mine)
 
     def _kernel_pages(self, group: int, pages: tuple[int, ...]) -> tuple[int, ...]:
         ratio = self._ratios[group]
-        return pages if ratio == 1 else tuple(page * ratio + part for page in pages for part in range(ratio))
+        if ratio == 1:
+            return pages
+        # The engine waits: by a generator it takes twice as long.
+        return tuple([page * ratio + part for page in pages for part in range(ratio)])

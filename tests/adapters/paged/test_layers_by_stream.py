@@ -13,10 +13,9 @@ import torch
 from kvredis.adapters.engine.block import encode_header
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import event_on
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
+from kvredis.adapters.paged.jobs import ChunkMove, Errand, LoadJob
 from kvredis.adapters.paged.layerwise_load import LayerLoads
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
-from kvredis.adapters.paged.mover_options import Errand
 from kvredis.adapters.paged.preload import LeasesAhead
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
-from kvredis.adapters.paged.mover_options import PagedGroup
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, PagedGroup, StoreJob
 from kvredis.adapters.transfer.base import Part
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import LayoutError

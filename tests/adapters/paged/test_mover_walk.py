@@ -11,9 +11,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, StoreJob
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.paged.mover_options import MovingOptions
 from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.cuda.ring import RingTransfer

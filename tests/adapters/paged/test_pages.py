@@ -7,10 +7,7 @@ import pytest
 from safetensors.numpy import load
 
 from kvredis.adapters.engine.config import config_from
-from kvredis.adapters.engine.tier_jobs import TOUCHES_MAX, TierJobs
-from kvredis.adapters.paged.page_keys import model_prefix, page_prefix
-from kvredis.adapters.paged.page_store import Page, PageStore
-from kvredis.adapters.paged.page_value import PageFormat
+from kvredis.adapters.paged.pages import TOUCHES_MAX, Page, PageFormat, PageStore, TierJobs, model_prefix, page_prefix
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeReservation
 
@@ -208,8 +205,7 @@ class TestJobs:
         assert backend.waits.acquire(timeout=END_S)
         target = memoryview(bytearray(NBYTES))
         jobs.submit(2, [page(b"a", [target]), page(b"z", [memoryview(bytearray(NBYTES))])], is_load=True)
-        with jobs._changed:
-            assert jobs._changed.wait_for(lambda: jobs._done, END_S)
+        jobs._loads.settle()
         assert [(each.job, each.come, each.is_load) for each in jobs.take_done()] == [(2, [True, False], True)]
         assert bytes(target) == bytes(filled(ord("a"))[0])
         assert not jobs.is_idle
@@ -269,7 +265,7 @@ class TestJobs:
         assert backend.waits.acquire(timeout=END_S)
         for _ in range(TOUCHES_MAX + 5):
             jobs.touch([b"a"])
-        assert len(jobs._stores) == TOUCHES_MAX
+        assert jobs._touches == TOUCHES_MAX
         backend.gate.set()
         jobs.drain()
         jobs.touch([])  # vLLM 0.30 does so

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, PagedGroup
 from kvredis.adapters.paged.layerwise_load import LayerLoads
 from kvredis.adapters.paged.load import LeasedChunk
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.paged.mover_options import PagedGroup
 from kvredis.adapters.paged.preload import PlannedLayers, plan_layers
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from kvredis.adapters.paged.mover_options import MovingOptions
-from kvredis.adapters.vllm.key_weights import WAIT_STEPS_MAX, KeyWeights
-from kvredis.adapters.vllm.scheduler import Scheduling
-from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions
-from kvredis.adapters.vllm.weights import WeightsWatch
+from kvredis.adapters.paged.jobs import MovingOptions
+from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
+from kvredis.adapters.vllm.weights import WAIT_STEPS_MAX, KeyWeights, WeightsWatch
 from kvredis.adapters.vllm.worker import PagedWorker, Results
 from tests.adapters.vllm.test_worker import PAGES, TOKENS, WAIT_S, Halves, tables_of
 

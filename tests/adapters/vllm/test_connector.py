@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.keys import key_prefix
-from kvredis.adapters.vllm.scheduler_options import Prompt
+from kvredis.adapters.vllm.scheduler import Prompt
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.vllm.paged_specs import (
@@ -25,7 +25,7 @@ from tests.adapters.vllm.test_config import engine, request
 from tests.backends.nodes import free_ports
 
 SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
-DOORS = ("connector", "events", "metadata", "metrics", "engine_worker")
+DOORS = ("connector", "metrics")
 
 
 class Half:

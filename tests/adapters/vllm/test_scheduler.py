@@ -9,8 +9,7 @@ from kvredis.adapters.engine.keys import chunk_keys, key_of_rank
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
-from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Scheduling
-from kvredis.adapters.vllm.scheduler_options import Prompt, SchedulingOptions, Step
+from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Prompt, Scheduling, SchedulingOptions, Step
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
 
@@ -367,6 +366,20 @@ def test_what_was_offered_asked_for_and_came_whole_is_counted_in_tokens() -> Non
     engine.scheduling.finished("gone")
     assert (counters["load_tokens"], counters["loaded_tokens"]) == (4 * 960, 960)
     assert list(engine.scheduling.hit_rates) == [0.96] * 4
+
+
+def test_what_a_match_has_found_is_logged_once_when_its_step_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine = Engine()
+    line = "Reqid: {}, Total tokens 1000, LMCache hit tokens: 0, need to load: 0"
+    engine.compute(TOKENS, name="first")
+    assert not caplog.messages, "loads of the step wait for no line"
+    engine.scheduling.step()
+    assert caplog.messages == [line.format("first")]
+    assert engine.match(TOKENS, name="second") == 0
+    engine.scheduling.tell_hits()
+    engine.scheduling.step()
+    assert caplog.messages == [line.format("first"), line.format("second")]
 
 
 def test_a_broken_backend_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:

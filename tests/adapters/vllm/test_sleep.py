@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import outside_pools
-from kvredis.adapters.vllm.engine_worker import call_around_sleep, worker_of
-from kvredis.adapters.vllm.scheduler_options import Prompt
+from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.worker import call_around_sleep, worker_of
 from tests.adapters.vllm.test_worker import PAGES, TOKENS, WAIT_S, Gate, Halves, tables_of
 
 

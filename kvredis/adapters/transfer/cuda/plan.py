@@ -358,7 +358,7 @@ def merged(addresses: Sequence[int], nbytes: Sequence[int]) -> Extents:
     end, at = -1, 0
     for address, size in zip(addresses, nbytes, strict=True):
         if not size:
-            continue  # where nothing lies is next to nobody
+            continue  # what is empty adjoins nothing
         if address == end:
             sizes[-1] += size
         else:

@@ -36,7 +36,7 @@ GROUPS_SHOWN: Final = 16
 PREFIX_BYTES_MAX: Final = 512
 
 KINDS: Final = ("prompt chunk", "engine page", "LMCache chunk", "other value", "being written, or read after its end")
-"""What a block is, by its key (adapters/engine/keys.py, adapters/paged/page_keys.py, LMCache's CacheEngineKey); and
+"""What a block is, by its key (adapters/engine/keys.py, adapters/paged/pages.py, LMCache's CacheEngineKey); and
 room that is taken by what has no key yet, or none any more."""
 PROMPT_CHUNK, ENGINE_PAGE, LMCACHE_CHUNK, OTHER_VALUE, KEYLESS = range(len(KINDS))
 NO_KIND: Final = -1

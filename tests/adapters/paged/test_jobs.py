@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvredis.adapters.paged.jobs import LoadJob, StoreJob
+from kvredis.adapters.paged.jobs import LoadJob, MovingOptions, StoreJob, options_of
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.paged.mover_options import MovingOptions, options_of
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from kvredis.backends.local import LocalBackend
