@@ -53,6 +53,7 @@ from .core.plot import Bar, BarPanel, Captions, bar, bars, foot
 from .core.result import Column, Progress, Result, Row, machine_lines, new_result, spread, summed, tables, verified_line
 from .core.shapes import BLOCK_TOKENS, SHAPES, ModelShape
 from .core.statistics import GB, by_repeat, counted, paired_ratio, paired_ratios, rotated, size_text
+from .core.workload import same_bytes
 
 if TYPE_CHECKING:
     import numpy
@@ -182,10 +183,6 @@ Pair = tuple[int, int]
 
 BASELINE: Final = "torch naive"
 
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_libc.memcmp.restype = ctypes.c_int
-
 
 class Crew:
     """Threads that share out the pairs of a task; one thread is the caller itself."""
@@ -269,17 +266,19 @@ class Arrays:
             for to, source in written.items():
                 ours = self.source_address + piece.of + source * piece.stride
                 theirs = self.target_address + piece.of + to * piece.stride
-                if _libc.memcmp(ours, theirs, piece.nbytes):
+                if not same_bytes(ours, theirs, piece.nbytes):
                     raise VerificationError(f"{who} copied wrong bytes: block {source} to {to}, from byte {piece.of}")
         return len(written) * self.block_bytes
 
     def verify_untouched(self, written: Mapping[int, int], layerwise: bool, who: str) -> None:
         """See that every block that nobody copied to is still zero; raises VerificationError when one is not."""
-        zeros = bytes(self.block_bytes)
+        zeros = (ctypes.c_char * self.block_bytes)()
         for piece in self.pieces(layerwise):
             for block in range(self.blocks):
                 at = piece.of + block * piece.stride
-                if block not in written and _libc.memcmp(self.target_address + at, zeros, piece.nbytes):
+                if block not in written and not same_bytes(
+                    self.target_address + at, ctypes.addressof(zeros), piece.nbytes
+                ):
                     raise VerificationError(f"{who} wrote to block {block}, which was not asked for")
 
 

@@ -11,10 +11,8 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import SHAPES, ModelShape, shape_from_config, shape_of
-from kvredis.bench.plan.measured_tiers import measured_tiers
-from kvredis.bench.plan.planning import QUEUE_DEFAULT, Pipeline, TierSpeed, Workload
-from kvredis.bench.plan.planning import plan as planned
-from kvredis.bench.plan.report import table_lines
+from kvredis.bench.plan import QUEUE_DEFAULT, Pipeline, TierSpeed, Workload, measured_tiers, table_lines
+from kvredis.bench.plan import plan as planned
 from kvredis.storage.errors import KVRedisError
 
 _NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypedDict
 
 import kvredis
 from kvredis.backends.config.url import Address
@@ -27,6 +27,13 @@ from kvredis.storage.errors import KVRedisError
 
 from .errors import BenchError
 from .wire import Dialect, MemcachedText, Resp, Wire
+
+
+class ServerFacts(TypedDict):
+    version: str
+    command: list[str]
+    facts: dict[str, str]
+
 
 Transport = Literal["tcp", "unix"]
 

@@ -28,6 +28,11 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.restype = ctypes.c_int
 
 
+def same_bytes(ours: int, theirs: int, nbytes: int) -> bool:
+    """Compare two stretches of memory, by address."""
+    return not _libc.memcmp(ours, theirs, nbytes)
+
+
 class Memory:
     """One anonymous mapping, asked for as huge pages and touched: client memory as an engine with an arena has it."""
 
@@ -135,7 +140,7 @@ class Workload:
         for key, place in pairs:
             ours = self._source.address + self._at((key + shift) % self.count)
             theirs = self._target.address + self._at(place)
-            if _libc.memcmp(ours, theirs, self.size_bytes):
+            if not same_bytes(ours, theirs, self.size_bytes):
                 self._accuse(key, shift, who, place)
         return len(pairs) * self.size_bytes
 

@@ -1,4 +1,31 @@
-"""Blocks per second from and to one directory: the device, a plain loop and the disk tier, taking turns.
+"""The blocks that the rates are measured with: images ready for the disk, places for what comes back, and the proof.
+
+An image is what the disk tier writes: page-aligned, the payload HEADER_BYTES behind its start. No two blocks are alike,
+and which image a block holds shifts by one with every pass, so that a record of another key or of an earlier pass is
+noticed. Images and places are as many as blocks: each comes from memory of its own, as in a server.
+
+That memory is an arena, on hugepages if the machine has some to give, because its pages decide how fast a device can
+be: 2 MiB in one piece are one request, 512 scattered pages are several, which has been seen to cost half the rate.
+
+How fast is the device itself? fio says it (dd where there is no fio), and so does a loop of our own.
+
+The tier is judged against a tool that everybody knows and that costs no interpreter. The loop is the fairer neighbour:
+the same threads, the same images, the same memory, and nothing but preadv and pwrite; what the tier lacks to the loop
+is its own, what the loop lacks to fio is Python's.
+
+The disk tier as an arm: what the server does to spill and promote, by the threads that the server has for it.
+
+A spill is place, write (the checksum is in it) and publish; a promotion is get and read (the checksum again). The tier
+is full, as a cache always is: blocks of each pass have new keys and drive out those of the pass before, so making room
+and telling the index of it are in the figure.
+
+T0 of the disk bench: a plain copy of the same blocks in memory, that every table of the field divides by.
+
+With torch it is the field's own: a Python loop of `target[to] = source[from]`, a block a turn, with as many threads as
+torch takes. Without torch it is memmove. Either copies from the very images that are written to the places that are
+read into, on the same pages.
+
+Blocks per second from and to one directory: the device, a plain loop and the disk tier, taking turns.
 
 In each repeat, for each mode and number of threads, every arm in rotating order writes all its blocks, T0 copies them
 in memory, then every arm reads all of them. What was read is compared in full once the clock has stopped.
@@ -6,24 +33,555 @@ in memory, then every arm reads all of them. What was read is compared in full o
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
+import mmap
+import os
+import random
+import resource
 import shutil
-from collections.abc import Sequence
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict
 
-from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.result import Progress
-from kvredis.bench.core.statistics import GB, MIB, by_repeat, counted, middle, paired_ratio, rotated
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.result import Progress, Row, summed
+from kvredis.bench.core.statistics import GB, MIB, by_repeat, counted, middle, paired_ratio, percentile, rotated
+from kvredis.bench.core.workload import same_bytes
+from kvredis.storage.background import IoThreads, Priority
 from kvredis.storage.disk.files import RealFiles
+from kvredis.storage.disk.segment import HEADER_BYTES, Facts, record_bytes
+from kvredis.storage.disk.tier import DiskOptions, DiskTier
+from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.memory.page_lock import c_library
 
-from .blocks import Blocks
-from .device import Loop, RateArm, Timing, cached_share, device_tool
-from .result import DEVICE, LOOP, Mode, Op, RateRow, RateSample
-from .t0 import PlainCopy
-from .tier import TierArm, tier_bytes
+DEVICE, LOOP, TIER = "device", "loop", "tier"
+Mode = Literal["direct", "buffered"]
+Op = Literal["write", "read", "read warm"]
+
+
+class RateSample(TypedDict):
+    """One arm, one operation, one repeat."""
+
+    repeat: int
+    seconds: float
+    payload_bytes: int
+    gb_per_s: float
+    cpu_s_per_gb: float
+    verified_bytes: int  # compared in full after the clock had stopped; 0 for a foreign tool
+    p50_ms: NotRequired[float | None]
+    p99_ms: NotRequired[float | None]
+    t0_seconds: NotRequired[float]
+
+
+_FILL_BYTES: Final = 1 << 20
+
+
+class Blocks:
+    """`count` blocks with a payload of `size_bytes` each. Owns twice their memory until `close`.
+
+    Raises ArenaError when there is not so much.
+    """
+
+    def __init__(self, size_bytes: int, count: int, seed: int) -> None:
+        self.size_bytes, self.count = size_bytes, count
+        self.stride_bytes = record_bytes(size_bytes)
+        self._places_at = count * self.stride_bytes
+        self._arena = Arena.create(2 * self._places_at)
+        self._arena.prefault(PREFAULT_THREADS_MAX)
+        source = random.Random(seed)
+        for start in range(0, self._places_at, _FILL_BYTES):
+            end = min(start + _FILL_BYTES, self._places_at)
+            self._arena.view[start:end] = source.randbytes(end - start)
+
+    @property
+    def pages(self) -> str:
+        """What kind of pages the memory is made of."""
+        return self._arena.pages
+
+    @property
+    def nbytes(self) -> int:
+        """The payload of all blocks."""
+        return self.size_bytes * self.count
+
+    def image(self, index: int, shift: int) -> memoryview:
+        """Lend the image of block `index` in pass `shift`; whoever writes it may use its first HEADER_BYTES."""
+        at = (index + shift) % self.count * self.stride_bytes
+        return self._arena.view[at : at + self.stride_bytes]
+
+    def place(self, index: int) -> memoryview:
+        """Lend the memory that block `index` is read into."""
+        at = self._places_at + index * self.stride_bytes
+        return self._arena.view[at : at + self.stride_bytes]
+
+    def wipe(self) -> None:
+        """Forget what was read, so that a later comparison cannot pass on it."""
+        ctypes.memset(self._arena.address + self._places_at, 0, self._places_at)
+
+    def verify(self, shift: int, who: str, nbytes: int) -> int:
+        """Compare `nbytes` behind each image's header with what was read; give the bytes compared.
+
+        Raises VerificationError at the first block that is not what was written in pass `shift`.
+        """
+        for index in range(self.count):
+            ours = (index + shift) % self.count * self.stride_bytes + HEADER_BYTES
+            theirs = self._places_at + index * self.stride_bytes + HEADER_BYTES
+            if not same_bytes(self._arena.address + ours, self._arena.address + theirs, nbytes):
+                raise VerificationError(f"{who} returned a wrong byte in block {index}")
+        return self.count * nbytes
+
+    def close(self) -> None:
+        """Give the memory back; nothing that was lent may be used afterwards."""
+        self._arena.close()
+
+
+_TOOL_WAIT_S = 300.0
+_START_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What moving all blocks once took, and one block of them; None where that was not seen."""
+
+    seconds: float
+    cpu_s: float
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+
+    def by_block(self, times_s: Sequence[float]) -> Timing:
+        """Give the same with percentiles over the times of single blocks."""
+        return replace(self, p50_ms=percentile(times_s, 50) * 1e3, p99_ms=percentile(times_s, 99) * 1e3)
+
+
+class RateArm(Protocol):
+    """One of those that take turns. Methods block; BenchError when it cannot be done."""
+
+    name: str
+
+    def write(self, mode: Mode, threads: int, shift: int) -> Timing:
+        """Write every block, with what it holds in pass `shift`, until the device confirms it."""
+        ...
+
+    def read(self, mode: Mode, threads: int) -> Timing:
+        """Read every block as it was last written in this mode."""
+        ...
+
+    def verify(self, mode: Mode) -> int:
+        """Compare what was read last, in full; gives the bytes compared. VerificationError when one is wrong."""
+        ...
+
+    def forget_pages(self) -> None:
+        """Have nothing of our files left in the page cache."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files; they stay."""
+        ...
+
+
+def forget_pages(path: Path) -> None:
+    """Drop a file from the page cache: what is dirty is written first, since the kernel drops only clean pages."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def cached_share(path: Path) -> float:
+    """Give the share of a file's pages that are in the page cache, 0.0 to 1.0; 0.0 of an empty one."""
+    nbytes = path.stat().st_size
+    if not nbytes:
+        return 0.0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE) as mapping:
+        held = ctypes.c_char.from_buffer(mapping)
+        try:
+            pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+            address = ctypes.c_void_p(ctypes.addressof(held))
+            if c_library().mincore(address, ctypes.c_size_t(nbytes), pages):
+                raise BenchError(f"mincore: {os.strerror(ctypes.get_errno())}")
+        finally:
+            del held
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+class Loop:
+    """preadv and pwrite of one file from Python threads, each with a stretch of the blocks."""
+
+    name = LOOP
+
+    def __init__(self, path: Path, blocks: Blocks) -> None:
+        self._path, self._blocks = path, blocks
+        self._shift = 0
+
+    def write(self, mode: Mode, threads: int, shift: int) -> Timing:
+        """As RateArm."""
+        self._shift, size = shift, self._blocks.size_bytes
+        file = RealFiles().open(self._path, direct=mode == "direct")
+        times_s: list[float] = []
+
+        def some(part: range) -> None:
+            for index in part:
+                start_s = time.perf_counter()
+                file.pwrite(self._blocks.image(index, shift)[:size], index * size)
+                times_s.append(time.perf_counter() - start_s)
+
+        try:
+            return timed_threads(threads, self._blocks.count, some, file.sync).by_block(times_s)
+        finally:
+            file.close()
+
+    def read(self, mode: Mode, threads: int) -> Timing:
+        """As RateArm."""
+        size = self._blocks.size_bytes
+        file = RealFiles().open(self._path, direct=mode == "direct")
+        times_s: list[float] = []
+
+        def some(part: range) -> None:
+            for index in part:
+                start_s = time.perf_counter()
+                if file.pread(self._blocks.place(index)[:size], index * size) != size:
+                    raise BenchError(f"{self._path} ended early")
+                times_s.append(time.perf_counter() - start_s)
+
+        try:
+            return timed_threads(threads, self._blocks.count, some).by_block(times_s)
+        finally:
+            file.close()
+
+    def verify(self, mode: Mode) -> int:
+        """As RateArm; not the first bytes of an image, which the tier's headers are written to."""
+        return self._blocks.verify(self._shift, "the loop", self._blocks.size_bytes - HEADER_BYTES)
+
+    def forget_pages(self) -> None:
+        """As RateArm."""
+        forget_pages(self._path)
+
+    def close(self) -> None:
+        """As RateArm."""
+
+
+def timed_threads(
+    threads: int, count: int, work: Callable[[range], None], finish: Callable[[], None] = lambda: None
+) -> Timing:
+    """Let `threads` threads do equal stretches of `count` items, then `finish`; they start together, with the clock."""
+    starts_s: list[float] = []  # by whoever comes last to the gate: this thread may not run again until others have
+    gate = threading.Barrier(threads + 1, lambda: starts_s.append(time.perf_counter()))
+
+    def one(part: range) -> None:
+        gate.wait(_START_WAIT_S)
+        work(part)
+
+    parts = [range(count * part // threads, count * (part + 1) // threads) for part in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(one, part) for part in parts]
+        cpu_s = time.process_time()
+        gate.wait(_START_WAIT_S)
+        for future in futures:
+            future.result()
+        finish()
+        return Timing(time.perf_counter() - starts_s[0], time.process_time() - cpu_s)
+
+
+class Tool:
+    """A foreign program that moves one file; what it writes is its own affair, so nothing can be compared."""
+
+    name = DEVICE
+
+    def __init__(self, path: Path, block_bytes: int, count: int) -> None:
+        self._path, self._block_bytes, self._count = path, block_bytes, count
+
+    def write(self, mode: Mode, threads: int, shift: int) -> Timing:
+        """As RateArm."""
+        return self._move("write", mode, threads)
+
+    def read(self, mode: Mode, threads: int) -> Timing:
+        """As RateArm."""
+        return self._move("read", mode, threads)
+
+    def verify(self, mode: Mode) -> int:
+        """As RateArm: nothing."""
+        return 0
+
+    def forget_pages(self) -> None:
+        """As RateArm."""
+        forget_pages(self._path)
+
+    def close(self) -> None:
+        """As RateArm."""
+
+    def _move(self, op: str, mode: Mode, threads: int) -> Timing:
+        raise NotImplementedError
+
+
+class Fio(Tool):
+    """fio with one synchronous read or write in flight for each of its threads."""
+
+    def _move(self, op: str, mode: Mode, threads: int) -> Timing:
+        share = self._block_bytes * (self._count // threads)
+        return fio_timing(_said([*self._command(op, mode, threads), f"--size={share}"]), op)
+
+    def _command(self, op: str, mode: Mode, threads: int) -> list[str]:
+        share = self._block_bytes * (self._count // threads)
+        return [
+            *("fio", "--name=device", "--ioengine=psync", "--thread", "--group_reporting", "--output-format=json"),
+            *("--invalidate=0", "--fallocate=none", "--end_fsync=1", f"--offset_increment={share}"),
+            *(f"--filename={self._path}", f"--rw={op}", f"--bs={self._block_bytes}", f"--numjobs={threads}"),
+            f"--direct={int(mode == 'direct')}",
+        ]
+
+
+def fio_timing(said: str, op: str) -> Timing:
+    """Read fio's JSON of one group; it begins at the first brace. Raises BenchError when it is none.
+
+    The rate counts from the first block to the end of the last fsync. fio gives CPU time in percent of the jobs'
+    running times, added up (job_runtime, ms). Some fio tell no percentiles.
+    """
+    try:
+        job: dict[str, Any] = json.loads(said[said.index("{") :])["jobs"][0]
+        moved = job[op]
+        if job["error"] or not moved["bw_bytes"]:
+            raise BenchError(f"fio could not {op}: error {job['error']}")
+        cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
+        times_ns = moved.get("clat_ns", {}).get("percentile", {})
+        p50_ns, p99_ns = (times_ns.get(f"{percent}.000000") for percent in (50, 99))
+        timing = Timing(moved["io_bytes"] / moved["bw_bytes"], cpu_s)
+        return timing if p50_ns is None or p99_ns is None else replace(timing, p50_ms=p50_ns / 1e6, p99_ms=p99_ns / 1e6)
+    except (ValueError, LookupError, TypeError) as error:
+        raise BenchError(f"fio said something else than its figures: {said[:200]!r}") from error
+
+
+class Dd(Tool):
+    """As many dd as threads, each with a stretch of the file; the time includes that of starting them."""
+
+    def _move(self, op: str, mode: Mode, threads: int) -> Timing:
+        start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        running = []
+        try:
+            for part in range(threads):
+                running.append(
+                    subprocess.Popen(
+                        self._command(op, mode, (part, threads)),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+            for each in running:
+                _, complaint = each.communicate(timeout=_TOOL_WAIT_S)
+                if each.returncode:
+                    raise BenchError(f"dd ended with {each.returncode}: {complaint.strip()}")
+        finally:
+            for each in running:
+                if each.poll() is None:
+                    each.kill()
+                    each.communicate()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return Timing(time.perf_counter() - start_s, cpu_s)
+
+    def _command(self, op: str, mode: Mode, part: tuple[int, int]) -> list[str]:
+        share = self._count // part[1]
+        common = ["dd", f"bs={self._block_bytes}", f"count={share}", "status=none"]
+        flag = ["direct"] if mode == "direct" else []
+        if op == "write":
+            flags = [f"oflag={each}" for each in flag]
+            return [
+                *common,
+                "if=/dev/zero",
+                f"of={self._path}",
+                f"seek={part[0] * share}",
+                "conv=notrunc,fsync",
+                *flags,
+            ]
+        flags = [f"iflag={each}" for each in flag]
+        return [*common, f"if={self._path}", "of=/dev/null", f"skip={part[0] * share}", *flags]
+
+
+def device_tool(path: Path, block_bytes: int, count: int) -> tuple[Tool | None, str]:
+    """Give what measures the device here, and what it is called; None and why when there is nothing."""
+    if shutil.which("fio"):
+        return Fio(path, block_bytes, count), _said(["fio", "--version"]).strip()
+    if shutil.which("dd"):
+        return Dd(path, block_bytes, count), "dd (fio is not installed: Debian package fio)"
+    return None, "none: neither fio (Debian package fio) nor dd is installed"
+
+
+def _said(command: Sequence[str]) -> str:
+    """Run a tool to its end and give its standard output; an interrupt ends it."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TOOL_WAIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BenchError(f"{command[0]} did not end within {_TOOL_WAIT_S:.0f} s") from error
+    if done.returncode:
+        raise BenchError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+_PLACE_TRIES: Final = 16
+"""How often room is asked for: other threads may take what one has made. The time of it is in the figure."""
+
+
+def tier_bytes(blocks_bytes: int) -> int:
+    """Give the room on disk of a tier for blocks whose records come to `blocks_bytes`: a pass, and some of the last."""
+    return blocks_bytes * 5 // 4
+
+
+class TierArm:
+    """One tier for each mode, opened when it is first used."""
+
+    name = TIER
+
+    def __init__(self, directory: Path, blocks: Blocks) -> None:
+        self._directory, self._blocks = directory, blocks
+        self._tiers: dict[Mode, DiskTier] = {}
+        self._shifts: dict[Mode, int] = {}
+
+    def write(self, mode: Mode, threads: int, shift: int) -> Timing:
+        """As RateArm."""
+        tier, size = self._tier(mode), self._blocks.size_bytes
+        self._shifts[mode] = shift
+
+        times_s: list[float] = []
+
+        def spill(index: int) -> None:
+            start_s = time.perf_counter()
+            extent = next((each for _ in range(_PLACE_TRIES) if (each := tier.place(size)[0]) is not None), None)
+            image, facts = self._blocks.image(index, shift), Facts(_key(shift, index), 0, size, 0)
+            record = tier.write(extent, image, facts) if extent is not None else None
+            if record is None or not tier.publish(record):
+                raise BenchError(f"the tier in {self._directory} did not take a block: {tier.stats}")
+            times_s.append(time.perf_counter() - start_s)
+
+        def finish() -> None:
+            if not tier.sync():
+                raise BenchError(f"the tier in {self._directory} could not sync: {tier.stats}")
+
+        return self._timed(threads, Priority.SPILL, spill, finish).by_block(times_s)
+
+    def read(self, mode: Mode, threads: int) -> Timing:
+        """As RateArm."""
+        tier, shift = self._tier(mode), self._shifts[mode]
+
+        times_s: list[float] = []
+
+        def promote(index: int) -> None:
+            start_s = time.perf_counter()
+            record = tier.get(_key(shift, index), 0)
+            if record is None or not tier.read(record, self._blocks.place(index)):
+                raise BenchError(f"the tier in {self._directory} has lost a block: {tier.stats}")
+            times_s.append(time.perf_counter() - start_s)
+
+        return self._timed(threads, Priority.DEMAND, promote, lambda: None).by_block(times_s)
+
+    def verify(self, mode: Mode) -> int:
+        """As RateArm."""
+        return self._blocks.verify(self._shifts[mode], "the tier", self._blocks.size_bytes)
+
+    def forget_pages(self) -> None:
+        """As RateArm."""
+        for path in self._directory.glob("*/segment-*.kv"):
+            forget_pages(path)
+
+    def close(self) -> None:
+        """As RateArm."""
+        while self._tiers:
+            self._tiers.popitem()[1].close()
+
+    def _tier(self, mode: Mode) -> DiskTier:
+        if mode not in self._tiers:
+            limit = tier_bytes(self._blocks.stride_bytes * (self._blocks.count + 8))
+            options = DiskOptions(self._directory / mode, limit, direct=mode == "direct", source="kvredis bench disk")
+            self._tiers[mode] = DiskTier.open(options)
+        return self._tiers[mode]
+
+    def _timed(
+        self, threads: int, priority: Priority, job: Callable[[int], None], finish: Callable[[], None]
+    ) -> Timing:
+        count, nbytes = self._blocks.count, self._blocks.stride_bytes
+        pool = IoThreads(threads, count, count * nbytes)
+        pool.start()
+        try:
+            cpu_s, start_s = time.process_time(), time.perf_counter()
+            futures = [pool.submit(priority, nbytes, _bound(job, index)) for index in range(count)]
+            for future in futures:
+                assert future is not None, "the queue has room for every block"
+                future.result()
+            finish()
+            return Timing(time.perf_counter() - start_s, time.process_time() - cpu_s)
+        finally:
+            pool.close()
+
+
+def _bound(job: Callable[[int], None], index: int) -> Callable[[], None]:
+    return lambda: job(index)
+
+
+def _key(shift: int, index: int) -> bytes:
+    return b"bench:%d:%05d" % (shift, index)
+
+
+_RUNS: Final = 3
+
+
+class PlainCopy:
+    """T0 over `blocks`. `name` says what copies."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._copy, self.name = self._by_torch() if find_spec("torch") is not None else self._by_memmove()
+
+    def seconds(self, shift: int) -> float:
+        """Copy every block, as pass `shift` has it, three times; give the least time. Compared in full.
+
+        The least: torch's threads wait for one another, and a core that somebody else holds makes T0 several times as
+        long, which would flatter everything that is divided by it.
+        """
+        times_s = []
+        self._blocks.wipe()
+        for _ in range(_RUNS):
+            start_s = time.perf_counter()
+            for index in range(self._blocks.count):
+                self._copy((index + shift) % self._blocks.count, index)
+            times_s.append(time.perf_counter() - start_s)
+        self._blocks.verify(shift, self.name, self._blocks.size_bytes)
+        return min(times_s)
+
+    def _by_torch(self) -> tuple[Callable[[int, int], None], str]:
+        import torch
+
+        blocks = self._blocks
+        images = [torch.frombuffer(blocks.image(index, 0), dtype=torch.uint8) for index in range(blocks.count)]
+        places = [torch.frombuffer(blocks.place(index), dtype=torch.uint8) for index in range(blocks.count)]
+
+        def copy(source: int, target: int) -> None:
+            places[target][:] = images[source]
+
+        threads = torch.get_num_threads()
+        return copy, f"torch {torch.__version__} block to block, torch.get_num_threads() = {threads}"
+
+    def _by_memmove(self) -> tuple[Callable[[int, int], None], str]:
+        blocks = self._blocks
+        images = [ctypes.addressof(ctypes.c_char.from_buffer(blocks.image(at, 0))) for at in range(blocks.count)]
+        places = [ctypes.addressof(ctypes.c_char.from_buffer(blocks.place(at))) for at in range(blocks.count)]
+
+        def copy(source: int, target: int) -> None:
+            ctypes.memmove(places[target], images[source], blocks.stride_bytes)
+
+        return copy, "memmove by one thread (torch is not installed)"
+
 
 _MODES: tuple[Mode, ...] = ("direct", "buffered")
 HUGEPAGES = "hugetlb-2MiB"
@@ -64,7 +622,7 @@ class Rates:
     device: str
     memory: str
     t0: str
-    rows: list[RateRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -121,26 +679,20 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
     return rates
 
 
-def summarize(block_bytes: int, cell: tuple[Mode, Op, int], samples: dict[str, list[RateSample]]) -> list[RateRow]:
+def summarize(block_bytes: int, cell: tuple[Mode, Op, int], samples: dict[str, list[RateSample]]) -> list[Row]:
     """Sum up one cell over the repeats; one row per arm."""
     rates = {arm: by_repeat(own, "gb_per_s") for arm, own in samples.items()}
     mode, op, threads = cell
     return [
-        RateRow(
-            arm=arm,
-            mode=mode,
-            op=op,
-            threads=threads,
-            block_bytes=block_bytes,
-            samples=own,
-            gb_per_s=middle(list(rates[arm].values())),
-            cpu_s_per_gb=middle([sample["cpu_s_per_gb"] for sample in own]),
-            ratio_to_device=paired_ratio(rates[arm], rates.get(DEVICE, {})),
-            ratio_to_loop=paired_ratio(rates[arm], rates.get(LOOP, {})),
-            p50_ms=_middle(own, "p50_ms"),
-            p99_ms=_middle(own, "p99_ms"),
-            ratio_to_t0=paired_ratio(by_repeat(own, "seconds"), _t0_s(own)),
-        )
+        Row(arm=arm, mode=mode, op=op, threads=threads, block_bytes=block_bytes, samples=own)
+        | summed(own, ("gb_per_s", "cpu_s_per_gb"))
+        | {
+            "ratio_to_device": paired_ratio(rates[arm], rates.get(DEVICE, {})),
+            "ratio_to_loop": paired_ratio(rates[arm], rates.get(LOOP, {})),
+            "p50_ms": _middle(own, "p50_ms"),
+            "p99_ms": _middle(own, "p99_ms"),
+            "ratio_to_t0": paired_ratio(by_repeat(own, "seconds"), _t0_s(own)),
+        }
         for arm, own in samples.items()
     ]
 

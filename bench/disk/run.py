@@ -1,8 +1,34 @@
 """`kvredis bench disk` as a whole: a directory to measure in, the parts, and the result that all are gathered in.
 
-Parts: rates (rates.py: the device, a plain loop and the disk tier), gets (gets.py: what a client waits for a
-block that is on disk) and pings (pings.py: what others feel of spilling). The last two run `kvredis serve` as a
+Parts: rates (rates.py: the device, a plain loop and the disk tier), gets (clients.py: what a client waits for a
+block that is on disk) and pings (clients.py: what others feel of spilling). The last two run `kvredis serve` as a
 child process, once for each transport, with a disk tier in that directory and, for the pings, once more without.
+
+GB is 1e9 bytes, rates are of payload. Medians are over the repeats; a ratio is the median of the ratios of what ran
+side by side in one repeat. CPU seconds are user and system time of the process that moved the bytes (all its threads),
+which for a server is the server's; the kernel's own write-back threads are in no account.
+
+The file, kvredis.bench.disk/1, has beside what every result has
+    device   what stood for the device            memory   pages that the loop and the tier moved blocks to and from
+    rates    arm (device: fio or dd; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode,
+             op, threads, block_bytes, samples; ratios to device, loop and T0
+    gets     transport, size_bytes, mode (of the preadv), samples; ratio_spilled is spilled / preadv, ratio_spilled_net
+             (spilled - resident) / preadv, ratio_prefetched prefetched / prefetched again
+    pings    server (disk, memory), transport, samples, counters, missing; ratio_p99 is busy / quiet, ratio_busy_p99 and
+             ratio_set are to the server without a disk
+    t0       by what T0 copied
+
+Rates: `write` ends when the device has confirmed all of it (fsync, fdatasync, DiskTier.sync). `read` is of files that
+were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before; `read warm`, buffered only, comes
+right after it and reads the same again. Files were written once before the clock started, so nobody pays for room.
+p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or promotion of the tier (its queue is not in
+it), fio's own; dd tells none. T0 is a copy of the same blocks in memory, in the same repeat and cell (`t0` says by
+what); `ratio_to_t0` is time / T0's, so less is better. Files from before there was T0 lack both.
+
+The gate: each line says what it compares. Rates are judged at the same number of threads and in the same mode, cold:
+against the device as fio or dd sees it, and against a plain loop, which has the tier's own memory and so sees more of
+some devices. A warm read touches no device, so it is shown and not judged. A GET crosses a socket, which a preadv does
+not: a second line leaves the socket out by taking off what the same GET takes from memory.
 """
 
 from __future__ import annotations
@@ -10,22 +36,174 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Final, NotRequired, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.plot import Captions, LinePanel, foot, lines, series_of
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    tables,
+    verified_line,
+)
 from kvredis.bench.core.servers import ServerProcess, Transport, kvredis_recipe
-from kvredis.bench.core.statistics import GB, MIB
+from kvredis.bench.core.statistics import GB, MIB, counted, size_text
 
-from .gate import disk_gate
-from .gets import GetPlan, run_gets
-from .pings import PingPlan, run_pings
-from .rates import RatePlan, run_rates
-from .result import SCHEMA, WITH_DISK, WITHOUT_DISK, DiskResult
+from .clients import WITH_DISK, WITHOUT_DISK, GetPlan, PingPlan, run_gets, run_pings
+from .rates import TIER, RatePlan, run_rates
+
+SCHEMA = "kvredis.bench.disk/1"
+
+
+class DiskResult(Result):
+    device: str
+    memory: str
+    rates: list[Row]
+    gets: list[Row]
+    pings: list[Row]
+    t0: NotRequired[str]
+
+
+RATE_LEAST = 0.85
+GET_MOST = 1.3
+PREFETCHED_MOST = 1.1
+PING_P99_MOST = 2.0
+_NAMES = {"write": "spill", "read": "promote"}
+
+
+def disk_gate(result: DiskResult) -> list[GateLine]:
+    """Judge every line that `result` has a measurement for."""
+    return [*_gate_rates(result), *_gate_gets(result), *_gate_pings(result)]
+
+
+def _gate_rates(result: DiskResult) -> Iterator[GateLine]:
+    for row in result["rates"]:
+        if row["arm"] == TIER and row["op"] in _NAMES:
+            what = f"{_NAMES[row['op']]}, {row['mode']}, {counted(row['threads'], 'thread')}"
+            if row["ratio_to_device"] is not None:
+                tool = result["device"].partition(" ")[0]
+                yield _judged(f"{what}: rate / {tool}", row["ratio_to_device"], least=RATE_LEAST)
+            yield _judged(f"{what}: rate / a plain loop", row["ratio_to_loop"], least=RATE_LEAST)
+
+
+def _gate_gets(result: DiskResult) -> Iterator[GateLine]:
+    for row in result["gets"]:
+        what = f"GET {size_text(row['size_bytes'])}, {row['transport']}"
+        yield _judged(f"{what}: from disk / preadv", row["ratio_spilled"], most=GET_MOST)
+        yield _judged(f"{what}: (from disk - from memory) / preadv", row["ratio_spilled_net"], most=GET_MOST)
+        yield _judged(f"{what}: after PREFETCH / from memory", row["ratio_prefetched"], most=PREFETCHED_MOST)
+
+
+def _gate_pings(result: DiskResult) -> Iterator[GateLine]:
+    for row in result["pings"]:
+        if row["server"] == WITH_DISK:
+            what = f"PING p99, {row['transport']}"
+            yield _judged(f"{what}: spilling flat out / quiet", row["ratio_p99"], most=PING_P99_MOST)
+
+
+def _judged(name: str, measured: float | None, *, least: float | None = None, most: float | None = None) -> GateLine:
+    return gate_line(name, f"<= {most:.2f}x" if least is None else f">= {least:.2f}x", measured)
+
+
+_KEPT = ("spilled", "spill_dropped", "spill_failed", "spill_waits", "lost")
+
+
+def table_lines(result: DiskResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    yield from machine_lines(result["machine"])
+    yield f"Directory {result['options']['directory']}"
+    yield from result["notes"]
+    yield from _rates(result)
+    yield from _gets(result)
+    yield from _pings(result)
+    yield ""
+    yield verified_line(result)
+    yield from gate_lines(result["gate"])
+
+
+_RATES: Final[tuple[Column, ...]] = (
+    ("threads", "threads", "d"),
+    ("arm", "arm", ""),
+    ("GB/s", "gb_per_s", ".2f"),
+    ("CPU s/GB", "cpu_s_per_gb", ".3f"),
+    ("x device", "ratio_to_device", ".2fx"),
+    ("x loop", "ratio_to_loop", ".2fx"),
+    ("x T0", "ratio_to_t0", ".2fx"),
+    ("p50 ms", "p50_ms", ".3f"),
+    ("p99 ms", "p99_ms", ".3f"),
+)
+_GETS: Final[tuple[Column, ...]] = (
+    ("where", "transport", ""),
+    ("value", "size_bytes", "size"),
+    ("preadv", "pread_ms", ".3f"),
+    ("of disk", "spilled_ms", ".3f"),
+    ("of memory", "resident_ms", ".3f"),
+    ("fetched", "prefetched_ms", ".3f"),
+    ("disk/preadv", "ratio_spilled", ".2fx"),
+    ("net/preadv", "ratio_spilled_net", ".2fx"),
+    ("fetched/memory", "ratio_prefetched", ".2fx"),
+    ("CPU s/GB: disk", "spilled_cpu_s_per_gb", ".3f"),
+    ("memory", "resident_cpu_s_per_gb", ".3f"),
+)
+_PINGS: Final[tuple[Column, ...]] = (
+    ("where", "transport", ""),
+    ("server", "server", ""),
+    ("quiet p50", "quiet_p50_ms", ".3f"),
+    ("p99", "quiet_p99_ms", ".3f"),
+    ("max", "quiet_max_ms", ".2f"),
+    ("busy p50", "busy_p50_ms", ".3f"),
+    ("p99", "busy_p99_ms", ".3f"),
+    ("max", "busy_max_ms", ".2f"),
+    ("p99 ratio", "ratio_p99", ".2fx"),
+    ("x memory", "ratio_busy_p99", ".2fx"),
+    ("SET GB/s", "set_gb_per_s", ".2f"),
+    ("x memory", "ratio_set", ".2fx"),
+    ("CPU s/GB", "server_cpu_s_per_gb", ".3f"),
+)
+
+
+def _rates(result: DiskResult) -> Iterator[str]:
+    if result["rates"]:
+        yield f"The device by {result['device']}; blocks of loop and tier on {result['memory']} pages"
+    if "t0" in result:
+        yield f"T0: {result['t0']}, the same blocks on the same pages in the same repeat; x T0 is time, less is better"
+    yield from tables(_RATES, result["rates"], _rates_title)
+
+
+def _rates_title(row: Row) -> str:
+    return f"{row['op']}, {row['mode']}, blocks of {size_text(row['block_bytes'])}"
+
+
+def _gets(result: DiskResult) -> Iterator[str]:
+    about = "GET of a block, one client, one in flight (ms; net: less the GET from memory; fetched: by PREFETCH)"
+    yield from tables(_GETS, result["gets"], lambda _: about)
+    for row in result["gets"]:
+        if skipped := sum(sample["skipped"] for sample in row["samples"]):
+            what = f"{row['transport']}, {size_text(row['size_bytes'])}"
+            yield f"  {what}: {skipped} blocks were not on disk when they were asked for, and do not count"
+
+
+def _pings(result: DiskResult) -> Iterator[str]:
+    about = "PING every ms, alone (quiet) and beside a process that SETs 2 MiB flat out (busy), in ms"
+    yield from tables(_PINGS, result["pings"], lambda _: about)
+    for row in result["pings"]:
+        if any(row["counters"].get(name) for name in _KEPT):
+            counted = ", ".join(f"{name} {row['counters'].get(name, 0)}" for name in _KEPT)
+            what = f"{row['transport']}, {row['server']}"
+            yield f"  {what}, while busy: {counted}; {row['missing']} values gone by the end"
+
 
 PARTS = ("rates", "gets", "pings")
 _ARENA_BYTES = 256 * MIB
@@ -121,22 +299,10 @@ def run(plan: DiskPlan, directory: Path, progress: Progress) -> DiskResult:
     if free < needed:
         raise BenchError(f"{directory} has {free / GB:.1f} GB free, the bench needs {needed / GB:.1f} GB")
     start_s = time.monotonic()
-    result = DiskResult(
-        schema=SCHEMA,
-        machine=machine_facts(),
-        options=plan.options(directory),
-        device="not measured",
-        memory="none",
-        notes=[],
-        rates=[],
-        gets=[],
-        pings=[],
-        verified_bytes=0,
-        gate=[],
-        seconds=0.0,
-    )
+    parts = {"device": "not measured", "memory": "none", "rates": [], "gets": [], "pings": []}
+    result = cast(DiskResult, new_result(SCHEMA, plan.options(directory)) | parts)
     if "rates" in plan.parts:
-        _rates(plan, directory, progress, result)
+        _measure_rates(plan, directory, progress, result)
     for transport in plan.transports:
         if {"gets", "pings"} & set(plan.parts):
             _servers(plan, directory, transport, progress, result)
@@ -146,12 +312,12 @@ def run(plan: DiskPlan, directory: Path, progress: Progress) -> DiskResult:
         + sum(sample["verified_bytes"] for row in result["gets"] for sample in row["samples"])
         + sum(sample["verified_bytes"] for row in result["pings"] for sample in row["samples"])
     )
-    result["gate"] = [row.json() for row in disk_gate(result)]
+    result["gate"] = disk_gate(result)
     result["seconds"] = time.monotonic() - start_s
     return result
 
 
-def _rates(plan: DiskPlan, directory: Path, progress: Progress, result: DiskResult) -> None:
+def _measure_rates(plan: DiskPlan, directory: Path, progress: Progress, result: DiskResult) -> None:
     place = directory / "rates"
     place.mkdir()
     try:
@@ -191,3 +357,18 @@ def _remove_empty(path: Path) -> None:
     """Remove a folder, unless somebody has put something into it."""
     with suppress(OSError):
         path.rmdir()
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw bandwidth against threads into the PNG `path`: a panel for each operation and mode."""
+    result = cast(DiskResult, raw)
+    captions = Captions(
+        title="The disk tier beside its device",
+        values="GB/s",
+        foot=foot(result["machine"], f"device: {result['device']}; loop: preadv and pwrite. Medians over the repeats"),
+    )
+    panels = [
+        LinePanel(title, series_of(rows, "arm", "threads", "gb_per_s"), across="threads", sizes=False)
+        for title, rows in groupby(sorted(result["rates"], key=_rates_title), _rates_title)
+    ]
+    lines(panels, captions, path)

@@ -4,47 +4,287 @@ Two processes with a model each take turns: the first fills a cache and, where t
 again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone before the
 next is stored. Prompts, hits and bytes are the same for every arm, and checked, but for what a cache says that it has
 dropped. An arm that fails is left out and said; the others go on.
+
+The result of `kvredis bench prefill`, `hit-sweep` and `long-prefill`: schema kvredis.bench.engine_tables/1, tables.
+
+A sample is one pass over the prompts of one point. Times are of an engine that waits for its accelerator; the drain
+(what batches waited for memory that was still being stored from, and in the end until all that was stored is where its
+tier has it) is told beside them. On a GPU passes and decoding run in CUDA graphs. Ratios are to `recompute` of the same
+point, repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
+
+Arms
+    recompute   no cache: every prompt is computed whole
+    gpu         KV that never left the accelerator's memory: what a hit is worth at most
+    cpu         the engine's own memory
+    lane        a kvredis serve process on this host, through shared memory
+    remote      the same over TCP
+    disk        the engine's own disk, with memory for an eighth, and for what is stored of two batches
+    An arm that fails is left out and said, and so is, in its row, what a cache dropped when it could not keep up: the
+    second pass then has that much less. Bytes that are not what was stored end the bench.
+Passes
+    1   the cache is empty; what prompts have in common is a hit all the same
+    2   the same prompts again. gpu and cpu: in the same process, where alone their memory is; the others: in another
+        process, which has seen none of them, so every hit came from the tier. Hits and their bytes are checked.
+Points
+    prefill: tokens of a forward pass; hit-sweep: the share of a prompt that all have in common; long-prefill: tokens
+    generated for each prompt
+Figures
+    qps             prompts / seconds, seconds being load + prefill + decode
+    first_ms        (load + prefill) / prompts: what a prompt waits for its first token, less what waits with it
+    tier_gb_per_s   bytes of hits / seconds of loads beside which nothing was computed: a batch's, but the first one's,
+                    come while the one before generates
+    over_break_even tier_gb_per_s / (bytes a token x computed tokens/s of recompute): below 1 a hit is slower than none
+
+The engine processes of `kvredis bench prefill`, `hit-sweep` and `long-prefill`, from outside.
+
+One that ends takes its pass with it and nothing else: it can be begun anew for the next.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, Final, Self, TypedDict, cast
 
 from kvredis import install_line
 from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.compute import TINY
-from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
+from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
-from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.plot import Captions, LinePanel, lines, series_of
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    spread,
+    summed,
+    table,
+    verified_line,
+)
+from kvredis.bench.core.servers import ServerProcess, child_environment, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import MIB, rotated
+from kvredis.bench.core.statistics import GB, MIB, by_repeat, middle, paired_ratio, paired_ratios, rotated
 from kvredis.storage.errors import KVRedisError
 
-from .process import WorkerProcess
-from .result import (
-    ARMS,
-    CPU,
-    DEVICE,
-    DISK,
-    LANE,
-    RECOMPUTE,
-    REMOTE,
-    SCHEMA,
-    EngineTablesResult,
-    Row,
-    Sample,
-    conclude,
-    gate_of,
-    row_of,
-)
-from .worker import Pass, Task, first_line
+from .worker import CPU, DEVICE, DISK, LANE, RECOMPUTE, REMOTE, Pass, Task, first_line
+
+SCHEMA: Final = "kvredis.bench.engine_tables/1"
+ARMS: Final = (RECOMPUTE, DEVICE, CPU, LANE, REMOTE, DISK)
+NAMES: Final = ("prefill", "hit-sweep", "long-prefill")
+AXES: Final = {"prefill": "tokens a pass", "hit-sweep": "hit rate", "long-prefill": "tokens generated"}
+
+AUTO_LEAST: Final = 0.97
+"""Of recompute, with min_retrieve_tokens: auto, whatever the tier."""
+LANE_LEAST: Final = 2.5
+"""Of recompute in the second pass, where prompts have nothing in common."""
+CPU_LEAST: Final = 0.95
+"""Of hits that never left the accelerator, up to CPU_RATE of each prompt in common."""
+CPU_RATE: Final = 0.5
+
+
+class Sample(TypedDict):
+    repeat: int
+    qps: float
+    first_ms: float
+    seconds: float
+    load_seconds: float  # that were waited for
+    alone_load_seconds: float  # of loads beside which nothing was computed
+    alone_hit_tokens: int  # that these brought
+    prefill_seconds: float  # with handing over what is stored
+    decode_seconds: float
+    drain_seconds: float
+    hit_tokens: int
+    computed_tokens: int
+    dropped_chunks: int
+
+
+class EngineTablesResult(Result):
+    bench: str
+    rows: list[Row]
+    left_out: list[str]
+    """Arms that failed; the notes say at what."""
+
+
+def row_of(arm: str, number: int, point: float) -> Row:
+    """Give a row without samples."""
+    return Row(arm=arm, number=number, point=point, samples=[])
+
+
+def base_of(row: Row) -> tuple[str, int, float]:
+    """Arm, pass and point of the row that a row is compared with: recompute in the process that served it."""
+    return RECOMPUTE, 1 if row["arm"] in (DEVICE, CPU) else row["number"], row["point"]
+
+
+def conclude(rows: list[Row], bytes_per_token: int) -> None:
+    """Fill in what follows from the samples."""
+    found = {(row["arm"], row["number"], row["point"]): row for row in rows}
+    for row in rows:
+        samples = row["samples"]
+        base = found[base_of(row)]["samples"] if base_of(row) in found else []
+        row |= summed(samples, ("first_ms", "drain_seconds"), ("qps",))
+        row["dropped_chunks"] = sum(sample["dropped_chunks"] for sample in samples)
+        tokens = [sample["hit_tokens"] + sample["computed_tokens"] for sample in samples]
+        row["hit_share"] = min((s["hit_tokens"] / max(n, 1) for s, n in zip(samples, tokens, strict=True)), default=0.0)
+        row |= spread("ratio", paired_ratios(by_repeat(samples, "qps"), by_repeat(base, "qps")), None)
+        row["first_ratio"] = paired_ratio(by_repeat(base, "first_ms"), by_repeat(samples, "first_ms"))
+        _judge_tier(row, base, bytes_per_token)
+
+
+def _judge_tier(row: Row, base: list[Sample], bytes_per_token: int) -> None:
+    row["tier_gb_per_s"] = row["over_break_even"] = None
+    loads = [s for s in row["samples"] if s["alone_hit_tokens"] and s["alone_load_seconds"]]
+    if row["arm"] == RECOMPUTE or not loads:
+        return
+    speed = middle([s["alone_hit_tokens"] * bytes_per_token / s["alone_load_seconds"] for s in loads])
+    row["tier_gb_per_s"] = speed / GB
+    made = middle([s["computed_tokens"] * bytes_per_token / s["prefill_seconds"] for s in base if s["prefill_seconds"]])
+    if made:
+        row["over_break_even"] = speed / made
+
+
+def gate_of(result: EngineTablesResult) -> list[GateLine]:
+    """Judge every line that this bench has; a figure that is missing, or an arm, does not pass."""
+    return [*_lines(result), *(gate_line(f"{arm}, left out", "measured", None) for arm in result["left_out"])]
+
+
+def _lines(result: EngineTablesResult) -> list[GateLine]:
+    if result["options"]["auto"]:
+        return [
+            gate_line(_name(row, result["bench"]), f">= {AUTO_LEAST:.2f}x", row["ratio"])
+            for row in result["rows"]
+            if row["arm"] not in (RECOMPUTE, DEVICE)
+        ]
+    if result["bench"] != "hit-sweep":
+        return []
+    judged, second = [], [row for row in result["rows"] if row["number"] == 2]
+    by_place = {(row["arm"], row["point"]): row for row in second}
+    for row in second:
+        at = f"{row['point']:.0%} in common"
+        if row["arm"] == LANE and row["point"] == 0:
+            judged.append(gate_line(f"lane / recompute, {at}", f">= {LANE_LEAST:.2f}x", row["ratio"]))
+        device = by_place.get((DEVICE, row["point"]))
+        if row["arm"] == CPU and row["point"] <= CPU_RATE and device is not None:
+            ratio = paired_ratio(by_repeat(row["samples"], "qps"), by_repeat(device["samples"], "qps"))
+            judged.append(gate_line(f"cpu / gpu, {at}", f">= {CPU_LEAST:.2f}x", ratio))
+    return judged
+
+
+def table_lines(result: EngineTablesResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    options = result["options"]
+    yield from machine_lines(result["machine"])
+    yield (
+        f"{options['shape']}: {options['bytes_per_token']} bytes a token, chunks of {options['chunk_tokens']};"
+        f" {options['prompts']} prompts of {options['prompt_tokens']} tokens, up to {options['rows']} at once;"
+        f" {options['repeats']} repeats{', min_retrieve_tokens: auto' if options['auto'] else ''}"
+    )
+    yield from result["notes"]
+    for point in dict.fromkeys(row["point"] for row in result["rows"]):
+        columns: list[Column] = [
+            (_point(result["bench"], point), lambda row: f"{row['arm']}, pass {row['number']}", ""),
+            ("QPS", "qps", ".3f"),
+            ("x recompute", "ratio", ".3f"),
+            ("least to most", _spread_of, ">s"),
+            ("first ms", "first_ms", ".1f"),
+            ("sooner x", "first_ratio", ".2f"),
+            ("hit", "hit_share", ".1%"),
+            ("GB/s", "tier_gb_per_s", ".2f"),
+            ("/ break-even", "over_break_even", ".2f"),
+            ("drain s", "drain_seconds", ".3f"),
+            ("", lambda row: f"{row['dropped_chunks']} chunks dropped" if row["dropped_chunks"] else "", ""),
+        ]
+        yield ""
+        yield from table(columns, [row for row in result["rows"] if row["point"] == point])
+    yield ""
+    yield verified_line(result, "of KV by checksum against what was computed")
+    yield from gate_lines(result["gate"])
+
+
+def _spread_of(row: Row) -> str:
+    known = row["ratio_min"] is not None and row["arm"] != RECOMPUTE
+    return f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}" if known else ""
+
+
+def _point(bench: str, point: float) -> str:
+    return f"{point:.0%} in common" if bench == "hit-sweep" else f"{point:g} {AXES[bench]}"
+
+
+def _name(row: Row, bench: str) -> str:
+    return f"{row['arm']}, pass {row['number']}, {_point(bench, row['point'])}"
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw QPS, and how much sooner the first token comes, against the point, into the PNG `path`."""
+    result = cast(EngineTablesResult, raw)
+    bench, panels = result["bench"], []
+    for number in (1, 2):
+        for title, figure in (("prompts per second", "qps"), ("first token, times as soon", "first_ratio")):
+            drawn = series_of([row for row in result["rows"] if row["number"] == number], "arm", "point", figure)
+            panels.append(LinePanel(f"{title}, pass {number}", drawn, across=AXES[bench], sizes=False))
+    machine, options = result["machine"], result["options"]
+    foot = (
+        f"{machine.get('cpu')}, {machine.get('cores')} cores, Linux {machine.get('kernel')}. {options['shape']},"
+        f" {options['prompts']} prompts of {options['prompt_tokens']} tokens. {' '.join(result['notes'])}"
+    )
+    titles = {"prefill": "Prefilling", "hit-sweep": "What hits are worth", "long-prefill": "Long prompts"}
+    lines(panels, Captions(title=titles[bench], values="", foot=foot), path, columns=2)
+
+
+_KINDS: dict[str, type[BenchError]] = {each.__name__: each for each in (MissingHits, VerificationError)}
+
+
+class WorkerProcess(LineProcess):
+    """One engine in a process of its own, a context manager; `begun` is what engine_tables_worker.first_line gives."""
+
+    def __init__(self, begun: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "kvredis.bench.engine_tables.worker"]
+        super().__init__("a bench's engine process", command, child_environment(os.environ))
+        self._begun = begun
+        self.device = ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        try:
+            self.tell(self._begun)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def started(self) -> None:
+        """Wait until it computes."""
+        self.device = self._answered()["device"]
+
+    def revive(self) -> None:
+        """Begin anew if it has ended."""
+        if self.has_ended:
+            self.__exit__()
+            self.__enter__()
+            self.started()
+
+    def ask(self, task: Task) -> Pass:
+        """Have it run a pass. Raises what it raised."""
+        self.tell(cast(dict[str, Any], task))
+        return cast(Pass, self._answered())
+
+    def _answered(self) -> dict[str, Any]:
+        answer = self.answer()
+        if "error" in answer:
+            raise _KINDS.get(answer["kind"], BenchError)(answer["error"])
+        return answer
+
 
 MEMORY_MIN_BYTES = 64 * MIB
 _SEED = 23
@@ -344,5 +584,5 @@ def run(plan: TablesPlan, progress: Progress) -> EngineTablesResult:
         seconds=time.monotonic() - start_s,
     )
     conclude(result["rows"], plan.shape.bytes_per_token())
-    result["gate"] = [line.json() for line in gate_of(result)]
+    result["gate"] = gate_of(result)
     return result

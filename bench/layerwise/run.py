@@ -3,49 +3,298 @@
 Four questions: has the first layer left before the last is computed; how long does a device wait for a prefix that
 comes layer by layer; is a bound on the bandwidth kept; and what does a step take when a share of the layers has its KV
 elsewhere, beside what `kvredis plan` says. Every output and every byte is compared.
+
+The result of `kvredis bench layerwise`: the JSON file's schema, kvredis.bench.layerwise/2, its table and its gate.
+
+Moments are the device's own. A point's figures are medians over its samples, one a repeat; ratios pair what ran in the
+same repeat. Milliseconds where a name says so, else seconds; GB/s are 1e9 bytes.
+
+push    a prompt prefilled in steps: nothing stored (none), whole chunks behind each step (behind), or each layer behind
+        its attention (layered). `steps_ahead` counts the steps in which layer 0 had left the engine's pages before the
+        last layer was computed, by `lead_ms` at least; `tail_ms` is how long the last layer took to follow.
+load    the rest of a prompt is computed behind a prefix that is there (alone), that is loaded before (before), or layer
+        by layer meanwhile: leased when the step begins (layered), or for `prepare_ms` before, in which the engine
+        prepares the step (prepared; vLLM's connector). `ratio` is what was asked for of load / compute time, by a bound
+        on the bandwidth; 0: no bound. Of either way `ms` is what the step took from its begin, `gained` before / that,
+        `exposed` how long the device was idle for loads, and `quotient` that / (load / layers).
+cap     a bound on the bandwidth, and what was measured: storing, loading, and a load that comes while stores are under
+        way (both), where `load_gb_per_s` is the load's own. `asked_gb_per_s` None: the same without a bound.
+share   decoding while `layers` of the model's layers have no KV in the engine between two steps, and load it in each.
+        `predicted_ms` is the plan's: max(step without, share x M / B_link + T_overhead); `pipeline` has what goes into
+        it, measured in the same run, and a_max.
+Top level
+        schema, machine (see core/machine.py), device, torch, options, notes, the four, pipeline, verified_bytes (KV
+        compared in full; outputs are compared besides, bit by bit), gate, seconds
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvredis import install_line
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    table,
+    verified_line,
+)
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import BLOCK_TOKENS, SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, MIB, middle, rotated
-from kvredis.bench.plan.planning import Pipeline, PipelineJson, remote_share
+from kvredis.bench.plan import Pipeline, PipelineJson, remote_share
 
-from .arms import Prefix, cap, load, prefix, push, remote_places, share
 from .model import SMALL, Marks, PagedModel, synchronize
-from .result import (
-    CAP_BOUNDS,
+from .rig import (
     CAPS,
+    LAYERED,
+    NAME,
+    NONE,
     PUSHES,
-    SCHEMA,
     CapSample,
-    LayerwiseResult,
     LoadSample,
+    Prefix,
     PushSample,
+    Remote,
+    Rig,
     ShareSample,
-    cap_point,
-    gate_lines,
-    load_point,
-    push_points,
-    share_point,
+    cap,
+    load,
+    prefix,
+    push,
+    remote_places,
+    share,
 )
-from .rig import NAME, Remote, Rig
 
 if TYPE_CHECKING:
     from kvredis.adapters.paged.mover import ChunkMover
     from kvredis.backends.base import Backend
+
+
+SCHEMA: Final = "kvredis.bench.layerwise/2"
+EXPOSED_MOST: Final = 1.3
+"""Of one layer's share of the load's time, where loading is faster than computing; of the prepared arm."""
+CAP_BOUNDS: Final = (0.9, 1.1)
+"""Of the bandwidth that was asked for."""
+
+_Sample = TypeVar("_Sample")
+
+
+class LayerwiseResult(Result):
+    torch: str
+    device: str
+    push: list[Row]
+    load: list[Row]
+    cap: list[Row]
+    share: list[Row]
+    pipeline: PipelineJson | None
+
+
+def push_points(samples: dict[str, list[PushSample]]) -> list[Row]:
+    """Make a point of each arm; they have as many samples, in the same order."""
+    return [
+        Row(
+            arm=arm, samples=mine,
+            seconds=_of(mine, lambda each: each["seconds"]),
+            drain_seconds=_of(mine, lambda each: each["drain_seconds"]),
+            ratio=middle([one["seconds"] / base["seconds"] for one, base in zip(mine, samples[NONE], strict=True)]),
+            ahead=min(each["steps_ahead"] / max(each["steps"], 1) for each in mine),
+            lead_ms=_of(mine, lambda each: each["lead_ms"]),
+            tail_ms=_of(mine, lambda each: each["tail_ms"]),
+        )
+        for arm, mine in samples.items()
+    ]  # fmt: skip
+
+
+def load_point(ratio: float, cap_bytes_per_s: float | None, layers: int, samples: list[LoadSample]) -> Row:
+    """Make a point of its samples."""
+    load_s = _of(samples, lambda each: each["load_seconds"])
+    return Row(
+        ratio=ratio, cap_gb_per_s=None if cap_bytes_per_s is None else cap_bytes_per_s / 1e9, samples=samples,
+        alone_ms=_of(samples, lambda each: each["alone_seconds"] * 1e3),
+        before_ms=_of(samples, lambda each: each["before_seconds"] * 1e3),
+        load_ms=load_s * 1e3, layer_ms=load_s * 1e3 / layers,
+        load_per_compute=_of(samples, lambda each: each["load_seconds"] / each["alone_seconds"]),
+        layered=_by_layers(
+            layers, samples, lambda each: each["layered_seconds"], lambda each: each["layered_exposed_seconds"]
+        ),
+        prepared=_by_layers(
+            layers, samples, lambda each: each["prepared_seconds"], lambda each: each["prepared_exposed_seconds"]
+        ),
+    )  # fmt: skip
+
+
+def _by_layers(
+    layers: int,
+    samples: list[LoadSample],
+    seconds: Callable[[LoadSample], float],
+    exposed_s: Callable[[LoadSample], float],
+) -> Row:
+    exposed = [exposed_s(each) * 1e3 for each in samples]
+    return Row(
+        ms=_of(samples, lambda each: seconds(each) * 1e3),
+        gained=_of(samples, lambda each: each["before_seconds"] / seconds(each)),
+        exposed_ms=middle(exposed), exposed_ms_min=min(exposed), exposed_ms_max=max(exposed),
+        quotient=_of(samples, lambda each: exposed_s(each) / (each["load_seconds"] / layers)),
+    )  # fmt: skip
+
+
+def cap_point(way: str, asked_gb_per_s: float | None, samples: list[CapSample]) -> Row:
+    """Make a point of its samples."""
+    rates = [each["gb_per_s"] for each in samples]
+    loads = [each["load_gb_per_s"] for each in samples if each["load_gb_per_s"] is not None]
+    return Row(
+        way=way, asked_gb_per_s=asked_gb_per_s, samples=samples,
+        gb_per_s=middle(rates), gb_per_s_min=min(rates), gb_per_s_max=max(rates),
+        load_gb_per_s=middle(loads) if loads else None,
+    )  # fmt: skip
+
+
+def share_point(asked: float, remote: tuple[int, int], samples: list[ShareSample], bases: list[ShareSample]) -> Row:
+    """Make a point of its samples, without the prediction; `remote` is (remote layers, all layers), `bases` are the
+    samples of share 0."""
+    steps = [each["step_seconds"] * 1e3 for each in samples]
+    return Row(
+        asked=asked, share=remote[0] / remote[1], layers=remote[0], samples=samples,
+        step_ms=middle(steps), step_ms_min=min(steps), step_ms_max=max(steps),
+        exposed_ms=_of(samples, lambda each: each["exposed_seconds"] * 1e3),
+        ratio=middle([one["step_seconds"] / base["step_seconds"] for one, base in zip(samples, bases, strict=True)]),
+        predicted_ms=0.0,
+    )  # fmt: skip
+
+
+def _of(samples: Sequence[_Sample], figure: Callable[[_Sample], float]) -> float:
+    return middle([figure(each) for each in samples])
+
+
+def layerwise_gate(result: LayerwiseResult) -> list[GateLine]:
+    """Judge every line of what was measured. No bar applies where loads take longer than computing, nor to a bound on
+    what is no faster without."""
+    name = "push: layer 0 is out before the last is computed"
+    judged = [gate_line(name, ">= 1.00", point["ahead"]) for point in result["push"] if point["arm"] == LAYERED]
+    for each in result["load"]:
+        if each["load_per_compute"] <= 1:
+            quotient = each["prepared"]["quotient"]
+            judged.append(gate_line(f"load: exposed, {_asked(each)}", f"<= {EXPOSED_MOST:.2f}", quotient))
+    free = {point["way"]: point["gb_per_s"] for point in result["cap"] if point["asked_gb_per_s"] is None}
+    for point in result["cap"]:
+        asked = point["asked_gb_per_s"]
+        if asked is not None and free[point["way"]] >= asked * CAP_BOUNDS[1]:
+            bound = f"{asked * CAP_BOUNDS[0]:.2f} to {asked * CAP_BOUNDS[1]:.2f}"
+            judged.append(gate_line(f"cap: {point['way']}, GB/s", bound, point["gb_per_s"]))
+    return judged
+
+
+def table_lines(result: LayerwiseResult) -> Iterator[str]:
+    """Give the report, line by line: everything in it is in the JSON."""
+    yield from machine_lines(result["machine"], f"{result['device']}; ")
+    yield f"torch {result['torch']}"
+    yield "; ".join(f"{name} {value}" for name, value in result["options"].items())
+    yield from result["notes"]
+    yield from _push_lines(result["push"])
+    yield from _load_lines(result["load"])
+    yield from _cap_lines(result["cap"])
+    yield from _share_lines(result)
+    yield ""
+    yield verified_line(result, "of KV compared in full and every output")
+    yield from gate_lines(result["gate"], "medians")
+
+
+def _of_layered(figure: str) -> Callable[[Row], object]:
+    """A figure that only the layered arm has."""
+    return lambda row: row[figure] if row["arm"] == LAYERED else None
+
+
+_PUSH: Final[tuple[Column, ...]] = (
+    ("prefill", "arm", ""),
+    ("s", "seconds", ".3f"),
+    ("x none", "ratio", ".3f"),
+    ("drain s", "drain_seconds", ".3f"),
+    ("ahead", _of_layered("ahead"), ".0%"),
+    ("lead ms", _of_layered("lead_ms"), ".2f"),
+    ("tail ms", _of_layered("tail_ms"), ".2f"),
+)
+_LOAD: Final[tuple[Column, ...]] = (
+    ("load beside compute", lambda row: _asked(row), ""),
+    ("load ms", "load_ms", ".2f"),
+    ("/compute", "load_per_compute", ".2f"),
+    ("alone ms", "alone_ms", ".2f"),
+    ("before ms", "before_ms", ".2f"),
+    ("leased", "leased", ""),
+    ("layers ms", "ms", ".2f"),
+    ("gained", "gained", ".2fx"),
+    ("exposed ms", "exposed_ms", ".2f"),
+    ("least to most", ("exposed_ms_min", "exposed_ms_max"), ".2f"),
+    ("x load/L", "quotient", ".2f"),
+)
+_SHARE: Final[tuple[Column, ...]] = (
+    ("share", "share", ".2f"),
+    ("layers", "layers", "d"),
+    ("step ms", "step_ms", ".2f"),
+    ("least to most", ("step_ms_min", "step_ms_max"), ".2f"),
+    ("x none", "ratio", ".2f"),
+    ("plan ms", "predicted_ms", ".2f"),
+    ("idle ms", "exposed_ms", ".2f"),
+)
+
+
+def _push_lines(points: list[Row]) -> Iterator[str]:
+    if points:
+        yield ""
+        yield from table(_PUSH, points)
+
+
+def _load_lines(points: list[Row]) -> Iterator[str]:
+    if points:
+        yield ""
+        rows = [
+            each | {"leased": leased} | each[way]
+            for each in points
+            for leased, way in (("then", "layered"), ("before", "prepared"))
+        ]
+        yield from table(_LOAD, rows)
+
+
+def _cap_lines(points: list[Row]) -> Iterator[str]:
+    if points:
+        yield ""
+    for point in points:
+        own = "" if point["load_gb_per_s"] is None else f"; the load at {point['load_gb_per_s']:.3f}"
+        asked = "no bound" if point["asked_gb_per_s"] is None else f"at most {point['asked_gb_per_s']:g} GB/s"
+        yield (
+            f"  {asked:<18} {point['way']:<5} {point['gb_per_s']:8.3f} GB/s"
+            f" ({point['gb_per_s_min']:.3f} to {point['gb_per_s_max']:.3f}){own}"
+        )
+
+
+def _share_lines(result: LayerwiseResult) -> Iterator[str]:
+    line = result["pipeline"]
+    if line is None:
+        return
+    yield ""
+    yield (
+        f"  Decoding: {line['kv_gb'] * 1e3:.1f} MB of KV a step; link {line['link_gb_per_s']:.2f} GB/s, attention reads"
+        f" {line['hbm_gb_per_s']:.2f} GB/s, other work {line['other_ms']:.2f} ms, overhead {line['overhead_ms']:.2f}"
+        f" ms: a_max {line['a_max']:.2f}"
+    )
+    yield from table(_SHARE, result["share"])
+
+
+def _asked(point: Row) -> str:
+    return "no bound" if point["cap_gb_per_s"] is None else f"load/compute {point['ratio']:g}"
+
 
 LOCAL, LANE, REMOTE = "local", "lane", "remote"
 TIERS: Final = (LOCAL, LANE, REMOTE)
@@ -127,14 +376,19 @@ def run(plan: LayerwisePlan, progress: Progress) -> LayerwiseResult:
     with ExitStack() as stack:
         rig = Rig(model, stack.enter_context(_backend(plan, shape, on_gpu)), plan.chunk_tokens)
         result = LayerwiseResult(
-            schema=SCHEMA,
-            machine=machine_facts(),
+            **new_result(
+                SCHEMA,
+                {"shape": shape.name, "bytes_per_token": shape.bytes_per_token(), **plan.options()},
+                [] if on_gpu else ["There is no GPU: one thread computes, and what moves shares its memory with it"],
+            ),
             torch=str(torch.__version__),
             device=torch.cuda.get_device_name() if on_gpu else "No GPU",
-            options={"shape": shape.name, "bytes_per_token": shape.bytes_per_token(), **plan.options()},
-            notes=[] if on_gpu else ["There is no GPU: one thread computes, and what moves shares its memory with it"],
-            push=[], load=[], cap=[], share=[], pipeline=None, gate=[], verified_bytes=0, seconds=0.0,
-        )  # fmt: skip
+            push=[],
+            load=[],
+            cap=[],
+            share=[],
+            pipeline=None,
+        )
         if "push" in plan.parts:
             _push(rig, plan, result, progress)
         known = prefix(rig, plan.prefix_tokens, plan.suffix_tokens, plan.decode_steps)
@@ -145,7 +399,7 @@ def run(plan: LayerwisePlan, progress: Progress) -> LayerwiseResult:
         if "share" in plan.parts:
             _share(rig, plan, known, result, progress)
         result["verified_bytes"] = rig.verified_bytes
-    result["gate"] = gate_lines(result)
+    result["gate"] = layerwise_gate(result)
     result["seconds"] = time.monotonic() - began_s
     return result
 

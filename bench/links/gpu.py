@@ -15,11 +15,10 @@ from typing import Any, Final
 
 from kvredis import install_line
 from kvredis.bench.core.errors import VerificationError
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.result import Progress, Row
 from kvredis.bench.core.statistics import GB, percentile
 
-from .memory import timed_together
-from .result import CopyRow, CopySample, LatencyRow, LatencySample, Link, copy_row, latency_row
+from .memory import CopySample, LatencySample, Link, copy_row, latency_row, timed_together
 
 CPU: Final = "CPU"
 GPUS_MAX: Final = 8
@@ -35,8 +34,8 @@ class Gpus:
 
     names: list[str] = field(default_factory=list)
     peers: list[list[bool]] = field(default_factory=list)
-    copies: list[CopyRow] = field(default_factory=list)
-    latencies: list[LatencyRow] = field(default_factory=list)
+    copies: list[Row] = field(default_factory=list)
+    latencies: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

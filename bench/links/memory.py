@@ -1,4 +1,28 @@
-"""What one thread copies between two places of a process: memory of each kind of page, and of each NUMA node.
+"""The result of `kvredis bench links`: the JSON file's schema, kvredis.bench.links/1, its matrices and its picture.
+
+A link is a pair of places. GB = 1e9 bytes; `uni` is one way alone, `bi` both ways at once and their sum, as in CUDA's
+p2pBandwidthLatencyTest. Latencies are round trips, us: there and back. Medians are over the repeats; of a repeat a
+latency is the median over its rounds.
+
+Parts of `copies`
+    memory   one thread of one process copies with memmove between two places (bi: two threads, one each way). `process`
+             is anonymous memory, `arena` a memfd as the server maps it; each on the pages that its name says, and
+             `node N` is memory bound to that NUMA node, copied by a thread on that node
+    process  between two processes: tcp and unix send and receive whole blocks over one socket (bi: two); shared
+             memory is one copy out of a memfd that the other process has just written
+    gpu      CPU memory, page-locked (pinned) or not (pageable), to and from a GPU; between GPUs (peer) and within one
+             (device); bi on two streams, pageable ones by two threads; each copy is made several times in a row
+Parts of `latencies`
+    cores    a token passed between two processes, each bound to a core, through a pair of eventfds: the kernel's
+             wake-up is in it
+    process  one byte there and back between two processes, wherever the kernel runs them: eventfd, pipe, unix, tcp
+    gpu      copying 16 bytes and waiting for it
+
+Top level
+    schema, machine (see core/machine.py), options, notes (what could not be measured, and why), gpus (names), peers
+    (which GPU can reach which), copies, latencies, verified_bytes, seconds
+
+What one thread copies between two places of a process: memory of each kind of page, and of each NUMA node.
 
 Blocks of 2 MiB in order, with memmove. Each place has a stretch to read and one to write, and the latter is overwritten
 before each copy, so that what is compared afterwards can only have come from this one. Both ways at once is two
@@ -17,19 +41,62 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypedDict
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.result import Progress, Row, summed
 from kvredis.bench.core.statistics import GB, MIB
-from kvredis.bench.disk.blocks import same_bytes
+from kvredis.bench.core.workload import same_bytes
 from kvredis.bench.memory import HUGE_SHARE_MIN, backing
 from kvredis.storage.errors import ArenaError
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena, HugepageMode
 from kvredis.storage.memory.hugepages import anonymous_thp, shmem_thp, shmem_thp_usable
 from kvredis.storage.memory.page_lock import c_library
 
-from .result import BASE, CopyRow, CopySample, Direction, Link, copy_row
+BASE: Final = "process 4 KiB"
+"""A copy within this memory is what the picture's bars are divided by."""
+
+
+Part = Literal["memory", "process", "gpu"]
+Direction = Literal["uni", "bi"]
+
+
+class CopySample(TypedDict):
+    repeat: int
+    seconds: float
+    gb_per_s: float
+    verified_bytes: int  # compared in full after the clock had stopped
+
+
+class LatencySample(TypedDict):
+    repeat: int
+    rounds: int
+    p50_us: float
+    p99_us: float
+
+
+class Link(TypedDict):
+    """What a row of copies is about, without its samples."""
+
+    part: Part
+    way: str
+    source: str
+    target: str
+    direction: Direction
+
+
+def copy_row(link: Link, nbytes: int, samples: list[CopySample]) -> Row:
+    """Sum up one link over the repeats."""
+    return Row(**link, nbytes=nbytes, samples=samples) | summed(samples, spreads=("gb_per_s",))
+
+
+def latency_row(
+    part: Literal["cores", "process", "gpu"], way: str, ends: tuple[str, str], samples: list[LatencySample]
+) -> Row:
+    """Sum up one way between two `ends` over the repeats."""
+    row = Row(part=part, way=way, source=ends[0], target=ends[1], samples=samples)
+    return row | summed(samples, ("p99_us",), ("p50_us",))
+
 
 BLOCK_BYTES: Final = 2 * MIB
 DIRECTIONS: Final[tuple[Direction, ...]] = ("uni", "bi")
@@ -61,7 +128,7 @@ class Place:
         return self.address + self.nbytes
 
 
-def run_memory(nbytes: int, repeats: int, progress: Progress, notes: list[str]) -> list[CopyRow]:
+def run_memory(nbytes: int, repeats: int, progress: Progress, notes: list[str]) -> list[Row]:
     """Measure every pair of places, one way and both, in every repeat; tell in `notes` what this machine has not.
 
     Raises BenchError when there is no memory, VerificationError at a wrong byte.

@@ -4,7 +4,20 @@ In every repeat each server is started afresh for each operation that stores, wh
 touched (cold), and gets the same again once all of it was (warm); then it is read from. Everything is read back and
 compared after what was put off has been done. Servers: kvredis, kvredis with a disk tier, redis, memcached, and a pyzmq
 ROUTER that stores as the field's own server does (transport/zmq_peer.py). One runs at a time: a pool that is not
-touched yet has no rent to pay, but four of them would not fit a small machine. Rows: deferred_result.py.
+touched yet has no rent to pay, but four of them would not fit a small machine.
+
+What it costs a client to store and fetch a model's blocks, by how much is done before the answer comes:
+
+    SET one by one        answered when the value can be read; nothing is on disk
+    SET pipelined         the same, 64 in flight
+    SET + WAITAOF         the same, and after each batch of 64 the client waits until it is on disk (disk tier alone)
+    SET deferred          pyzmq: a batch in one message, answered before it is copied (its sync: SET in one message)
+    GET one by one, MGET  64 keys in one request, received one after the other (pyzmq: a message per block)
+
+`drain_s` is how long after the last answer everything that had been put off was done: pyzmq's copies, kvredis' writes
+to disk. It is not in `seconds`, and is in `ratio_t0_drained`. A `cold` pool belongs to a server that has just started
+and has touched none of its memory (kvredis with --no-prefault; by default a thread of its own does it).
+Ratios to T0 as in transport/run.py: an arm's seconds / those of torch's plain copy of the blocks in the same repeat.
 """
 
 from __future__ import annotations
@@ -14,32 +27,94 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
+from kvredis.bench.core.blocks import BLOCKS, Blocks, TorchCopy, Turn
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.result import Column, Progress, Row, summed, table
 from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess
 from kvredis.bench.core.shapes import ModelShape, shape_of
-from kvredis.bench.core.statistics import GB, middle, rotated
-from kvredis.bench.transport.blocks import BLOCKS, Blocks, TorchCopy, Turn
-from kvredis.bench.transport.zmq_client import ZmqProcess
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated, size_text
+from kvredis.bench.transport.pyzmq import ZmqProcess
 
-from .deferred_result import (
-    COLD,
-    GET,
-    MGET,
-    SET,
-    SET_DEFERRED,
-    SET_DURABLE,
-    SET_MESSAGE,
-    SET_PIPELINED,
-    WARM,
-    BaseRow,
-    BaseSample,
-    DeferredRow,
-    DeferredSample,
-    summarize,
+from .transfer import BaseSample
+
+SET, SET_PIPELINED, SET_DURABLE, SET_MESSAGE, SET_DEFERRED = (
+    "SET one by one",
+    "SET pipelined",
+    "SET + WAITAOF",
+    "SET in one message",
+    "SET deferred",
 )
+GET, MGET = "GET one by one", "MGET"
+COLD: Final = "cold"
+WARM: Final = "warm"
+
+
+class DeferredSample(TypedDict):
+    """One server, one operation, one repeat: every block once."""
+
+    repeat: int
+    seconds: float
+    drain_s: float  # 0 where nothing is put off
+    drained_s: float  # seconds + drain_s
+    gb_per_s: float
+    server_cpu_ms_per_gb: float
+    client_cpu_ms_per_gb: float
+    verified_bytes: int  # read back after the drain, and compared in full
+
+
+def summarize_deferred(
+    what: tuple[str, str, str], shape: tuple[str, int, int], samples: list[DeferredSample], base: list[BaseSample]
+) -> Row:
+    """Sum up `what` = (server, op, pool) with blocks of `shape` = (name, bytes, how many); T0 is in `base`."""
+    base_s = by_repeat(base, "seconds")
+    row = Row(
+        server=what[0],
+        transport="tcp",
+        shape=shape[0],
+        block_bytes=shape[1],
+        blocks=shape[2],
+        op=what[1],
+        pool=what[2],
+        samples=samples,
+    )
+    row |= summed(samples, ("seconds", "drain_s", "gb_per_s", "server_cpu_ms_per_gb", "client_cpu_ms_per_gb"))
+    row["ratio_t0"] = paired_ratio(by_repeat(samples, "seconds"), base_s)
+    row["ratio_t0_drained"] = paired_ratio(by_repeat(samples, "drained_s"), base_s)
+    return row
+
+
+def deferred_lines(rows: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
+    """Give the part's table, line by line; nothing when it was not measured."""
+    for t0 in base:
+        own = [row for row in rows if row["shape"] == t0["where"]] if t0["part"] == "deferred" else []
+        if not own:
+            continue
+        yield ""
+        yield (
+            f"{t0['where']}: {own[0]['blocks']} blocks of {size_text(t0['size_bytes'])} in batches of 64,"
+            f" tcp, one connection; T0 {t0['gb_per_s']:.2f} GB/s"
+        )
+        yield from table(_COLUMNS, sorted(own, key=lambda row: (_ORDER.index(row["op"]), row["pool"] != COLD)))
+
+
+_ORDER: Final[tuple[str, ...]] = (SET, SET_PIPELINED, SET_MESSAGE, SET_DEFERRED, SET_DURABLE, GET, MGET)
+
+
+_COLUMNS: Final[tuple[Column, ...]] = (
+    ("op", "op", ""),
+    ("pool", "pool", ""),
+    ("server", "server", ""),
+    ("ms", lambda row: row["seconds"] * 1e3, ".1f"),
+    ("GB/s", "gb_per_s", ".2f"),
+    ("x T0", "ratio_t0", ".2fx"),
+    ("drain ms", lambda row: row["drain_s"] * 1e3, ".1f"),
+    ("x T0", "ratio_t0_drained", ".2fx"),
+    ("server ms/GB", "server_cpu_ms_per_gb", ".0f"),
+    ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
+)
+
 
 WITH_DISK: Final = "kvredis+disk"
 PYZMQ: Final = "pyzmq"
@@ -195,12 +270,10 @@ def _zmq(blocks: Blocks) -> Iterator[Held]:
         yield _ZmqHeld(stack.enter_context(ZmqProcess(blocks.count, blocks.size_bytes)), blocks, stack)
 
 
-def run_deferred(
-    plan: DeferredPlan, who: Sequence[Contender], progress: Progress
-) -> tuple[list[DeferredRow], list[BaseRow]]:
+def run_deferred(plan: DeferredPlan, who: Sequence[Contender], progress: Progress) -> tuple[list[Row], list[Row]]:
     """Measure every shape; gives the rows and T0. Raises KVRedisError, VerificationError at a wrong byte."""
-    rows: list[DeferredRow] = []
-    base: list[BaseRow] = []
+    rows: list[Row] = []
+    base: list[Row] = []
     for shape in plan.shapes:
         one = _Shape(plan, shape)
         one.run(who, progress)
@@ -291,15 +364,15 @@ class _Shape:
             verified_bytes=verified,
         )
 
-    def rows(self) -> list[DeferredRow]:
+    def rows(self) -> list[Row]:
         """Sum up."""
         shape = (self._shape.name, self._blocks.size_bytes, self._blocks.count)
-        return [summarize(what, shape, own, self._base) for what, own in self._samples.items()]
+        return [summarize_deferred(what, shape, own, self._base) for what, own in self._samples.items()]
 
-    def base_row(self) -> BaseRow:
+    def base_row(self) -> Row:
         """Give T0."""
         if not self._base:
             raise BenchError("no repeat was measured")
         rate = middle([sample["gb_per_s"] for sample in self._base])
         where, size = self._shape.name, self._blocks.size_bytes
-        return BaseRow(part="deferred", where=where, size_bytes=size, samples=self._base, gb_per_s=rate)
+        return Row(part="deferred", where=where, size_bytes=size, samples=self._base, gb_per_s=rate)

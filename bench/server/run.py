@@ -1,34 +1,405 @@
 """`kvredis bench server` as a whole: which servers run when, and the result that all parts are gathered in.
 
 Servers of one transport run at the same time and take turns within each repeat, so that what disturbs the machine
-disturbs them alike; an idle one costs nothing. Parts: transfers (transfer.py), small (small.py), head-of-line
-(head_of_line.py), lookup (lookup.py), deferred (deferred.py).
+disturbs them alike; an idle one costs nothing. Parts: transfers (transfer.py), small, head-of-line and lookup
+(latency.py), deferred (deferred.py).
+
+Units: GB = 1e9 bytes of payload (protocol bytes are not counted), ms = milliseconds, rps = requests per second. CPU is
+user plus system time: the server's over all its threads, the client's over all of its own, between the first request
+and the last reply. Every `ratio_*` is the median over the repeats of kvredis-or-peer divided by redis *in the same
+repeat*, and null where redis did not run. `before` is an earlier commit of kvredis; the rows of kvredis have each
+`ratio_*_to_before` where it ran. A percentile p99 of a cell with few operations (32 MiB) is simply its slowest one.
+
+The file, kvredis.bench.server/1, has beside what every result has
+    servers  version, command, facts from INFO      skipped  server or part -> why      verified  values, bytes, wrong
+    transfers, small, head_of_line, lookup, deferred, t0   rows of each part; earlier files lack the last three and
+             `held`, and load() gives them empty
+    held     rows of kvredis beside those of the earlier commit
+
+The gate: server CPU is judged where client and server share one CPU, since that figure repeats; throughput where they
+do not, since that is what a user sees. Every arm (transport, connections) is judged by itself, where it was measured.
+It leaves room, in which a change that costs ten percent hides; in `held` nothing may be lost. One repeat on a noisy
+machine proves nothing, so a row is judged by the median of the ratios of what ran side by side; a row that falls short
+by little deserves a second run before it is believed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypedDict, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
-from kvredis.bench.core.servers import BEFORE, RECIPES, Recipe, ServerProcess, Transport
+from kvredis.bench.core.plot import Captions, LinePanel, foot, lines
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    tables,
+)
+from kvredis.bench.core.result import load as load_result
+from kvredis.bench.core.servers import BEFORE, RECIPES, SUBJECT, Recipe, ServerFacts, ServerProcess, Transport
 from kvredis.bench.core.shapes import shape_of
-from kvredis.bench.core.statistics import MIB
-from kvredis.bench.transport.zmq_client import missing as zmq_missing
+from kvredis.bench.core.statistics import MIB, by_repeat, counted, paired_ratio, size_text
+from kvredis.bench.transport.pyzmq import missing as zmq_missing
 
-from .before import held
-from .deferred import DeferredPlan, contenders, run_deferred
-from .gate import gate
-from .head_of_line import HeadOfLinePlan, run_head_of_line
-from .lookup import LookupPlan, run_lookup
-from .result import SCHEMA, BenchResult, ServerFacts, Verified
-from .small import SmallPlan, run_small
-from .small import missing as small_missing
+from .deferred import DeferredPlan, contenders, deferred_lines, run_deferred
+from .latency import HeadOfLinePlan, LookupPlan, SmallPlan, run_head_of_line, run_lookup, run_small
+from .latency import redis_benchmark_missing as small_missing
 from .transfer import KIB, Arm, TransferPlan, Transfers
+
+SCHEMA = "kvredis.bench.server/1"
+
+
+class HeldJson(TypedDict):
+    """One row of kvredis held against the commit before."""
+
+    name: str
+    ratios: dict[str, float | None]  # rate, CPU, time, p99: those that the row has
+    worse: list[str]  # which of them are
+    passed: bool
+
+
+class Verified(TypedDict):
+    values: int
+    bytes: int
+    wrong: int  # 0: the bench stops at the first wrong byte
+
+
+class BenchResult(Result):
+    servers: dict[str, ServerFacts]
+    skipped: dict[str, str]  # server or part -> why
+    transfers: list[Row]
+    small: list[Row]
+    head_of_line: list[Row]
+    lookup: list[Row]
+    deferred: list[Row]
+    t0: list[Row]
+    verified: Verified
+    held: list[HeldJson]
+
+
+_MIDDLE = (576 * KIB, 2 * MIB)
+_LARGE = (32 * MIB, 32 * MIB)
+_OP_NAMES = {"SET": "SET", "GET": "GET", "GETP": "pipelined GET"}
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBound:
+    """One line: in sizes from `sizes[0]` to `sizes[1]`, the ratio to Redis is at most (CPU) or at least (rate) this."""
+
+    op: str
+    sizes: tuple[int, int]
+    ratio: float
+
+
+CPU_MOST = (
+    TransferBound("SET", _MIDDLE, 1.05),
+    TransferBound("SET", _LARGE, 0.5),
+    TransferBound("GET", _MIDDLE, 0.95),
+    TransferBound("GET", _LARGE, 0.25),
+    TransferBound("GETP", (896 * KIB, 32 * MIB), 0.35),
+)
+RATE_LEAST = (
+    TransferBound("SET", (64 * KIB, 64 * KIB), 0.85),
+    TransferBound("GET", (64 * KIB, 64 * KIB), 0.85),
+    TransferBound("GETP", (64 * KIB, 64 * KIB), 0.85),
+    TransferBound("SET", _MIDDLE, 0.95),
+    TransferBound("SET", _LARGE, 2.0),
+    TransferBound("GET", _MIDDLE, 1.1),
+    TransferBound("GET", _LARGE, 3.0),
+    TransferBound("GETP", (576 * KIB, 576 * KIB), 1.4),
+    TransferBound("GETP", (896 * KIB, 32 * MIB), 3.0),
+)
+BEST_LEAST = 1.15
+"""SET and GET of BEST_BYTES or more, on one CPU or on all, against whichever of PEERS is faster there."""
+BEST_BYTES = 576 * KIB
+PEERS = ("redis", "memcached")
+SMALL_LEAST = {1: 0.85, 16: 0.4}  # requests in flight -> rps ratio
+PING_P99_MOST = 0.2
+LOOKUP_TIME_MOST = 1.2  # to EXISTS of redis
+
+
+def gate(result: BenchResult) -> list[GateLine]:
+    """Judge every line that `result` has a measurement of kvredis for."""
+    return [
+        *_cpu(result),
+        *_rate(result),
+        *_best(result),
+        *_gate_small(result),
+        *_gate_pings(result),
+        *_gate_lookups(result),
+    ]
+
+
+def _cpu(result: BenchResult) -> Iterator[GateLine]:
+    for row in result["transfers"]:
+        if row["server"] == SUBJECT and row["pinned"]:
+            for bound in CPU_MOST:
+                if _covers(bound, row):
+                    yield _most(f"server CPU/GB  {transfer_name(row)}", bound.ratio, row["ratio_server_cpu"])
+
+
+def _rate(result: BenchResult) -> Iterator[GateLine]:
+    for row in result["transfers"]:
+        if row["server"] == SUBJECT and not row["pinned"]:
+            for bound in RATE_LEAST:
+                if _covers(bound, row):
+                    yield _least(f"throughput     {transfer_name(row)}", bound.ratio, row["ratio_gb_per_s"])
+
+
+def _best(result: BenchResult) -> Iterator[GateLine]:
+    """Hold kvredis against the best of its peers in the same arm, if both of them ran."""
+    cells: dict[tuple[object, ...], dict[str, Row]] = {}
+    for row in result["transfers"]:
+        cell = (row["transport"], row["connections"], row["pinned"], row["size_bytes"], row["op"])
+        cells.setdefault(cell, {})[row["server"]] = row
+    for rows in cells.values():
+        if not {SUBJECT, *PEERS} <= rows.keys():
+            continue
+        ours, best = rows[SUBJECT], max((rows[name] for name in PEERS), key=lambda row: row["gb_per_s"])
+        if ours["op"] in ("SET", "GET") and ours["size_bytes"] >= BEST_BYTES:
+            rate = (by_repeat(row["samples"], "gb_per_s") for row in (ours, best))
+            where = "one CPU" if ours["pinned"] else "all CPUs"
+            yield _least(f"to the best    {transfer_name(ours)}, {where}", BEST_LEAST, paired_ratio(*rate))
+
+
+def _gate_small(result: BenchResult) -> Iterator[GateLine]:
+    for row in result["small"]:
+        least = SMALL_LEAST.get(row["pipeline"])
+        if row["server"] == SUBJECT and least is not None:
+            yield _least(f"small ops      {small_name(row)}", least, row["ratio_rps"])
+
+
+def _gate_pings(result: BenchResult) -> Iterator[GateLine]:
+    for row in result["head_of_line"]:
+        if row["server"] == SUBJECT:
+            yield _most(f"PING p99       beside 32 MiB {row['background']}", PING_P99_MOST, row["ratio_p99"])
+
+
+def _gate_lookups(result: BenchResult) -> Iterator[GateLine]:
+    for row in result["lookup"]:
+        if row["server"] == SUBJECT:
+            yield _most(f"time per call  {lookup_name(row)}", LOOKUP_TIME_MOST, row["ratio_p50"])
+
+
+def _covers(bound: TransferBound, row: Row) -> bool:
+    size: int = row["size_bytes"]
+    return bound.op == row["op"] and bound.sizes[0] <= size <= bound.sizes[1]
+
+
+def transfer_name(row: Row) -> str:
+    """Name what a row of transfers measured, but for the pinning."""
+    where = f"{row['transport']} x{row['connections']}"
+    return f"{where}, {size_text(row['size_bytes'])}, {_OP_NAMES.get(row['op'], row['op'])}"
+
+
+def small_name(row: Row) -> str:
+    """Name what a row of small operations measured."""
+    return f"{row['op']}, {counted(row['clients'], 'client')}, {row['pipeline']} in flight"
+
+
+def lookup_name(row: Row) -> str:
+    """Name what a row of lookups measured."""
+    return f"{row['transport']}, {row['op']} of {row['keys']} keys of {row['key_bytes']} B"
+
+
+def _most(name: str, bound: float, measured: float | None) -> GateLine:
+    return gate_line(name, f"<= {bound:.2f}x", measured)
+
+
+def _least(name: str, bound: float, measured: float | None) -> GateLine:
+    return gate_line(name, f">= {bound:.2f}x", measured)
+
+
+HELD_RATE_LEAST = 0.95
+HELD_CPU_MOST = 1.05  # so too the time of a call and the p99 of a PING
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """One row of kvredis. `ratios` to the commit before by name: rate, CPU, time, p99; None where none was formed."""
+
+    name: str
+    ratios: dict[str, float | None]
+
+    @property
+    def worse(self) -> list[str]:
+        """Name the ratios that are worse than the bounds; one that could not be formed does not pass."""
+        return [name for name, ratio in self.ratios.items() if ratio is None or not _holds(name, ratio)]
+
+    @property
+    def passed(self) -> bool:
+        return not self.worse
+
+    def json(self) -> HeldJson:
+        return HeldJson(name=self.name, ratios=self.ratios, worse=self.worse, passed=self.passed)
+
+
+def held(result: BenchResult) -> list[HeldRow]:
+    """Judge every row that has a ratio to the commit before: none when it did not take part."""
+    return [*_held_transfers(result), *_held_small(result), *_held_pings(result), *_held_lookups(result)]
+
+
+def _holds(name: str, ratio: float) -> bool:
+    return ratio >= HELD_RATE_LEAST if name == "rate" else ratio <= HELD_CPU_MOST
+
+
+def _held_transfers(result: BenchResult) -> Iterator[HeldRow]:
+    for row in result["transfers"]:
+        if "ratio_gb_per_s_to_before" in row:
+            where = "one CPU" if row["pinned"] else "all CPUs"
+            ratios = {"rate": row["ratio_gb_per_s_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
+            yield HeldRow(f"{transfer_name(row)}, {where}", ratios)
+
+
+def _held_small(result: BenchResult) -> Iterator[HeldRow]:
+    for row in result["small"]:
+        if "ratio_rps_to_before" in row:
+            ratios = {"rate": row["ratio_rps_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
+            yield HeldRow(f"small {small_name(row)}", ratios)
+
+
+def _held_pings(result: BenchResult) -> Iterator[HeldRow]:
+    for row in result["head_of_line"]:
+        if "ratio_p99_to_before" in row:
+            yield HeldRow(f"PING beside 32 MiB {row['background']}", {"p99": row["ratio_p99_to_before"]})
+
+
+def _held_lookups(result: BenchResult) -> Iterator[HeldRow]:
+    for row in result["lookup"]:
+        if "ratio_p50_to_before" in row:
+            ratios = {"time": row["ratio_p50_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
+            yield HeldRow(lookup_name(row), ratios)
+
+
+def load(path: Path) -> BenchResult:
+    """Read a result, also one from before some parts; raises BenchError when it is none of this schema."""
+    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | load_result(path, SCHEMA))
+
+
+def table_lines(result: BenchResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate and what was held against the commit before."""
+    yield from _machine_lines(result)
+    rate = _with_before(result, _TRANSFERS, rate="gb_per_s", CPU="server_cpu")
+    yield from tables(rate, result["transfers"], _arm_title)
+    small = _with_before(result, _SMALL, rate="rps", CPU="server_cpu")
+    yield from tables(small, result["small"], lambda _: "small operations (redis-benchmark, 100 B values, tcp)")
+    pings = _with_before(result, _HEAD_OF_LINE, p99="p99")
+    yield from tables(pings, result["head_of_line"], lambda _: "PING every ms beside 32 MiB values (tcp)")
+    lookup = _with_before(result, _LOOKUP, time="p50", CPU="server_cpu")
+    about = "many keys in one call, all present (one client, all CPUs); x redis is to its EXISTS"
+    yield from tables(lookup, result["lookup"], lambda _: about)
+    yield from deferred_lines(result["deferred"], result["t0"])
+    verified = result["verified"]
+    if result["transfers"]:
+        yield ""
+        yield f"Verified: {verified['values']} values, {verified['bytes'] / 1e9:.2f} GB compared in full, 0 wrong."
+    yield from gate_lines(result["gate"], "medians of paired ratios, to redis where nothing else is named")
+    yield from held_lines(held(result), result)
+
+
+def held_lines(rows: Sequence[HeldRow], result: BenchResult) -> Iterator[str]:
+    """Give the verdicts against the commit before, line by line; nothing when it did not take part."""
+    if not rows:
+        return
+    yield ""
+    commit = result["servers"][BEFORE]["version"]
+    yield f"Held against the commit before, {commit} (medians of paired ratios)"
+    bounds = f"a rate below {HELD_RATE_LEAST:.2f}x, or server CPU, time or p99 above {HELD_CPU_MOST:.2f}x"
+    yield f"  A row is worse with {bounds}."
+    pages = [result["servers"][name]["facts"].get("memory_page_kind") for name in (SUBJECT, BEFORE)]
+    if pages[0] != pages[1]:
+        yield f"  Beware: ours lies on {pages[0]}, the one before on {pages[1]}; reserve hugepages for both, or none."
+    for row in rows:
+        worse = f"  worse: {', '.join(row.worse)}" if row.worse else ""
+        ratios = "  ".join(
+            f"{name} {'none' if value is None else f'{value:.2f}x':>7}" for name, value in row.ratios.items()
+        )
+        yield f"  {'held' if row.passed else 'MISSED':<6}  {row.name:<58} {ratios}{worse}"
+    yield f"  {sum(row.passed for row in rows)} of {len(rows)} rows hold."
+
+
+def _machine_lines(result: BenchResult) -> Iterator[str]:
+    machine = result["machine"]
+    yield from machine_lines(machine)
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "uvloop"))
+    yield f"{versions}; THP {machine['transparent_hugepages']}, {machine['hugepages_2mib_reserved']} hugepages reserved"
+    for name, server in result["servers"].items():
+        pages = [f"{key} {value}" for key, value in server["facts"].items() if "page" in key]
+        yield f"{name}: {server['version']}" + (f" ({', '.join(pages)})" if pages else "")
+    for name, reason in result["skipped"].items():
+        yield f"{name}: skipped, {reason}"
+
+
+_TRANSFERS: Final[tuple[Column, ...]] = (
+    ("value", "size_bytes", "size"),
+    ("op", "op", ""),
+    ("server", "server", ""),
+    ("GB/s", "gb_per_s", ".2f"),
+    ("x redis", "ratio_gb_per_s", ".2fx"),
+    ("x T0", "ratio_t0", ".2fx"),
+    ("p50 ms", "p50_ms", ".3f"),
+    ("p99 ms", "p99_ms", ".3f"),
+    ("server ms/GB", "server_cpu_ms_per_gb", ".0f"),
+    ("(min)", "server_cpu_ms_per_gb_min", ".0f"),
+    ("x redis", "ratio_server_cpu", ".2fx"),
+    ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
+)
+_SMALL: Final[tuple[Column, ...]] = (
+    ("op", "op", ""),
+    ("clients", "clients", "d"),
+    ("in flight", "pipeline", "d"),
+    ("server", "server", ""),
+    ("op/s", "rps", ".0f"),
+    ("x redis", "ratio_rps", ".2fx"),
+    ("p50 ms", "p50_ms", ".3f"),
+    ("p99 ms", "p99_ms", ".3f"),
+    ("server us/op", "server_cpu_us_per_op", ".2f"),
+)
+_HEAD_OF_LINE: Final[tuple[Column, ...]] = (
+    ("background", "background", ""),
+    ("server", "server", ""),
+    ("p50 ms", "p50_ms", ".3f"),
+    ("p99 ms", "p99_ms", ".3f"),
+    ("x redis", "ratio_p99", ".2fx"),
+    ("background GB/s", "background_gb_per_s", ".2f"),
+)
+_LOOKUP: Final[tuple[Column, ...]] = (
+    ("where", "transport", ""),
+    ("keys", "keys", "d"),
+    ("of B", "key_bytes", "d"),
+    ("op", "op", ""),
+    ("server", "server", ""),
+    ("p50 us", "p50_us", ".1f"),
+    ("p99 us", "p99_us", ".1f"),
+    ("x redis", "ratio_p50", ".2fx"),
+    ("server us/call", "server_cpu_us_per_call", ".1f"),
+    ("x redis", "ratio_server_cpu", ".2fx"),
+)
+
+
+def _with_before(result: BenchResult, columns: tuple[Column, ...], **figures: str) -> tuple[Column, ...]:
+    """Add the ratios to the commit before; there are none when it did not take part, and only rows of kvredis have
+    them."""
+    if not {SUBJECT, BEFORE} <= result["servers"].keys():
+        return columns
+    return (*columns, *((f"{name} x before", f"ratio_{figure}_to_before", ".2fx") for name, figure in figures.items()))
+
+
+def _arm_title(row: Row) -> str:
+    where = "client and server on one CPU" if row["pinned"] else "all CPUs"
+    return f"{row['transport']}, {counted(row['connections'], 'connection')}, {where}"
+
 
 DEFAULT_PARTS = ("transfers", "small", "head-of-line")
 BEFORE_PARTS = (*DEFAULT_PARTS, "lookup")
@@ -102,9 +473,7 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         raise BenchError("no server to measure")
     start_s = time.monotonic()
     result = BenchResult(
-        schema=SCHEMA,
-        machine=machine_facts(),
-        options=plan.options(),
+        **new_result(SCHEMA, plan.options()),
         servers={},
         skipped=dict(skipped or {}),
         transfers=[],
@@ -114,9 +483,7 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         deferred=[],
         t0=[],
         verified=Verified(values=0, bytes=0, wrong=0),
-        gate=[],
         held=[],
-        seconds=0.0,
     )
     if "transfers" in plan.parts:
         _transfers(plan, progress, result)
@@ -138,7 +505,7 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
                 result["lookup"] += run_lookup(plan.lookup, transport, servers, progress)
     if "deferred" in plan.parts:
         _deferred(plan, progress, result)
-    result["gate"] = [row.json() for row in gate(result)]
+    result["gate"] = gate(result)
     result["held"] = [row.json() for row in held(result)]
     result["seconds"] = time.monotonic() - start_s
     return result
@@ -172,3 +539,29 @@ def _started(
             facts = ServerFacts(version=server.recipe.version(), command=server.command, facts=server.facts())
             result["servers"][server.name] = facts
     return servers
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw bandwidth against value size into the PNG `path`: a panel for each arm and operation."""
+    result = cast(BenchResult, raw)
+    panels: dict[tuple[str, int, bool], dict[str, dict[str, list[tuple[float, float]]]]] = {}
+    for row in result["transfers"]:
+        where = row["transport"], row["connections"], row["pinned"]
+        series = panels.setdefault(where, {}).setdefault(row["op"], {})
+        series.setdefault(row["server"], []).append((row["size_bytes"], row["gb_per_s"]))
+    ops = list(dict.fromkeys(row["op"] for row in result["transfers"]))
+    captions = Captions(
+        title="Bandwidth against value size",
+        values="GB/s",
+        foot=foot(result["machine"], "GETP: pipelined. Medians over the repeats"),
+    )
+    drawn = [
+        LinePanel(_panel_title(op, *where), {name: sorted(points) for name, points in series[op].items()})
+        for where, series in panels.items()
+        for op in series
+    ]
+    lines(drawn, captions, path, columns=max(1, len(ops)))
+
+
+def _panel_title(op: str, transport: str, connections: int, pinned: bool) -> str:
+    return f"{op}, {transport}, {counted(connections, 'connection')}, {'one CPU' if pinned else 'all CPUs'}"

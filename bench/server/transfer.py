@@ -19,15 +19,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol, TypedDict
 
+from kvredis.bench.core.blocks import TorchCopy
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.result import Progress, Row, summed
 from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, Peer, Transport
 from kvredis.bench.core.statistics import (
     GB,
@@ -42,10 +43,29 @@ from kvredis.bench.core.statistics import (
 )
 from kvredis.bench.core.wire import Wire
 from kvredis.bench.core.workload import Job, Memory, Workload, memory_bytes, working_set
-from kvredis.bench.transport.blocks import TorchCopy
 
-from .deferred_result import BaseRow, BaseSample
-from .result import TransferRow, TransferSample
+
+class BaseSample(TypedDict):
+    repeat: int
+    seconds: float
+    payload_bytes: int
+    gb_per_s: float
+
+
+class TransferSample(TypedDict):
+    """One server, one operation, one repeat."""
+
+    repeat: int
+    seconds: float
+    operations: int
+    payload_bytes: int
+    gb_per_s: float
+    p50_ms: float  # per operation, from its request to its last byte; pipelined ones wait in line
+    p99_ms: float
+    server_cpu_ms_per_gb: float
+    client_cpu_ms_per_gb: float
+    verified_bytes: int  # bodies compared in full after the clock had stopped
+
 
 KIB = 1024
 SIZES = (64 * KIB, 576 * KIB, 896 * KIB, 2 * MIB, 32 * MIB)
@@ -104,7 +124,7 @@ class Transfers:
     verification: Verification = field(default_factory=Verification)
     _source: Memory = field(init=False)
     _target: Memory = field(init=False)
-    t0: list[BaseRow] = field(default_factory=list)
+    t0: list[Row] = field(default_factory=list)
     _shift: int = 0
 
     def __post_init__(self) -> None:
@@ -112,9 +132,9 @@ class Transfers:
         self._source = Memory(nbytes, seed=self.plan.seed)
         self._target = Memory(nbytes)
 
-    def run(self, arm: Arm, peers: Sequence[Peer]) -> list[TransferRow]:
+    def run(self, arm: Arm, peers: Sequence[Peer]) -> list[Row]:
         """Measure every size of one arm. Raises BackendError, WireError or VerificationError at the first fault."""
-        rows: list[TransferRow] = []
+        rows: list[Row] = []
         with pinned(peers) if arm.pinned else ExitStack():
             for size in self.plan.sizes:
                 samples: dict[str, dict[str, list[TransferSample]]] = {
@@ -198,14 +218,14 @@ class _Base:
         rate = nbytes / seconds / GB
         self.samples.append(BaseSample(repeat=repeat, seconds=seconds, payload_bytes=nbytes, gb_per_s=rate))
 
-    def rows(self, arm: Arm) -> list[BaseRow]:
+    def rows(self, arm: Arm) -> list[Row]:
         """Give the row of one arm and size, or none; torch is as it was before."""
         if self._torch is None:
             return []
         self._torch.close()
         rate = middle([sample["gb_per_s"] for sample in self.samples])
         size = self._work.size_bytes
-        return [BaseRow(part="transfers", where=str(arm), size_bytes=size, samples=self.samples, gb_per_s=rate)]
+        return [Row(part="transfers", where=str(arm), size_bytes=size, samples=self.samples, gb_per_s=rate)]
 
 
 def _in_flight(op: str, size_bytes: int) -> int:
@@ -309,38 +329,47 @@ def summarize(
     what: tuple[int, str, int],
     samples: dict[str, list[TransferSample]],
     t0: Sequence[BaseSample] = (),
-) -> list[TransferRow]:
+) -> list[Row]:
     """Sum up one operation, `what` = (size_bytes, op, in_flight), over the repeats; one row per server."""
     size_bytes, op, in_flight = what
-    base, before = samples.get(BASELINE, []), samples.get(BEFORE, [])
+    ratios = {"ratio_gb_per_s": "gb_per_s", "ratio_server_cpu": "server_cpu_ms_per_gb"}
+    figures = ("gb_per_s", "p50_ms", "p99_ms", "server_cpu_ms_per_gb", "client_cpu_ms_per_gb")
     rows = []
     for server, own in samples.items():
         if not own:
             raise BenchError(f"no sample of {server} in {arm}")
-        rate, cpu = by_repeat(own, "gb_per_s"), by_repeat(own, "server_cpu_ms_per_gb")
-        rows.append(
-            TransferRow(
-                server=server,
-                transport=arm.transport,
-                connections=arm.connections,
-                pinned=arm.pinned,
-                size_bytes=size_bytes,
-                op=op,
-                in_flight=in_flight,
-                samples=own,
-                gb_per_s=middle(list(rate.values())),
-                p50_ms=middle([sample["p50_ms"] for sample in own]),
-                p99_ms=middle([sample["p99_ms"] for sample in own]),
-                server_cpu_ms_per_gb=middle(list(cpu.values())),
-                server_cpu_ms_per_gb_min=min(cpu.values()),
-                client_cpu_ms_per_gb=middle([sample["client_cpu_ms_per_gb"] for sample in own]),
-                ratio_gb_per_s=paired_ratio(rate, by_repeat(base, "gb_per_s")),
-                ratio_server_cpu=paired_ratio(cpu, by_repeat(base, "server_cpu_ms_per_gb")),
-            )
+        row = Row(
+            server=server,
+            transport=arm.transport,
+            connections=arm.connections,
+            pinned=arm.pinned,
+            size_bytes=size_bytes,
+            op=op,
+            in_flight=in_flight,
+            samples=own,
         )
+        row |= summed(own, figures) | compared(server, own, samples, ratios)
+        row["server_cpu_ms_per_gb_min"] = min(sample["server_cpu_ms_per_gb"] for sample in own)
         if t0:
-            rows[-1]["ratio_t0"] = paired_ratio(by_repeat(t0, "gb_per_s"), rate)
-        if server == SUBJECT and before:
-            rows[-1]["ratio_gb_per_s_to_before"] = paired_ratio(rate, by_repeat(before, "gb_per_s"))
-            rows[-1]["ratio_server_cpu_to_before"] = paired_ratio(cpu, by_repeat(before, "server_cpu_ms_per_gb"))
+            row["ratio_t0"] = paired_ratio(by_repeat(t0, "gb_per_s"), by_repeat(own, "gb_per_s"))
+        rows.append(row)
     return rows
+
+
+def compared(
+    server: str,
+    own: Sequence[Any],
+    others: Mapping[str, Sequence[Any]],
+    ratios: Mapping[str, str],
+    to_before: Mapping[str, str] | None = None,
+) -> Row:
+    """Give each of `ratios` (name -> figure) to redis, None where it did not run; for our own server also those
+    `to_before` (default the same) as NAME_to_before, where an earlier commit ran."""
+
+    def ratio(base: str, figure: str) -> float | None:
+        return paired_ratio(by_repeat(own, figure), by_repeat(others.get(base, []), figure))
+
+    row: Row = {name: ratio(BASELINE, figure) for name, figure in ratios.items()}
+    if server == SUBJECT and others.get(BEFORE):
+        row |= {f"{name}_to_before": ratio(BEFORE, figure) for name, figure in (to_before or ratios).items()}
+    return row

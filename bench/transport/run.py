@@ -4,49 +4,270 @@ For each shape one kvredis server, on TCP and on a unix socket (and with its sam
 the same blocks. In every repeat all arms (arms.py) get the same turn of 8 batches, in rotating order, with T0
 at the beginning, in the middle and at the end. Then several connections at once (scaling), and at last, on a server of
 its own, one block of 2 MiB at a time (single.py).
+
+The report and the picture of `kvredis bench transport`: what the JSON file has, and nothing else.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, TypedDict, cast
 
 from kvredis import install_line
 from kvredis.backends.config.url import Address
+from kvredis.bench.core.blocks import BLOCKS, Blocks, TorchCopy
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
-from kvredis.bench.core.servers import RECIPES, ServerProcess, free_port, kvredis_recipe
+from kvredis.bench.core.plot import BarPanel, Captions, bar, bars
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    new_result,
+    spread,
+    summed,
+    tables,
+    verified_line,
+)
+from kvredis.bench.core.servers import RECIPES, ServerFacts, ServerProcess, free_port, kvredis_recipe
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, paired_ratios, rotated, size_text
 from kvredis.bench.core.wire import Wire
-from kvredis.bench.server.result import ServerFacts
 from kvredis.storage.entry import INLINE_BYTES_MAX
 
-from .arms import AT_ONCE, Arm, LaneArms, Store, fetch_by_wire, fetch_by_zmq, wire_arms, zmq_arms
-from .blocks import BLOCKS, Blocks, TorchCopy
-from .result import (
+from .arms import (
+    AT_ONCE,
+    GET_TCP,
+    ONE_BLOCKS,
     ONE_BYTES,
-    SCHEMA,
-    ArmRow,
+    STRIPED,
+    TOUCH,
+    Arm,
     ArmSample,
-    BaseRow,
-    BaseSample,
-    TorchFacts,
-    TransportResult,
-    earlier,
-    set_ahead,
-    transport_gate,
+    LaneArms,
+    OneBlock,
+    OnePlan,
+    Scaling,
+    ScalingPlan,
+    Store,
+    Striped,
+    T0Sample,
+    fetch_by_wire,
+    fetch_by_zmq,
+    one_blocks,
+    wire_arms,
+    zmq_arms,
 )
-from .scaling import Scaling, ScalingPlan
+from .pyzmq import ZmqProcess, ZmqThread
+from .pyzmq import missing as zmq_missing
 from .shm_client import LaneClient, LaneMissing, LentMemory
-from .single import ONE_BLOCKS, OneBlock, OnePlan, one_blocks
-from .striped import Striped
-from .zmq_client import ZmqProcess, ZmqThread
-from .zmq_client import missing as zmq_missing
+
+SCHEMA: Final = "kvredis.bench.transport/1"
+AHEAD_LEAST: Final = 1.5
+LANE_AHEAD_LEAST: Final = 5.0
+EARLIER_FROM: Final = "wde 0.3.1 on its own machine (RTX 4090 host)"
+EARLIER: Final[Mapping[str, tuple[float, float]]] = {
+    "tcp pyzmq multipart": (3.6, 4.6),
+    "ipc pyzmq multipart": (2.9, 4.5),
+    "inproc pyzmq multipart": (1.0, 1.3),
+    "tcp stream_get": (2.0, 2.5),
+    "tcp SET pipelined": (2.9, 4.2),
+}
+"""Ratios to T0 from an earlier system's documentation, by our arm that does the same (its `set sync` for our SET)."""
+T0_MOST: Final[Mapping[tuple[str, str], float]] = {
+    ("tcp", "stream_get"): 2.2,
+    ("unix", "stream_get"): 2.0,
+    ("tcp", "SET pipelined"): 2.8,
+    ("unix", "SET pipelined"): 2.8,
+    ("lane", "lane, copied"): 1.15,
+    ("lane", "lane, no copy"): 0.05,
+}
+"""(transport, arm) -> the most that its ratio to T0 may be."""
+LIKE: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
+    ("tcp", "stream_get"): ("tcp", "pyzmq stream"),
+    ("unix", "stream_get"): ("ipc", "pyzmq stream"),
+    ("tcp", STRIPED): ("tcp", "pyzmq stream"),
+    ("unix", STRIPED): ("ipc", "pyzmq stream"),
+    ("tcp", "SET pipelined"): ("tcp", "pyzmq send"),
+    ("unix", "SET pipelined"): ("ipc", "pyzmq send"),
+    ("lane", "lane, copied"): ("ipc", "pyzmq stream"),
+    ("lane", "lane, no copy"): ("ipc", "pyzmq stream"),
+}
+"""(transport, arm) -> what pyzmq does that is most like it. For the lane: its best between two processes of a host."""
+
+
+class TorchFacts(TypedDict):
+    version: str
+    threads: int
+
+
+class Earlier(TypedDict):
+    source: str
+    ratios: dict[str, list[float]]
+
+
+class TransportResult(Result):
+    torch: TorchFacts
+    server: ServerFacts
+    earlier: Earlier
+    t0: list[Row]
+    arms: list[Row]
+    scaling: list[Row]
+    one: list[Row]
+    lookups: list[Row]
+
+
+def earlier() -> Earlier:
+    """Give other people's figures, as the result has them."""
+    return Earlier(source=EARLIER_FROM, ratios={name: list(pair) for name, pair in EARLIER.items()})
+
+
+def arm_name(row: Row) -> str:
+    """Name an arm with its transport, once."""
+    return row["arm"] if row["transport"] == "lane" else f"{row['transport']} {row['arm']}"
+
+
+def set_ahead(rows: Sequence[Row]) -> None:
+    """Fill in how far each arm is ahead of pyzmq's like with the same blocks."""
+    by_name = {(row["shape"], row["transport"], row["arm"]): row for row in rows}
+    for row in rows:
+        like = LIKE.get((row["transport"], row["arm"]))
+        theirs = by_name.get((row["shape"], like[0], like[1])) if like else None
+        if theirs is not None:
+            row["ahead"] = paired_ratio(by_repeat(theirs["samples"], "seconds"), by_repeat(row["samples"], "seconds"))
+
+
+def transport_gate(result: TransportResult) -> list[GateLine]:
+    """Judge every line that the result has a measurement for; a ratio that could not be formed does not pass.
+
+    Without pyzmq, or with an arm of its left out by choice, there is no line about it: notes say so.
+    """
+    return [*_arm_lines(result), *_one_lines(result)]
+
+
+def _arm_lines(result: TransportResult) -> Iterator[GateLine]:
+    theirs = {(row["shape"], row["transport"], row["arm"]) for row in result["arms"]}
+    for row in result["arms"]:
+        which = (row["transport"], row["arm"])
+        name = f"{row['shape']} {arm_name(row)}"
+        if which in T0_MOST:
+            yield gate_line(f"{name} / T0", f"<= {T0_MOST[which]:.2f}x", row["ratio_t0"])
+        if which in LIKE and (row["shape"], *LIKE[which]) in theirs:
+            transport, arm = LIKE[which]
+            yield gate_line(f"{name} ahead of {transport} {arm}", f">= {AHEAD_LEAST:.2f}x", row["ahead"])
+
+
+def _one_lines(result: TransportResult) -> Iterator[GateLine]:
+    rows = {row["what"]: row for row in result["one"]}
+    lane, get = rows.get(TOUCH), rows.get(GET_TCP)
+    if lane is None or get is None:
+        return
+    ahead = paired_ratio(by_repeat(get["samples"], "p50_us"), by_repeat(lane["samples"], "p50_us"))
+    name = f"one {size_text(ONE_BYTES)} block: {TOUCH}, ahead of {GET_TCP}"
+    yield gate_line(name, f">= {LANE_AHEAD_LEAST:.2f}x", ahead)
+
+
+def table_lines(result: TransportResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    yield from _machine(result)
+    yield from _tables(result)
+    yield ""
+    yield verified_line(result)
+    yield from gate_lines(result["gate"])
+
+
+def _machine(result: TransportResult) -> Iterator[str]:
+    torch, facts = result["torch"], result["server"]["facts"]
+    yield from machine_lines(result["machine"])
+    yield f"T0: torch {torch['version']}, {torch['threads']} thread, anonymous memory for which huge pages were asked"
+    yield f"kvredis {result['server']['version']}, arena on {facts.get('memory_page_kind', 'unknown pages')}"
+    for note in result["notes"]:
+        yield f"Note: {note}"
+
+
+_ARMS: Final[tuple[Column, ...]] = (
+    ("arm", arm_name, ""),
+    ("ms", lambda row: row["seconds"] * 1e3, ".1f"),
+    ("GB/s", "gb_per_s", ".2f"),
+    ("min to max", ("gb_per_s_min", "gb_per_s_max"), ".2f"),
+    ("x T0", "ratio_t0", ".2fx"),
+    ("min to max", ("ratio_t0_min", "ratio_t0_max"), ".2f"),
+    ("peer ms/GB", "peer_cpu_ms_per_gb", ".0f"),
+    ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
+    ("ahead of pyzmq", "ahead", ".2fx"),
+)
+_SCALING: Final[tuple[Column, ...]] = (
+    ("blocks", lambda row: f"{row['shape']}, {size_text(row['block_bytes'])}", ""),
+    ("where", "transport", ""),
+    ("op", "op", ""),
+    ("connections", "connections", "d"),
+    ("GB/s", "gb_per_s", ".2f"),
+    ("x T0", "ratio_t0", ".2fx"),
+    ("server ms/GB", "server_cpu_ms_per_gb", ".0f"),
+    ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
+)
+_ONE: Final[tuple[Column, ...]] = (
+    ("what", "what", ""),
+    ("p50 us", "p50_us", ".1f"),
+    ("p99 us", "p99_us", ".1f"),
+    ("x memcpy", "ratio_memcpy", ".2fx"),
+)
+_LOOKUPS: Final[tuple[Column, ...]] = (
+    ("call", "what", ""),
+    ("keys", "keys", "d"),
+    ("calls/s", "calls_per_s", ".0f"),
+    ("keys/s", "keys_per_s", ".0f"),
+)
+
+
+def _tables(result: TransportResult) -> Iterator[str]:
+    t0 = {row["shape"]: row for row in result["t0"]}
+
+    def title(row: Row) -> str:
+        base = t0[row["shape"]]
+        return (
+            f"{row['shape']}: {row['blocks']} blocks of {size_text(base['block_bytes'])}, 8 batches;"
+            f" T0 {base['seconds'] * 1e3:.1f} ms, {base['gb_per_s']:.2f} GB/s"
+        )
+
+    yield from tables(_ARMS, result["arms"], title)
+    about = "several connections at once, a client thread each (GETP: 16 in flight)"
+    yield from tables(_SCALING, result["scaling"], lambda _: about)
+    yield from tables(_ONE, result["one"], lambda _: "one block of 2 MiB at a time")
+    yield from tables(_LOOKUPS, result["lookups"], lambda _: "lookups and leases, one client on a unix socket")
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw ratios to T0 into the PNG `path`: a panel for each model, the earlier system's figures beside ours."""
+    result = cast(TransportResult, raw)
+    machine = result["machine"]
+    captions = Captions(
+        title="Blocks between two processes",
+        values="time / T0 (less is better)",
+        foot=f"{machine.get('cpu')}, {machine.get('cores')} cores, Linux {machine.get('kernel')}."
+        " T0: torch's plain copy in one process."
+        f" Arena on {result['server']['facts'].get('memory_page_kind', 'unknown pages')}.",
+        theirs=result["earlier"]["source"],
+    )
+    shapes = list(dict.fromkeys(row["shape"] for row in result["arms"]))
+    bars([_panel(result, shape) for shape in shapes], captions, path)
+
+
+def _panel(result: TransportResult, shape: str) -> BarPanel:
+    rows = [row for row in result["arms"] if row["shape"] == shape]
+    names = [arm_name(row) for row in rows]
+    earlier = {name: (pair[0], pair[1]) for name, pair in result["earlier"]["ratios"].items() if name in names}
+    title = f"{shape}, {rows[0]['blocks']} blocks of {size_text(rows[0]['block_bytes'])}"
+    return BarPanel(title, names, {"measured here": [bar(row, "ratio_t0") for row in rows]}, earlier)
+
 
 PARTS: Final = ("arms", "scaling", "one")
 TRANSPORTS: Final = ("tcp", "unix", "lane", "pyzmq")
@@ -99,21 +320,15 @@ def run(plan: TransportPlan, progress: Progress) -> TransportResult:
         raise BenchError("no shape to measure")
     start_s = time.monotonic()
     result = TransportResult(
-        schema=SCHEMA,
-        machine=machine_facts(),
+        **new_result(SCHEMA, plan.options()),
         torch=_torch_facts(),
-        options=plan.options(),
         server=ServerFacts(version="", command=[], facts={}),
-        notes=[],
         earlier=earlier(),
         t0=[],
         arms=[],
         scaling=[],
         one=[],
         lookups=[],
-        verified_bytes=0,
-        gate=[],
-        seconds=0.0,
     )
     lacking = zmq_missing()
     if lacking and "pyzmq" in plan.transports:
@@ -123,9 +338,9 @@ def run(plan: TransportPlan, progress: Progress) -> TransportResult:
         if {"arms", "scaling"} & set(plan.parts):
             _Bench(plan, shape, result, progress).run()
     if "one" in plan.parts:
-        _one(plan, result, progress)
+        _measure_one(plan, result, progress)
     set_ahead(result["arms"])
-    result["gate"] = [row.json() for row in transport_gate(result)]
+    result["gate"] = transport_gate(result)
     result["seconds"] = time.monotonic() - start_s
     return result
 
@@ -136,7 +351,7 @@ class _Bench:
     def __init__(self, plan: TransportPlan, shape: ModelShape, result: TransportResult, progress: Progress) -> None:
         self._plan, self._shape, self._result, self._progress = plan, shape, result, progress
         self._blocks = Blocks.of(shape, plan.blocks)
-        self._base: list[BaseSample] = []
+        self._base: list[T0Sample] = []
 
     def run(self) -> None:
         with ExitStack() as stack:
@@ -227,7 +442,7 @@ class _Bench:
                 runs.append(torch.measure(turn))
             samples[index].append(self._turn(arm, repeat))
         runs.append(torch.measure(turn))
-        self._base.append(BaseSample(repeat=repeat, seconds=middle(runs), runs=runs))
+        self._base.append(T0Sample(repeat=repeat, seconds=middle(runs), runs=runs))
 
     def _turn(self, arm: Arm, repeat: int) -> ArmSample:
         """One turn of one arm: wipe, move with the clock running, compare."""
@@ -259,10 +474,9 @@ class _Bench:
             verified_bytes=verified,
         )
 
-    def _row(self, arm: Arm, own: list[ArmSample]) -> ArmRow:
-        took, base = by_repeat(own, "seconds"), by_repeat(self._base, "seconds")
-        ratios, rates = paired_ratios(took, base), [sample["gb_per_s"] for sample in own]
-        return ArmRow(
+    def _row(self, arm: Arm, own: list[ArmSample]) -> Row:
+        ratios = paired_ratios(by_repeat(own, "seconds"), by_repeat(self._base, "seconds"))
+        row = Row(
             shape=self._shape.name,
             block_bytes=self._blocks.size_bytes,
             blocks=self._blocks.count,
@@ -270,24 +484,17 @@ class _Bench:
             arm=arm.name,
             op=arm.op,
             samples=own,
-            seconds=middle(list(took.values())),
-            gb_per_s=middle(rates),
-            gb_per_s_min=min(rates),
-            gb_per_s_max=max(rates),
-            ratio_t0=paired_ratio(took, base),
-            ratio_t0_min=min(ratios) if ratios else None,
-            ratio_t0_max=max(ratios) if ratios else None,
-            peer_cpu_ms_per_gb=middle([sample["peer_cpu_ms_per_gb"] for sample in own]),
-            client_cpu_ms_per_gb=middle([sample["client_cpu_ms_per_gb"] for sample in own]),
             ahead=None,
         )
+        row |= summed(own, ("seconds", "peer_cpu_ms_per_gb", "client_cpu_ms_per_gb"), ("gb_per_s",))
+        return row | spread("ratio_t0", ratios, None)
 
     def _note(self, text: str) -> None:
         if text not in self._result["notes"]:
             self._result["notes"].append(text)
 
 
-def _one(plan: TransportPlan, result: TransportResult, progress: Progress) -> None:
+def _measure_one(plan: TransportPlan, result: TransportResult, progress: Progress) -> None:
     """One block of 2 MiB at a time, on a server of its own."""
     blocks = one_blocks()
     with ExitStack() as stack:
@@ -346,9 +553,9 @@ def _torch_facts() -> TorchFacts:
     return TorchFacts(version=str(torch.__version__), threads=1)
 
 
-def _base_row(shape: ModelShape, samples: list[BaseSample], nbytes: int) -> BaseRow:
+def _base_row(shape: ModelShape, samples: list[T0Sample], nbytes: int) -> Row:
     seconds = middle([sample["seconds"] for sample in samples])
-    return BaseRow(
+    return Row(
         shape=shape.name,
         block_bytes=shape.block_bytes(),
         samples=samples,

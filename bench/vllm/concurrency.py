@@ -1,7 +1,7 @@
 """`kvredis bench vllm --concurrency N`: how many requests a second a real vLLM serves, N of them at once, by who has
 kept their KV; and whether a connector that has nothing to move costs a step anything.
 
-Result: schema kvredis.bench.vllm.run-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
+Result: schema kvredis.bench.vllm-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
 take turns repeat by repeat. vLLM's own prefix cache is emptied before each round of each arm, so that within the round
 it works as always. All prompts of a repeat are new.
 
@@ -27,7 +27,7 @@ Figures: medians over the repeats, _min and _max the spread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +37,32 @@ from typing import Any, Final, TypedDict, cast
 from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.plot import Bar, BarPanel, Captions, bars
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.plot import BarPanel, Captions, bar, bars
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    spread,
+    summed,
+    table,
+)
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios, rotated
-from kvredis.bench.server.gate import GateRow
-from kvredis.bench.server.result import GateJson
 
 from .engine import (
     DTYPES,
+    LANE,
+    LAYERS,
+    MEMORY,
+    NONE,
+    OFFLOADING,
+    TCP,
     TINY,
     EngineProcess,
     Where,
@@ -57,11 +73,10 @@ from .engine import (
     room_bytes,
     weight_bytes,
 )
-from .result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP
 from .run import ANSWER_TOKENS, rounds
 from .worker import Opening, Together
 
-SCHEMA: Final = "kvredis.bench.vllm.run-concurrency/1"
+SCHEMA: Final = "kvredis.bench.vllm-concurrency/1"
 CONCURRENT_ARMS: Final = (NONE, OFFLOADING, LANE, f"{LANE}+{LAYERS}", TCP)
 NONE_BY_LAYERS: Final = f"{NONE}+{LAYERS}"
 COLD, STORED, HALF, STEP = "cold", "stored", "half", "step"
@@ -109,31 +124,9 @@ class Sample(TypedDict):
     is_equal: bool
 
 
-class Row(TypedDict):
-    arm: str
-    kind: str
-    samples: list[Sample]
-    value: float
-    value_min: float
-    value_max: float
-    to_base: float | None
-    to_base_min: float | None
-    to_base_max: float | None
-    to_offloading: float | None
-    cached_share: float
-    loaded_gb: float
-    equal: float
-
-
-class ConcurrencyResult(TypedDict):
-    schema: str
-    machine: dict[str, str | int]
-    options: dict[str, Any]
-    notes: list[str]
+class ConcurrencyResult(Result):
     rows: list[Row]
     counters: dict[str, dict[str, float]]  # of our connector, by arm
-    gate: list[GateJson]
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,10 +346,11 @@ def run(plan: ConcurrencyPlan, where: Where, progress: Progress) -> ConcurrencyR
         rows=sorted(measuring.rows.values(), key=lambda row: (KINDS.index(row["kind"]), order[row["arm"]])),
         counters=measuring.counters,
         gate=[],
+        verified_bytes=0,
         seconds=time.monotonic() - began_s,
     )
     conclude(result)
-    result["gate"] = [line.json() for line in gate_of(result)]
+    result["gate"] = gate_of(result)
     return result
 
 
@@ -365,10 +359,8 @@ def run(plan: ConcurrencyPlan, where: Where, progress: Progress) -> ConcurrencyR
 
 def row_of(arm: str, kind: str) -> Row:
     """Give a row without samples."""
-    return Row(
-        arm=arm, kind=kind, samples=[], value=0.0, value_min=0.0, value_max=0.0, to_base=None, to_base_min=None,
-        to_base_max=None, to_offloading=None, cached_share=0.0, loaded_gb=0.0, equal=0.0,
-    )  # fmt: skip
+    missing = dict.fromkeys(("to_base", "to_base_min", "to_base_max", "to_offloading"))
+    return Row(arm=arm, kind=kind, samples=[], cached_share=0.0, **missing)
 
 
 def base_of(arm: str, kind: str) -> str | None:
@@ -384,8 +376,7 @@ def conclude(result: ConcurrencyResult) -> None:
     asked = result["options"]["concurrency"] * result["options"]["prompt_tokens"]
     for row in result["rows"]:
         samples = row["samples"]
-        values = [sample["value"] for sample in samples]
-        row["value"], row["value_min"], row["value_max"] = middle(values), min(values), max(values)
+        row |= summed(samples, spreads=("value",))
         if row["kind"] != STEP:
             row["cached_share"] = middle([sample["cached_tokens"] for sample in samples]) / asked
         row["loaded_gb"] = middle([sample["loaded_bytes"] for sample in samples]) / GB
@@ -393,8 +384,7 @@ def conclude(result: ConcurrencyResult) -> None:
     for row in result["rows"]:
         base = found.get((base_of(row["arm"], row["kind"]) or "", row["kind"]))
         if base is not None:
-            ratios = _ratios(row, base)
-            row["to_base"], row["to_base_min"], row["to_base_max"] = middle(ratios), min(ratios), max(ratios)
+            row |= spread("to_base", _ratios(row, base))
         theirs = found.get((OFFLOADING, row["kind"]))
         if theirs is not None and theirs is not row:
             row["to_offloading"] = middle(_ratios(row, theirs))
@@ -406,18 +396,18 @@ def _ratios(above: Row, below: Row) -> list[float]:
     return paired or [above["value"] / below["value"]]
 
 
-def gate_of(result: ConcurrencyResult) -> list[GateRow]:
+def gate_of(result: ConcurrencyResult) -> list[GateLine]:
     """Judge every line; without a GPU those of tokens alone. An arm that was left out does not pass."""
     found = {(row["arm"], row["kind"]) for row in result["rows"]}
     judged = [
-        GateRow(f"measured       {arm}, {TITLES[kind]}", "measured", None, False)
+        gate_line(f"measured       {arm}, {TITLES[kind]}", "measured", None)
         for kind in KINDS
         for arm in result["options"]["arms"]
         if (arm, kind) not in found
     ]
     for row in result["rows"]:
         name = f"{row['arm']}, {TITLES[row['kind']]}"
-        judged.append(GateRow(f"tokens equal   {name}", "= 1", row["equal"], row["equal"] == 1))
+        judged.append(gate_line(f"tokens equal   {name}", "= 1", row["equal"]))
     if result["options"]["device"] == "cpu":
         return judged
     for row in result["rows"]:
@@ -425,19 +415,17 @@ def gate_of(result: ConcurrencyResult) -> list[GateRow]:
         if base is None or row["arm"] == OFFLOADING:
             continue
         least = LEAST[row["kind"]]
-        passed = row["to_base"] is not None and row["to_base"] >= least
-        judged.append(GateRow(f"/ {base:<12} {name}", f">= {least:.2f}x", row["to_base"], passed))
+        judged.append(gate_line(f"/ {base:<12} {name}", f">= {least:.2f}x", row["to_base"]))
         if row["kind"] == STORED and row["arm"].split("+")[0] == LANE:
-            passed = row["to_offloading"] is not None and row["to_offloading"] >= OFFLOADING_LEAST
             bound = f">= {OFFLOADING_LEAST:.2f}x"
-            judged.append(GateRow(f"/ {OFFLOADING:<12} {name}", bound, row["to_offloading"], passed))
+            judged.append(gate_line(f"/ {OFFLOADING:<12} {name}", bound, row["to_offloading"]))
     return judged
 
 
 def table_lines(result: ConcurrencyResult) -> Iterator[str]:
     """Give the report, line by line, with the gate."""
-    machine, options = result["machine"], result["options"]
-    yield f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, load {machine['load_1min']} before"
+    options = result["options"]
+    yield from machine_lines(result["machine"])
     launch = ", steps of few tokens as CUDA graphs" if options["graphs"] else ""
     ranks = f", {options['tensor_parallel']} tensor-parallel ranks" if options["tensor_parallel"] > 1 else ""
     yield (
@@ -447,39 +435,27 @@ def table_lines(result: ConcurrencyResult) -> Iterator[str]:
     )
     yield from result["notes"]
     for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
-        unit = "tokens/s" if kind == STEP else "requests/s"
+        columns: list[Column] = [
+            (TITLES[kind], "arm", ""),
+            ("tokens/s" if kind == STEP else "requests/s", "value", ".2f"),
+            ("least to most", ("value_min", "value_max"), ".2f"),
+            ("/ none", "to_base", ".3f"),
+            ("/ offloading", "to_offloading", ".3f"),
+            ("cached", "cached_share", ".1%"),
+            ("GB", "loaded_gb", ".2f"),
+            ("equal", "equal", ".0%"),
+        ]
         yield ""
-        yield (
-            f"  {TITLES[kind]:<28} {unit:>10} {'least to most':>18} {'/ none':>8} {'/ offloading':>13} {'cached':>7}"
-            f" {'GB':>6} {'equal':>7}"
-        )
-        yield from (_row_line(row) for row in result["rows"] if row["kind"] == kind)
-    yield ""
-    yield "Gate"
-    for line in gate_of(result):
-        measured = "none" if line.measured is None else f"{line.measured:.3f}x"
-        yield f"  {'held' if line.passed else 'MISSED':<6}  {line.name:<52} {line.bound:>9} {measured:>8}"
-
-
-def _row_line(row: Row) -> str:
-    spread = f"{row['value_min']:.2f} to {row['value_max']:.2f}"
-    base = "" if row["to_base"] is None else f"{row['to_base']:.3f}"
-    theirs = "" if row["to_offloading"] is None else f"{row['to_offloading']:.3f}"
-    return (
-        f"  {row['arm']:<28} {row['value']:10.2f} {spread:>18} {base:>8} {theirs:>13} {row['cached_share']:7.1%}"
-        f" {row['loaded_gb']:6.2f} {row['equal']:7.0%}"
-    )
+        yield from table(columns, [row for row in result["rows"] if row["kind"] == kind])
+    yield from gate_lines(result["gate"])
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
     """Draw each kind's rates as multiples of those without a connector, into a PNG."""
     result, panels = cast(ConcurrencyResult, raw), []
     for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
-        shown: Sequence[Row] = [row for row in result["rows"] if row["kind"] == kind and row["to_base"] is not None]
-        ratios = [
-            Bar(cast(float, row["to_base"]), cast(float, row["to_base_min"]), cast(float, row["to_base_max"]))
-            for row in shown
-        ]
+        shown = [row for row in result["rows"] if row["kind"] == kind and row["to_base"] is not None]
+        ratios = [bar(row, "to_base") for row in shown]
         if shown:
             panels.append(BarPanel(TITLES[kind], [row["arm"] for row in shown], {"/ none": ratios}))
     machine, options = result["machine"], result["options"]

@@ -15,8 +15,11 @@ from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.servers import child_environment
 from kvredis.bench.core.shapes import ModelShape
 
-from .result import LANE, LAYERS, MEMORY, NONE, OFFLOADING, TCP, TRUSTED
 from .worker import Opening, Served, Together
+
+NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
+TRUSTED, LAYERS = "trusted", "layers"
+
 
 ANSWER_S: Final = 240.0
 _GIB: Final = 1 << 30

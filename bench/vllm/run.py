@@ -3,29 +3,69 @@
 Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
 room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in
 another order. An arm that fails is left out and said, and so is what there was no time for.
+
+The result of `kvredis bench vllm`: schema kvredis.bench.vllm/1, its table and its picture.
+
+A sample is one prompt in one engine: computed (cold), served again from vLLM's own prefix cache (own), and, that cache
+emptied, from what the arm has kept of it (warm). Times are to the first token, of a request alone in its engine.
+
+Arms
+    none        no connector
+    offloading  vLLM's own OffloadingConnector, to this process' memory
+    memory      KVRedisConnector, to this process' memory
+    lane        KVRedisConnector, to a kvredis serve process on this host, through shared memory
+    tcp         the same over TCP
+    +trusted    without checksums (verify_blocks: false)
+    +layers     stored layer by layer (use_layerwise: true)
+Figures: medians over the samples, _min and _max the spread
+    factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
+    ratio       warm / warm of offloading, in the same way
+    loaded_gb   bytes that our connector loaded for one warm prompt
+    hit_share   least of the warm prompts' tokens not computed, of those that this arm can load
+    equal       share of the prompts whose generated tokens were those of the first arm that served them
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypedDict, cast
 
 from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import Progress
+from kvredis.bench.core.plot import Captions, LinePanel, lines
+from kvredis.bench.core.result import (
+    Column,
+    GateLine,
+    Progress,
+    Result,
+    Row,
+    gate_line,
+    gate_lines,
+    machine_lines,
+    spread,
+    summed,
+    table,
+)
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import rotated
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated
 
 from .engine import (
     DTYPES,
+    LANE,
+    LAYERS,
+    MEMORY,
+    NONE,
+    OFFLOADING,
+    TCP,
     TINY,
+    TRUSTED,
     EngineProcess,
     Where,
     connector_of,
@@ -35,22 +75,151 @@ from .engine import (
     model_config,
     room_bytes,
 )
-from .result import (
-    ARMS,
-    LANE,
-    NONE,
-    OFFLOADING,
-    REFERENCES,
-    SCHEMA,
-    TCP,
-    Row,
-    Sample,
-    VLLMResult,
-    conclude,
-    gate_of,
-    row_of,
-)
 from .worker import Opening, Served
+
+SCHEMA: Final = "kvredis.bench.vllm/1"
+ARMS: Final = (
+    NONE, OFFLOADING, LANE, f"{LANE}+{TRUSTED}", MEMORY, f"{MEMORY}+{TRUSTED}", f"{LANE}+{LAYERS}",
+    f"{LANE}+{LAYERS}+{TRUSTED}", f"{MEMORY}+{LAYERS}", f"{MEMORY}+{LAYERS}+{TRUSTED}", TCP, f"{TCP}+{TRUSTED}",
+)  # fmt: skip
+REFERENCES: Final = (NONE, OFFLOADING)
+"""What others are compared with: open beside each of them where there is room."""
+
+RATIO_MOST: Final = 1.05
+FACTOR_LEAST: Final = 6.5
+FACTOR_TOKENS: Final = 15_000
+"""The factor is judged for the 8b shape and prompts from this length on."""
+
+
+class Sample(TypedDict):
+    repeat: int
+    cold_ms: float
+    own_ms: float
+    warm_ms: float | None
+    own_tokens: int
+    warm_tokens: int
+    own_bytes: int
+    warm_bytes: int
+    stored_bytes: int
+    is_equal: bool
+
+
+class VLLMResult(Result):
+    rows: list[Row]
+    counters: dict[str, dict[str, float]]  # of our connector, by arm
+
+
+def row_of(arm: str, tokens: int, can_hit: int) -> Row:
+    """Give a row without samples; `can_hit` tokens of a warm prompt can this arm load."""
+    missing = dict.fromkeys(("warm_ms", "warm_ms_min", "warm_ms_max", "factor", "ratio", "hit_share"))
+    return Row(arm=arm, tokens=tokens, can_hit=can_hit, samples=[], loaded_gb=0.0, **missing)
+
+
+def conclude(rows: list[Row]) -> None:
+    """Fill in what follows from the samples."""
+    found = {(row["arm"], row["tokens"]): row for row in rows}
+    for row in rows:
+        samples = row["samples"]
+        row |= summed(samples, ("cold_ms", "own_ms"))
+        row["equal"] = sum(sample["is_equal"] for sample in samples) / max(len(samples), 1)
+        warm = [sample["warm_ms"] for sample in samples if sample["warm_ms"] is not None]
+        if not warm:
+            continue
+        row |= spread("warm_ms", warm)
+        row["loaded_gb"] = middle([sample["warm_bytes"] for sample in samples]) / GB
+        if row["can_hit"]:
+            row["hit_share"] = min(sample["warm_tokens"] for sample in samples) / row["can_hit"]
+    for row in rows:
+        if row["warm_ms"] is None:
+            continue
+        base, theirs = found.get((NONE, row["tokens"]), row), found.get((OFFLOADING, row["tokens"]))
+        row["factor"] = _ratio(base, "cold_ms", row, "warm_ms")
+        if theirs is not None and theirs["warm_ms"] is not None:
+            row["ratio"] = _ratio(row, "warm_ms", theirs, "warm_ms")
+
+
+def _ratio(above: Row, over: str, below: Row, under: str) -> float:
+    """Of the samples of the same repeats; where there are none, of the medians."""
+    paired = paired_ratio(by_repeat(above["samples"], over), by_repeat(below["samples"], under))
+    raw = cast(Mapping[str, float], above)[over] / cast(Mapping[str, float], below)[under]
+    return raw if paired is None else paired
+
+
+def gate_of(result: VLLMResult) -> list[GateLine]:
+    """Judge every line; without a GPU those of tokens and hits alone. A figure that is missing does not pass, nor does
+    an arm that was left out, or for which there was no time."""
+    found = {(row["arm"], row["tokens"]) for row in result["rows"]}
+    judged = [
+        gate_line(f"measured       {arm}, {tokens} tokens", "measured", None)
+        for tokens in result["options"]["prompt_tokens"]
+        for arm in result["options"]["arms"]
+        if (arm, tokens) not in found
+    ]
+    for row in result["rows"]:
+        name = f"{row['arm']}, {row['tokens']} tokens"
+        judged.append(gate_line(f"tokens equal   {name}", "= 1", row["equal"]))
+        if row["hit_share"] is not None and row["arm"] != OFFLOADING:
+            judged.append(gate_line(f"hits           {name}", "= 1", row["hit_share"]))
+    if result["options"]["device"] == "cpu":
+        return judged
+    for row in result["rows"]:
+        name, (kind, *words) = f"{row['arm']}, {row['tokens']} tokens", row["arm"].split("+")
+        if kind == LANE and LAYERS not in words:
+            judged.append(gate_line(f"/ offloading   {name}", f"<= {RATIO_MOST:.2f}x", row["ratio"]))
+        if kind in (LANE, MEMORY) and row["tokens"] >= FACTOR_TOKENS and result["options"]["shape"] == "8b":
+            judged.append(gate_line(f"cold / warm    {name}", f">= {FACTOR_LEAST:.2f}x", row["factor"]))
+    return judged
+
+
+def table_lines(result: VLLMResult) -> Iterator[str]:
+    """Give the report, line by line, with the gate."""
+    options = result["options"]
+    yield from machine_lines(result["machine"])
+    launch = ", short passes as CUDA graphs" if options.get("graphs") else ""  # older results do not say
+    yield (
+        f"vLLM {options['vllm']}{launch}, {options['device']}; {options['shape']}:"
+        f" {options['bytes_per_token']} bytes a token,"
+        f" chunks of {options['chunk_tokens']}; {options['repeats']} repeats, {options['together']} engines at a time"
+    )
+    yield from result["notes"]
+    for tokens in dict.fromkeys(row["tokens"] for row in result["rows"]):
+        columns: list[Column] = [
+            (f"{tokens} tokens, TTFT in ms", "arm", ""),
+            ("cold", "cold_ms", ".1f"),
+            ("own", "own_ms", ".1f"),
+            ("warm", "warm_ms", ".1f"),
+            ("least to most", ("warm_ms_min", "warm_ms_max"), ".1f"),
+            ("factor", "factor", ".2f"),
+            ("/ offloading", "ratio", ".3f"),
+            ("hit", "hit_share", ".1%"),
+            ("GB", "loaded_gb", ".2f"),
+            ("equal", "equal", ".0%"),
+        ]
+        yield ""
+        yield from table(columns, [row for row in result["rows"] if row["tokens"] == tokens])
+    yield from gate_lines(result["gate"])
+
+
+def picture(raw: Mapping[str, Any], path: Path) -> None:
+    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG."""
+    result, panels = cast(VLLMResult, raw), []
+    for title, figure in (("first token, ms", "warm_ms"), ("first token, times as soon as computed", "factor")):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in result["rows"]:
+            value = cast(float | None, cast(Mapping[str, object], row)[figure])
+            if row["arm"] == NONE and figure == "warm_ms":
+                series.setdefault("computed", []).append((row["tokens"], row["cold_ms"]))
+                series.setdefault("own cache", []).append((row["tokens"], row["own_ms"]))
+            elif value is not None:
+                series.setdefault(row["arm"], []).append((row["tokens"], value))
+        panels.append(LinePanel(title, {name: sorted(at) for name, at in series.items()}, across="tokens", sizes=False))
+    machine, options = result["machine"], result["options"]
+    foot = (
+        f"{options['device']}; {machine.get('cpu')}, {machine.get('cores')} cores. vLLM {options['vllm']},"
+        f" {options['shape']}. {' '.join(result['notes'])}"
+    )
+    lines(panels, Captions(title="vLLM: prompts seen before", values="", foot=foot), path, columns=2)
+
 
 ANSWER_TOKENS: Final = 16
 CPU_TOKENS: Final = (250, 1000)
@@ -292,8 +461,9 @@ def run(plan: VLLMPlan, where: Where, progress: Progress) -> VLLMResult:
         rows=sorted(measuring.rows.values(), key=lambda row: (row["tokens"], order[row["arm"]])),
         counters=measuring.counters,
         gate=[],
+        verified_bytes=0,
         seconds=time.monotonic() - began_s,
     )
     conclude(result["rows"])
-    result["gate"] = [line.json() for line in gate_of(result)]
+    result["gate"] = gate_of(result)
     return result

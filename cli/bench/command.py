@@ -9,9 +9,6 @@ from typing import Any
 import click
 
 from kvredis.bench.core.servers import RECIPES, SUBJECT, Recipe, before_recipe
-from kvredis.bench.server.before import held
-from kvredis.bench.server.gate import gate
-from kvredis.bench.server.report import gate_lines, held_lines, table_lines
 from kvredis.bench.server.run import (
     BEFORE_PARTS,
     DEFAULT_PARTS,
@@ -24,6 +21,7 @@ from kvredis.bench.server.run import (
     ServerPlan,
     available,
     run,
+    table_lines,
 )
 from kvredis.storage.errors import ConfigError, KVRedisError
 from kvredis.storage.options import parse_size
@@ -132,9 +130,8 @@ def server(
     plan = _plan(ServerPlan(_joined(recipes, before), parts=parts), quick, pin, shape)
     with measuring(plan.steps(), "starting servers") as progress:
         result = run(plan, progress, skipped)
-    verdicts = [*gate_lines(gate(result)), *held_lines(held(result), result)]
     Telling("server", json_path, picture, judge).tell(
-        result, [*table_lines(result), *verdicts], held=all(row["passed"] for row in result["held"])
+        result, table_lines(result), held=all(row["passed"] for row in result["held"])
     )
 
 

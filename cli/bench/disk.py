@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from kvredis.bench.disk.gate import disk_gate
-from kvredis.bench.disk.report import gate_lines, table_lines
-from kvredis.bench.disk.run import PARTS, QUICK, DiskPlan, own_directory, run
+from kvredis.bench.disk.run import PARTS, QUICK, DiskPlan, own_directory, run, table_lines
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
 
@@ -47,7 +45,7 @@ def disk(
     plan = _plan(QUICK if quick else DiskPlan(), shape)
     with measuring(plan.steps(), "laying out files") as step, own_directory(directory, Path.cwd()) as place:
         result = run(plan, place, step)
-    Telling("disk", json_path, picture, judge).tell(result, [*table_lines(result), *gate_lines(disk_gate(result))])
+    Telling("disk", json_path, picture, judge).tell(result, table_lines(result))
 
 
 def _plan(plan: DiskPlan, shape: dict[str, Any]) -> DiskPlan:

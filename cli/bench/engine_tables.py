@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.engine_tables.result import ARMS, table_lines
-from kvredis.bench.engine_tables.run import PLANS, QUICK, run
+from kvredis.bench.engine_tables.run import ARMS, PLANS, QUICK, run, table_lines
 from kvredis.cli.numbers import Number
 
 from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of

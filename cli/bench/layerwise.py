@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.layerwise.result import table_lines
-from kvredis.bench.layerwise.run import PARTS, QUICK, TIERS, LayerwisePlan, run
+from kvredis.bench.layerwise.run import PARTS, QUICK, TIERS, LayerwisePlan, run, table_lines
 from kvredis.cli.numbers import Number
 from kvredis.storage.errors import KVRedisError
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvredis.bench.links.result import table_lines
-from kvredis.bench.links.run import PARTS, QUICK, LinksPlan, run
+from kvredis.bench.links.run import PARTS, QUICK, LinksPlan, run, table_lines
 
 from .options import Telling, json_option, measuring, picture_option, words_of
 

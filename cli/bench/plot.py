@@ -8,7 +8,7 @@ from kvredis.bench.pictures import draw_file
 from kvredis.storage.errors import KVRedisError
 
 
-@click.command(epilog="Example: kvredis bench plot bench/results/server-2026-11-21-door.json server.png")
+@click.command(epilog="Example: kvredis bench plot bench/results/server-2026-11-22.json server.png")
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
 def plot(result: Path, picture: Path) -> None:

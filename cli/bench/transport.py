@@ -9,9 +9,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.shapes import SHAPES
-from kvredis.bench.transport.report import gate_lines, table_lines
-from kvredis.bench.transport.result import transport_gate
-from kvredis.bench.transport.run import PARTS, QUICK, TRANSPORTS, TransportPlan, run
+from kvredis.bench.transport.run import PARTS, QUICK, TRANSPORTS, TransportPlan, run, table_lines
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, shapes_of, words_of
 
@@ -52,6 +50,4 @@ def transport(quick: bool, json_path: str | None, picture: Path | None, judge: b
         plan = replace(plan, scaling=replace(plan.scaling, connections=connections))
     with measuring(plan.steps(), "filling memory") as step:
         result = run(plan, step)
-    Telling("transport", json_path, picture, judge).tell(
-        result, [*table_lines(result), *gate_lines(transport_gate(result))]
-    )
+    Telling("transport", json_path, picture, judge).tell(result, table_lines(result))

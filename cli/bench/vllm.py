@@ -13,8 +13,7 @@ from kvredis.bench.vllm.concurrency import ConcurrencyPlan
 from kvredis.bench.vllm.concurrency import run as run_concurrency
 from kvredis.bench.vllm.concurrency import table_lines as concurrency_lines
 from kvredis.bench.vllm.engine import Where
-from kvredis.bench.vllm.result import ARMS, table_lines
-from kvredis.bench.vllm.run import VLLMPlan, run
+from kvredis.bench.vllm.run import ARMS, VLLMPlan, run, table_lines
 from kvredis.cli.numbers import Number
 
 from .engine_tables import numbers_of, one_shape

@@ -15,28 +15,34 @@ from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer.base import Moving, Part
 from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.layerwise.arms import remote_places
 from kvredis.bench.layerwise.model import SMALL, Marks, PagedModel
-from kvredis.bench.layerwise.result import (
+from kvredis.bench.layerwise.rig import (
     BOTH,
     CAPS,
     LAYERED,
     LOAD,
     NONE,
     PUSHES,
-    SCHEMA,
     CapSample,
-    LayerwiseResult,
     LoadSample,
     PushSample,
+    remote_places,
+)
+from kvredis.bench.layerwise.run import (
+    LANE,
+    PARTS,
+    REMOTE,
+    SCHEMA,
+    LayerwisePlan,
+    LayerwiseResult,
     cap_point,
-    gate_lines,
+    layerwise_gate,
     load_point,
     push_points,
+    run,
     table_lines,
 )
-from kvredis.bench.layerwise.run import LANE, PARTS, REMOTE, LayerwisePlan, run
-from kvredis.bench.plan.planning import Pipeline, remote_share
+from kvredis.bench.plan import Pipeline, remote_share
 from kvredis.cli.main import main
 
 CPU = torch.device("cpu")
@@ -238,7 +244,7 @@ def cap_samples(rate: float) -> list[CapSample]:
 def judged(**points: Any) -> dict[str, bool]:
     """The gate of a result with these points alone."""
     empty: dict[str, Any] = {"push": [], "load": [], "cap": []}
-    return {line["name"]: line["passed"] for line in gate_lines({**empty, **points})}  # type: ignore[typeddict-item]
+    return {line["name"]: line["passed"] for line in layerwise_gate({**empty, **points})}  # type: ignore[typeddict-item]
 
 
 def test_one_step_whose_first_layer_was_late_misses_the_bar() -> None:

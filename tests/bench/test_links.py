@@ -13,12 +13,13 @@ import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.plot import Bar
-from kvredis.bench.disk.device import timed_threads
-from kvredis.bench.links import gpu, memory, plot
-from kvredis.bench.links.memory import numa_nodes, run_memory, timed_together
+from kvredis.bench.disk.rates import timed_threads
+from kvredis.bench.links import gpu
+from kvredis.bench.links import memory as memory
+from kvredis.bench.links import run as plot
+from kvredis.bench.links.memory import BASE, CopySample, Link, copy_row, numa_nodes, run_memory, timed_together
 from kvredis.bench.links.process import Peer, chosen_cores, peer_of, run_copies, run_tokens
-from kvredis.bench.links.result import BASE, CopySample, Link, LinksResult, copy_row, table_lines
-from kvredis.bench.links.run import LinksPlan, run
+from kvredis.bench.links.run import LinksPlan, LinksResult, run, table_lines
 from kvredis.bench.memory import Backing
 from kvredis.bench.pictures import draw
 

@@ -21,7 +21,7 @@ import pytest
 from kvredis.adapters.engine.break_even import BreakEven, Piece
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.plan.planning import Pipeline, TierSpeed, Workload, judge, plan, remote_share, sizes_of
+from kvredis.bench.plan import Pipeline, TierSpeed, Workload, judge, plan, remote_share, sizes_of
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200_8B = {1024: (0.031, 0.0025), 8192: (0.248, 0.0195), 15_400: (0.518, 0.0367)}  # tokens: prefill s, load s

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.bench.vllm.concurrency import KINDS, ConcurrencyResult
-from kvredis.bench.vllm.result import SCHEMA, VLLMResult
+from kvredis.bench.vllm.run import SCHEMA, VLLMResult
 from kvredis.cli.bench.command import bench
 from tests.compat.vllm_process import site
 

@@ -9,8 +9,7 @@ import torch
 
 from kvredis.adapters.transformers.cache import CACHE
 from kvredis.bench.core.compute import ATTENTION, TINY, Graphed, decode, llama, spans, steps_of
-from kvredis.bench.engine_tables.compute import Engine, Spent
-from kvredis.bench.engine_tables.subjects import NoCache
+from kvredis.bench.engine_tables.worker import Engine, NoCache, Spent
 
 COUNT = 6
 TOKENS = 40
@@ -136,7 +135,7 @@ def test_steps_are_made_when_nobody_stores(engine: Engine, monkeypatch: pytest.M
         seen.append(subject.under_way)
         return steps_of(*arguments)
 
-    monkeypatch.setattr("kvredis.bench.engine_tables.compute.steps_of", noting)
+    monkeypatch.setattr("kvredis.bench.engine_tables.worker.steps_of", noting)
     for number in range(4):
         engine.batch(subject, prompts(number), COUNT + 2, 64)
     assert seen == [0, 0], "two rooms take turns, and the first is being stored from when the second is new"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kvredis.bench.disk.result import SCHEMA, DiskResult, GetRow, Mode, Op, PingRow, RateRow
+from kvredis.bench.core.result import Row
+from kvredis.bench.disk.rates import Mode, Op
+from kvredis.bench.disk.run import SCHEMA, DiskResult
 
 
-def rate(
-    op: Op, *, device: float | None, loop: float | None = 1.0, mode: Mode = "direct", arm: str = "tier"
-) -> RateRow:
-    return RateRow(
+def rate(op: Op, *, device: float | None, loop: float | None = 1.0, mode: Mode = "direct", arm: str = "tier") -> Row:
+    return Row(
         arm=arm,
         mode=mode,
         op=op,
@@ -22,8 +22,8 @@ def rate(
     )
 
 
-def get(spilled: float | None, net: float | None = 1.0, prefetched: float | None = 1.0) -> GetRow:
-    return GetRow(
+def get(spilled: float | None, net: float | None = 1.0, prefetched: float | None = 1.0) -> Row:
+    return Row(
         transport="unix",
         size_bytes=2 * 1024**2,
         mode="direct",
@@ -40,8 +40,8 @@ def get(spilled: float | None, net: float | None = 1.0, prefetched: float | None
     )
 
 
-def ping(server: str, ratio_p99: float | None) -> PingRow:
-    return PingRow(
+def ping(server: str, ratio_p99: float | None) -> Row:
+    return Row(
         server=server,
         transport="tcp",
         samples=[],
@@ -62,7 +62,7 @@ def ping(server: str, ratio_p99: float | None) -> PingRow:
 
 
 def result(
-    *, rates: list[RateRow] | None = None, gets: list[GetRow] | None = None, pings: list[PingRow] | None = None
+    *, rates: list[Row] | None = None, gets: list[Row] | None = None, pings: list[Row] | None = None
 ) -> DiskResult:
     return DiskResult(
         schema=SCHEMA,

@@ -16,7 +16,7 @@ import pytest
 from kvredis.backends.config.url import Address
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.servers import child_environment
-from kvredis.bench.disk.client import BlockClient, Values
+from kvredis.bench.disk.clients import BlockClient, Values
 from tests.bench.fake_server import FakeStore, serve
 
 SIZE = 64 * 1024
@@ -117,7 +117,7 @@ def test_no_two_keys_and_no_two_passes_hold_the_same() -> None:
 def moved(server: Listening) -> subprocess.CompletedProcess[str]:
     """Run the mover for as long as it takes to store every key once and to be told to stop."""
     return subprocess.run(
-        [sys.executable, "-m", "kvredis.bench.disk.background_load", str(server.address), str(SIZE), str(COUNT)],
+        [sys.executable, "-m", "kvredis.bench.disk.clients", str(server.address), str(SIZE), str(COUNT)],
         input="",
         capture_output=True,
         text=True,

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.disk.blocks import Blocks
-from kvredis.bench.disk.device import Dd, Fio, Loop, device_tool, fio_timing, forget_pages, timed_threads
-from kvredis.bench.disk.result import Mode
+from kvredis.bench.disk.rates import Blocks, Dd, Fio, Loop, Mode, device_tool, fio_timing, forget_pages, timed_threads
 
 MIB = 1024**2
 
@@ -78,8 +76,8 @@ def test_a_tool_that_fails_says_why(tmp_path: Path, tool: type[Fio | Dd]) -> Non
 def test_fio_is_asked_before_dd_and_without_both_the_reason_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: set[str], wanted: str
 ) -> None:
-    monkeypatch.setattr("kvredis.bench.disk.device.shutil.which", lambda name: name if name in installed else None)
-    monkeypatch.setattr("kvredis.bench.disk.device._said", lambda _command: "fio-9.9\n")
+    monkeypatch.setattr("kvredis.bench.disk.rates.shutil.which", lambda name: name if name in installed else None)
+    monkeypatch.setattr("kvredis.bench.disk.rates._said", lambda _command: "fio-9.9\n")
     tool, name = device_tool(tmp_path / "file", MIB, 1)
     assert name.startswith(wanted)
     assert (type(tool) is Fio, type(tool) is Dd) == ("fio" in installed, installed == {"dd"})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvredis.bench.disk import gets, pings
-from kvredis.bench.disk.gets import GetPlan
-from kvredis.bench.disk.result import GetSample, PingSample
+from kvredis.bench.disk.clients import GetPlan, GetSample, PingSample, summarize_gets, summarize_pings
 
 MIB = 1024**2
 
@@ -46,7 +44,7 @@ def pinged(repeat: int, quiet: float, busy: float, rate: float, dropped: int = 0
 
 def test_a_get_from_disk_is_related_to_the_preadv_of_its_own_repeat() -> None:
     samples = [got(0, 1.0, 2.0, 0.5), got(1, 2.0, 3.0, 0.5, prefetched=0.6), got(2, 1.0, 1.5, 0.5, prefetched=0.7)]
-    row = gets.summarize("unix", 2 * MIB, "direct", samples)
+    row = summarize_gets("unix", 2 * MIB, "direct", samples)
     assert row["ratio_spilled"] == 1.5
     assert row["ratio_spilled_net"] == 1.25
     assert row["ratio_prefetched"] == pytest.approx(1.2)
@@ -54,7 +52,7 @@ def test_a_get_from_disk_is_related_to_the_preadv_of_its_own_repeat() -> None:
 
 
 def test_blocks_that_were_never_on_disk_make_no_ratio() -> None:
-    row = gets.summarize("unix", 2 * MIB, "direct", [got(0, 0.0, 0.0, 0.0, prefetched=0.0)])
+    row = summarize_gets("unix", 2 * MIB, "direct", [got(0, 0.0, 0.0, 0.0, prefetched=0.0)])
     assert (row["ratio_spilled"], row["ratio_spilled_net"], row["ratio_prefetched"]) == (None, None, None)
 
 
@@ -67,7 +65,7 @@ def test_more_keys_than_memory_holds_are_asked_for_and_what_is_prefetched_fits()
 
 
 def test_pings_are_related_to_the_quiet_ones_and_to_the_server_without_a_disk() -> None:
-    disk, memory = pings.summarize(
+    disk, memory = summarize_pings(
         "tcp",
         {
             "disk": [pinged(0, 1.0, 4.0, 1.0, dropped=1), pinged(1, 2.0, 2.0, 1.5), pinged(2, 1.0, 3.0, 0.5)],

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvredis.bench.disk.gate import disk_gate
-from kvredis.bench.disk.report import gate_lines, table_lines
-from kvredis.bench.disk.result import DiskResult, Op
-from kvredis.bench.server.gate import GateRow
+from kvredis.bench.core.result import GateLine, gate_lines
+from kvredis.bench.disk.rates import Op
+from kvredis.bench.disk.run import DiskResult, disk_gate, table_lines
 
 from .fake_disk_result import get, ping, rate, result
 
 
-def one(measured: DiskResult) -> GateRow:
+def one(measured: DiskResult) -> GateLine:
     (row,) = disk_gate(measured)
     return row
 
@@ -21,14 +20,14 @@ def one(measured: DiskResult) -> GateRow:
 def test_a_rate_is_held_against_the_device_and_a_loop_in_its_mode_and_threads(op: Op, name: str) -> None:
     rows = disk_gate(result(rates=[rate(op, device=0.85, loop=0.84)]))
     assert rows == [
-        GateRow(f"{name}, direct, 4 threads: rate / fio-3.33", ">= 0.85x", 0.85, True),
-        GateRow(f"{name}, direct, 4 threads: rate / a plain loop", ">= 0.85x", 0.84, False),
+        GateLine(name=f"{name}, direct, 4 threads: rate / fio-3.33", bound=">= 0.85x", measured=0.85, passed=True),
+        GateLine(name=f"{name}, direct, 4 threads: rate / a plain loop", bound=">= 0.85x", measured=0.84, passed=False),
     ]
 
 
 def test_without_a_tool_the_rate_is_held_against_the_loop_alone() -> None:
     row = one(result(rates=[rate("write", device=None, loop=0.9)]))
-    assert (row.name, row.measured, row.passed) == ("spill, direct, 4 threads: rate / a plain loop", 0.9, True)
+    assert (row["name"], row["measured"], row["passed"]) == ("spill, direct, 4 threads: rate / a plain loop", 0.9, True)
 
 
 def test_warm_reads_and_other_arms_are_shown_but_not_judged() -> None:
@@ -42,22 +41,26 @@ def test_warm_reads_and_other_arms_are_shown_but_not_judged() -> None:
 
 def test_a_get_from_disk_is_held_against_a_preadv_as_it_stands_and_without_the_socket() -> None:
     whole, net, fetched = disk_gate(result(gets=[get(1.31, net=1.3, prefetched=1.1)]))
-    assert (whole.passed, net.passed, fetched.passed) == (False, True, True)
-    assert "from disk / preadv" in whole.name
-    assert "(from disk - from memory) / preadv" in net.name
-    assert "after PREFETCH / from memory" in fetched.name
-    assert [row.passed for row in disk_gate(result(gets=[get(1.3, net=1.31, prefetched=1.11)]))] == [True, False, False]
+    assert (whole["passed"], net["passed"], fetched["passed"]) == (False, True, True)
+    assert "from disk / preadv" in whole["name"]
+    assert "(from disk - from memory) / preadv" in net["name"]
+    assert "after PREFETCH / from memory" in fetched["name"]
+    assert [row["passed"] for row in disk_gate(result(gets=[get(1.3, net=1.31, prefetched=1.11)]))] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_only_the_server_with_a_disk_is_judged_by_its_pings() -> None:
-    assert one(result(pings=[ping("disk", 2.0), ping("memory", 9.0)])).passed
-    assert not one(result(pings=[ping("disk", 2.1)])).passed
+    assert one(result(pings=[ping("disk", 2.0), ping("memory", 9.0)]))["passed"]
+    assert not one(result(pings=[ping("disk", 2.1)]))["passed"]
 
 
 def test_a_figure_that_could_not_be_formed_does_not_pass() -> None:
     rows = disk_gate(result(rates=[rate("read", device=None, loop=None)], gets=[get(None, None, None)]))
     assert len(rows) == 4
-    assert not any(row.passed for row in rows)
+    assert not any(row["passed"] for row in rows)
 
 
 def test_every_row_is_a_line_of_the_report_and_every_note_is_told() -> None:

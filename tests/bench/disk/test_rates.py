@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.disk.blocks import Blocks
-from kvredis.bench.disk.rates import RatePlan, run_rates, summarize
-from kvredis.bench.disk.result import RateSample
-from kvredis.bench.disk.tier import TierArm
+from kvredis.bench.disk.rates import Blocks, RatePlan, RateSample, TierArm, run_rates, summarize
 from kvredis.storage.disk.segment import HEADER_BYTES, Record
 from kvredis.storage.disk.tier import DiskTier
 

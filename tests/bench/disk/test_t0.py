@@ -10,13 +10,22 @@ import pytest
 
 from kvredis.bench.core.errors import VerificationError
 from kvredis.bench.disk import rates as disk_rates
-from kvredis.bench.disk import t0 as disk_t0
-from kvredis.bench.disk.blocks import Blocks
-from kvredis.bench.disk.device import Loop, Timing, cached_share, fio_timing, forget_pages
-from kvredis.bench.disk.rates import RatePlan, run_rates, summarize
-from kvredis.bench.disk.report import table_lines
-from kvredis.bench.disk.result import Mode, RateSample
-from kvredis.bench.disk.t0 import PlainCopy
+from kvredis.bench.disk import rates as disk_t0
+from kvredis.bench.disk.rates import (
+    Blocks,
+    Loop,
+    Mode,
+    PlainCopy,
+    RatePlan,
+    RateSample,
+    Timing,
+    cached_share,
+    fio_timing,
+    forget_pages,
+    run_rates,
+    summarize,
+)
+from kvredis.bench.disk.run import table_lines
 
 TINY = RatePlan(repeats=1, threads=(1,), block_bytes=256 * 1024, cell_bytes=1024 * 1024)
 RESULTS = Path(__file__).parents[3] / "bench" / "results"

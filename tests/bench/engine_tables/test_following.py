@@ -10,8 +10,7 @@ import torch
 
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.prompts import PromptPlan, prompts
-from kvredis.bench.engine_tables.compute import Engine, Spent
-from kvredis.bench.engine_tables.subjects import OnDevice
+from kvredis.bench.engine_tables.worker import Engine, OnDevice, Spent
 
 CHUNK = 16
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvredis.bench.core.wire import WireError
-from kvredis.bench.server.lookup import LookupPlan, long_keys, request_of, run_lookup, short_keys, summarize
-from kvredis.bench.server.result import LookupSample
+from kvredis.bench.server.latency import LookupPlan, LookupSample, long_keys, request_of, run_lookup, short_keys
+from kvredis.bench.server.latency import summarize_lookups as summarize
 from tests.bench.fake_server import FakePeer
 
 PLAN = LookupPlan(repeats=2, keys=10, run_s=0.001)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.server.small import OPS, VALUE, SmallPlan, parse_csv
+from kvredis.bench.server.latency import OPS, VALUE, SmallPlan, parse_csv
 
 PRINTED = (
     '"test","rps","avg_latency_ms","min_latency_ms","p50_latency_ms","p95_latency_ms","p99_latency_ms","max_latency_ms"\n'

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvredis.bench.server.result import ServerFacts
-from kvredis.bench.transport.report import gate_lines, table_lines
-from kvredis.bench.transport.result import (
+from kvredis.bench.core.result import Row, new_result
+from kvredis.bench.core.servers import ServerFacts
+from kvredis.bench.transport.arms import STRIPED, ArmSample, OneSample
+from kvredis.bench.transport.run import (
     SCHEMA,
-    STRIPED,
     T0_MOST,
-    ArmRow,
-    ArmSample,
-    OneRow,
-    OneSample,
     TorchFacts,
     TransportResult,
     earlier,
     set_ahead,
+    table_lines,
     transport_gate,
 )
 
@@ -33,8 +30,8 @@ def sample(repeat: int, seconds: float) -> ArmSample:
     )
 
 
-def arm(transport: str, name: str, ratio: float | None, seconds: tuple[float, ...] = (1.0, 1.0, 1.0)) -> ArmRow:
-    return ArmRow(
+def arm(transport: str, name: str, ratio: float | None, seconds: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Row:
+    return Row(
         shape="7b",
         block_bytes=917504,
         blocks=512,
@@ -55,30 +52,23 @@ def arm(transport: str, name: str, ratio: float | None, seconds: tuple[float, ..
     )
 
 
-def one(what: str, *p50_us: float) -> OneRow:
+def one(what: str, *p50_us: float) -> Row:
     samples = [OneSample(repeat=repeat, calls=1, p50_us=each, p99_us=each) for repeat, each in enumerate(p50_us)]
-    return OneRow(what=what, samples=samples, p50_us=p50_us[0], p99_us=p50_us[0], ratio_memcpy=1.0)
+    return Row(what=what, samples=samples, p50_us=p50_us[0], p99_us=p50_us[0], ratio_memcpy=1.0)
 
 
 @pytest.fixture
 def empty() -> TransportResult:
-    machine: dict[str, str | int] = {"cpu": "a CPU", "cores": 2, "kernel": "6", "load_1min": "0.00"}
     return TransportResult(
-        schema=SCHEMA,
-        machine=machine,
+        **new_result(SCHEMA, {}, ["a note"]),
         torch=TorchFacts(version="2", threads=1),
-        options={},
         server=ServerFacts(version="0", command=[], facts={}),
-        notes=["a note"],
         earlier=earlier(),
         t0=[],
         arms=[],
         scaling=[],
         one=[],
         lookups=[],
-        verified_bytes=0,
-        gate=[],
-        seconds=1.0,
     )
 
 
@@ -87,7 +77,7 @@ def test_each_bar_is_an_upper_bound_on_its_own_arm(empty: TransportResult, which
     for ratio, passed in ((most, True), (most + 0.01, False), (None, False)):
         empty["arms"] = [arm(*which, ratio)]
         (row,) = transport_gate(empty)
-        assert (row.passed, row.measured) == (passed, ratio)
+        assert (row["passed"], row["measured"]) == (passed, ratio)
 
 
 def test_an_arm_without_a_bar_is_not_judged(empty: TransportResult) -> None:
@@ -102,12 +92,12 @@ def test_being_ahead_of_pyzmq_is_paired_by_repeat(empty: TransportResult) -> Non
     set_ahead(empty["arms"])
     assert ours["ahead"] == pytest.approx(1.6)
     assert theirs["ahead"] is None
-    lines = {row.name: row for row in transport_gate(empty)}
-    assert lines["7b tcp stream_get ahead of tcp pyzmq stream"].passed
+    lines = {row["name"]: row for row in transport_gate(empty)}
+    assert lines["7b tcp stream_get ahead of tcp pyzmq stream"]["passed"]
     theirs["samples"] = theirs["samples"][2:]
     set_ahead(empty["arms"])
-    lines = {row.name: row for row in transport_gate(empty)}
-    assert not lines["7b tcp stream_get ahead of tcp pyzmq stream"].passed
+    lines = {row["name"]: row for row in transport_gate(empty)}
+    assert not lines["7b tcp stream_get ahead of tcp pyzmq stream"]["passed"]
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("tcp", "tcp"), ("unix", "ipc")])
@@ -115,25 +105,31 @@ def test_four_connections_are_judged_by_pyzmqs_stream_alone(empty: TransportResu
     empty["arms"] = [arm(ours, STRIPED, 9.0), arm(theirs, "pyzmq stream", 1.0, (1.5, 1.5, 1.5))]
     set_ahead(empty["arms"])
     (row,) = transport_gate(empty)
-    assert (row.name, row.measured, row.passed) == (f"7b {ours} {STRIPED} ahead of {theirs} pyzmq stream", 1.5, True)
+    assert (row["name"], row["measured"], row["passed"]) == (
+        f"7b {ours} {STRIPED} ahead of {theirs} pyzmq stream",
+        1.5,
+        True,
+    )
     empty["arms"][0]["samples"] = [sample(repeat, 1.01) for repeat in range(3)]
     set_ahead(empty["arms"])
     (row,) = transport_gate(empty)
-    assert not row.passed
+    assert not row["passed"]
 
 
 def test_one_block_by_lane_is_five_times_ahead_of_get_over_tcp(empty: TransportResult) -> None:
     empty["one"] = [one("GET tcp", 1000.0, 1100.0), one("lease, touch, release", 200.0, 220.0)]
     (row,) = transport_gate(empty)
-    assert (row.measured, row.passed) == (5.0, True)
+    assert (row["measured"], row["passed"]) == (5.0, True)
     empty["one"] = [one("GET tcp", 1000.0, 1100.0), one("lease, touch, release", 210.0, 221.0)]
     (row,) = transport_gate(empty)
-    assert not row.passed
+    assert not row["passed"]
 
 
 def test_the_report_says_what_was_left_out_and_which_lines_fail(empty: TransportResult) -> None:
     empty["arms"] = [arm("tcp", "stream_get", 9.0), arm("unix", "stream_get", 1.0)]
-    text = "\n".join([*table_lines(empty), *gate_lines(transport_gate(empty))])
+    empty["t0"] = [Row(shape="7b", block_bytes=917504, samples=[], seconds=1.0, gb_per_s=1.0)]
+    empty["gate"] = transport_gate(empty)
+    text = "\n".join(table_lines(empty))
     assert "Note: a note" in text
-    assert "FAIL  7b tcp stream_get / T0" in text
+    assert "MISSED  7b tcp stream_get / T0" in text
     assert "1 of 2 lines hold." in text

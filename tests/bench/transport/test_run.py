@@ -13,18 +13,25 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.backends.resp.connection import Connection
+from kvredis.bench.core.blocks import Blocks, TorchCopy, Turn
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
 from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.core.wire import WireError
-from kvredis.bench.transport.arms import Arm, LaneArms, Store, fetch_by_wire, wire_arms
-from kvredis.bench.transport.blocks import Blocks, TorchCopy, Turn
-from kvredis.bench.transport.result import SCHEMA, STRIPED
-from kvredis.bench.transport.run import TransportPlan, run
-from kvredis.bench.transport.scaling import ScalingPlan
+from kvredis.bench.transport.arms import (
+    CONNECTIONS,
+    STRIPED,
+    Arm,
+    LaneArms,
+    OnePlan,
+    ScalingPlan,
+    Store,
+    Striped,
+    fetch_by_wire,
+    wire_arms,
+)
+from kvredis.bench.transport.run import SCHEMA, TransportPlan, run
 from kvredis.bench.transport.shm_client import LaneClient, LaneMissing, LentMemory, request
-from kvredis.bench.transport.single import OnePlan
-from kvredis.bench.transport.striped import CONNECTIONS, Striped
 from kvredis.cli.bench.command import bench
 from tests.bench.fake_server import FakePeer
 

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 import pytest
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.transport.zmq_client import ZmqClient, ZmqProcess, ZmqThread, missing
+from kvredis.bench.transport.pyzmq import ZmqClient, ZmqProcess, ZmqThread, missing
 
 COUNT, SIZE = 6, 100_000
 
@@ -86,7 +86,7 @@ def test_an_interrupt_while_the_peer_starts_leaves_no_timer_that_the_interpreter
         return process
 
     popen: Any = subprocess.Popen
-    monkeypatch.setattr("kvredis.bench.transport.zmq_client.subprocess.Popen", started)
+    monkeypatch.setattr("kvredis.bench.transport.pyzmq.subprocess.Popen", started)
     with pytest.raises(KeyboardInterrupt), ZmqProcess(COUNT, SIZE):
         pass
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]

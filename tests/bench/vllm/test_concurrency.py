@@ -111,7 +111,7 @@ def test_rates_are_compared_with_those_of_an_engine_without_a_connector_that_is_
     assert result["counters"] == {"lane": {"loads": 3.0}, "lane+layers": {"loads": 3.0}}
     text = "\n".join(table_lines(result))
     assert "4 requests at once of 256 tokens" in text
-    assert "all stored                   requests/s" in text
+    assert "all stored   requests/s" in text
 
 
 def test_engines_have_room_for_all_requests_and_graphs_of_as_many(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_command_takes_its_options_and_draws(tmp_path: Path) -> None:
     result: ConcurrencyResult = json.loads(path.read_text())
     assert (result["schema"], result["options"]["concurrency"], result["options"]["repeats"]) == (SCHEMA, 3, 1)
     assert [arm for arm, *_ in map(json.loads, told.read_text().splitlines())] == ["none", "lane"]
-    assert all(line.name.startswith("tokens equal") for line in gate_of(result)), "without a GPU tokens alone"
+    assert all(line["name"].startswith("tokens equal") for line in gate_of(result)), "without a GPU tokens alone"
     assert drawn.stat().st_size > 10_000
     assert set(CONCURRENT_ARMS) >= {"none", "lane"}
 

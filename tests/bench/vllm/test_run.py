@@ -16,10 +16,22 @@ from click.testing import CliRunner
 
 from kvredis.adapters.vllm.config import configured
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import new_result
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.bench.vllm.engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes
-from kvredis.bench.vllm.result import ARMS, VLLMResult, conclude, gate_of, row_of, table_lines
-from kvredis.bench.vllm.run import ANSWER_TOKENS, VLLMPlan, rounds, run, setting_of
+from kvredis.bench.vllm.run import (
+    ANSWER_TOKENS,
+    ARMS,
+    VLLMPlan,
+    VLLMResult,
+    conclude,
+    gate_of,
+    rounds,
+    row_of,
+    run,
+    setting_of,
+    table_lines,
+)
 from kvredis.bench.vllm.worker import Served
 from kvredis.cli.bench.command import bench
 
@@ -242,11 +254,9 @@ def test_bars_are_judged_for_long_prompts_of_the_8b_model_and_pairs_before_media
     assert rows["lane+layers"]["factor"] == pytest.approx(800 / 101)
     assert rows["tcp"]["factor"] == 2.0
     result = VLLMResult(
-        schema="", machine={"cpu": "c", "cores": 1, "kernel": "k", "load_1min": "0"},
-        options=setting_of(VLLMPlan(), H200).options(), notes=[], rows=list(rows.values()), counters={}, gate=[],
-        seconds=1.0,
+        **new_result("", setting_of(VLLMPlan(), H200).options()), rows=list(rows.values()), counters={},
     )  # fmt: skip
-    judged = {line.name: line.passed for line in gate_of(result)}
+    judged = {line["name"]: line["passed"] for line in gate_of(result)}
     assert judged["/ offloading   lane, 15400 tokens"] is True
     assert judged["cold / warm    lane, 15400 tokens"] is False  # 6.45
     assert judged["cold / warm    lane+layers, 15400 tokens"] is True  # 7.9

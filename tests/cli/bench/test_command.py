@@ -13,9 +13,7 @@ from click.testing import CliRunner, Result
 
 from kvredis.bench.core.servers import RECIPES, Recipe
 from kvredis.bench.core.wire import Resp
-from kvredis.bench.server.report import load
-from kvredis.bench.server.result import BenchResult, HeldJson
-from kvredis.bench.server.run import ServerPlan
+from kvredis.bench.server.run import BenchResult, HeldJson, ServerPlan, load
 from kvredis.cli.bench.command import bench
 from tests.bench import fake_server
 

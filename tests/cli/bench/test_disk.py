@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvredis.bench.core.errors import BenchError
+from kvredis.bench.core.result import GateLine
 from kvredis.bench.disk.run import own_directory
-from kvredis.bench.server.result import GateJson
 from kvredis.cli.bench.command import bench
 from tests.bench.disk.fake_disk_result import rate, result
 
@@ -91,7 +91,7 @@ def test_a_line_of_the_gate_that_is_missed_is_an_error_only_when_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...], status: int
 ) -> None:
     measured = result(rates=[rate("read", device=0.1)])
-    measured["gate"] = [GateJson(name="line", bound=">= 0.85x", measured=0.1, passed=False)]
+    measured["gate"] = [GateLine(name="line", bound=">= 0.85x", measured=0.1, passed=False)]
     monkeypatch.setattr("kvredis.cli.bench.disk.run", lambda *_: measured)
     place, path = tmp_path / "place", tmp_path / "result.json"
     done = call("disk", "--dir", str(place), "--json", str(path), *flags)

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvredis import install_line
-from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.core.workload import VALUE_OFFSET_BYTES, Memory, Workload, stride_bytes
+
+from .errors import BenchError, VerificationError
+from .shapes import ModelShape
+from .workload import VALUE_OFFSET_BYTES, Memory, Workload, stride_bytes
 
 if TYPE_CHECKING:
     import torch
