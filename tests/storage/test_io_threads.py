@@ -12,7 +12,7 @@ import pytest
 
 from kvredis.storage.background import IoThreads, JobOverdue, Priority
 
-from .fake_io import ManualIo
+from .tiering.fake_io import ManualIo
 
 DEMAND, PREFETCH, SPILL = Priority
 LONG_S = 60.0

@@ -17,7 +17,7 @@ import pytest
 from kvredis.storage.background import IoFigures, IoThreads, JobOverdue, Priority
 from kvredis.storage.tiering.transfers import Kind, State, Transfer, Transfers
 
-from .fake_io import ManualIo
+from .tiering.fake_io import ManualIo
 
 LONG_S = 60.0
 CLIENTS = 4
