@@ -318,7 +318,12 @@ class Session(Outgoing):
             else:
                 self._replies, self._reply_bytes = [], 0
                 whole = replies[0] if len(replies) == 1 else b"".join(replies)
-                self._send(whole)
+                if self._is_behind:
+                    self._send(whole)
+                else:  # the same without a frame
+                    self.output_bytes += len(whole)
+                    self.writes += 1
+                    self._transport.write(whole)  # type: ignore[union-attr]
         if self._pushes and not self._paused and self._stream is None:
             self._send_pushes()
         if self._is_behind and self.close_after_reply:
