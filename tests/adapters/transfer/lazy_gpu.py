@@ -53,7 +53,7 @@ class LazyStream:
 
 
 class LazyGpu:
-    """Device (transfer/cuda/device.py) in the CPU's memory. `copies_until_failure` counts down; at 0 copies raise."""
+    """Device (cuda/device.py) in the CPU's memory. `copies_until_failure` counts down; at zero copies raise."""
 
     def __init__(self, paged: PagedKV, seed: int = 0) -> None:
         self._index = TorchIndex(paged)
