@@ -39,7 +39,7 @@ from kvredis.storage.memory.memory_limits import gib
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
 
-from .config_options import (
+from .config import (
     EVENT_LOOP_VARIABLE,
     FILES_BESIDE_CLIENTS,
     check_store,

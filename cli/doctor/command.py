@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from kvredis.backends.config.schema import Config
-from kvredis.cli.config_options import check_store, config_file_option, load_config
+from kvredis.cli.config import check_store, config_file_option, load_config
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Machine
 from kvredis.storage.memory.hugepages import HUGEPAGE_BYTES

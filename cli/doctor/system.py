@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvredis import __version__
 from kvredis.backends.config.schema import DEFAULT_ORIGIN, KEYS, Config
-from kvredis.cli.config_options import EVENT_LOOP_VARIABLE, FILES_BESIDE_CLIENTS, server_options_of, told_where
+from kvredis.cli.config import EVENT_LOOP_VARIABLE, FILES_BESIDE_CLIENTS, server_options_of, told_where
 from kvredis.server.acl.state import Acl
 from kvredis.server.commands import load_families
 from kvredis.server.config.reload import check_options

@@ -19,7 +19,7 @@ import click
 
 from kvredis.backends.config.url import Address, ClusterAddress, RemoteAddress, parse_remote
 from kvredis.backends.resp.sentinel import SentinelResolver
-from kvredis.cli.config_options import config_file_option, load_config
+from kvredis.cli.config import config_file_option, load_config
 from kvredis.cli.numbers import Number
 from kvredis.storage.errors import BackendError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.backends.config.schema import KEYS, Config
-from kvredis.cli.config_options import server_options_of
+from kvredis.cli.config import server_options_of
 from kvredis.server.net.io_threads import threads_for
 from kvredis.server.options import ServerOptions
 from tests.cli.conftest import Serve
