@@ -271,7 +271,7 @@ class Arrays:
         return len(written) * self.block_bytes
 
     def verify_untouched(self, written: Mapping[int, int], layerwise: bool, who: str) -> None:
-        """See that every block that nobody copied to is still zero; raises VerificationError when one is not."""
+        """See that every block that no arm copied to is still zero; raises VerificationError when one is not."""
         zeros = (ctypes.c_char * self.block_bytes)()
         for piece in self.pieces(layerwise):
             for block in range(self.blocks):
@@ -376,7 +376,7 @@ HUGE_SHARE_MIN: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Writable bytes with their address; whoever made it keeps it mapped."""
+    """Writable bytes with their address; the object that made it keeps it mapped."""
 
     view: memoryview
     address: int

@@ -83,7 +83,7 @@ class LineProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it runs no more, though nobody has ended it."""
+        """Whether the process has ended, though this object has not ended it."""
         return self._process is not None and self._process.poll() is not None
 
     def tell(self, message: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 Every prompt begins with the same `shared_tokens` tokens and goes on with tokens of its own. The first own token differs
 from prompt to prompt, so that no two prompts share more than they were asked to.
 
-The generator, so that anybody can make the same tokens in any language: Mersenne Twister (MT19937), seeded with
+The generator, so that a reader can make the same tokens in any language: Mersenne Twister (MT19937), seeded with
 `seed` as CPython's random.Random(seed) does; a token is floor(random() x vocab_size), where random() is the 53-bit
 double that CPython promises never to change. Tokens are drawn in order: the shared prefix, then prompt by prompt what
 is its own; after these, a first own token that an earlier prompt has is drawn anew until none has it. So a smaller hit

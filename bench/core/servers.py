@@ -205,11 +205,11 @@ class ServerProcess:
         return self.connect_at(self.address)
 
     def connect_at(self, address: Address) -> Wire:
-        """Connect to one of its addresses. BenchError when nobody answers there: it has ended, or not begun."""
+        """Connect to one of its addresses. BenchError when the server is not there: it has ended, or not begun."""
         try:
             return Wire.connect(address, self.recipe.dialect)
         except OSError as error:
-            raise BenchError(f"{self.name} lets nobody in: {error.strerror or error}") from error
+            raise BenchError(f"{self.name} accepts no connection: {error.strerror or error}") from error
 
     def cpu_s(self) -> float:
         """Give the CPU seconds of all threads so far, ended ones too, in nanosecond steps."""
@@ -277,7 +277,7 @@ def info_lines(reply: Reply) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Give a TCP port of 127.0.0.1 that nobody held a moment ago."""
+    """Give a TCP port of 127.0.0.1 that no process held a moment ago."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

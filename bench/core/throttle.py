@@ -31,7 +31,7 @@ _PART_BYTES: Final = 1024 * 1024
 
 
 class Link:
-    """One direction. Who wants to pass bytes on waits until those before have gone, whoever they belong to."""
+    """One direction. A thread that wants to pass bytes on waits until all threads' bytes before them have gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

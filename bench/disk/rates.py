@@ -113,7 +113,7 @@ class Blocks:
         return self.size_bytes * self.count
 
     def image(self, index: int, shift: int) -> memoryview:
-        """Lend the image of block `index` in pass `shift`; whoever writes it may use its first HEADER_BYTES."""
+        """Lend the image of block `index` in pass `shift`; the caller that writes it may use its first HEADER_BYTES."""
         at = (index + shift) % self.count * self.stride_bytes
         return self._arena.view[at : at + self.stride_bytes]
 
@@ -274,7 +274,7 @@ def timed_threads(
     threads: int, count: int, work: Callable[[range], None], finish: Callable[[], None] = lambda: None
 ) -> Timing:
     """Let `threads` threads do equal stretches of `count` items, then `finish`; they start together, with the clock."""
-    starts_s: list[float] = []  # by whoever comes last to the gate: this thread may not run again until others have
+    starts_s: list[float] = []  # by the last thread at the gate: this one may not run again until others have
     gate = threading.Barrier(threads + 1, lambda: starts_s.append(time.perf_counter()))
 
     def one(part: range) -> None:
@@ -546,7 +546,7 @@ class PlainCopy:
     def seconds(self, shift: int) -> float:
         """Copy every block, as pass `shift` has it, three times; give the least time. Compared in full.
 
-        The least: torch's threads wait for one another, and a core that somebody else holds makes T0 several times as
+        The least: torch's threads wait for one another, and a core that another process holds makes T0 several times as
         long, which would flatter everything that is divided by it.
         """
         times_s = []

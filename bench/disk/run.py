@@ -20,7 +20,7 @@ The file, kvredis.bench.disk/1, has beside what every result has
 
 Rates: `write` ends when the device has confirmed all of it (fsync, fdatasync, DiskTier.sync). `read` is of files that
 were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before; `read warm`, buffered only, comes
-right after it and reads the same again. Files were written once before the clock started, so nobody pays for room.
+right after it and reads the same again. Files were written once before the clock started, so no arm pays for room.
 p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or promotion of the tier (its queue is not in
 it), fio's own; dd tells none. T0 is a copy of the same blocks in memory, in the same repeat and cell (`t0` says by
 what); `ratio_to_t0` is time / T0's, so less is better. Files from before there was T0 lack both.
@@ -354,7 +354,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_empty(path: Path) -> None:
-    """Remove a folder, unless somebody has put something into it."""
+    """Remove a folder, unless another process has put something into it."""
     with suppress(OSError):
         path.rmdir()
 

@@ -406,7 +406,7 @@ class Tables:
     def measure(self, progress: Progress, began_s: float = 0.0) -> None:
         """Serve every arm at every point, repeat by repeat. Raises what recompute raises, and VerificationError; any
         other arm that fails is left out from then on. Before, both processes serve what recompute does: the first of
-        that takes up to 1.8 times as long, whoever serves it. Time is limited from `began_s` on."""
+        that takes up to 1.8 times as long, whichever arm serves it. Time is limited from `began_s` on."""
         for point in self._plan.points:
             self.arm(RECOMPUTE, point, 0)
         self.lone_steps = 0

@@ -355,7 +355,7 @@ class Engine:
         return rows, (self._turn + 1) % _ROOMS
 
     def _room(self, rows: int) -> tuple[Place, Any]:
-        """Memory for a batch, which is not that of the one before it, and which nobody stores from any more."""
+        """Memory for a batch, which is not that of the one before it, and which no store reads any more."""
         from kvredis.adapters.transformers.cache import Room
 
         place = self._next_place(rows)

@@ -161,8 +161,8 @@ def _link(way: str, source: str, target: str, direction: Any) -> Link:
 def _timed(arm: _Arm) -> float:
     """Give the seconds of all copies of an arm, made at once.
 
-    Whoever begins a pageable one goes on only when it is as good as done, so two of them need a thread each. Others get
-    none: waking it up would be part of their bandwidth.
+    A thread that begins a pageable one goes on only when it is as good as done, so two of them need a thread each.
+    Others get none: waking it up would be part of their bandwidth.
     """
     _settle()
     if arm.link["way"] == "pageable" and len(arm.copies) > 1:

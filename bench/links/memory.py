@@ -202,7 +202,7 @@ def _bound(cpus: frozenset[int], job: Callable[[], None]) -> Callable[[], None]:
 
 def timed_together(jobs: Sequence[Callable[[], None]]) -> float:
     """Run each job in a thread of its own, all at once; give the seconds until the last has ended."""
-    starts_s: list[float] = []  # by whoever comes last to the gate: this thread may not run again until jobs have
+    starts_s: list[float] = []  # by the last thread at the gate: this one may not run again until jobs have
     gate = threading.Barrier(len(jobs) + 1, lambda: starts_s.append(time.perf_counter()))
     ends_s = [0.0] * len(jobs)
     failures: list[BaseException] = []

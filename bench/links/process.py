@@ -191,7 +191,7 @@ HERE, THERE = "process 0", "process 1"
 COPY_WAYS: Final = ("tcp", "unix", SHARED)
 TOKEN_WAYS: Final = ("eventfd", "pipe", "unix", "tcp")
 CORES_MAX: Final = 8
-"""So many cores, evenly chosen, are paired; more would take minutes and make a matrix that nobody reads."""
+"""So many cores, evenly chosen, are paired; more would take minutes and make a matrix too large to read."""
 _GONE: Final = 1 << 32
 _DIRECTIONS: Final[tuple[tuple[str, str, Direction, tuple[str, ...], tuple[str, ...]], ...]] = (
     (HERE, THERE, "uni", ("send",), ("receive",)),
@@ -258,11 +258,11 @@ class Peer:
         stack.callback(self.end.close)
         self._control = stack.enter_context(ours)
         self._said = stack.enter_context(ours.makefile("r", encoding="utf-8", newline="\n"))
-        # Whoever waits for a token over an eventfd would not hear that the other process has died.
+        # A thread that waits for a token over an eventfd would not hear that the other process has died.
         watcher = threading.Thread(target=self._watch, args=(events[1],), daemon=True)
         watcher.start()
         stack.callback(watcher.join)
-        stack.callback(self._end)  # before the descriptors are closed, or the watcher would write to somebody else's
+        stack.callback(self._end)  # before the descriptors are closed, or the watcher might write to another file
 
     def _watch(self, event: int) -> None:
         self._process.wait()
@@ -343,7 +343,7 @@ def _copy(peer: Peer, way: str, at: int, repeat: int) -> CopySample:
         verified += peer.end.verify(way)
     answer = peer.answer()
     spans.append(Span(*answer["span"]))
-    if way == SHARED:  # whoever only wrote did so before the clock started
+    if way == SHARED:  # a process that only wrote did so before the clock started
         spans = [span for span, jobs in zip(spans, (ours, theirs), strict=True) if "receive" in jobs]
     seconds = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     nbytes = peer.end.nbytes * len(ours)

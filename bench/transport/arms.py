@@ -383,7 +383,7 @@ _STAGING_BLOCKS: Final = 256
 
 
 class InPlace:
-    """Room for one body: a place in the target, which is nobody's to give back. A base.Reservation."""
+    """Room for one body: a place in the target, which its holder never gives back. A base.Reservation."""
 
     __slots__ = ("view",)
 

@@ -53,8 +53,8 @@ NOT_IN_A_TRANSACTION: Final = error("ERR Command not allowed inside a transactio
 class Part:
     """One reservation, and which of its bytes have been written. `view` is its memory, not to be used once it `ended`.
 
-    Whoever writes while others run (another thread, the kernel bit by bit) does so between `begin_fill` and `end_fill`:
-    until then the memory stays what it is, even if the client goes.
+    A writer that works while other code runs (another thread, the kernel bit by bit) does so between `begin_fill` and
+    `end_fill`: until then the memory stays what it is, even if the client goes.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Part:
 
     @property
     def is_being_filled(self) -> bool:
-        """Whether somebody is between `begin_fill` and `end_fill`."""
+        """Whether a writer is between `begin_fill` and `end_fill`."""
         return self._fillers > 0
 
     def refusal(self, offset: int, length: int) -> bytes | None:
@@ -119,7 +119,7 @@ class Part:
         self._starts[first:past], self._ends[first:past] = [start], [end]
 
     def lost(self, offset: int, length: int) -> None:
-        """Note that these bytes are not known any more: somebody began to write them and did not come to the end."""
+        """Note that these bytes are not known any more: a writer began to write them and did not come to the end."""
         start, end = offset, offset + length
         first, past = bisect_right(self._ends, start), bisect_left(self._starts, end)
         if not length or first >= past:
@@ -131,17 +131,17 @@ class Part:
         self._starts[first:past], self._ends[first:past] = [a for a, _ in kept], [b for _, b in kept]
 
     def begin_fill(self) -> None:
-        """Somebody writes into `view` from now on."""
+        """Note that one more writer writes into `view` from now on."""
         self._fillers += 1
 
     def end_fill(self) -> None:
-        """He does no longer."""
+        """Note that one of the writers does so no longer."""
         self._fillers -= 1
         if self.ended and not self._fillers:
             self.reservation.abort()
 
     def end(self) -> None:
-        """Give the room back, at the latest when nobody writes into it any more; not what was committed before."""
+        """Give the room back, at the latest when no writer is left in it; not what was committed before."""
         self.ended = True
         if not self._fillers:
             self.reservation.abort()

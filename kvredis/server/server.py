@@ -135,9 +135,9 @@ class Server:
         self.slow_ns = 0
         """A command that takes so long is worth a note in the slow log or for LATENCY."""
         self.expires_actively = True
-        """False: keys go only when somebody looks at them (DEBUG SET-ACTIVE-EXPIRE)."""
+        """False: keys go only when a command looks at them (DEBUG SET-ACTIVE-EXPIRE)."""
         self.observed = False
-        """Somebody wants to know of every change: keyspace events or client-side caches."""
+        """A client wants to know of every change: keyspace events or client-side caches."""
         self.watches_every_command = False
         """No command may take the plain way."""
         self.shutdown_wanted = asyncio.Event()
@@ -175,7 +175,7 @@ class Server:
             session.reconsider()
 
     def request_shutdown(self) -> None:
-        """Drain and end, as SIGTERM does: whoever runs this server waits for `shutdown_wanted`."""
+        """Drain and end, as SIGTERM does: the program that runs this server waits for `shutdown_wanted`."""
         self.shutdown_wanted.set()
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Server:
 
     async def stop(self) -> None:
         """Close the listeners, let values that are coming in, replies that are going out and blocks that come off the
-        disk for somebody come to their end, hang up; may be called twice."""
+        disk for a client come to their end, hang up; may be called twice."""
         self.listeners.close()
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
@@ -317,7 +317,7 @@ class Server:
     # ---- changes -------------------------------------------------------------------------------------------------
 
     def keep_journal(self) -> None:
-        """Have the store list what changes while somebody wants to know."""
+        """Have the store list what changes while a client wants to know."""
         self.store.keep_journal(bool(self.observed or self.watchers))
 
     def drain_journal(self, by: Client | None) -> None:
@@ -341,21 +341,21 @@ class Server:
             self.tracking.flushed()
 
     def note_slow(self, session: Client, command: Command, args: list[Argument], took_ns: int) -> None:
-        """A command took longer than somebody wants to allow."""
+        """A command took longer than the slow log or LATENCY allows."""
         if "skip_slowlog" not in command.flags:
             self.slowlog.note(session, args, took_ns)
         self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
 
     def note_broken(self, session: Client, broken: ProtocolError) -> None:
         """A client has broken the protocol. That a browser was talked into speaking to us is told, but once a minute:
-        whoever does that does it often."""
+        a page that does that does it often."""
         if isinstance(broken, QueryBufferLimit):
             self.stats.query_limit_disconnections += 1
             return
         now_s = self.now_s()
         if not str(broken) and now_s - self._http_told_s >= HTTP_TOLD_S:
             self._http_told_s = now_s
-            log.warning("client %s closed: it speaks HTTP (POST or Host:), which somebody may abuse", session.addr)
+            log.warning("client %s closed: it speaks HTTP (POST or Host:), which an attacker may abuse", session.addr)
 
     def reset_stats(self) -> None:
         """Count anew: CONFIG RESETSTAT. Sessions go on from what they have counted, which is taken off the sums."""

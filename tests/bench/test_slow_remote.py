@@ -241,5 +241,5 @@ def test_a_server_that_dies_gets_no_figure_although_engines_go_on_without_it(mon
 
     monkeypatch.setattr("kvredis.bench.slow_remote.ServerProcess", Noted)
     plan = SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512)
-    with pytest.raises(BenchError, match="slow lets nobody in"):
+    with pytest.raises(BenchError, match="slow accepts no connection"):
         run(plan, stop)

@@ -196,7 +196,7 @@ def acl_dryrun(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand(
-    "acl|genpass", arity=-2, complexity="O(1)", syntax="[bits]", summary="A password that nobody can guess.", **_OWN
+    "acl|genpass", arity=-2, complexity="O(1)", syntax="[bits]", summary="A password that no client can guess.", **_OWN
 )
 def acl_genpass(session: Client, args: list[bytes]) -> Reply:
     """ACL GENPASS [bits]: four bits a letter."""
@@ -292,7 +292,8 @@ def acl_help(session: Client, args: list[bytes]) -> Reply:
 
 def _follow(session: Client, changed: Collection[User]) -> None:
     """After users have changed or gone: close the connections of those that are no more, and subscribers to what their
-    user may no longer hear; let in who waits to log in where nobody needs to; ask every session what it may do now."""
+    user may no longer hear; let in clients that wait to log in once the default user needs no password; ask every
+    session what it may do now."""
     server = session.server
     for each in list(server.sessions.values()):
         if each.user in changed and not _may_stay(each, server.acl):

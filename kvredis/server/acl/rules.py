@@ -499,7 +499,7 @@ class User:
 
     @property
     def needs_no_password(self) -> bool:
-        """Whether anybody may be this user: of the default user it says that clients need not log in."""
+        """Whether every client may be this user: of the default user it says that clients need not log in."""
         return self.enabled and self.nopass
 
     def denial(self, command: Command, args: Sequence[object]) -> Denial | None:
@@ -545,7 +545,7 @@ class User:
 
 
 def proves(password: bytes, user: User | None) -> bool:
-    """Whether a password lets somebody in as `user`. An unknown user, a disabled one and a wrong password take the same
+    """Whether a password lets a client in as `user`. An unknown user, a disabled one and a wrong password take the same
     time, and so does a right one whichever of the user's it is."""
     hashed = _hash(password)
     known = (user.passwords if user is not None else None) or _NOBODYS_HASHES

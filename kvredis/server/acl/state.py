@@ -1,8 +1,8 @@
 """The access control list: every user, and the one question that the session asks before a restricted user's command.
 
 WHY users are changed in place: a session holds the User object, so a rule that is changed is changed for those who are
-connected, and whoever loses a right loses it with the next command. What follows from a change for connections (those
-of a deleted user are closed) is the business of the commands.
+connected, and a client that loses a right loses it with its next command. What follows from a change for connections
+(those of a deleted user are closed) is the business of the commands.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def write_users(path: str, users: Iterable[User]) -> None:
 __all__ = ["DEFAULT_USER", "Acl", "User", "refused"]
 
 LOG_ENTRIES = 128
-"""acllog-max-len until somebody sets it."""
+"""acllog-max-len until an operator sets it."""
 
 REASONS = {Reason.COMMAND: "command", Reason.KEY: "key", Reason.CHANNEL: "channel"}
 

@@ -92,7 +92,7 @@ class Claims:
         if not isinstance(key, bytes):
             return None
         if not session.user.unrestricted and session.user.denial(command, args) is not None:
-            return None  # it will be refused: nobody leaves the arena for it
+            return None  # it will be refused: no block leaves the arena for it
         room: Reservation | Refused | Later
         if not command.keys[0]:  # KV.WRITE: there is room already, for the whole of it
             room = self._server.parts.open_payload(session, args, length)
@@ -125,7 +125,7 @@ class Claims:
 
     def _room(self, session: Client, key: bytes, length: int) -> Reservation | Refused | Later:
         room: Refused | Later | None = None
-        if self._store.reserved_bytes:  # else nobody else's value is coming in
+        if self._store.reserved_bytes:  # else no other client's value is coming in
             room = self._out_of_turn(session, length)
         if room is not None:
             return room

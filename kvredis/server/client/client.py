@@ -115,7 +115,7 @@ class Client(Protocol):
         """A reply that was waited for is there."""
 
     def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
-        """Run `args` again when somebody resolves what this gives, with an empty reply."""
+        """Run `args` again when the server resolves what this gives, with an empty reply."""
 
     def upcoming(self) -> Iterator[list[Argument]]:
         """The commands that are parsed and not yet run, in their order."""

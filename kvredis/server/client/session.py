@@ -64,13 +64,13 @@ class Session(Outgoing):
         self.watching: set[tuple[int, bytes]] = set()
         self.watch_broken = False  # a watched key has changed: EXEC will answer nil
         self.watched_alive: set[tuple[int, bytes]] = set()
-        """Those of the watched keys that were there: one that is not any more has changed, even if nobody saw it go."""
+        """Those of the watched keys that were there: one that is gone has changed, even if no command saw it go."""
         self.channels: set[bytes] = set()
         self.patterns: set[bytes] = set()
         self.shard_channels: set[bytes] = set()
         self.tracking: Tracking | None = None
         self.reply_mode = "on"
-        self.observed = False  # somebody wants to know of changes: keyspace events or client-side caches
+        self.observed = False  # a client wants to know of changes: keyspace events or client-side caches
         self.refused = b""  # the error for the command being read, if a payload of it could not be taken
         self.unsaved_since = 0
         """Number of the store's write from which on this client may have written what is not known to be on disk; 0:
@@ -141,12 +141,12 @@ class Session(Outgoing):
 
     def go_on(self, reply: Reply) -> None:
         """A reply that was waited for is there: for Pending alone. What follows runs in a turn of its own, because
-        whoever answers may be in the middle of another client's command."""
+        the code that answers may be in the middle of another client's command."""
         self.server.blocked.pop(self.id, None)
         asyncio.get_running_loop().call_soon(self._go_on, reply)
 
     def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
-        """Run `args` again when somebody resolves what this gives, with an empty reply: CLIENT PAUSE."""
+        """Run `args` again when the server resolves what this gives, with an empty reply: CLIENT PAUSE."""
         pending = pending or Pending(self)
         self._commands, pending.runs_again = iter([args, *self._commands]), True
         return pending
@@ -418,7 +418,7 @@ class Session(Outgoing):
 
     def apologize(self, args: list[Argument]) -> bytes:
         """A handler has raised, which is a mistake of ours: nothing it brought may stay reserved, and the client, whose
-        state nobody knows now, is sent away. The others are served on."""
+        state the server does not know now, is sent away. The others are served on."""
         log.exception("command %r failed; its client %s is closed", args[0], self.addr)
         self.server.stats.handler_exceptions += 1
         self.give_back(args)

@@ -1,7 +1,7 @@
 """CLUSTER and its kin: what a client asks to learn which node serves which slots, and how many keys a slot has here.
 
 All answers are made from the topology file (topology.py), which is all that this cluster is: every node is a master and
-taken for well, since nobody here finds out that one has failed. Commands that would change who belongs to the cluster
+taken for well, since no node here finds out that one has failed. Commands that would change who belongs to the cluster
 are refused. A server without a topology refuses all of them with Redis' words for one that stands alone, which is the
 answer that clients want who ask in order to find that out.
 """
@@ -106,7 +106,7 @@ def myshardid(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
 
 @_part("info", arity=2, tips=_VARIES, summary="How many nodes there are and how many slots are served.", **_LOOKS)
 def info(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
-    """CLUSTER INFO. The state is ok also when nobody serves some of the slots, as in a Redis Cluster that does without
+    """CLUSTER INFO. The state is ok also when no node serves some of the slots, as in a Redis Cluster that does without
     full coverage."""
     assigned = sum(node.slots for node in cluster.topology.nodes)
     fields = {
@@ -227,7 +227,7 @@ def _listed(session: Client, slot: int, count: int) -> Iterator[Reply | Pending]
 
 def _found_in(session: Client, slot: int) -> Iterator[list[bytes] | Pending]:
     """The keys of a slot as they are met, with a wait after each step so that others have their turn; without one in a
-    transaction, where nobody waits."""
+    transaction, where no command waits."""
     cursor = 0
     while True:
         cursor, keys = session.store.scan(cursor, KEYS_A_STEP, 0)

@@ -1,9 +1,9 @@
 """One node's view of its cluster: which slots are its own, whose all others are, and what a client is told of that.
 
-A cluster is a file (topology.py) that every node reads. There is no gossip, no vote and no migration: who joins, leaves
-or takes over is decided by whoever writes the file. Nodes do not speak with one another at all, so PUBLISH reaches the
-clients of this one; SPUBLISH is what a cluster is for, since its listeners are where its slot is. The commands of plain
-clients pay one look into `ours`, a byte for each slot, which is changed in place when the file is read again; all
+A cluster is a file (topology.py) that every node reads. There is no gossip, no vote and no migration: the operator who
+writes the file decides who joins, leaves or takes over. Nodes do not speak with one another at all, so PUBLISH reaches
+the clients of this one; SPUBLISH is what a cluster is for, since its listeners are where its slot is. The commands of
+plain clients pay one look into `ours`, a byte for each slot, which is changed in place when the file is read again; all
 others are asked about in `redirection`.
 """
 
@@ -67,7 +67,7 @@ class Cluster:
         return topology, find_self(topology, self._options)
 
     def adopt(self, topology: Topology, myself: Node) -> set[int]:
-        """Bring a topology into force; returns the slots that were ours and are another's or nobody's now."""
+        """Bring a topology into force; returns the slots that were ours and are another's or no node's now."""
         mine = {slot for span in myself.ranges for slot in span}
         lost = {slot for slot, was_ours in enumerate(self.ours) if was_ours} - mine
         self.ours[:] = bytes(slot in mine for slot in range(SLOTS))

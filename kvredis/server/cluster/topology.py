@@ -11,8 +11,8 @@
       - {host: 10.0.0.2, port: 6379, slots: [5461-10922]}
       - {host: 10.0.0.3, port: 6379, slots: [10923-16383]}
 
-Where no node has `slots` they are divided evenly, in the order of the file. A slot that no node has is served by
-nobody. Every node reads the same file, and reads it again on SIGHUP (`kill -HUP`, `systemctl reload`).
+Where no node has `slots` they are divided evenly, in the order of the file. No node serves a slot that the file gives
+to none. Every node reads the same file, and reads it again on SIGHUP (`kill -HUP`, `systemctl reload`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CLIENT: who is connected, under which name, and sending somebody away."""
+"""CLIENT: who is connected, under which name, and sending a client away."""
 
 from __future__ import annotations
 

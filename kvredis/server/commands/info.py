@@ -386,7 +386,7 @@ def kv(server: Server) -> Iterator[Field]:
 
 
 def _sets(server: Server) -> Iterator[Field]:
-    """What became of every value that somebody wanted stored: `set_total` is the sum of the others."""
+    """What became of every value that a client wanted stored: `set_total` is the sum of the others."""
     stored, door = server.store.stats, server.stats
     outcomes = {
         "created": stored.created,

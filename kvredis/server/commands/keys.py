@@ -146,7 +146,7 @@ def type_(session: Client, args: list[bytes]) -> Reply:
 
 
 def _delete(session: Client, keys: list[bytes]) -> bytes:
-    """Delete in one step, or key by key if somebody wants to be told which of them there were."""
+    """Delete in one step, or key by key if a client wants to be told which of them there were."""
     if not session.observed:
         return integer(session.store.delete(keys, session.space))
     deleted = 0

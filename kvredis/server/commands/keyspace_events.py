@@ -1,8 +1,8 @@
 """Keyspace notifications: which changes are told to whom, in the words of `notify-keyspace-events`.
 
 A change is an ordinary message to ordinary channels, `__keyspace@<db>__:<key>` and `__keyevent@<db>__:<event>`. Nearly
-always nobody has asked for any, so a change costs one look at `server.event_letters`, which is empty unless a class of
-events is wanted *and* a place to tell them: letters without effect never reach the commands.
+always no client has asked for any, so a change costs one look at `server.event_letters`, which is empty unless a class
+of events is wanted *and* a place to tell them: letters without effect never reach the commands.
 """
 
 from __future__ import annotations

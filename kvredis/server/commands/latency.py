@@ -1,4 +1,4 @@
-"""LATENCY: when the server kept somebody waiting, and how long commands take.
+"""LATENCY: when the server kept clients waiting, and how long commands take.
 
 Two things of one name, as in Redis. Events (`command`, `fast-command`, `expire-cycle`, ...) are noted when they reach
 `latency-monitor-threshold` milliseconds, which is off by default. Distributions of all commands' times are always kept,

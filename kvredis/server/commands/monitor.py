@@ -1,7 +1,7 @@
-"""MONITOR: every command that has run, told to whoever asked for it.
+"""MONITOR: every command that has run, told to the clients that asked for it.
 
 A line is made once and given to each monitor, whose output limits bound what a slow one costs. Lines are bounded
-themselves: a block store's arguments are megabytes, and nobody reads them, so an argument is cut at ARG_BYTES_MAX and
+themselves: a block store's arguments are megabytes, and no user reads them, so an argument is cut at ARG_BYTES_MAX and
 says how many bytes more there are, and a command at ARGS_MAX arguments. Redis shows both in full.
 """
 

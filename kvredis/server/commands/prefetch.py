@@ -1,4 +1,4 @@
-"""PREFETCH, KV.PREFETCH and KV.JOB: blocks are brought from disk into memory before somebody asks for them.
+"""PREFETCH, KV.PREFETCH and KV.JOB: blocks are brought from disk into memory before a client asks for them.
 
 All of them answer at once, whatever they have set in motion. What has come is an ordinary block: lent, evicted and
 counted like any other. Without a disk tier every block is in memory or missing, and the answers say so.

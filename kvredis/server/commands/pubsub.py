@@ -294,7 +294,7 @@ def spublish(session: Client, args: list[bytes]) -> Reply:
     since="2.8.0",
     complexity="O(N) in the number of channels",
     syntax="[pattern]",
-    summary="The channels that somebody listens to.",
+    summary="The channels that clients listen to.",
     **_LOOK,
 )
 def pubsub_channels(session: Client, args: list[bytes]) -> Reply:
@@ -308,7 +308,7 @@ def pubsub_channels(session: Client, args: list[bytes]) -> Reply:
     since="7.0.0",
     complexity="O(N) in the number of shard channels",
     syntax="[pattern]",
-    summary="The shard channels that somebody listens to.",
+    summary="The shard channels that clients listen to.",
     **_LOOK,
 )
 def pubsub_shardchannels(session: Client, args: list[bytes]) -> Reply:
@@ -344,7 +344,7 @@ def pubsub_shardnumsub(session: Client, args: list[bytes]) -> Reply:
     return _counts(session.server.pubsub.shard_channels, args)
 
 
-@subcommand("pubsub|numpat", arity=2, since="2.8.0", summary="How many patterns somebody listens by.", **_LOOK)
+@subcommand("pubsub|numpat", arity=2, since="2.8.0", summary="How many patterns clients listen by.", **_LOOK)
 def pubsub_numpat(session: Client, args: list[bytes]) -> Reply:
     """PUBSUB NUMPAT."""
     return integer(len(session.server.pubsub.patterns))
@@ -406,7 +406,7 @@ def _kind(args: list[bytes]) -> bytes:
 
 
 def _names(listeners: dict[bytes, dict[int, Client]], args: list[bytes]) -> Reply:
-    """The names that somebody listens to, those that match the pattern if there is one."""
+    """The names that clients listen to, those that match the pattern if there is one."""
     if len(args) > 3:
         return error(
             b"ERR unknown subcommand or wrong number of arguments for '%b'. Try PUBSUB HELP." % args[1].split(b"\0")[0]

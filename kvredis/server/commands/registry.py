@@ -162,7 +162,7 @@ def keys_end(options: Mapping[bytes, int], args: Sequence[object]) -> int:
 
 
 def shown(args: list[Argument]) -> list[bytes]:
-    """A command's arguments for whoever only decides: in place of a payload there is nothing."""
+    """A command's arguments for a caller that only decides: in place of a payload there is nothing."""
     if isinstance(args[0], bytes) and not takes_payload(args[0]):
         return cast("list[bytes]", args)
     return [arg if isinstance(arg, bytes) else b"" for arg in args]

@@ -1,7 +1,7 @@
 """Commands that give a value another name or a second one: RENAME, RENAMENX, MOVE and COPY.
 
-A renamed value stays where it lies, so its size costs nothing and whoever reads it goes on doing so. Only COPY copies:
-afterwards there are two keys, and each must be able to leave without the other.
+A renamed value stays where it lies, so its size costs nothing and a client that reads it goes on doing so. Only COPY
+copies: afterwards there are two keys, and each must be able to leave without the other.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ REDACTED = b"(redacted)"
 SECRET_SETTINGS = frozenset(
     {b"requirepass", b"masterauth", b"masteruser", b"tls-key-file-pass", b"tls-client-key-file-pass"}
 )
-"""What CONFIG SET may be given that is nobody else's business."""
+"""What CONFIG SET may be given that no other client may read."""
 
 
 def redacted(args: Sequence[T]) -> list[T | bytes]:

@@ -177,7 +177,7 @@ def give_back(args: list[bytes]) -> None:
 
 
 def missing(session: Client, key: bytes) -> bytes:
-    """Nil, for a key that was looked for in vain, which somebody may want to know."""
+    """Nil, for a key that was looked for in vain, which a subscriber may want to know."""
     notify(session, "m", "keymiss", key)
     return session.nil
 

@@ -94,11 +94,11 @@ class TrackingTable:
         self._name_bytes = 0  # of all keys together
         self._lengths: Counter[int] = Counter()  # of prefixes: a key is looked up once for each
         self.changed: dict[bytes, dict[bytes, int]] = {}
-        """What `deliver` will tell: by prefix the keys, and which client changed each of them last (0 is nobody)."""
+        """What `deliver` will tell: by prefix the keys, and which client changed each of them last (0: the server)."""
 
     @property
     def total_keys(self) -> int:
-        """Keys that somebody is remembered with."""
+        """Keys that at least one client is remembered with."""
         return len(self._readers)
 
     @property
@@ -172,7 +172,7 @@ class TrackingTable:
     # ---- changing ------------------------------------------------------------------------------------------------
 
     def touched(self, key: bytes, by: Client | None = None) -> None:
-        """`key` has been set, deleted, expired or evicted: by the client `by`, or by nobody."""
+        """`key` has been set, deleted, expired or evicted: by the client `by`, or by the server."""
         if self.prefixes:
             self._gather(key, 0 if by is None else by.id)
         readers = self._readers.pop(key, None)
@@ -229,7 +229,7 @@ class TrackingTable:
         self._items = self._name_bytes = 0
 
     def _gather(self, key: bytes, by: int) -> None:
-        """Note a change under every prefix of `key` that somebody has named."""
+        """Note a change under every prefix of `key` that a client has named."""
         idle = not self.changed
         for length in self._lengths:
             prefix = key[:length]

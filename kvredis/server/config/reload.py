@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # ---- startup ---------------------------------------------------------------------------------------------------------
 #
-# What can be wrong with a server's options, found out before there is an arena and anybody has connected.
+# What can be wrong with a server's options, found out before there is an arena and a client can connect.
 #
 # CONFIG's table (settings.py) knows how a value is checked; it serves here too, so that a value in a file means what it
 # means in CONFIG SET, and a wrong one stops the start instead of a client.
@@ -78,7 +78,7 @@ class Reread:
         self._left = 0  # keys that have gone in the sweep under way
         self._reading = False
         self.is_sweeping = False
-        """Whether keys of slots that are not ours are still here. SCAN may tell their names, nobody their values."""
+        """Whether keys of slots that are not ours are still here. SCAN may tell their names, no reply their values."""
 
     @property
     def is_busy(self) -> bool:

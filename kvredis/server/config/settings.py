@@ -346,7 +346,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. `default` is what it is until somebody sets it; `read` takes it from the server instead."""
+    """One setting. `default` is what it is until an operator sets it; `read` takes it from the server instead."""
 
     default: str = ""
     check: Check = anything
@@ -421,7 +421,7 @@ def begin(server: Server) -> None:
     try:
         change(server, own)
         for name in own:
-            del server.settings[name]  # nobody has set it since the start
+            del server.settings[name]  # no client has set it since the start
         change(server, further)
     except SettingError as wrong:
         shown = "***" if "pass" in wrong.name else (own | further)[wrong.name]
@@ -435,7 +435,7 @@ def _apply(server: Server, name: str, text: str) -> None:
 
 
 def _working_folder() -> str:
-    """Where the process stands, "" if somebody has removed that folder: no reason to fail CONFIG GET *."""
+    """Where the process stands, "" if another process has removed that folder: no reason to fail CONFIG GET *."""
     try:
         return str(Path.cwd())
     except OSError:

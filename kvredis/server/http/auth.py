@@ -3,7 +3,7 @@
 Wrong passwords and missing rights are counted and logged as those of RESP clients are, so that one ACL LOG shows all
 who were refused. Two things are HTTP's own. Protected mode is asked for every request that is guarded, since a probe
 may knock without a password. And on loopback a user who needs none may ask by names of this machine alone: a web page
-whose name somebody has pointed at 127.0.0.1 would else read all with the browser of whoever looks at that page.
+whose name an attacker has pointed at 127.0.0.1 would else read all with the browser of the user who opens that page.
 """
 
 from __future__ import annotations

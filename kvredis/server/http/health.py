@@ -55,7 +55,7 @@ def starting() -> Routes:
 
 
 def trouble(server: Server) -> str | None:
-    """Why somebody should rather not be sent here; None if all is well."""
+    """Why a load balancer should rather send no client here; None if all is well."""
     if server.shutdown_wanted.is_set():
         return STOPPING
     tiering = server.store.tiering

@@ -173,7 +173,7 @@ class HttpDoor:
         return len(self._connections)
 
     def admit(self, connection: Connection) -> None:
-        """Take a client in; when there is no place, whoever has waited on itself for longest loses its own."""
+        """Take a client in; when there is no place, the client that has been silent for longest loses its own."""
         if len(self._connections) >= CONNECTIONS_MAX:
             silent = next((each for each in self._connections if each.task is None), None)
             (silent or connection).hang_up()

@@ -1,7 +1,7 @@
 """Every figure that the server tells of itself, in one table: INFO `# Kv`, /metrics and the page all read it.
 
 Nothing is counted here. A figure says where its number stands already and what it means; what would cost too much to
-keep is worked out when somebody asks. Names and units are those of Prometheus: base units, `_total` for what only
+keep is worked out when a reader asks. Names and units are those of Prometheus: base units, `_total` for what only
 grows, and labels whose values are known beforehand.
 """
 
@@ -214,7 +214,7 @@ CLIENTS: Final = (
 
 
 def _by_tier(seen: Seen, total: int, from_disk: str) -> Values:
-    """Hits of both tiers, parted: the disk's are blocks that somebody had to wait for. Such a block is counted when it
+    """Hits of both tiers, parted: the disk's are blocks that a client had to wait for. Such a block is counted when it
     has come, a moment before it is read; the memory's share must not shrink meanwhile, or it would look begun anew."""
     if not seen.tier:
         return {"memory": total}
@@ -258,7 +258,7 @@ BLOCKS: Final = (
     _counter("misses", "Reads that found nothing.", lambda seen: seen.server.store.stats.misses),
     Figure("hit_tokens", Kind.COUNTER, "Tokens of blocks that were read whole, as far as they say how many they hold.",
            lambda seen: _by_tier(seen, seen.server.store.stats.hit_tokens, "demanded_tokens"), "tier"),
-    Figure("stores", Kind.COUNTER, "Values that somebody wanted stored, by what became of them.", _stores, "outcome"),
+    Figure("stores", Kind.COUNTER, "Values that clients wanted stored, by what became of them.", _stores, "outcome"),
     Figure("evictions", Kind.COUNTER, "Blocks that left, by why; spilled: memory alone; disk_room, lost: the disk.",
            _left, "reason"),
     _counter("evicted_bytes", "Bytes that left all tiers for want of room.",
@@ -282,7 +282,7 @@ def _fragmentation(seen: Seen) -> float:
 MEMORY: Final = (
     _of_memory("arena_capacity_bytes", "capacity", "Size of the arena."),
     _of_memory("arena_free_bytes", "free", "Of the arena, what nothing lies in."),
-    _of_memory("arena_largest_free_bytes", "largest_free", "The longest value that needs nobody to leave."),
+    _of_memory("arena_largest_free_bytes", "largest_free", "The longest value that needs no block to leave."),
     _gauge("arena_fragmentation_ratio", "1 - largest free / free: 0 is one hole.", _fragmentation),
     _of_memory("arena_reserved_bytes", "reserved", "Of the arena, what is being written."),
     _of_memory("memory_used_bytes", "used", "What values hold, small ones beside the arena included."),
@@ -348,7 +348,7 @@ DISK: Final = (
     Figure("unsaved_blocks", Kind.GAUGE, "Blocks that are in memory alone.", _unsaved),
     _of_tier("spilled_blocks", "spilled", "Blocks written to disk."),
     _of_tier("spilled_bytes", "spilled_bytes", "Of those."),
-    Figure("promoted_blocks", Kind.COUNTER, "Blocks brought back, for somebody who waited or ahead of need.",
+    Figure("promoted_blocks", Kind.COUNTER, "Blocks brought back, for a client that waited or ahead of need.",
            _promoted, "cause"),
     _of_tier("promoted_bytes", "promoted_bytes", "Of those."),
     _of_tier("spill_dropped_blocks", "spill_dropped", "Left unwritten: the disk was too slow, full or broken."),

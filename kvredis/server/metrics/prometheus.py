@@ -64,7 +64,7 @@ def routes(server: Server) -> Routes:
                 lines = encode(part).removesuffix(END).splitlines(keepends=True)
                 texts.extend(lines if part.begins else filterfalse(is_comment, lines))
 
-        async with turn:  # many scrapes at a time would each have a slice before anybody else has a turn
+        async with turn:  # many scrapes at a time would each have a slice before another client has a turn
             await in_slices(parts(server), take, batch=1)
         texts.append(encode(process).removesuffix(END))
         return HttpResponse(200, b"".join(texts) + (END if is_open else b""), content_type)
@@ -183,7 +183,7 @@ LMCACHE: Final[dict[str, tuple[Kind, str, Callable[[Seen], float | None]]]] = {
     ),
     "local_cpu_evict_failed_count": (
         Kind.COUNTER,
-        "Total number of values for which nobody could be evicted.",
+        "Total number of values for which no block could be evicted.",
         lambda seen: seen.server.store.stats.refused,
     ),
     "forced_unpin_count": (

@@ -154,7 +154,7 @@ class ServerStats:
     """By full command name, `client|id`."""
     floors: dict[str, int] = field(default_factory=dict)
     used_peak_bytes: int = 0
-    """The most memory that values held at one of the ticks or when somebody asked."""
+    """The most memory that values held at one of the ticks or when a client asked."""
     saves: int = 0
     last_save_s: int = field(default_factory=lambda: int(time.time()))
     """When SAVE or BGSAVE has last succeeded, in Unix seconds; the start before that."""

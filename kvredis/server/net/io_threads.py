@@ -7,7 +7,7 @@ bench/results/server-2026-11-28-16-cores-threads.json). So while a client is beh
 goes to a thread. The first stays with the loop: alone it would gain nothing, and wait for two threads to wake.
 
 What a thread may do: give the kernel the bytes of one reply. All else of the session is the loop's, and the session
-rests meanwhile, as if its transport held a rest (client/output.py): it runs no command and is written to by nobody.
+rests meanwhile, as if its transport held a rest (client/output.py): it runs no command, and the loop sends it nothing.
 Leases end in the loop when the thread is done, also behind a hang-up, which shuts the socket down and so ends the
 thread's work. A client that takes nothing for IDLE_MS has its rest sent by the loop: however many slow ones there are,
 they do not keep the threads from the others.
@@ -98,7 +98,7 @@ class Sending:
             log.exception("a thread failed in a reply; its client %s is closed", self.client.addr)
             self.has_failed = True
         self._buffers = ()
-        with contextlib.suppress(RuntimeError):  # a loop that was closed meanwhile: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # a loop that was closed meanwhile: no client waits any more
             self._loop.call_soon_threadsafe(done, self)
 
     def _send(self) -> Sequence[Buffer]:
@@ -126,7 +126,7 @@ class Sending:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody sends any more."""
+        """Close the descriptor: the thread sends no more."""
         self._sock.close()
 
 
@@ -150,7 +150,7 @@ class Senders:
 
     def begin(self, client: Receiver, buffers: Sequence[Buffer]) -> bool:
         """Have a thread send a reply; the client rests until it hears of its end. False when that is not possible now,
-        or not worth it: nobody else is behind."""
+        or not worth it: no other client is behind."""
         if not self.behind or len(self._under_way) >= self.threads - 1 or client.encrypted or not client.is_clear:
             return False
         if sum(map(len, buffers)) < REPLY_BYTES_MIN:

@@ -173,7 +173,7 @@ class Listeners:
         self.addresses.append(f"unix:{path}")
 
     def _open_abstract(self, name: str) -> None:
-        """A socket without a file, which anybody in this network namespace may connect to: `_accept` asks who it is."""
+        """A socket without a file, to which any process of this network namespace may connect: `_accept` asks who."""
         try:
             listener = bind_unix(f"\0{name}", None)
         except OSError as failed:

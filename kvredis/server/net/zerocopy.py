@@ -3,9 +3,9 @@
 vmsplice puts references to the pages into a pipe, splice moves them on into the socket, and the kernel copies once:
 when the client receives. For large values that halves the CPU of a send, whatever the pages are.
 
-WHY it is safe for whoever receives (read, readv, recv, recvmsg, io_uring's like): until then the client would see what
-lies in those pages at that time. So the Leases of a spliced reply are held on, which keeps the extents of blocks that
-were overwritten, deleted or evicted meanwhile from being used again. How far the client is: what is sent on a unix
+WHY it is safe for a client that receives (read, readv, recv, recvmsg, io_uring's like): until then the client would see
+what lies in those pages at that time. So the Leases of a spliced reply are held on, which keeps the extents of blocks
+that were overwritten, deleted or evicted meanwhile from being used again. How far the client is: what is sent on a unix
 socket stays charged to its sender until the receiver has copied it all and it is freed, each buffer with at least its
 length. TIOCOUTQ tells that sum, so that `sent - TIOCOUTQ` is a lower bound of what has been received, in order; a
 lease ends when that bound has passed the end of its reply, and not before. This holds beyond the connection: what a
@@ -18,8 +18,8 @@ into a pipe into another socket) holds pages that no account of ours shows, and 
 later. It cannot change a page, as spliced pages are never written in place. But it may read what was not meant for it,
 and what is behind it would take wrong bytes for right ones. So KV.SPLICE asks for two things: the promise to receive,
 by a user who may read every key anyhow; and the process id of who speaks, which is compared with that of who connected
-(SO_PEERCRED), so that nobody who sits between the two is taken for the client. `CONFIG SET unix-splice yes` believes it
-of every client on a unix socket, `no` of none.
+(SO_PEERCRED), so that no process between the two is taken for the client. `CONFIG SET unix-splice yes` believes
+it of every client on a unix socket, `no` of none.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Splicer:
         self.has_ended = False
 
     def fileno(self) -> int:
-        """For the event loop: a descriptor of its own, as the transport lets nobody watch its own."""
+        """For the event loop: a descriptor of its own, as the transport lets no other code watch its own."""
         return self._sock.fileno()
 
     @property
@@ -271,7 +271,7 @@ class Splicer:
             self.collect()
 
     def abandon(self) -> None:
-        """Close what is ours. If something is held, then the server ends, and nobody will write to the arena again."""
+        """Close what is ours. If something is held, then the server ends and does not write to the arena again."""
         while self._held:
             self._let_go(self._held.popleft())
         self._splicing.holders.pop(self, None)

@@ -51,7 +51,7 @@ SHORTEST_HEAD_BYTES: Final = len(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$16384\r\n")
 _BULK_HEADS = tuple(b"$%d" % n for n in range(HEAD_BYTES + 1))
 _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
 
-NOTHING: Final[list[list["Argument"]]] = []  # what `take` gives when more bytes are needed; nobody changes it
+NOTHING: Final[list[list["Argument"]]] = []  # what `take` gives when more bytes are needed; no caller changes it
 
 
 class Parser:

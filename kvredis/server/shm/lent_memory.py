@@ -1,6 +1,6 @@
 """Memory that a client lends to the server, and the copy out of it into the arena.
 
-WHY it is not simply mapped and read: a page of somebody else's memfd that cannot be had (it lies behind a new end or in
+WHY it is not simply mapped and read: a page of a client's memfd that cannot be had (it lies behind a new end or in
 a hole, no hugepage is left, the control group is full) kills who touches it in a mapping, and is an error to preadv. So
 a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own engines'
 arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ, Linux
@@ -45,7 +45,7 @@ class LendError(Exception):
 
 
 class _Mapped:
-    """A client's memory, of which no page can be taken away, mapped to be read. Unmapped when nobody has it anymore."""
+    """A client's memory, of which no page can be taken away, mapped to be read. Unmapped with its last LentMemory."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """OSError."""
@@ -53,8 +53,8 @@ class _Mapped:
         self._address = address_of(self._view)
 
     def take_out(self) -> None:
-        """Have no page in the mapping any more, until somebody reads there. This is what takes time when a mapping goes
-        (30 ms/GB), and Python's own unmapping keeps the GIL meanwhile."""
+        """Have no page in the mapping any more, until the server reads there. This is what takes time when a mapping
+        goes (30 ms/GB), and Python's own unmapping keeps the GIL meanwhile."""
         _libc.madvise(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._view)), _MADV_DONTNEED)
 
     def copy(self, target: memoryview, offset: int) -> bool:
@@ -77,7 +77,7 @@ class LentMemory:
         self._mapped = mapped
 
     def another(self) -> LentMemory:
-        """The same memory for somebody who outlives the lending: a copy that is under way. OSError."""
+        """The same memory for a copy that is under way and outlives the lending. OSError."""
         return LentMemory(os.dup(self._fd), self.nbytes, self._mapped)
 
     def copy(self, target: memoryview, offset: int) -> bool:
@@ -143,9 +143,9 @@ def receive(side: socket.socket, *, own_user: bool) -> LentMemory:
 
 
 def close_elsewhere(fd: int, mapped: list[_Mapped]) -> None:
-    """Close a descriptor that somebody else has made, and let go of its mapping, if there is one in `mapped`, which is
-    empty then: that frees gigabytes when we are the last to have them, and may wait for him when it is a file of a file
-    system of his own. A thread can wait."""
+    """Close a descriptor that a client has made, and let go of its mapping, if there is one in `mapped`, which is
+    empty then: that frees gigabytes when we are the last to have them, and may wait for the client when it is a file of
+    a file system of its own. A thread can wait."""
     try:
         start_thread(partial(_close, fd, mapped), "kvredis-closing")
     except RuntimeError:  # no thread to be had
@@ -189,8 +189,8 @@ def _take_message(side: socket.socket) -> tuple[bytes | None, list[int], bool]:
 
 
 def _size(fd: int) -> int:
-    """The size of memory that can be lent. Its seals are asked for first: only memory has any, so that nobody's own
-    file system is asked anything. LendError."""
+    """The size of memory that can be lent. Its seals are asked for first: only memory has any, so that no client's
+    own file system is asked anything. LendError."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:

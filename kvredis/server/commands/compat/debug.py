@@ -36,7 +36,7 @@ NOT_ALLOWED = error(
 )
 
 SLEEP_S_MAX = 60.0
-"""Nobody is served meanwhile, so what is longer is a mistake."""
+"""The server serves no client meanwhile, so what is longer is a mistake."""
 
 _HELP = (
     "DEBUG <subcommand> [<arg> [value] [opt] ...]. Subcommands are:",
@@ -52,9 +52,9 @@ _HELP = (
     "    Answer with a value of this type: string, integer, double, bignum, null, array, set, map, attrib, push,",
     "    verbatim, true or false.",
     "SET-ACTIVE-EXPIRE <0|1>",
-    "    Whether keys whose time has come are collected without anybody reading them.",
+    "    Whether the server collects expired keys before a client reads them.",
     "SLEEP <seconds>",
-    "    Serve nobody for so long, a minute at most.",
+    "    Serve no client for so long, a minute at most.",
     "HELP",
     "    Print this help.",
 )

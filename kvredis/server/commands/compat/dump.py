@@ -245,8 +245,8 @@ INVALID_FREQUENCY: Final = error("ERR Invalid FREQ value, must be >= 0 and <= 25
 WRONG_CHECKSUM: Final = error("ERR DUMP payload version or checksum are wrong")
 BAD_DATA: Final = error("ERR Bad data format")
 PACKED_BYTES_MAX: Final = 8 * 1024 * 1024
-"""The longest compressed string that is unpacked. A hostile one takes a third of a second for each MiB, in which nobody
-else is served; a value that is worth storing here hardly compresses, and Redis then dumps it as it is."""
+"""The longest compressed string that is unpacked. A hostile one takes a third of a second for each MiB, in which no
+other client is served; a value that is worth storing here hardly compresses, and Redis then dumps it as it is."""
 TOO_LONG: Final = error(f"ERR Bad data format: a compressed string may have {PACKED_BYTES_MAX} bytes")
 
 LONG_BYTES: Final = 256 * 1024

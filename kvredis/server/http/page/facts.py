@@ -92,7 +92,7 @@ def told_block(store: Store, entry: Entry) -> Told:
 
 
 def is_there(store: Store, entry: Entry | None) -> bool:
-    """Whether somebody who asked for this entry's key would find it."""
+    """Whether a client that asked for this entry's key would find it."""
     if entry is None or store.index.get(entry.key, entry.space) is not entry:
         return False
     return not 0 < entry.expire_at_ms <= store.now_ms()

@@ -1,4 +1,4 @@
-"""Long walks on the server's loop, in slices: no client is to wait because somebody looks at the whole store."""
+"""Long walks on the server's loop, in slices: no client is to wait because a reader looks at the whole store."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """What the page draws of the arena, and which prompts hold it: one walk over all blocks, in slices.
 
 A walk over 100,000 blocks takes some 200 ms, for which no client may be kept waiting. So it goes in slices
-of a millisecond (slices.py), and whoever asks meanwhile waits for the same walk. What is drawn is therefore no single
-instant: each block is where it was when the walk came by.
+of a millisecond (slices.py), and a reader who asks meanwhile waits for the same walk. What is drawn is therefore no
+single instant: each block is where it was when the walk came by.
 
 Looking changes nothing: entries are read, not held, and neither hits, idle times, the policy's order nor expiry hear of
 it. The arena is told in at most CELLS_MAX cells, however many blocks there are.
@@ -252,7 +252,7 @@ class Survey:
 
 
 class Surveys:
-    """The latest survey as JSON, made when somebody asks and the last one has aged: all who ask share it."""
+    """The latest survey as JSON, made when a reader asks and the last one has aged: all who ask share it."""
 
     def __init__(self, store: Store, fresh_s: float = 1.0) -> None:
         self._store = store
