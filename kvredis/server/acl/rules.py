@@ -401,7 +401,7 @@ NO_SUCH_PASSWORD = "The password you are trying to remove from the user does not
 BAD_HASH = "The password hash must be exactly 64 characters and contain only lowercase hexadecimal characters"
 
 _HASH = re.compile(rb"[0-9a-f]{64}")
-_NOBODYS_HASHES = (b"0" * 64,)
+_NO_USERS_HASHES = (b"0" * 64,)
 
 
 class UnmatchedParenthesis(ValueError):
@@ -548,9 +548,9 @@ def proves(password: bytes, user: User | None) -> bool:
     """Whether a password lets a client in as `user`. An unknown user, a disabled one and a wrong password take the same
     time, and so does a right one whichever of the user's it is."""
     hashed = _hash(password)
-    known = (user.passwords if user is not None else None) or _NOBODYS_HASHES
+    known = (user.passwords if user is not None else None) or _NO_USERS_HASHES
     matches = sum([hmac.compare_digest(hashed, each) for each in known])
-    return user is not None and user.enabled and (user.nopass or (known is not _NOBODYS_HASHES and matches > 0))
+    return user is not None and user.enabled and (user.nopass or (known is not _NO_USERS_HASHES and matches > 0))
 
 
 def merged(words: Sequence[bytes]) -> list[bytes]:
