@@ -81,11 +81,17 @@ def test_lmcache_reads_the_same_out_of_it(path: Path) -> None:
 
 
 def classes(module: str) -> set[str]:
-    """The classes of a module, without what it imports."""
+    """The classes of a module, and those that it takes by name from a sibling, without importing its engine."""
     found = find_spec(module)
     assert found is not None, module
     assert found.origin is not None, module
-    return {node.name for node in ast.parse(Path(found.origin).read_text()).body if isinstance(node, ast.ClassDef)}
+    body = ast.parse(Path(found.origin).read_text()).body
+    package = module if found.submodule_search_locations is not None else module.rpartition(".")[0]
+    names = {node.name for node in body if isinstance(node, ast.ClassDef)}
+    for node in [each for part in body for each in (part.body if isinstance(part, ast.If) else [part])]:
+        if isinstance(node, ast.ImportFrom) and node.level:  # a public import path
+            names |= {each.name for each in node.names} & classes(f"{package}.{node.module}")
+    return names
 
 
 @pytest.mark.parametrize("path", CONNECTORS, ids=name)
