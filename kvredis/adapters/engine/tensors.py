@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -109,21 +110,28 @@ class SpareMemory:
     again, which takes several times as long as the copy into them. One mapping at most is kept."""
 
     def __init__(self) -> None:
-        self._spare: mmap.mmap | None = None
+        self._spare: deque[mmap.mmap] = deque(maxlen=1)
+        """Threads take and give without a lock, which a finalizer could find held by its own thread: each step of a
+        deque is one, so that no mapping is given twice."""
         self._is_closed = False
 
     def take(self, nbytes: int) -> mmap.mmap | None:
         """Memory of at least so many bytes, and of twice as many at most; None where there is none."""
-        found, self._spare = self._spare, None
-        return found if found is not None and nbytes <= len(found) <= 2 * nbytes else None
+        try:
+            found = self._spare.pop()
+        except IndexError:
+            return None
+        return found if nbytes <= len(found) <= 2 * nbytes else None
 
     def give(self, memory: mmap.mmap) -> None:
-        """Take back what no tensor refers to any more; called by whichever thread lets go of the last one."""
-        self._spare = None if self._is_closed else memory
+        """Take back what no tensor refers to any more; called by the thread that lets go of the last one."""
+        if not self._is_closed:
+            self._spare.append(memory)
 
     def close(self) -> None:
         """Give all of it to the system, now and from now on."""
-        self._is_closed, self._spare = True, None
+        self._is_closed = True
+        self._spare.clear()
 
 
 def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device, spare: SpareMemory | None = None) -> torch.Tensor:
@@ -185,7 +193,13 @@ def scatter(block: torch.Tensor, out: KV, start: int, tokens: slice = slice(None
 
 def _copy(to: torch.Tensor, given: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy all of one tensor into another of its shape and dtype; on a CPU by our own copy where both allow it."""
-    if COPIES_STRIDED and to.device.type == given.device.type == "cpu" and to.stride(-1) == given.stride(-1) == 1:
+    if (
+        COPIES_STRIDED
+        and to.device.type == given.device.type == "cpu"
+        and to.stride(-1) == given.stride(-1) == 1
+        and to.shape == given.shape
+        and to.dtype == given.dtype  # our copy trusts both; torch raises for what does not fit
+    ):
         size, run = to.itemsize, to.shape[-1]
         order = sorted(range(to.ndim - 1), key=given.stride, reverse=True)  # read as it lies: writes are streamed
         while order and to.stride(order[-1]) == given.stride(order[-1]) == run:

@@ -206,7 +206,7 @@ class Outgoing(asyncio.BufferedProtocol):
         self.writes += 1
         if self._is_behind:
             if self._unsent:
-                replies.insert(0, bytes(self._unsent))
+                replies.insert(0, memoryview(self._unsent))
                 self._unsent = bytearray()
             self._pause()
         if self.splices and self._lent and self._begin_splice(replies, nbytes):

@@ -72,3 +72,12 @@ def test_the_memory_of_a_tensor_that_is_gone_is_used_for_the_next_and_given_up_w
     spare.close()
     del kept
     assert not (empty_kv(layout, 100, device, spare) == 8.0).any()
+
+
+def test_a_block_and_kv_of_other_sizes_are_an_error_and_no_memory_beside_them_is_read_or_written() -> None:
+    layout = ChunkLayout(model="m", dtype="fp32", layers=1, kv_heads=2, head_dim=64, chunk_tokens=16)
+    kv = empty_kv(layout, 16, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        gather(kv, 8, 24, torch.empty(layout.shape(16)))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        scatter(torch.empty(layout.shape(16)), kv, 8)

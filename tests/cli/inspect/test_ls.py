@@ -187,7 +187,7 @@ def test_the_next_slice_is_asked_for_before_the_last_one_is_looked_at_and_may_be
         assert asked.count("KV.SCAN") == 2
         assert server.ask("DBSIZE") == KEYS, "between two slices anything may be asked"
         walk.close()  # type: ignore[attr-defined]
-        assert server.ask("DBSIZE") == KEYS, "the slice that nobody wants is no answer to it"
+        assert server.ask("DBSIZE") == KEYS, "the slice that the client no longer wants is no answer to it"
         assert sum(map(len, server.walk(ahead=True))) == KEYS
 
 
