@@ -17,6 +17,7 @@ Arms
     tcp         the same over TCP
     +trusted    without checksums (verify_blocks: false)
     +layers     stored layer by layer (use_layerwise: true)
+    +auto       with min_retrieve_tokens: auto
 Figures: medians over the samples, _min and _max the spread
     factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
     ratio       warm / warm of offloading, in the same way
@@ -57,6 +58,7 @@ from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated
 
 from .engine import (
+    AUTO,
     DTYPES,
     LANE,
     LAYERS,
@@ -81,6 +83,7 @@ SCHEMA: Final = "kvredis.bench.vllm/1"
 ARMS: Final = (
     NONE, OFFLOADING, LANE, f"{LANE}+{TRUSTED}", MEMORY, f"{MEMORY}+{TRUSTED}", f"{LANE}+{LAYERS}",
     f"{LANE}+{LAYERS}+{TRUSTED}", f"{MEMORY}+{LAYERS}", f"{MEMORY}+{LAYERS}+{TRUSTED}", TCP, f"{TCP}+{TRUSTED}",
+    f"{LANE}+{AUTO}",
 )  # fmt: skip
 REFERENCES: Final = (NONE, OFFLOADING)
 """What others are compared with: open beside each of them where there is room."""
