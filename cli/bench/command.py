@@ -28,7 +28,6 @@ from kvredis.storage.options import parse_size
 
 from .disk import disk
 from .engine_tables import hit_sweep, long_prefill, prefill
-from .layerwise import layerwise
 from .links import links
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
@@ -58,7 +57,6 @@ def bench() -> None:
 
 bench.add_command(disk)
 bench.add_command(hit_sweep)
-bench.add_command(layerwise)
 bench.add_command(links)
 bench.add_command(long_prefill)
 bench.add_command(memory)
