@@ -28,7 +28,6 @@ FIGURES = {
     "swap": Figure(200, "swap --repeats 7"),
     "swap-prefill": Figure(120, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-prefill"),
     "swap-copies": Figure(60, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-copies"),
-    "profile": Figure(60, "profile --shape 8b --out {folder}/trace.json"),
     "store-overhead": Figure(120, f"{STORING} --budgets 1024"),
     "store-overhead-wide": Figure(300, f"{STORING} --budgets 768,512,256 --repeats 3"),
     "store-overhead-narrow": Figure(200, f"{STORING} --budgets 64,32 --prompts 2 --tokens 2048"),
