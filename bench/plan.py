@@ -373,7 +373,7 @@ def _memory(found: Mapping[str, Any], chunk_bytes: int, file: str) -> list[TierS
     best = _fastest(_nearest(rows, chunk_bytes, "block_bytes"))
     if best is None:
         return []
-    source = f"{file}: {best['arm']} of {size_text(best['block_bytes'])}, {best['pages']} pages, 1 thread"
+    source = f"{file}: {best['arm']} of {size_text(best['block_bytes'])}, 1 thread"
     return [TierSpeed("memory", best["gb_per_s"], source=source)]
 
 

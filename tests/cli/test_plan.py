@@ -125,7 +125,7 @@ def test_a_transport_result_gives_the_lane_and_the_sockets_and_a_memory_result_t
         ("memory", 18.0, 18.0),
     ]
     assert tiers[1]["source"] == "t.json: lane, copied of 2 MiB, lane"
-    assert tiers[2]["source"] == "m.json: kvredis copy of 2 MiB, hugetlb pages, 1 thread"
+    assert tiers[2]["source"] == "m.json: kvredis copy of 2 MiB, 1 thread"
 
 
 def test_the_results_in_this_repository_are_read() -> None:
