@@ -7,6 +7,7 @@ something is drawn, not before. What goes into a picture is made in pictures.py;
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -72,6 +73,17 @@ class LinePanel:
     series: Mapping[str, Sequence[tuple[float, float]]]
     across: str = "value size"
     sizes: bool = True
+
+
+_WORDS: Final = ((re.compile(r"\blane\b"), "shared memory"), (re.compile(r"\boffloading\b"), "OffloadingConnector"))
+"""What legends say for our words."""
+
+
+def spelled(name: str) -> str:
+    """Give an arm's name as a stranger reads it: "lane+layers" is "shared memory+layers"."""
+    for word, said in _WORDS:
+        name = word.sub(said, name)
+    return name
 
 
 def bar(row: Mapping[str, Any], figure: str) -> Bar | None:
@@ -153,12 +165,12 @@ def _draw_bars(panel: BarPanel, axes: Axes, captions: Captions) -> None:
                 continue
             y = at - 0.42 + (turn + 0.5) * height
             value, high = min(bar.value, panel.cut), min(bar.high, panel.cut)
-            axes.barh(y, value, height * 0.92, color=COLOURS[turn % len(COLOURS)], label=name)
+            axes.barh(y, value, height * 0.92, color=COLOURS[turn % len(COLOURS)], label=spelled(name))
             axes.hlines(y, min(bar.low, panel.cut), high, color="black", linewidth=1.2)
             _tell(axes, max(value, high), y, f"{bar.value:.2f}" + (" →" if bar.value > panel.cut else ""))
             most = max(most, high, value)
     axes.axvline(1.0, color="#606060", linewidth=1, linestyle="--")
-    axes.set_yticks(list(places), list(panel.categories), fontsize=10)
+    axes.set_yticks(list(places), [spelled(name) for name in panel.categories], fontsize=10)
     axes.set_ylim(len(panel.categories) - 0.5, -0.5)  # the first category on top
     axes.set_xlim(0, most * 1.22)  # room for the numbers at the bars' ends
     axes.set_xlabel(captions.values, fontsize=10)
@@ -180,7 +192,7 @@ def _draw_lines(panel: LinePanel, axes: Axes, names: Sequence[str], values: str)
             color=COLOURS[turn % len(COLOURS)],
             marker=_MARKS[turn % len(_MARKS)],
             markersize=5,
-            label=name,
+            label=spelled(name),
         )
     at = sorted({x for points in panel.series.values() for x, _ in points})
     axes.set_xscale("log", base=2)

@@ -217,7 +217,7 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
 
 def _panel(result: TransportResult, shape: str) -> BarPanel:
     rows = [row for row in result["arms"] if row["shape"] == shape]
-    names = [arm_name(row).replace("lane", "shared memory") for row in rows]
+    names = [arm_name(row) for row in rows]
     title = f"{shape}, {rows[0]['blocks']} blocks of {size_text(rows[0]['block_bytes'])}"
     return BarPanel(title, names, {"measured here": [bar(row, "ratio_t0") for row in rows]})
 

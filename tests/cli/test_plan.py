@@ -81,7 +81,6 @@ def test_a_measured_result_gives_tiers_and_says_which_row(tmp_path: Path) -> Non
     slow, fast = rate("read", device=1.0), rate("read", device=1.0)
     fast["gb_per_s"], fast["threads"] = 3.0, 8
     others = [
-        rate("read warm", device=1.0),
         rate("read", device=1.0, arm="loop"),
         rate("read", device=1.0, mode="buffered"),
     ]

@@ -73,6 +73,11 @@ def test_panels_stand_in_rows_of_so_many_columns(tmp_path: Path) -> None:
     assert sizes[1][1] < sizes[0][1]
 
 
+def test_legends_have_the_field_s_words() -> None:
+    said = [plot.spelled(name) for name in ("lane", "lane+layers", "lane, no copy", "offloading", "airplane")]
+    assert said == ["shared memory", "shared memory+layers", "shared memory, no copy", "OffloadingConnector", "airplane"]
+
+
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="nothing to draw"):
         bars([], CAPTIONS, tmp_path / "bars.png")
