@@ -204,7 +204,8 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
-    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG."""
+    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG. Arms that
+    store by layers load as the others do, and are left out."""
     result, panels = cast(VLLMResult, raw), []
     for title, figure in (("first token, ms", "warm_ms"), ("first token, times as soon as computed", "factor")):
         series: dict[str, list[tuple[float, float]]] = {}
@@ -212,10 +213,12 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
             value = cast(float | None, cast(Mapping[str, object], row)[figure])
             if row["arm"] == NONE and figure == "warm_ms":
                 series.setdefault("computed", []).append((row["tokens"], row["cold_ms"]))
-                series.setdefault("own cache", []).append((row["tokens"], row["own_ms"]))
-            elif value is not None:
-                series.setdefault(row["arm"], []).append((row["tokens"], value))
-        panels.append(LinePanel(title, {name: sorted(at) for name, at in series.items()}, across="tokens", sizes=False))
+                series.setdefault("vLLM's own prefix cache", []).append((row["tokens"], row["own_ms"]))
+            elif value is not None and LAYERS not in row["arm"].split("+"):
+                ours = row["arm"] if row["arm"] == OFFLOADING else f"kvredis, {row['arm']}"
+                series.setdefault(ours, []).append((row["tokens"], value))
+        drawn = {name: sorted(at) for name, at in series.items()}
+        panels.append(LinePanel(title, drawn, across="tokens of the prompt", sizes=False))
     machine, options = result["machine"], result["options"]
     foot = (
         f"{options['device']}; {machine.get('cpu')}, {machine.get('cores')} cores. vLLM {options['vllm']},"
