@@ -5,11 +5,10 @@ from typing import cast
 
 from kvredis.server.acl.rules import User
 from kvredis.server.client.blocked import Pending
-from kvredis.server.client.memory import Held
+from kvredis.server.client.client import Held, Tracking, Transaction
 from kvredis.server.client.session import Session
+from kvredis.server.commands.client import describe
 from kvredis.server.commands.registry import Command, lookup
-from kvredis.server.commands.tracking import Tracking
-from kvredis.server.commands.transactions import Transaction
 from kvredis.server.protocol.replies import NULL, NULL_BULK, joined
 from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.entry import Lease
@@ -66,6 +65,9 @@ class FakeSession:
     def held(self) -> Held:
         multi = 0 if self.transaction is None else self.transaction.held_bytes
         return Held(qbuf=self.pending_bytes, omem=self.unsent_bytes, multi=multi)
+
+    def describe(self) -> bytes:
+        return describe(cast(Session, self))
 
     def speak(self, resp: int) -> None:
         self.resp = resp

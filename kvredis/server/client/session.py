@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from time import monotonic, perf_counter_ns
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from kvredis.server.acl.rules import User
+from kvredis.server.commands.client import describe
 from kvredis.server.commands.registry import SPELLINGS, Command, Handler, takes_payload
-from kvredis.server.commands.transactions import Transaction
+from kvredis.server.context import Context
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
 from kvredis.server.protocol.parser import Parser
@@ -26,14 +27,11 @@ from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolEr
 from kvredis.storage.entry import Lease, Reservation
 
 from .blocked import Answer, Pending
+from .call import call
+from .client import WATCHED_BYTES, Held, Tracking, Transaction
 from .get_run import answer_gets
-from .memory import WATCHED_BYTES, Held
 from .output import REPLY_BYTES_HIGH, Outgoing
 from .process_command import run_with_care
-
-if TYPE_CHECKING:
-    from kvredis.server.commands.tracking import Tracking
-    from kvredis.server.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ ERROR: Final = ord("-")
 class Session(Outgoing):
     """The protocol object of one connection; its public attributes are what command handlers read and set."""
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: Context) -> None:
         super().__init__(server)
         self.store = server.store
         self.id: int = server.next_session_id()
@@ -388,6 +386,14 @@ class Session(Outgoing):
             self._resume_reading()
 
     # ---- commands in, replies out --------------------------------------------------------------------------------
+
+    def describe(self) -> bytes:
+        """One line of CLIENT LIST."""
+        return describe(self)
+
+    def call(self, command: Command, args: list[Argument]) -> Answer:
+        """Run a command that may run, and tell of it: EXEC, for each that was queued."""
+        return call(self, command, args)
 
     def account(self, command: Command | None, calls: int, began_ns: int) -> int:
         """Enter a run of calls into the statistics; returns the time now, in ns."""
