@@ -20,9 +20,9 @@ from kvredis.storage.store import Store
 
 from .acl.state import Acl
 from .client.admission import Claims
-from .client.blocked import Pending
+from .client.blocked import BlockedClients
 from .client.client import Client, ClientOf
-from .client.disk_reads import Away
+from .client.disk_reads import DiskReads
 from .client.memory import ClientMemory
 from .client.pause import Pause
 from .client.tracking import TrackingTable
@@ -89,14 +89,13 @@ class Context:
         self.parts: Parts = Parts(self)
         self.splicing = Splicing(self)
         self.senders = Senders(options.io_threads, self.stats)
-        self.away = Away(self)
+        self.disk_reads = DiskReads(self)
         self.pause = Pause(self)
         self.client_memory = ClientMemory(self)
         self.monitors: dict[int, Client] = {}
         self.watchers: dict[tuple[int, bytes], set[Client]] = {}
         """Who watches which key of which database."""
-        self.blocked: dict[int, Pending] = {}
-        """Clients in a command that CLIENT UNBLOCK can end."""
+        self.blocked = BlockedClients()
         self.event_letters = ""
         self.maxclients: int = options.maxclients
         self.protected_mode = options.protected_mode
@@ -169,7 +168,7 @@ class Context:
     @property
     def room_behind_bytes(self) -> int:
         """How much is put by of what a blocked client has sent behind its command; for each of those there are."""
-        return min(READ_ON_BYTES_MAX, READ_ON_BYTES_ALL // max(1, len(self.blocked)))
+        return min(READ_ON_BYTES_MAX, READ_ON_BYTES_ALL // max(1, len(self.blocked.timeouts)))
 
     @property
     def tcp_port(self) -> int:
@@ -283,9 +282,8 @@ class Context:
         self.pubsub.forget(session)
         self.tracking.forget(session)
         self.claims.forget(session)
-        self.away.forget(session)
+        self.disk_reads.forget(session)
         self.client_memory.forget(session)
-        self.blocked.pop(session.id, None)
         self.stop_monitoring(session)
         unwatch_all(self, session)
         if self.sessions.pop(session.id, None) is not None:

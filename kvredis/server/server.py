@@ -14,7 +14,7 @@ from typing import Final
 
 from kvredis.storage.store import Store
 
-from .client.blocked import has_hung_up
+from .client.blocked import ROOM, Reason, has_hung_up, waits_for
 from .client.client import Client
 from .client.session import Session
 from .commands import load_families
@@ -32,6 +32,9 @@ TICK_S = 0.1
 """How often expired blocks are collected and overdue leases revoked: Redis' default of 10 Hz."""
 
 TURNS_IN_A_SECOND: Final = 10
+
+ANSWERED: Final = ROOM | {Reason.DISK_READ}
+"""What a client waits for that may send no more: what it has sent is to be answered all the same."""
 
 DRAIN_S: Final = 10.0
 """How long a shutdown waits for transfers that are under way: Redis' shutdown-timeout."""
@@ -83,8 +86,7 @@ class Server(Context):
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
             for session in list(self.sessions.values()):
-                busy = session.is_receiving or session.waiting in self.lane.copying
-                if not (busy or self.away.keeps_waiting(session)):
+                if not (session.is_receiving or waits_for(session.waiting, (Reason.COPY, Reason.DISK_READ))):
                     session.finish()
             await asyncio.sleep(0.01)
         for session in list(self.sessions.values()):
@@ -113,7 +115,7 @@ class Server(Context):
         self.splicing.collect()
         if store.tiering is not None:
             store.tiering.tick()
-            self.away.tick()
+            self.disk_reads.tick()
             self.claims.disk_room.tick()
         self.drain_journal(None)
         self.claims.give_up_stalled()
@@ -121,7 +123,7 @@ class Server(Context):
         self.claims.admit()
         turn = self._turns % TURNS_IN_A_SECOND
         for session in [each for number, each in self.sessions.items() if number % TURNS_IN_A_SECOND == turn]:
-            if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
+            if session.waiting is not None and has_hung_up(session.fd, wholly=waits_for(session.waiting, ANSWERED)):
                 session.close()
             else:
                 session.rest()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvredis.server.acl.rules import User
-from kvredis.server.client.blocked import Pending
+from kvredis.server.client.blocked import Blocked
 from kvredis.server.client.client import Held, Tracking, Transaction
 from kvredis.server.client.session import Session
 from kvredis.server.commands.client import describe
@@ -51,7 +51,7 @@ class FakeSession:
         self.watched_alive: set[tuple[int, bytes]] = set()
         self.watch_broken = self.observed = False
         self.reply_mode = "on"
-        self.waiting: Pending | None = None
+        self.waiting: Blocked | None = None
         self.subscriptions = 0
         self.channels: set[bytes] = set()
         self.patterns: set[bytes] = set()
@@ -83,7 +83,7 @@ class FakeSession:
     def hold(self, lease: Lease) -> None:
         lease.release()
 
-    def turns_for_others(self) -> Iterator[Pending]:
+    def turns_for_others(self) -> Iterator[Blocked]:
         """There are none."""
         return iter(())
 
@@ -106,10 +106,10 @@ class FakeSession:
         found = lookup(args)
         reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
         if not isinstance(reply, bytes | list):
-            parts = [reply] if isinstance(reply, Pending) else list(reply)
+            parts = [reply] if isinstance(reply, Blocked) else list(reply)
             reply = []
             for part in parts:
-                assert not isinstance(part, Pending), "the reply comes later"
+                assert not isinstance(part, Blocked), "the reply comes later"
                 reply += [part] if isinstance(part, bytes) else part
         return joined(reply)
 

@@ -13,7 +13,7 @@ from kvredis.server.context import Caller
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import Argument
 
-from .blocked import Answer, Pending
+from .blocked import Answer, Blocked
 
 
 def call(session: Caller, command: Command, args: list[Argument]) -> Answer:
@@ -24,7 +24,7 @@ def call(session: Caller, command: Command, args: list[Argument]) -> Answer:
         reply = command.handler(session, args)  # type: ignore[arg-type]  # payloads are the handler's own business
     except Exception:
         reply = session.apologize(args)
-    if isinstance(reply, Pending) and reply.runs_again:
+    if isinstance(reply, Blocked) and reply.runs_again:
         return reply  # it has not run: that is told of, and counted, when it does
     took_ns = session.account(command, 1, began_ns) - began_ns
     if type(reply) is bytes and reply[:1] == b"-":

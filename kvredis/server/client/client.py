@@ -21,7 +21,7 @@ from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolEr
 from kvredis.storage.entry import Lease, Reservation
 from kvredis.storage.store import Store
 
-from .blocked import Answer, Pending
+from .blocked import Answer, Blocked, BlockedClients, Reason
 
 OBJECTS_BYTES: Final = 8 * 1024
 """What a connection costs without its buffers: the session, its parser and the loop's transport."""
@@ -177,7 +177,7 @@ class Client(Protocol):
 
     # ---- what it does
 
-    waiting: Pending | None
+    waiting: Blocked | None
     refused: bytes
     unsaved_since: int
     close_after_reply: bool
@@ -207,17 +207,17 @@ class Client(Protocol):
     def refuse_payload(self, why: bytes) -> None:
         """A payload of the command that is being read is not taken."""
 
-    def wait(self) -> Pending:
-        """Take the place of a reply that comes later."""
+    def wait(self, reason: Reason = Reason.COMMAND) -> Blocked:
+        """What takes the place of a reply that comes later; the caller returns it."""
 
-    def turns_for_others(self) -> Iterator[Pending]:
+    def turns_for_others(self) -> Iterator[Blocked]:
         """Give what a long handler yields between two of its steps, so that other clients have their turn."""
 
     def go_on(self, reply: Reply) -> None:
         """A reply that was waited for is there."""
 
-    def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
-        """Run `args` again when the server resolves what this gives, with an empty reply."""
+    def postpone(self, args: list[Argument], pending: Blocked) -> Blocked:
+        """Run `args` again when `pending` is unblocked, with an empty reply; the caller returns it."""
 
     def upcoming(self) -> Iterator[list[Argument]]:
         """The commands that are parsed and not yet run, in their order."""
@@ -315,6 +315,7 @@ class Host(Protocol):
     options: ServerOptions
     stats: ServerStats
     sessions: dict[int, Client]
+    blocked: BlockedClients
     settings: dict[str, str]
     now_s: Callable[[], float]
     body_timeout_s: float

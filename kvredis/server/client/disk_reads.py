@@ -27,7 +27,7 @@ from kvredis.storage.index import SPACES
 from kvredis.storage.tiering.manager import Bringing
 from kvredis.storage.tiering.transfers import Transfer
 
-from .blocked import Pending, tell_loop
+from .blocked import Blocked, Reason, tell_loop
 from .client import Client, Host
 
 Name = tuple[bytes, int]
@@ -50,23 +50,22 @@ class _Server(Host, Protocol):
     lane: Lane
 
 
-class Away:
+class DiskReads:
     """The clients of one server that wait for blocks."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._store = server.store
         self._since: dict[Client, tuple[object, float]] = {}  # for which command, and when its wait began
-        self._refused: list[Pending] = []  # who ask again at the next tick, since there was no room
-        self._waits: set[Pending] = set()
+        self._refused: list[Blocked] = []  # who ask again at the next tick, since there was no room
 
     def tick(self) -> None:
         """Let those ask again for whom there was no room."""
         refused, self._refused = self._refused, []
         for pending in refused:
-            self._resolve(pending)
+            pending.unblock(b"")
 
-    def hold(self, session: Client, command: Command, args: list[Argument]) -> list[Lease] | Pending | None:
+    def hold(self, session: Client, command: Command, args: list[Argument]) -> list[Lease] | Blocked | None:
         """Holds on what `command` reads, which the caller ends when it has run: until then the disk's threads take
         nothing of it away. Else the wait, after which it runs again; None when its client has waited long enough."""
         store = self._store
@@ -87,7 +86,7 @@ class Away:
             lease.release()
         return self._wait(session, args, fitting) if awaited else None
 
-    def wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Pending | None:
+    def wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Blocked | None:
         """The wait of a command that has looked for `names` in vain. None when they are nowhere or longer than memory,
         when the client has waited long enough, and within a transaction, whose commands do not wait."""
         names = self._fitting(names)
@@ -100,7 +99,7 @@ class Away:
         find = self._store.find
         return any((entry := find(*name)) is not None and not entry.is_resident for name in names)
 
-    def stream(self, session: Client, names: Sequence[Name]) -> Iterator[Pending | None]:
+    def stream(self, session: Client, names: Sequence[Name]) -> Iterator[Blocked | None]:
         """For each of `names` None as soon as the block is in memory or cannot be had, before that the wait for it."""
         if session.transaction is not None:  # its commands do not wait: all of it was brought before
             yield from [None] * len(names)
@@ -109,20 +108,11 @@ class Away:
             since_s = self._server.now_s()
             while self.any_away(self._fitting(names[at : at + 1])) and self._server.now_s() - since_s < WAIT_S:
                 now, following = self._portions(names, at)
-                pending = session.wait()
+                pending = session.wait(Reason.DISK_READ)
                 self._bring(session, pending, now)
                 self._send_for(following)
                 yield pending
             yield None
-
-    @property
-    def waiting(self) -> int:
-        """How many clients wait for a block."""
-        return len(self._waits)
-
-    def keeps_waiting(self, session: Client) -> bool:
-        """Whether it is here that a client waits, so that an answer comes in any case."""
-        return session.waiting in self._waits
 
     def forget(self, session: Client) -> None:
         """A client has gone."""
@@ -135,14 +125,14 @@ class Away:
         find, most_bytes = self._store.find, self._store.arena.nbytes
         return [name for name in names if (entry := find(*name)) is None or extent_length(entry.length) <= most_bytes]
 
-    def _wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Pending | None:
+    def _wait(self, session: Client, args: list[Argument], names: Sequence[Name]) -> Blocked | None:
         """Have `args` run again when these blocks are there; None when that has taken long enough."""
         now_s = self._server.now_s()
         whose, since_s = self._since.get(session, (None, now_s))
         if whose is args and now_s - since_s >= WAIT_S:
             return None  # however often it is asked about this command
         self._since[session] = args, (since_s if whose is args else now_s)
-        pending = session.postpone(args)
+        pending = session.postpone(args, session.wait(Reason.DISK_READ))
         self._bring(session, pending, names)
         for upcoming in islice(session.upcoming(), 1, AHEAD_COMMANDS):
             if upcoming[0] in (b"GET", b"get") and len(upcoming) == 2:
@@ -173,7 +163,7 @@ class Away:
         for name in names:
             tiering.promote(*name, _ignore)
 
-    def _bring(self, session: Client, pending: Pending, names: Iterable[Name]) -> None:
+    def _bring(self, session: Client, pending: Blocked, names: Iterable[Name]) -> None:
         """Have `pending` resolved when these blocks are in memory."""
         tiering, loop = self._store.tiering, asyncio.get_running_loop()
         assert tiering is not None
@@ -182,29 +172,23 @@ class Away:
             tell_loop(loop, pending.guard, self._come, session, pending, what)
 
         def give_up() -> None:
-            self._waits.discard(pending)
             if bringing is not None:
                 bringing.release()
 
-        self._waits.add(pending)
         pending.on_cancel = give_up
         bringing = tiering.bring(names, brought)
         if bringing is None:
-            loop.call_soon(self._resolve, pending)
+            loop.call_soon(pending.unblock, b"")
 
-    def _resolve(self, pending: Pending) -> None:
-        self._waits.discard(pending)
-        pending.resolve(b"")
-
-    def _come(self, session: Client, pending: Pending, bringing: Bringing) -> None:
+    def _come(self, session: Client, pending: Blocked, bringing: Bringing) -> None:
         if bringing.refused:
             bringing.release()  # or two who hold half of what they want wait for each other
             self._refused.append(pending)
             return
         try:
-            self._resolve(pending)
+            pending.unblock(b"")
         finally:
-            # The client's command runs in the loop's next turn, which `resolve` has asked for, this right after it.
+            # The client's command runs in the loop's next turn, which `unblock` has asked for, this right after it.
             asyncio.get_running_loop().call_soon(self._release, session, bringing)
 
     def _release(self, session: Client, bringing: Bringing) -> None:

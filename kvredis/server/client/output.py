@@ -35,7 +35,7 @@ from kvredis.server.net.zerocopy import Splicer, peer_pid
 from kvredis.server.protocol.replies import Buffer, Reply
 from kvredis.storage.entry import Lease
 
-from .blocked import Answer, Pending
+from .blocked import Answer, Blocked
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class Outgoing(asyncio.BufferedProtocol):
         self._reply_bytes = 0
         self._lent: list[Lease] = []
         self._backlog: deque[Buffer] = deque()  # only for transports that copy
-        self._stream: Iterator[Reply | Pending] | None = None  # the rest of a reply that is made as the client takes it
+        self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
         self._pushes: list[bytes] = []
         self._push_bytes = 0
         self._answering = False  # a command is running whose reply goes before what is pushed meanwhile
         self._over_soft_limit_s: float | None = None
         self.close_after_reply = False
-        self.waiting: Pending | None = None
+        self.waiting: Blocked | None = None
         """What this client waits for; until then nothing of it is run."""
 
     def hold(self, lease: Lease) -> None:
@@ -293,7 +293,7 @@ class Outgoing(asyncio.BufferedProtocol):
         assert self._stream is not None
         try:
             for part in self._stream:
-                if isinstance(part, Pending):
+                if isinstance(part, Blocked):
                     if self._replies:
                         self._flush()
                     self.waiting = part

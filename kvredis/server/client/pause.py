@@ -10,19 +10,18 @@ import asyncio
 from kvredis.server.commands.registry import Command
 from kvredis.server.protocol.request import Argument
 
-from .blocked import Pending
+from .blocked import Blocked, Reason
 from .client import Client, Host
 
 
 class Pause:
-    """Whether clients are paused, until when, and who is waiting for its end."""
+    """Whether clients are paused, and until when."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
         self.until_s = 0.0
         """0 = no pause."""
         self.writes_only = False
-        self.waiting: list[Pending] = []
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, milliseconds: int, *, writes_only: bool) -> None:
@@ -46,9 +45,7 @@ class Pause:
         self.until_s = 0.0
         self._server.store.keep_expired = False
         self._server.reconsider()
-        waiting, self.waiting = self.waiting, []
-        for pending in waiting:
-            pending.resolve(b"")
+        self._server.blocked.unblock_all(Reason.PAUSE)
 
     def holds(self, session: Client, command: Command) -> bool:
         """Whether the command must wait for the end."""
@@ -56,9 +53,6 @@ class Pause:
             return True
         return command.name == "exec" and session.transaction is not None and session.transaction.writes
 
-    def postpone(self, session: Client, args: list[Argument]) -> Pending:
+    def postpone(self, session: Client, args: list[Argument]) -> Blocked:
         """Stop a client at this command."""
-        pending = session.postpone(args)
-        self.waiting.append(pending)
-        pending.on_cancel = lambda: self.waiting.remove(pending)
-        return pending
+        return session.postpone(args, session.wait(Reason.PAUSE))

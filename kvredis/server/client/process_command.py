@@ -17,7 +17,7 @@ from kvredis.server.protocol.replies import NO_AUTH, OK, OUT_OF_MEMORY, error
 from kvredis.server.protocol.request import REFUSED, Argument, ProtocolError
 from kvredis.storage.entry import Lease
 
-from .blocked import Answer, Pending
+from .blocked import Answer, Blocked
 from .call import call, mind_broken_clients
 
 IN_SUBSCRIBER_MODE = frozenset(
@@ -74,8 +74,8 @@ def run_with_care(session: Caller, args: list[Argument]) -> Answer:
         return _spoken(session, QUEUED)
     held: list[Lease] = []
     if session.store.tiering is not None and (command.reads or command.name == "exec"):
-        found = session.server.away.hold(session, command, args)
-        if isinstance(found, Pending):
+        found = session.server.disk_reads.hold(session, command, args)
+        if isinstance(found, Blocked):
             return found
         held = found or held
         if found is None and (command.writes or command.name == "exec"):  # what it cannot see is not absent
@@ -88,7 +88,7 @@ def run_with_care(session: Caller, args: list[Argument]) -> Answer:
     finally:
         for lease in held:
             lease.release()
-    if isinstance(reply, Pending):
+    if isinstance(reply, Blocked):
         if not reply.runs_again:
             reply.is_silent = session.reply_mode != "on"
             _spoken(session, b"", mode, lent)  # a SKIP was for this one

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
-from kvredis.server.client.blocked import Answer, Pending
+from kvredis.server.client.blocked import Answer, Blocked
 from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import command, container, subcommand
 from kvredis.server.context import Caller
@@ -202,20 +202,20 @@ def getkeysinslot(session: Caller, cluster: Cluster, args: list[bytes]) -> Answe
     return _listed(session, slot, count)
 
 
-def _counted(session: Caller, slot: int) -> Iterator[Reply | Pending]:
+def _counted(session: Caller, slot: int) -> Iterator[Reply | Blocked]:
     count = 0
     for found in _found_in(session, slot):
-        if isinstance(found, Pending):
+        if isinstance(found, Blocked):
             yield found
         else:
             count += len(found)
     yield integer(count)
 
 
-def _listed(session: Caller, slot: int, count: int) -> Iterator[Reply | Pending]:
+def _listed(session: Caller, slot: int, count: int) -> Iterator[Reply | Blocked]:
     keys: dict[bytes, None] = {}  # a walk beside which keys come and go may meet one twice
     for found in _found_in(session, slot):
-        if isinstance(found, Pending):
+        if isinstance(found, Blocked):
             yield found
         else:
             keys.update(dict.fromkeys(found))
@@ -224,7 +224,7 @@ def _listed(session: Caller, slot: int, count: int) -> Iterator[Reply | Pending]
     yield bulks(list(keys)[:count])
 
 
-def _found_in(session: Caller, slot: int) -> Iterator[list[bytes] | Pending]:
+def _found_in(session: Caller, slot: int) -> Iterator[list[bytes] | Blocked]:
     """The keys of a slot as they are met, with a wait after each step so that others have their turn; without one in a
     transaction, where no command waits."""
     cursor = 0

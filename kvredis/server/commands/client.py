@@ -389,10 +389,10 @@ def client_unblock(session: Caller, args: list[bytes]) -> Reply:
     number = parse_integer(args[2])
     if number is None:
         return error("ERR value is not an integer or out of range")
-    pending = session.server.blocked.pop(number, None)
+    pending = session.server.blocked.timeouts.get(number)
     if pending is None:
         return ZERO
-    pending.resolve(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
+    pending.unblock(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
     return ONE
 
 

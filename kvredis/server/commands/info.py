@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from kvredis import __version__
+from kvredis.server.client.blocked import Reason
 from kvredis.server.config.settings import value_of
 from kvredis.server.context import Caller, Context
 from kvredis.server.metrics.metrics import fields
@@ -114,11 +115,11 @@ def clients(server: Context) -> Iterator[Field]:
     yield "maxclients", server.maxclients
     yield "client_recent_max_input_buffer", max((each.pending_bytes for each in sessions), default=0)
     yield "client_recent_max_output_buffer", max((each.unsent_bytes for each in sessions), default=0)
-    yield "blocked_clients", len(server.blocked) + len(server.pause.waiting)
+    yield "blocked_clients", len(server.blocked.timeouts) + server.blocked.count(Reason.PAUSE)
     yield "tracking_clients", len(server.tracking.clients)
     yield "pubsub_clients", sum(each.subscriptions > 0 for each in sessions)
     yield "watching_clients", sum(bool(each.watching) for each in sessions)
-    yield "clients_in_timeout_table", len(server.blocked)
+    yield "clients_in_timeout_table", len(server.blocked.timeouts)
     yield "total_watched_keys", len(server.watchers)
     yield "total_blocking_keys", 0
     yield "total_blocking_keys_on_nokey", 0

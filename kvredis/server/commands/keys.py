@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from typing import Final, NamedTuple
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
 from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_cursor, parse_integer
 from kvredis.server.protocol.glob import matcher
@@ -361,7 +361,7 @@ def keys(session: Caller, args: list[bytes]) -> Answer:
 
 def _matching(
     session: Caller, space: int, fits: Callable[[bytes], bool], names: list[bytes]
-) -> Iterator[Reply | Pending]:
+) -> Iterator[Reply | Blocked]:
     store, timer = session.store, StepTimer()
     count, lines = 0, []
     for at in range(0, len(names), KEYS_A_STEP):
@@ -483,7 +483,7 @@ def _flush(session: Caller, args: list[bytes], space: int | None) -> Answer:
     return _given_back(session)
 
 
-def _given_back(session: Caller) -> Iterator[Reply | Pending]:
+def _given_back(session: Caller) -> Iterator[Reply | Blocked]:
     timer = StepTimer()
     while session.store.give_back(KEYS_A_STEP):
         if timer.is_over():

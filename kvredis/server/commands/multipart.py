@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvredis.server.client.blocked import Answer
+from kvredis.server.client.blocked import Answer, Blocked
 from kvredis.server.context import Caller
 from kvredis.server.multipart import RESERVATIONS_MAX
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, ONE, OUT_OF_MEMORY, ZERO, Reply, error, integer
-from kvredis.server.protocol.request import LATER
 from kvredis.storage.entry import Reservation
 
 from .registry import command
@@ -52,8 +51,8 @@ def reserve(session: Caller, args: list[bytes]) -> Answer:
     if len(server.parts.of(session)) >= RESERVATIONS_MAX:
         return TOO_MANY
     room = server.claims.reserve(session, args[1], length)
-    if room is LATER:
-        return session.postpone(args, session.waiting)  # type: ignore[arg-type]  # lists are invariant
+    if isinstance(room, Blocked):
+        return session.postpone(args, room)  # type: ignore[arg-type]  # lists are invariant
     if not isinstance(room, Reservation):
         return OUT_OF_MEMORY
     return integer(server.parts.open(session, room).id)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from kvredis.server.client.blocked import Answer, Pending, tell_loop
+from kvredis.server.client.blocked import Answer, Blocked, tell_loop
 from kvredis.server.context import Caller, Context
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
@@ -68,7 +68,7 @@ def save(session: Caller, args: list[bytes]) -> Answer:
         server.stats.note_save(saved=True)
         return OK
     pending = session.wait()
-    _save_all(server, partial(pending.guard, lambda saved: pending.resolve(OK if saved else NOT_SAVED)))
+    _save_all(server, partial(pending.guard, lambda saved: pending.unblock(OK if saved else NOT_SAVED)))
     return pending
 
 
@@ -136,14 +136,14 @@ def waitaof(session: Caller, args: list[bytes]) -> Answer:
     if session.transaction is not None or (not replicas and (not local or not session.unsaved_since)):
         return _reached(session)
     pending = in_time(session, int(args[3]), array([ZERO, ZERO]))
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, Blocked)
     if tiering is not None and session.unsaved_since:
 
         def saved(safe: bool) -> None:
             if safe and session.waiting is pending:  # else its time was up, and it may have written more
                 session.unsaved_since = 0
             if not replicas:
-                pending.resolve(_reached(session))
+                pending.unblock(_reached(session))
             else:
                 pending.timeout_reply = _reached(session)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending, tell_loop
+from kvredis.server.client.blocked import Answer, Blocked, tell_loop
 from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, map_reply
@@ -136,25 +136,22 @@ def kv_job(session: Caller, args: list[bytes]) -> Answer:
     return _in_time(session, job, milliseconds)
 
 
-def _in_time(session: Caller, job: PrefetchJob[None], milliseconds: int) -> Pending:
+def _in_time(session: Caller, job: PrefetchJob[None], milliseconds: int) -> Blocked:
     """The status when the job has ended, or when the time is up."""
     loop, pending = asyncio.get_running_loop(), session.wait()
 
     def tell() -> None:
         over()
-        pending.resolve(_status(session, job))
+        pending.unblock(_status(session, job))
 
     def ended(_: PrefetchJob[None]) -> None:  # in an I/O thread, as a rule
         tell_loop(loop, pending.guard, tell)
 
-    timer = loop.call_later(milliseconds / 1000, pending.guard, tell) if milliseconds else None
-
     def over() -> None:
         job.remove_done(ended)
-        if timer is not None:
-            timer.cancel()
 
     pending.on_cancel = over
+    pending.limit(milliseconds / 1000, lambda: pending.guard(tell))
     job.add_done(ended)
     return pending
 

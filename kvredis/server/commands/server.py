@@ -6,7 +6,6 @@ other master is refused.
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from kvredis.server.client.blocked import Answer
@@ -212,10 +211,5 @@ def in_time(session: Caller, milliseconds: int, reply: Reply) -> Answer:
     if session.transaction is not None:
         return reply
     pending = session.wait()
-    pending.timeout_reply = reply
-    session.server.blocked[session.id] = pending
-    if milliseconds:
-        pending.timer = asyncio.get_running_loop().call_later(
-            milliseconds / 1000, lambda: pending.resolve(pending.timeout_reply)
-        )
+    session.server.blocked.until(pending, session, milliseconds / 1000, reply)
     return pending

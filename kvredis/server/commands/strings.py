@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending
+from kvredis.server.client.blocked import Answer, Blocked
 from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import (
@@ -252,7 +252,7 @@ def get(session: Caller, args: list[bytes]) -> Answer:
     if value is not None:
         return _lent(session, value)  # type: ignore[arg-type]
     if session.store.tiering is not None and session.transaction is None:
-        waiting = session.server.away.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
+        waiting = session.server.disk_reads.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
         if waiting is not None:
             return waiting
     return missing(session, args[1])
@@ -362,7 +362,7 @@ def mget(session: Caller, args: list[bytes]) -> Answer:
     return parts
 
 
-def _values_from(session: Caller, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Pending]:
+def _values_from(session: Caller, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Blocked]:
     """What MGET has found so far, then the values from argument `at` on as they are asked for, each waited for if it
     is on disk."""
     yield parts
@@ -370,7 +370,7 @@ def _values_from(session: Caller, args: list[bytes], at: int, parts: list[Buffer
     if session.store.tiering is None:
         yield from (_value(session, key) for key in keys)
     else:
-        arrivals = session.server.away.stream(session, [(key, session.space) for key in keys])
+        arrivals = session.server.disk_reads.stream(session, [(key, session.space) for key in keys])
         for key in keys:
             while (waiting := next(arrivals)) is not None:
                 yield waiting

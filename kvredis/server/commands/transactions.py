@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvredis.server.acl.state import Acl
-from kvredis.server.client.blocked import Pending
+from kvredis.server.client.blocked import Blocked
 from kvredis.server.client.client import Client, ClientOf, Host, Transaction
 from kvredis.server.protocol.replies import NULL, OK, Buffer, Reply, array, error
 from kvredis.server.protocol.request import Argument
@@ -178,8 +178,8 @@ def _run(session: Caller, queued: Command, words: list[Argument]) -> Reply:
     if isinstance(reply, bytes | list):
         return reply
     whole: list[Buffer] = []
-    for part in (reply,) if isinstance(reply, Pending) else reply:
-        if isinstance(part, Pending):  # nothing blocks here, so this one would be left without an answer
+    for part in (reply,) if isinstance(reply, Blocked) else reply:
+        if isinstance(part, Blocked):  # nothing blocks here, so this one would be left without an answer
             raise TypeError(f"{queued.name} waits inside a transaction")
         whole += [part] if isinstance(part, bytes) else part
     return whole

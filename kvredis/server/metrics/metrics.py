@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from kvredis.server.client.blocked import Reason
 from kvredis.server.context import Context
 from kvredis.server.http.health import trouble
 from kvredis.storage.background import Priority
@@ -160,8 +161,8 @@ def _waiting(seen: Seen) -> Values:
     return {
         "turn": len(server.claims.queue),
         "disk_room": len(server.claims.disk_room),
-        "disk_read": server.away.waiting,
-        "copy": len(server.lane.copying),
+        "disk_read": server.blocked.count(Reason.DISK_READ),
+        "copy": server.blocked.count(Reason.COPY),
     }
 
 

@@ -23,7 +23,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, Protocol
 
-from kvredis.server.client.blocked import Pending
 from kvredis.server.client.client import Client, Host
 from kvredis.server.commands.registry import Command
 from kvredis.server.net.listeners import Listeners, uid_of
@@ -343,8 +342,6 @@ class Lane:
         """The time limit of a lease for which none was asked, for those who attach from now on."""
         self.clients: dict[int, LaneClient] = {}
         """By the id of their connection."""
-        self.copying: set[Pending] = set()
-        """What clients wait for out of whose memory a thread is copying."""
 
     @property
     def socket_name(self) -> str | None:

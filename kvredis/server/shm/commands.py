@@ -12,7 +12,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, has_hung_up
+from kvredis.server.client.blocked import Answer, Blocked, Reason, has_hung_up
 from kvredis.server.commands.client import BAD_CLIENT_ID
 from kvredis.server.commands.registry import COMMANDS, command
 from kvredis.server.commands.strings import TOO_LONG, missing, publish_if, set_options
@@ -29,7 +29,7 @@ from kvredis.server.protocol.replies import (
     integer,
     map_reply,
 )
-from kvredis.server.protocol.request import LATER, REFUSED
+from kvredis.server.protocol.request import REFUSED
 from kvredis.storage.entry import Reservation
 
 from .attach import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
@@ -232,8 +232,8 @@ def put(session: Caller, args: list[bytes]) -> Answer:
         return TOO_LONG
     key = args[1]
     room = session.server.claims.reserve(session, key, length)
-    if room is LATER:
-        return session.postpone(args, session.waiting)  # type: ignore[arg-type]  # no payload among them
+    if isinstance(room, Blocked):
+        return session.postpone(args, room)  # type: ignore[arg-type]  # no payload among them
     if room is REFUSED:
         return OUT_OF_MEMORY
     assert isinstance(room, Reservation)
@@ -312,7 +312,7 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
 
     if len(target) <= COPY_HERE_BYTES_MAX:
         return copied_here()
-    server, pending, loop = session.server, session.wait(), asyncio.get_running_loop()
+    server, loop = session.server, asyncio.get_running_loop()
 
     def finish(copying: asyncio.Future[bool]) -> None:
         is_there = session.waiting is pending and session.id in server.sessions
@@ -324,12 +324,11 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
             answer = then(taken)
         if server.store.journal:
             server.drain_journal(session)
-        pending.resolve(answer)
+        pending.unblock(answer)
 
     def come(copying: asyncio.Future[bool]) -> None:
         pending.guard(finish, copying)
         server.claims.admit()
-        loop.call_soon(server.lane.copying.discard, pending)  # behind the answer, or a stop would hang up before it
 
     try:
         source = memory.another()
@@ -340,7 +339,7 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
     except RuntimeError:  # no thread to be had
         source.close()
         return copied_here()
-    server.lane.copying.add(pending)
+    pending = session.wait(Reason.COPY)
     copying.add_done_callback(come)
     return pending
 

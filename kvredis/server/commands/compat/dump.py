@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
 from kvredis.server.commands.keyspace_events import notify
 from kvredis.server.commands.registry import COMMANDS, command
 from kvredis.server.commands.strings import DEL, give_back, look_up, publish
@@ -293,7 +293,7 @@ def dump(session: Caller, args: list[bytes]) -> Answer:
     return dumped
 
 
-def _dumped(session: Caller, value: Lease) -> Iterator[Reply | Pending]:
+def _dumped(session: Caller, value: Lease) -> Iterator[Reply | Blocked]:
     """The dump of a large value, whose checksum is made in steps; before it an empty part, which is the caller's."""
     with ExitStack() as ends:
         ends.callback(value.release)
@@ -336,7 +336,7 @@ def restore_asking(session: Caller, args: list[bytes]) -> Answer:
     return restore(session, args)
 
 
-def _restored(session: Caller, args: list[bytes]) -> Iterator[Reply | Pending]:
+def _restored(session: Caller, args: list[bytes]) -> Iterator[Reply | Blocked]:
     """The reply to a RESTORE. Before that to one of a long dump, whose checksum is looked at in steps, comes an empty
     part, which is the caller's: from there on what the command brought ends with this."""
     body = args[3].view if isinstance(args[3], Reservation) else memoryview(args[3])
@@ -353,7 +353,7 @@ def _restored(session: Caller, args: list[bytes]) -> Iterator[Reply | Pending]:
 
 def _restore(
     session: Caller, args: list[bytes], body: memoryview, *, in_steps: bool
-) -> Generator[Pending, None, Reply]:
+) -> Generator[Blocked, None, Reply]:
     """The command without the end of what it brought. Its checks come in Redis' order."""
     key, store = args[1], session.store
     options = _read_options(args)
@@ -429,7 +429,7 @@ def _read_options(args: list[bytes]) -> tuple[set[bytes], int] | bytes:
 
 def _value(
     session: Caller, args: list[bytes], body: memoryview, text: Text, timer: StepTimer
-) -> Generator[Pending, None, tuple[bytes | Reservation | None, bytes]]:
+) -> Generator[Blocked, None, tuple[bytes | Reservation | None, bytes]]:
     """The string that `text` points out in `body`, where it can be published; None and an error if it cannot be had."""
     packed = body[text.start : text.end]
     if not text.packed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
 from kvredis.server.commands.registry import command
 from kvredis.server.commands.strings import look_up
 from kvredis.server.context import Caller
@@ -88,7 +88,7 @@ def lcs(session: Caller, args: list[bytes]) -> Answer:
                 value.release()
 
 
-def _answer(session: Caller, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
+def _answer(session: Caller, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Blocked]:
     timer = StepTimer()
     rows = []
     for row in table(a, b):
