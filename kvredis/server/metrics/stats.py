@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvredis.storage.stats import POWERS, Times
 
@@ -85,6 +85,13 @@ class Rate:
     def per_second(self) -> float:
         """The mean of the samples, those that were not taken yet being 0 as in Redis."""
         return sum(self._samples) / SAMPLES
+
+
+KINDS: Final = ("tcp", "tls", "unix")
+"""Of connections."""
+
+NO_LIMIT: Final = (0, 0, 0)
+"""No bound in client-output-buffer-limit: hard, soft, seconds above the soft one."""
 
 
 @dataclass(slots=True)

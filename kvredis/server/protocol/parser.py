@@ -27,7 +27,6 @@ from .request import (
     GATHER_BYTES_MAX,
     GATHER_TRIES,
     HEAD_BYTES,
-    LATER,
     LINE_BYTES_MAX,
     MULTIBULK_MAX,
     PAYLOAD_BYTES_MIN,
@@ -37,6 +36,7 @@ from .request import (
     UNAUTHENTICATED_ARGS_MAX,
     UNAUTHENTICATED_BULK_BYTES_MAX,
     Argument,
+    Later,
     OpenPayload,
     ProtocolError,
     QueryBufferLimit,
@@ -58,7 +58,7 @@ class Parser:
     """One client's requests: receive into `buffer`, tell `take` how much, and `take` on until it gives nothing.
 
     `open_payload(args so far, length)` is asked for each bulk of PAYLOAD_BYTES_MIN or more: a Reservation takes the
-    bytes, REFUSED drops them, LATER lets them wait, None means that this argument is no payload and becomes bytes like
+    bytes, REFUSED drops them, Later lets them wait, None means that this argument is no payload and becomes bytes like
     any other. `takes_payload(name)` says whether a command may have such an argument at all.
     """
 
@@ -344,9 +344,9 @@ class Parser:
         ):
             return False
         hold = self._open_payload(self._args, length) if length >= PAYLOAD_BYTES_MIN else None
-        if hold is LATER:
+        if isinstance(hold, Later):
             return False
-        self._body_hold = cast("Reservation | Refused | None", hold)
+        self._body_hold = hold
         if isinstance(hold, Reservation):
             self._body = hold.view_with_slack
             self._arena_bytes += length
