@@ -129,9 +129,16 @@ def has_hung_up(fd: int, *, wholly: bool) -> bool:
 
     One that will send no more counts too, as it does with Redis; with `wholly` only one that takes nothing more either.
     """
+    return any(not wholly or events & ~select.POLLRDHUP for _, events in events_of((fd,)))
+
+
+def events_of(fds: Iterable[int]) -> list[tuple[int, int]]:
+    """Give those of these sockets whose clients have gone, with what poll(2) says of them: POLLRDHUP alone of one that
+    will send no more, but may still read."""
     poll = select.poll()
-    poll.register(fd, 0 if wholly else select.POLLRDHUP)
-    return bool(poll.poll(0))
+    for fd in fds:
+        poll.register(fd, select.POLLRDHUP)
+    return poll.poll(0)
 
 
 # ---- blocked on disk -------------------------------------------------------------------------------------------------
