@@ -288,3 +288,7 @@ class DeviceEvent:
         """Wait for it."""
         with torch.cuda.device(self.device):
             self.event.synchronize()
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what the stream is given from now on come behind it."""
+        self.event.wait(stream)

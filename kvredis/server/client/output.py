@@ -374,7 +374,8 @@ class Outgoing(asyncio.BufferedProtocol):
         elif self._over_soft_limit_s is None:
             self._over_soft_limit_s = now_s
         over_soft = self._over_soft_limit_s is not None and now_s - self._over_soft_limit_s > soft_s
-        if (hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX):
+        is_closed = self._transport is None or self._transport.is_closing()
+        if not is_closed and ((hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX)):
             log.warning("client %s closed: %d bytes wait for it (client-output-buffer-limit)", self.addr, unsent)
             self.server.stats.output_limit_disconnections += 1
             self._pushes.clear()

@@ -76,7 +76,7 @@ class Session(Outgoing):
         self._writes_before = 0  # the store's, when what is being run began to be run
         self._tiered = server.store.tiering is not None
         self._checks = None if server.cluster is None else server.cluster.checks
-        self._parser = Parser(self._open_payload, takes_payload=takes_payload)
+        self._parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
         self._low_water = LowWater()

@@ -205,7 +205,7 @@ class _Numbers:
 
 
 class RuntimeEvent:
-    """Event (transfer/base.py) of `device` by its handle, which goes to `free` when nothing here asks for it any more.
+    """Event (transfer/base.py), of `device` by its handle, which goes to `free` when nothing here asks for it any more.
     Of torch's own each call, and letting it go, gives the GIL away (runtime.py)."""
 
     __slots__ = ("_device", "_free", "_handle", "_runtime")
@@ -230,7 +230,7 @@ class RuntimeEvent:
             self._runtime.synchronize(self._handle)
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """As Event.wait."""
+        """Let what the stream is given from now on come behind it."""
         self._runtime.wait(stream.cuda_stream, self._handle)
 
 
@@ -305,7 +305,7 @@ class CudaDevice:
         kept.copied = self.record(stream)
         return kept.there
 
-    def record(self, stream: torch.cuda.Stream) -> Event:
+    def record(self, stream: torch.cuda.Stream) -> RuntimeEvent | DeviceEvent:
         """As Device.record."""
         if self._runtime is None:
             return DeviceEvent(event_on(stream), self._device)
@@ -318,7 +318,7 @@ class CudaDevice:
         self._runtime.record(handle, stream.cuda_stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent | RuntimeEvent) -> None:
         """As Device.wait."""
         event.wait(stream)
 
