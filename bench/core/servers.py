@@ -44,6 +44,8 @@ READY_WAIT_S = 60.0
 STOP_WAIT_S = 10.0
 _START_TRIES = 3  # another process may take the free port between our look and the server's bind
 _LOG_BYTES_SHOWN = 2000
+_LEAST_MIB = 256
+"""memcached takes no values of 64 MiB, which our recipe allows, with less than twice that."""
 _INFO_KEYS = ("redis_version", "multiplexing_api", "maxmemory", "maxmemory_policy", "mem_allocator")
 
 
@@ -105,6 +107,22 @@ def kvredis_recipe(name: str, *flags: str) -> Recipe:
     return replace(
         RECIPES["kvredis"], name=name, arguments=lambda at, folder: [*_kvredis_arguments(at, folder), *flags]
     )
+
+
+def roomy(recipe: Recipe, nbytes: int, *flags: str, disk: bool = False) -> Recipe:
+    """Give a server memory for `nbytes`, and with `disk` as much of that; `flags` are kvredis'. The last flag of a name
+    counts for all of them."""
+    plain, mib = recipe.arguments, max(_LEAST_MIB, -(-nbytes // 1024**2))
+
+    def sized(folder: Path) -> list[str]:
+        if recipe.program == "redis-server":
+            return ["--maxmemory", f"{mib}mb"]
+        if recipe.program == "memcached":
+            return ["-m", str(mib)]
+        own = ["--max-local-cpu-size", f"{mib}MB", *flags]
+        return own + (["--local-disk", str(folder / "disk"), "--max-local-disk-size", f"{mib}MB"] if disk else [])
+
+    return replace(recipe, arguments=lambda at, folder: [*plain(at, folder), *sized(folder)])
 
 
 def _first_line(*command: str) -> str:

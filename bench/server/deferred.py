@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final, Protocol, TypedDict
 
 from kvredis.bench.core.blocks import BLOCKS, Blocks, TorchCopy, Turn
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import Column, Progress, Row, summed, table
-from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess
+from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess, roomy
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated, size_text
 from kvredis.bench.transport.pyzmq import ZmqProcess
@@ -122,8 +121,6 @@ _ROOM: Final = 3  # memory of each server, in times the blocks' bytes
 _UNTIMED: Final = 3
 """Passes of SETs between the cold and the warm one: as many as it takes to touch all of a pool that overwrites nothing
 in place, as kvredis' arena, whose SETs take new room."""
-_LEAST_MIB: Final = 256
-"""memcached takes no values of 64 MiB, which our recipe allows, with less than twice that."""
 _DISK_WAIT_MS: Final = 60_000
 
 
@@ -244,25 +241,11 @@ def contenders(recipes: Sequence[Recipe], with_zmq: bool) -> list[Contender]:
 def _by_recipe(recipe: Recipe, *, disk: bool) -> Callable[[Blocks], Iterator[Held]]:
     def start(blocks: Blocks) -> Iterator[Held]:
         with ExitStack() as stack:
-            server = stack.enter_context(ServerProcess(_roomy(recipe, blocks.bytes_per_turn * _ROOM, disk), "tcp"))
+            untouched = roomy(recipe, blocks.bytes_per_turn * _ROOM, "--no-prefault", disk=disk)
+            server = stack.enter_context(ServerProcess(untouched, "tcp"))
             yield _WireHeld(server, blocks, stack)
 
     return start
-
-
-def _roomy(recipe: Recipe, nbytes: int, disk: bool) -> Recipe:
-    """Give a server memory for `nbytes`, untouched when it starts; the last flag of a name counts for all of them."""
-    plain, mib = recipe.arguments, max(_LEAST_MIB, -(-nbytes // 1024**2))
-
-    def flags(folder: Path) -> list[str]:
-        if recipe.program == "redis-server":
-            return ["--maxmemory", f"{mib}mb"]
-        if recipe.program == "memcached":
-            return ["-m", str(mib)]
-        own = ["--max-local-cpu-size", f"{mib}MB", "--no-prefault"]
-        return own + (["--local-disk", str(folder / "disk"), "--max-local-disk-size", f"{mib}MB"] if disk else [])
-
-    return replace(recipe, arguments=lambda at, folder: [*plain(at, folder), *flags(folder)])
 
 
 def _zmq(blocks: Blocks) -> Iterator[Held]:

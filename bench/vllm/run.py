@@ -201,8 +201,8 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
-    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG. Arms that
-    store by layers load as the others do, and are left out."""
+    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG. Arms
+    that store by layers load as the others do, and are left out."""
     result, panels = cast(VLLMResult, raw), []
     for title, figure in (("first token, ms", "warm_ms"), ("first token, times as soon as computed", "factor")):
         series: dict[str, list[tuple[float, float]]] = {}

@@ -75,7 +75,13 @@ def test_panels_stand_in_rows_of_so_many_columns(tmp_path: Path) -> None:
 
 def test_legends_have_the_field_s_words() -> None:
     said = [plot.spelled(name) for name in ("lane", "lane+layers", "lane, no copy", "offloading", "airplane")]
-    assert said == ["shared memory", "shared memory+layers", "shared memory, no copy", "OffloadingConnector", "airplane"]
+    assert said == [
+        "shared memory",
+        "shared memory+layers",
+        "shared memory, no copy",
+        "OffloadingConnector",
+        "airplane",
+    ]
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
