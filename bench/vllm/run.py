@@ -15,7 +15,6 @@ Arms
     memory      KVRedisConnector, to this process' memory
     lane        KVRedisConnector, to a kvredis serve process on this host, through shared memory
     tcp         the same over TCP
-    +trusted    without checksums (verify_blocks: false)
     +layers     stored layer by layer (use_layerwise: true)
 Figures: medians over the samples, _min and _max the spread
     factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
@@ -65,7 +64,6 @@ from .engine import (
     OFFLOADING,
     TCP,
     TINY,
-    TRUSTED,
     EngineProcess,
     Where,
     connector_of,
@@ -79,8 +77,7 @@ from .worker import Opening, Served
 
 SCHEMA: Final = "kvredis.bench.vllm/1"
 ARMS: Final = (
-    NONE, OFFLOADING, LANE, f"{LANE}+{TRUSTED}", MEMORY, f"{MEMORY}+{TRUSTED}", f"{LANE}+{LAYERS}",
-    f"{LANE}+{LAYERS}+{TRUSTED}", f"{MEMORY}+{LAYERS}", f"{MEMORY}+{LAYERS}+{TRUSTED}", TCP, f"{TCP}+{TRUSTED}",
+    NONE, OFFLOADING, LANE, MEMORY, TCP, f"{LANE}+{LAYERS}", f"{MEMORY}+{LAYERS}",
 )  # fmt: skip
 REFERENCES: Final = (NONE, OFFLOADING)
 """What others are compared with: open beside each of them where there is room."""
