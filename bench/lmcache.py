@@ -1,4 +1,5 @@
-"""`kvredis bench lmcache`: what does LMCache's own native client get out of a server, unchanged?
+"""How fast does LMCache's own native client move its chunks through a server, unchanged? `kvredis bench lmcache` asks
+kvredis and Redis in turns.
 
 LMCache's `resp://` connector is a C++ client with threads and connections of its own. It stores and loads chunks here
 as LMCache hands them to it, a prompt in one batch, over TCP, from kvredis and from Redis in turns. Every byte that

@@ -1,4 +1,5 @@
-"""`kvredis bench store-overhead`: what storing costs an engine that prefills, and how long it takes to be over.
+"""What does storing cost an engine that prefills, and how long until it is over? `kvredis bench store-overhead` asks so
+of each tier, by the size of the engine's steps.
 
 Different prompts are prefilled in steps of `budget` tokens; the chunks that a step has completed are handed to
 CacheEngine.store_later, as a connector would: a thread of the cache's copies while the next step computes. What a tier

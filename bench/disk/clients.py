@@ -1,29 +1,19 @@
-"""One client of a server with a disk tier: it stores values that it can tell apart, gets them, and asks what moved.
+"""How long does a client wait for a block that is on disk, and do others feel it when blocks are spilled? GETs of one
+client, and PINGs beside a process that SETs flat out.
+
+GETs: one request in flight, one server whose arena holds a third of the keys. Keys are asked for in the order in which
+they were stored, over and over, so the policy has always let go of the next one. For each block: one preadv of a
+record's length from a segment file into this process, GET of the block from disk, and GET of it again, now from memory.
+INFO (tier_promoted) says whether the first GET really read the disk; else the block does not count. Then as many blocks
+are prefetched as half the arena holds, and all of them are asked for twice in the same order.
+
+PINGs: every millisecond, alone and beside the load, which is a process (this file as a program: `URL SIZE KEYS`), since
+a thread would make them wait for the GIL. It stores every key once, prints `ready`, goes on until its standard input
+closes, prints `stopped`, gets every key back and compares it in full, and prints a line of JSON. The same load goes to
+a kvredis without a disk: what both have in common is the price of taking in so many bytes.
 
 Values are slices of one random mapping, a page apart, so any two differ from their first bytes on and a thousand of
 them need the memory of one. Which slice a key holds is known from its number and the pass in which it was stored.
-
-How long does a client wait for a block that is on disk, that was fetched ahead, that is in memory?
-
-One client, one request in flight, one server whose arena holds a third of the keys. Keys are asked for in the order in
-which they were stored, over and over, so the policy has always let go of the next one. For each block, one after the
-other: one preadv of a record's length from a segment file into this process, GET of the block from disk, and GET of it
-again, now from memory. Whether the first GET really read the disk is seen from INFO (tier_promoted), and a block of
-which that is not true does not count. Then as many blocks are prefetched as half the arena holds, the job is waited
-for, and all of them are asked for twice in the same order: neither round finds its bytes in a CPU's cache.
-
-Does spilling stall other clients? A PING every millisecond, alone and beside a process that SETs flat out.
-
-The same load goes to a kvredis without a disk, where what must leave is dropped: what both have in common is the price
-of taking in so many bytes, and only the rest is that of spilling. Latency is counted from the moment a PING is sent;
-while one is late the next ones are late too and are not counted for the wait, which flatters a slow server.
-
-The load of the ping arm: a process of its own that SETs flat out, over more keys than memory holds.
-
-A process and not a thread, because the pings next to it must not wait for this interpreter's GIL. Run as
-`python -m kvredis.bench.disk.background_load URL SIZE KEYS`: it stores every key once, prints `ready`, goes on over one
-connection until its standard input closes, prints `stopped`, gets every key back and compares it in full, and prints
-{"bytes": n, "seconds": s, "missing": keys that were not there any more, "verified_bytes": n}.
 """
 
 from __future__ import annotations

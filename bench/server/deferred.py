@@ -1,12 +1,5 @@
-"""Is a SET that is answered early a SET? What storing and fetching a model's blocks costs, drained and not.
-
-In every repeat each server is started afresh for each operation that stores, which then finds a pool that was never
-touched (cold), and gets the same again once all of it was (warm); then it is read from. Everything is read back and
-compared after what was put off has been done. Servers: kvredis, kvredis with a disk tier, redis, memcached, and a pyzmq
-ROUTER that stores as the field's own server does (transport/pyzmq.py). One runs at a time: a pool that is not
-touched yet has no rent to pay, but four of them would not fit a small machine.
-
-What it costs a client to store and fetch a model's blocks, by how much is done before the answer comes:
+"""What does it cost to store a model's blocks, by how much is done before the answer comes? And is a SET that is
+answered early a SET?
 
     SET one by one        answered when the value can be read; nothing is on disk
     SET pipelined         the same, 64 in flight
@@ -14,10 +7,11 @@ What it costs a client to store and fetch a model's blocks, by how much is done 
     SET deferred          pyzmq: a batch in one message, answered before it is copied (its sync: SET in one message)
     GET one by one, MGET  64 keys in one request, received one after the other (pyzmq: a message per block)
 
-`drain_s` is how long after the last answer everything that had been put off was done: pyzmq's copies, kvredis' writes
-to disk. It is not in `seconds`, and is in `ratio_t0_drained`. A `cold` pool belongs to a server that has just started
-and has touched none of its memory (kvredis with --no-prefault; by default a thread of its own does it).
-Ratios to T0 as in transport/run.py: an arm's seconds / those of torch's plain copy of the blocks in the same repeat.
+In every repeat each server (kvredis, with a disk tier too, redis, memcached, and a pyzmq ROUTER that stores as the
+field's own server does) is started afresh for each operation that stores, which then finds a pool that was never
+touched (cold; kvredis with --no-prefault), and gets the same again once all of it was (warm); then it is read from.
+Everything is read back and compared after what was put off has been done. `drain_s` is how long after the last answer
+that was; it is not in `seconds`, and is in `ratio_t0_drained`. Ratios to T0 as in transport/run.py.
 """
 
 from __future__ import annotations

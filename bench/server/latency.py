@@ -1,16 +1,15 @@
-"""How long small requests take: redis-benchmark's, lookups of a whole prompt's keys, and PINGs beside large values.
+"""How long do small requests take, by themselves and beside large values? redis-benchmark's, lookups of a whole
+prompt's keys, and PINGs.
 
-Small operations are timed by redis-benchmark: its client is C, so the figure is the server's and not Python's. All four
-go in as custom commands on one key, whose value is stored before and compared after: a server that answered errors
-quickly would not pass.
+Small operations are timed by redis-benchmark: its client is C, so the figure is the server's and not Python's. All go
+in as custom commands on one key, whose value is compared after: a server that answered errors quickly would not pass.
 
-LMCache asks for every chunk of a prompt before it reads the first, so lookups (EXISTS, and KV.MATCH where there is one)
-stand in front of every request. What is measured is a server's parsing of many arguments and its finding of as many
-keys; the client encodes the request once and sends it as it is. All keys are present, and every reply is compared.
+Lookups (EXISTS, and KV.MATCH where there is one) stand in front of every request: LMCache asks for every chunk of a
+prompt before it reads the first. The client encodes the request once and sends it as it is; every reply is compared.
 
 Head of line: a PING every millisecond while a process of its own (this file as a program) moves 32 MiB values; a thread
-would make the pings wait for this interpreter's GIL. Latency is counted from the moment a PING is sent; while one is
-late the next ones are late too and are not counted for the wait, which flatters the slower server.
+would make the pings wait for this interpreter's GIL. While one is late the next ones are late too and are not counted
+for the wait, which flatters the slower server.
 """
 
 from __future__ import annotations
