@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import default_path, save
-from kvredis.bench.core.result import load as load_any
-from kvredis.bench.server.run import SCHEMA, BenchResult, table_lines
+from kvredis.bench.server.run import table_lines
+from tests.bench.fake_server import load
 
 RECORDED = Path(__file__).parents[1] / "recorded_result.json"
-
-
-def load(path: Path) -> BenchResult:
-    """A result, with the parts that are younger than it."""
-    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | load_any(path, SCHEMA))
 
 
 def test_every_row_of_a_result_is_a_line_of_the_table() -> None:
