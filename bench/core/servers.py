@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypedDict
+from typing import Literal, Protocol, Self, TypedDict
 
 import kvredis
 from kvredis.backends.config.url import Address
@@ -307,18 +306,6 @@ def child_environment(environment: Mapping[str, str], home: Path | None = None) 
     kept = {key: value for key, value in environment.items() if not key.startswith(("LMCACHE_", "KVREDIS_"))}
     first = str(home or Path(kvredis.__file__).absolute().parent.parent)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [first, kept.get("PYTHONPATH", "")]))}
-
-
-def end_child(process: subprocess.Popen[Any], wait_s: float) -> None:
-    """End a child that works off its standard input: by closing that, and after `wait_s` by force."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended, with a line unread
-        process.stdin.close()
-    try:
-        process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def process_cpu_s(pid: int) -> float:

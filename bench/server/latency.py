@@ -31,6 +31,7 @@ from typing import TypedDict
 
 from kvredis.backends.config.url import parse_url
 from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.result import Row, summed
 from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, Peer, ServerProcess, Transport, child_environment
 from kvredis.bench.core.statistics import GB, counted, percentile, rotated
@@ -318,27 +319,12 @@ def summarize_pings(background: str, samples: dict[str, list[HeadOfLineSample]])
 
 
 def _ping_beside(server: ServerProcess, background: str, run_s: float) -> HeadOfLineSample:
-    mover = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, str(server.address), background],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(os.environ),
-    )
-    try:
-        assert mover.stdout is not None
-        if mover.stdout.readline().strip() != "ready":
-            raise BenchError(f"the mover did not start: {mover.communicate(timeout=_MOVER_WAIT_S)[1].strip()}")
+    command = [sys.executable, "-m", __spec__.name, str(server.address), background]
+    with LineProcess("the mover", command, child_environment(os.environ)) as mover:
+        mover.answer(_MOVER_WAIT_S)  # it moves
         took_s = pings(server, run_s)
-        output, complaint = mover.communicate("", timeout=_MOVER_WAIT_S)
-    except BaseException:
-        mover.kill()
-        mover.communicate()
-        raise
-    if mover.returncode:
-        raise BenchError(f"the mover failed: {complaint.strip()}")
-    moved = json.loads(output)
+        mover.finish()
+        moved = mover.answer(_MOVER_WAIT_S)
     return HeadOfLineSample(
         repeat=0,
         pings=len(took_s),
@@ -395,7 +381,7 @@ def main(url: str, background: str) -> None:
             directions = ("SET", "GET") if background == "both" else (background,)
             start_s = time.monotonic()
             futures = [pool.submit(move, direction) for direction in directions]
-            print("ready", flush=True)
+            print(json.dumps({"said": "ready"}), flush=True)
             sys.stdin.read()
             stop.set()
             moved = sum(future.result() for future in futures)
