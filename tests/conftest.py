@@ -1,8 +1,9 @@
-"""Which tests the gate leaves to `make nightly`: those marked `nightly`, and the twins of what the gate tries anyway.
+"""Which tests the gate leaves to `make nightly`: those marked `nightly`, twins of what the gate tries anyway, and most
+runs of what is drawn by lot.
 
 A twin is a test's second run with one part exchanged. The gate tries the part that users have by default in every test,
 and the other one where the two are told apart: the event loop in BOTH_LOOPS, an engine's near memory in
-tests/backends/test_layered*.py.
+tests/backends/tiered. A test with a parameter `seed` draws its case by lot: the gate runs its first SEEDS.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 TESTS = Path(__file__).parent
 BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/serve/test_serve.py"}
 """Files whose subject is what an event loop does."""
+SEEDS = 2
 
 
 LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
@@ -20,10 +22,11 @@ LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "ben
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the twins, and put the longest files first."""
+    """Mark the twins and the later seeds, and put the longest files first."""
     items.sort(key=lambda item: longest_first(item.path.relative_to(TESTS).as_posix()))
+    seeds: dict[str, list[object]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and is_twin(item):
+        if isinstance(item, pytest.Function) and (is_twin(item) or is_later_seed(item, seeds)):
             item.add_marker(pytest.mark.nightly)
 
 
@@ -39,3 +42,14 @@ def is_twin(item: pytest.Function) -> bool:
     if chosen.get("loop") == "asyncio":
         return file not in BOTH_LOOPS
     return file.startswith("faults/test_engine_") and "layered" in (chosen.get("mode"), chosen.get("kind"))
+
+
+def is_later_seed(item: pytest.Function, seeds: dict[str, list[object]]) -> bool:
+    """Say whether a test has run with SEEDS other numbers before, of which `seeds` keeps account for each function."""
+    seed = item.callspec.params.get("seed") if hasattr(item, "callspec") else None
+    if not isinstance(seed, int) or item.get_closest_marker("nightly"):
+        return False
+    before = seeds.setdefault(f"{item.path}::{item.originalname}", [])
+    if seed not in before:
+        before.append(seed)
+    return before.index(seed) >= SEEDS

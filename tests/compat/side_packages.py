@@ -1,7 +1,8 @@
 """Packages that would change the versions that everything else is tested with, in folders outside the source tree.
 
 A folder is made once for what its requirements file says, whole or not at all, and is put before this environment on a
-process' path; what the file does not name, torch above all, is this environment's own.
+process' path; what the file does not name, torch above all, is this environment's own. `python -m
+tests.compat.side_packages` makes those of the gate, so that no test waits for them.
 """
 
 import fcntl
@@ -53,3 +54,8 @@ def _make(folder: Path, requirements: Path, name: str) -> None:
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for engine in ("vllm", "sglang"):
+        packages(Path(__file__).parent / engine / "requirements.txt", engine)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.compat.conftest import RunningServer
 from tests.compat.wire import Wire
+from tests.gate import nightly
 
 TESTS = "ping_inline,ping_mbulk,set,get,incr,mset"
 TITLES = ["PING_INLINE", "PING_MBULK", "SET", "GET", "INCR", "MSET (10 keys)"]
@@ -38,13 +39,13 @@ def values(wire: Wire, prefix: str) -> dict[bytes, bytes]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="plain"),
-        pytest.param(["-P", "16"], id="pipelined"),
-        pytest.param(["-3"], id="resp3"),
+        nightly([], id="plain"),
+        nightly(["-P", "16"], id="pipelined"),
+        nightly(["-3"], id="resp3"),
         pytest.param(["-3", "-P", "16"], id="resp3-pipelined"),
-        pytest.param(["--threads", "2"], id="threads"),
+        nightly(["--threads", "2"], id="threads"),
         pytest.param(["--threads", "2", "-P", "8", "--dbnum", "9"], id="threads-pipelined-db9"),
-        pytest.param(["--dbnum", "9", "-k", "0"], id="db9-reconnecting"),
+        nightly(["--dbnum", "9", "-k", "0"], id="db9-reconnecting"),
         pytest.param(["--enable-tracking"], id="tracking"),
     ],
 )

@@ -19,6 +19,7 @@ from tests.backends.conftest import ServerProcess
 from tests.compat.conftest import RunningServer
 from tests.compat.engine_process import ROOT, EngineProcess
 from tests.compat.side_packages import packages
+from tests.gate import nightly
 from tests.proxy import Proxy
 
 HERE = Path(__file__).parent / "sglang"
@@ -50,23 +51,24 @@ class Worker:
         return self._process.ask(do, worker=self._name, **arguments)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+@pytest.fixture(scope="module", params=[1, nightly(2)], ids="processes={}".format)
+def processes(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """The processes of the first and of the second engine: one and the same in the gate, since each takes longer to
+    import SGLang than all that it is then asked."""
     folder, logs = packages(HERE / "requirements.txt", "sglang"), tmp_path_factory.mktemp("sglang")
     command = [sys.executable, str(HERE / "program.py")]
     environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
-    pair = (
-        EngineProcess(command, logs / "first.log", environment),
-        EngineProcess(command, logs / "second.log", environment),
-    )
-    yield pair
-    for process in pair:
+    first, *others = [EngineProcess(command, logs / f"{each}.log", environment) for each in range(request.param)]
+    yield first, others[0] if others else first
+    for process in (first, *others):
         process.stop()
 
 
 @pytest.fixture
 def opened(processes: tuple[EngineProcess, EngineProcess], request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens a backend in the first process, or with `second` in the other; all are closed in the end."""
+    """Opens a backend in the first engine's process, or with `second` in the other's; all are closed in the end."""
     workers: list[Worker] = []
 
     def open_one(*, second: bool = False, **arguments: Any) -> Worker:

@@ -17,6 +17,7 @@ import redis
 from kvredis.bench.core.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.vllm_process import CONNECTOR, VLLMProcess, site
+from tests.gate import nightly
 from tests.proxy import Proxy
 
 CHUNK = 64
@@ -29,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 a processor has AMX vLLM 0.32 would take a backend for it that knows bfloat16 alone."""
 """Whether a model with windows has several groups beside our connector, which needs to report their failed loads."""
 LOCAL = {"LMCACHE_CHUNK_SIZE": str(CHUNK), "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"}
+PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60", "LMCACHE_EXTRA_CONFIG": '{"connection_timeout": 60}'}
 WAIT_S = 60
 
 
@@ -40,16 +42,22 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     process, server = start_kvredis(tmp_path_factory.mktemp("server"), "--io-threads", "4")
     yield server
     stop(process)
 
 
 @pytest.fixture
-def proxy(server: RunningServer) -> Iterator[Proxy]:
-    with redis.Redis(port=server.port) as client:
+def server(running: RunningServer) -> RunningServer:
+    """A server that has no block."""
+    with redis.Redis(port=running.port) as client:
         client.flushall()
+    return running
+
+
+@pytest.fixture
+def proxy(server: RunningServer) -> Iterator[Proxy]:
     with Proxy(("127.0.0.1", server.port)) as proxy:
         yield proxy
 
@@ -91,7 +99,7 @@ def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: 
     assert first.ask("stats")["left"] == 0
 
 
-@pytest.mark.parametrize("layerwise", ["false", "true"])
+@pytest.mark.parametrize("layerwise", ["false", nightly("true")])
 def test_tokens_are_those_of_an_engine_without_the_connector(first: VLLMProcess, layerwise: str) -> None:
     prompts = [prompt(300, seed) for seed in range(8)]
     small: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}  # so that rounding plays no part
@@ -121,7 +129,7 @@ def test_a_prompt_that_is_computed_in_parts_is_stored_in_parts(first: VLLMProces
     assert re.search(r"Reqid: \S+, Total tokens 1000, LMCache hit tokens: 960, need to load: 960", text)
 
 
-@pytest.mark.parametrize("layerwise", ["false", "true"])
+@pytest.mark.parametrize("layerwise", ["false", nightly("true")])
 def test_with_auto_every_step_that_computes_is_measured_by_its_own_output_and_loads_are_too(
     first: VLLMProcess, layerwise: str
 ) -> None:
@@ -170,7 +178,7 @@ def test_less_than_a_chunk_behind_its_own_prefix_is_computed_and_a_short_prompt_
     assert (first.generate(prompt(960))[0]["cached"], loaded()) == (960, 1)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", [nightly("llama"), "gemma"])
 def test_a_second_turn_finds_the_answer_to_the_first(first: VLLMProcess, model: str) -> None:
     question, more = prompt(250), prompt(40, seed=3)
     small: dict[str, Any] = {"dtype": "float32"}  # so that rounding plays no part
@@ -192,7 +200,6 @@ def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
     first.open("llama", far(server.port), kv_events=events)
     assert first.ask("listen", endpoint=endpoint)["connected"]
     with redis.Redis(port=server.port, decode_responses=True) as client:
-        client.flushall()
         first.generate(prompt(200))
         first.stored()
         until(lambda: client.dbsize() == 3, "what was stored did not leave for the server")
@@ -262,7 +269,6 @@ def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_i
     try:
         guessing.open("llama", far(server.port, LMCACHE_USE_LAYERWISE="true"), speculative_config=ahead, **exactly)
         with redis.Redis(port=server.port) as client:
-            client.flushall()
             cold = guessing.generate(prompt(), tokens=24)[0]
             guessing.stored()
             for key in client.keys("*"):  # one after the other, so that in each load one is damaged
@@ -278,7 +284,7 @@ def test_with_tokens_guessed_ahead_a_layer_that_was_damaged_is_known_of_before_i
         guessing.stop()
 
 
-@pytest.mark.parametrize("layerwise", ["false", "true"])
+@pytest.mark.parametrize("layerwise", ["false", nightly("true")])
 def test_a_connection_that_ends_in_the_middle_of_a_load_costs_hits_and_no_tokens(
     first: VLLMProcess, proxy: Proxy, layerwise: str
 ) -> None:
@@ -315,16 +321,17 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(first: V
     assert (stats["free"], stats["left"]) == (free, 0)
 
 
+@pytest.mark.parametrize("models", [["llama"], nightly([*MODELS])], ids=len)
 def test_a_server_that_is_killed_and_started_again_serves_a_fresh_engine_from_its_disk(
-    first: VLLMProcess, tmp_path_factory: pytest.TempPathFactory
+    first: VLLMProcess, tmp_path_factory: pytest.TempPathFactory, models: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("disk")
     flags = ("--local-disk", str(folder / "tier"), "--max-local-disk-size", "512MB")
     process, server = start_kvredis(folder, *flags)
     cold = {}
     try:
-        for model, options in MODELS.items():
-            first.open(model, far(server.port), **options)
+        for model in models:
+            first.open(model, far(server.port), **MODELS[model])
             cold[model] = first.generate(prompt())[0]["tokens"]
             first.stored()
         with redis.Redis(port=server.port) as client:
@@ -333,18 +340,20 @@ def test_a_server_that_is_killed_and_started_again_serves_a_fresh_engine_from_it
         process.send_signal(signal.SIGKILL)
     finally:
         stop(process)
-    assert first.generate(prompt())[0]["tokens"] == cold["deepseek"]  # nobody is there
+    assert first.generate(prompt())[0]["tokens"] == cold[models[-1]]  # no server is there
     process, server = start_kvredis(folder, *flags)
-    second = VLLMProcess(site(), folder / "second.log")
+    # An engine's process takes as long to start as all that it is then asked: one that goes on opens a fresh engine.
+    second = first if len(models) == 1 else VLLMProcess(site(), folder / "second.log")
     try:
         with redis.Redis(port=server.port) as client:
             assert client.dbsize() == blocks
-        for model, options in MODELS.items():
-            second.open(model, far(server.port), **options)
+        for model in models:
+            second.open(model, far(server.port), **MODELS[model])
             warm = second.generate(prompt())[0]
             assert (warm["tokens"], warm["cached"]) == (cold[model], 960)
     finally:
-        second.stop()
+        if second is not first:
+            second.stop()
         stop(process)
 
 
@@ -354,3 +363,96 @@ def test_a_configuration_that_cannot_be_served_says_why(first: VLLMProcess) -> N
     began = len(first.log)
     first.open("llama", {"LMCACHE_CHUNK_SIZE": "48", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.25"})
     assert "chunk_size 48 is not made of whole blocks of 32 tokens: 96 is used" in first.log[began:]
+
+
+def asked(first: VLLMProcess, seed: int = 0) -> tuple[list[int], int]:
+    """The tokens behind a prompt, and how many of it were found; what was computed is stored."""
+    answer = first.generate([token + seed for token in prompt()])[0]
+    first.stored()
+    return answer["tokens"], answer["cached"]
+
+
+def alone(first: VLLMProcess, *changes: str) -> list[int]:
+    """What an engine without a cache makes of the prompt with these weights."""
+    first.open("llama", {}, connector=None)
+    for change in changes:
+        first.ask("change", how=change)
+    return list(first.generate(prompt())[0]["tokens"])
+
+
+@pytest.mark.parametrize("how", [nightly("step"), "load", nightly("column")])
+def test_weights_that_change_in_place_between_two_requests_find_nothing_and_find_what_is_theirs_when_they_are_back(
+    how: str, first: VLLMProcess, server: RunningServer
+) -> None:
+    changed = alone(first, how)
+    first.open("llama", far(server.port))
+    before = first.ask("identity")["suffix"]
+    cold, found = asked(first)
+    assert found == 0
+    assert asked(first) == (cold, 960)
+    first.ask("change", how="keep")
+    first.ask("change", how=how)
+    assert changed != cold
+    for found in (0, 960):  # the load that was begun for the old weights' hit has failed, and was computed
+        assert asked(first) == (changed, found)
+    assert first.ask("identity")["suffix"] != before
+    first.ask("change", how="back")
+    asked(first, seed=1)  # finds out
+    assert first.ask("identity")["suffix"] == before
+    assert asked(first) == (cold, 960)
+
+
+def test_a_pause_with_the_same_weights_loses_nothing_and_with_others_finds_nothing(
+    first: VLLMProcess, server: RunningServer
+) -> None:
+    changed = alone(first, "load")
+    first.open("llama", far(server.port))
+    cold, _ = asked(first)
+    first.ask("pause")
+    assert asked(first) == (cold, 960)
+    first.ask("pause")
+    first.ask("change", how="load")
+    failed = first.ask("stats")["worker"]["failed_chunks"]
+    assert asked(first) == (changed, 0)
+    assert asked(first) == (changed, 960), "what was computed first is stored"
+    assert first.ask("stats")["worker"]["failed_chunks"] == failed, "nobody has begun to load the other's"
+
+
+def test_a_reset_forgets_for_this_engine_alone_and_needs_no_server(first: VLLMProcess, tmp_path: Path) -> None:
+    process, server = start_kvredis(tmp_path)
+    first.open("llama", far(server.port, LMCACHE_BLOCKING_TIMEOUT_SECS="1"))
+    cold, _ = asked(first)
+    with redis.Redis(port=server.port) as client:
+        stored = client.dbsize()
+        assert first.ask("reset", connector=True)["reset"] is True
+        assert client.dbsize() == stored > 0
+        assert asked(first) == (cold, 0)
+        assert asked(first) == (cold, 960)
+        assert client.dbsize() == 2 * stored
+    first.open("llama", far(server.port, LMCACHE_BLOCKING_TIMEOUT_SECS="1"))
+    assert asked(first) == (cold, 960), "another engine finds what there was"
+    stop(process)
+    assert first.ask("reset", connector=True)["reset"] is True
+    assert first.generate(prompt())[0] == {"tokens": cold, "cached": 0}
+
+
+@pytest.mark.nightly
+def test_two_ranks_know_their_weights_as_one_does_and_change_them_together(
+    first: VLLMProcess, server: RunningServer
+) -> None:
+    first.open("llama", far(server.port, **PATIENT))
+    one = first.ask("identity")["suffix"]
+    first.open("llama", far(server.port, **PATIENT), tensor_parallel_size=2)
+    assert first.ask("identity")["suffix"] == one
+    cold, _ = asked(first)
+    assert asked(first) == (cold, 960)
+    first.ask("change", how="step")
+    changed, found = asked(first)
+    assert (changed != cold, found) == (True, 0)
+    assert asked(first) == (changed, 960)
+    two = first.ask("identity")["suffix"]
+    first.open("llama", far(server.port, **PATIENT))
+    first.ask("change", how="step")
+    first.ask("pause")
+    asked(first)
+    assert first.ask("identity")["suffix"] == two

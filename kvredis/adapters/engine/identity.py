@@ -44,7 +44,7 @@ _M_ROPE = (
 _PADDED = (
     "tests/adapters/transformers/test_kinds.py::test_what_a_batch_stored_serves_a_prompt_alone_and_the_other_way_round"
 )
-_WEIGHTS = "tests/compat/test_vllm_weights.py::"
+_WEIGHTS = "tests/compat/test_vllm_real.py::"
 _RANKS = "tests/adapters/engine/test_keys.py::test_ranks_share_one_chain_and_differ_in_the_readable_part"
 
 

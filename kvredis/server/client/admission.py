@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import select
 import sys
 import termios
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
 from kvredis.server.cluster.node import TRY_AGAIN, Cluster
@@ -24,7 +27,7 @@ from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED, Argument, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
-from .blocked import Blocked, Reason, tell_loop
+from .blocked import Blocked, Reason, events_of, tell_loop
 from .client import Client, Host
 
 log = logging.getLogger(__name__)
@@ -48,6 +51,10 @@ smallest socket buffer in use takes while the server does not read."""
 
 TURN_S: Final = 1.0
 """What a client that has waited for its turn has at least for sending on, once it is its turn."""
+
+LOOKED_AT_MIN: Final = 100
+LOOKED_AT_PART: Final = 10
+"""How many clients that wait for their turn are looked at in a tenth of a second: so many, and at least a tenth."""
 
 SLOW_READER_S: Final = 5.0
 """Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
@@ -157,6 +164,7 @@ class Claims:
         self.queue: OrderedDict[Client, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
         self._queued_s: dict[Client, float] = {}  # since when those wait whose value comes over their connection
+        self._round: Iterator[Client] = iter(())  # of the queue
         self._called: set[Client] = set()  # whose turn it is
         self._receiving: dict[Client, tuple[int, float]] = {}  # bytes received by then, and when that was
         self.disk_room = DiskRoom(server)
@@ -285,10 +293,34 @@ class Claims:
                 self._receiving[session] = session.input_bytes, now_s
             elif now_s - since_s > limit_s:
                 self._give_up(session, now_s - since_s)
-        for session, length in tuple(self.queue.items()):
-            waited_s = now_s - self._queued_s.get(session, now_s)
+        some = self._some_of_queue()
+        self._let_go_of_gone(some)
+        for session in some:
+            length, waited_s = self.queue[session], now_s - self._queued_s.get(session, now_s)
             if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
                 self._give_up(session, waited_s)
+
+    def _some_of_queue(self) -> list[Client]:
+        """Give some of the clients that wait for their turn; in about a second it was all of them."""
+        count = max(LOOKED_AT_MIN, len(self.queue) // LOOKED_AT_PART)
+        some = [session for session in islice(self._round, count) if session in self.queue]
+        if not some:
+            self._round = iter(tuple(self.queue))
+            some = list(islice(self._round, count))
+        return some
+
+    def _let_go_of_gone(self, some: list[Client]) -> None:
+        """Close clients that wait for their turn, unread, and have gone: their sockets, and what these hold, would
+        wait with them. One that sends no more counts when what it has sent is not all of its value."""
+        sockets = {session.fd: session for session in some}
+        for fd, events in events_of(sockets):
+            session = sockets[fd]
+            if events & ~select.POLLRDHUP:
+                session.close()
+                continue
+            whole = session.encrypted or session not in self._queued_s  # what came over TLS may be in its own buffers
+            if not whole and session.held().qbuf + unread_bytes(fd) < self.queue[session]:
+                session.close()
 
     def _give_up(self, session: Client, silent_s: float) -> None:
         log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 import logging
 import select
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from time import perf_counter
 from typing import Final, Protocol, TypeAlias
@@ -199,6 +199,13 @@ def has_hung_up(fd: int, *, wholly: bool) -> bool:
 
     One that will send no more counts too, as it does with Redis; with `wholly` only one that takes nothing more either.
     """
+    return any(not wholly or events & ~select.POLLRDHUP for _, events in events_of((fd,)))
+
+
+def events_of(fds: Iterable[int]) -> list[tuple[int, int]]:
+    """Give those of these sockets whose clients have gone, with what poll(2) says of them: POLLRDHUP alone of one that
+    will send no more, but may still read."""
     poll = select.poll()
-    poll.register(fd, 0 if wholly else select.POLLRDHUP)
-    return bool(poll.poll(0))
+    for fd in fds:
+        poll.register(fd, select.POLLRDHUP)
+    return poll.poll(0)

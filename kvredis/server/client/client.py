@@ -16,6 +16,7 @@ from kvredis.server.acl.rules import User
 from kvredis.server.commands.registry import Command
 from kvredis.server.metrics.stats import ServerStats
 from kvredis.server.options import ServerOptions
+from kvredis.server.protocol.parser import Scratches
 from kvredis.server.protocol.replies import Reply
 from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolError
 from kvredis.storage.entry import Lease, Reservation
@@ -316,6 +317,7 @@ class Host(Protocol):
     stats: ServerStats
     sessions: dict[int, Client]
     blocked: BlockedClients
+    scratches: Scratches
     settings: dict[str, str]
     now_s: Callable[[], float]
     body_timeout_s: float

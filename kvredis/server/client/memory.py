@@ -8,6 +8,7 @@ more than the bound alone is found at once where it grows without limit otherwis
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Final
@@ -78,8 +79,16 @@ class ClientMemory:
         be paid for until the next one. Called every second or so; takes milliseconds when there is much."""
         present = len(self._server.sessions)
         self._most = max(self._most, present)
-        if self._trim is not None and self._most - present >= max(GONE_MIN, present):
-            self._most = present
+        if self._most - present < max(GONE_MIN, present):
+            return
+        self._most = present
+        self._server.scratches.spare.clear()
+        # Thousands of freed objects that the interpreter keeps for reuse each hold a page of many others. Only a full
+        # collection lets go of them: made with nothing to walk, it takes no time.
+        gc.freeze()
+        gc.collect()
+        gc.unfreeze()
+        if self._trim is not None:
             self._trim(0)
 
     def forget(self, session: Client) -> None:

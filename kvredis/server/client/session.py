@@ -77,86 +77,72 @@ PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 class Session(asyncio.BufferedProtocol):
     """The protocol object of one connection; its public attributes are what command handlers read and set."""
 
+    # How each connection begins; what each has of its own, and what every read looks at, is in __init__.
+    name = lib_name = lib_ver = b""
+    addr, laddr, fd = "", "", -1
+    kind = "tcp"  # one of KINDS
+    encrypted = is_local_stream = False  # the latter: a unix socket on a loop that lends
+    space, resp, said_hello, nil = 0, 2, False, NULL_BULK
+    reply_mode, last_command = "on", "NULL"
+    no_evict = no_touch = False
+    asked_to_splice = splices = False  # whether large replies lend their pages to the socket
+    input_bytes = reads = output_bytes = writes = 0
+    subscriptions = 0  # channels, patterns and shard channels that this client listens to
+    tracking: Tracking | None = None
+    transaction: Transaction | None = None
+    watch_broken = False  # a watched key has changed: EXEC will answer nil
+    unsaved_since = 0
+    """Number of the store's write from which on this client may have written what is not known to be on disk; 0: it has
+    written nothing."""
+    refused = b""  # the error for the command being read, if a payload of it could not be taken
+    sending: Sending | None = None
+    """What a thread sends for this client."""
+    _transport: asyncio.Transport | None = None
+    _splicer: Splicer | None = None
+    _paused_since_s = 0.0
+    _behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
+    _over_soft_limit_s: float | None = None
+    _answering = False  # a command is running whose reply goes before what is pushed meanwhile
+    _reply_bytes = _push_bytes = 0
+    _writes_before = 0  # the store's, when what is being run began to be run
+
     def __init__(self, server: Context) -> None:
-        self.server = server
-        self.output_bytes = 0
-        self.writes = 0
-        self.subscriptions = 0
-        """Channels, patterns and shard channels that this client listens to."""
-        self.addr, self.fd = "", -1
-        self.user: User = server.acl.default
-        self.encrypted = False
-        self.kind = "tcp"
-        """One of KINDS."""
-        self.is_local_stream = False
-        """Whether this is a unix socket on a loop that lends."""
-        self.asked_to_splice = False
-        self.splices = False
-        """Whether large replies lend their pages to the socket."""
-        self._splicer: Splicer | None = None
-        self.sending: Sending | None = None
-        """What a thread sends for this client."""
-        self._transport: asyncio.Transport | None = None
-        self._lends = server.transport_lends
-        self._is_behind = False
-        """The transport keeps a rest that the client has not taken."""
-        self._unsent = bytearray()
-        """What goes out behind that rest, in one write."""
-        self._paused = False
-        """Nothing is run or read for this client until the rest has gone."""
-        self._paused_since_s = 0.0
-        self._behind_since_s: float | None = None  # since when there has been a rest, whatever was taken of it since
-        self._replies: list[Buffer] = []
-        self._reply_bytes = 0
-        self._lent: list[Lease] = []
-        self._backlog: deque[Buffer] = deque()  # only for transports that copy
-        self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
-        self._pushes: list[bytes] = []
-        self._push_bytes = 0
-        self._answering = False  # a command is running whose reply goes before what is pushed meanwhile
-        self._over_soft_limit_s: float | None = None
-        self.close_after_reply = False
-        self.waiting: Blocked | None = None
-        """What this client waits for; until then nothing of it is run."""
-        self.store = server.store
+        self.server, self.store = server, server.store
         self.id: int = server.next_session_id()
-        self.space, self.resp, self.said_hello = 0, 2, False
-        self.nil = NULL_BULK
+        self.user: User = server.acl.default
         self.authenticated = self.user.needs_no_password
-        self.name = self.lib_name = self.lib_ver = b""
-        self.at_end: list[Callable[[], None]] = []
-        """What others want done once the connection has gone and every byte of it has been dealt with."""
-        self.no_evict = self.no_touch = False
         self.created_s = self.last_command_s = monotonic()
-        self.laddr: str = ""
-        self.last_command = "NULL"
-        self.input_bytes = self.reads = 0
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
-        self.transaction: Transaction | None = None
+        self.at_end: list[Callable[[], None]] = []
+        """What others want done once the connection has gone and every byte of it has been dealt with."""
         self.watching: set[tuple[int, bytes]] = set()
-        self.watch_broken = False  # a watched key has changed: EXEC will answer nil
         self.watched_alive: set[tuple[int, bytes]] = set()
         """Those of the watched keys that were there: one that is gone has changed, even if no command saw it go."""
         self.channels: set[bytes] = set()
         self.patterns: set[bytes] = set()
         self.shard_channels: set[bytes] = set()
-        self.tracking: Tracking | None = None
-        self.reply_mode = "on"
         self.observed = False  # a client wants to know of changes: keyspace events or client-side caches
-        self.refused = b""  # the error for the command being read, if a payload of it could not be taken
-        self.unsaved_since = 0
-        """Number of the store's write from which on this client may have written what is not known to be on disk; 0:
-        it has written nothing."""
-        self._writes_before = 0  # the store's, when what is being run began to be run
-        self._tiered = server.store.tiering is not None
-        self._checks = None if server.cluster is None else server.cluster.checks
-        self._parser = Parser(self._open_payload, takes_payload=takes_payload)
+        self.waiting: Blocked | None = None
+        """What this client waits for; until then nothing of it is run."""
+        self.close_after_reply = self._ended = False  # the latter: the client has sent its last byte
+        self._may_run = False  # the plain way is open
+        self._is_behind = False  # the transport keeps a rest that the client has not taken
+        self._paused = False  # nothing is run or read for this client until the rest has gone
+        self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
+        self._parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
-        self._waiting_for_room = server.claims.queue
         self._low_water = LowWater()
         self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
-        self._ended = self._may_run = False  # the client has sent its last byte; the plain way is open
+        self._replies: list[Buffer] = []
+        self._lent: list[Lease] = []
+        self._pushes: list[bytes] = []
+        self._unsent = bytearray()  # what goes out behind the rest that the transport keeps, in one write
+        self._backlog: deque[Buffer] = deque()  # only for transports that copy
+        self._lends = server.transport_lends
+        self._tiered = server.store.tiering is not None
+        self._checks = None if server.cluster is None else server.cluster.checks
+        self._waiting_for_room = server.claims.queue
 
     # ---- what handlers call --------------------------------------------------------------------------------------
 
@@ -799,7 +785,8 @@ class Session(asyncio.BufferedProtocol):
         elif self._over_soft_limit_s is None:
             self._over_soft_limit_s = now_s
         over_soft = self._over_soft_limit_s is not None and now_s - self._over_soft_limit_s > soft_s
-        if (hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX):
+        is_closed = self._transport is None or self._transport.is_closing()
+        if not is_closed and ((hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX)):
             log.warning("client %s closed: %d bytes wait for it (client-output-buffer-limit)", self.addr, unsent)
             self.server.stats.output_limit_disconnections += 1
             self._pushes.clear()

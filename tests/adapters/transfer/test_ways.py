@@ -20,6 +20,7 @@ from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_layouts import LAYOUTS, block_of, planes_first
+from tests.gate import diagonal, nightly
 
 from .lazy_gpu import LazyGpu
 
@@ -95,18 +96,19 @@ def check_both_ways(layers: list[torch.Tensor], way: str, parts_of: Callable[[Pa
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp32", "u8"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "dtype"), diagonal([*LAYOUTS], ["bf16", "fp8_e4m3", "fp32", "u8"]))
 def test_every_layout_of_an_engine_goes_out_and_in_to_the_bit(layout: str, dtype: str, way: str) -> None:
     make, size = LAYOUTS[layout]
     layers = [make(size, TORCH_DTYPES[dtype]) for _ in range(LAYERS)]
     check_both_ways(layers, way, lambda paged: drawn(paged, (4, 4, 4, 4)))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8_e5m2", "fp32"])
 @pytest.mark.parametrize(
-    "shape", [pytest.param(each, marks=pytest.mark.nightly) if each == "32b" else each for each in SHAPES]
+    ("shape", "dtype", "way"),
+    [
+        *diagonal(sorted(SHAPES.keys() - {"32b"}), ["fp16", "bf16", "fp8_e5m2", "fp32"], WAYS),
+        *(nightly("32b", "bf16", way) for way in WAYS),
+    ],
 )
 def test_every_shape_goes_out_and_in_to_the_bit(shape: str, dtype: str, way: str) -> None:
     model = SHAPES[shape]

@@ -51,6 +51,7 @@ def test_a_tiny_run_prints_a_table_and_writes_the_result(tmp_path: Path) -> None
     assert str(path) in done.output
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_pings_and_small_operations_are_measured(tmp_path: Path) -> None:
     if shutil.which("redis-benchmark") is None:
