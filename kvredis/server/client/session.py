@@ -142,7 +142,7 @@ class Session(asyncio.BufferedProtocol):
         self._lends = server.transport_lends
         self._tiered = server.store.tiering is not None
         self._checks = None if server.cluster is None else server.cluster.checks
-        self._waiting_for_room = server.claims.queue
+        self._waiting_for_room = server.admission.queue
 
     # ---- what handlers call --------------------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ class Session(asyncio.BufferedProtocol):
         elif (self.close_after_reply or self._ended) and not self._is_behind and self.waiting is None:
             self._hang_up()
         if self._waiting_for_room:
-            self.server.claims.admit()
+            self.server.admission.admit()
         self._low_water.expect(self._parser.missing)
 
     def rest(self) -> None:
@@ -532,7 +532,7 @@ class Session(asyncio.BufferedProtocol):
 
     def _open_payload(self, args: list[Argument], length: int) -> Room | None:
         """Where a payload of the command being read is received; a client that must wait for room waits from now on."""
-        room = self.server.claims.open_payload(self, args, length)
+        room = self.server.admission.open_payload(self, args, length)
         if isinstance(room, Blocked):
             self.waiting = room
         return room
