@@ -81,7 +81,7 @@ def test_another_user_is_given_the_arena_only_after_a_login(loop: str) -> None:
 def test_the_abstract_socket_turns_every_other_user_away(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, unixsocket=None) as live:
-            name = live.server.listeners.lane_name
+            name = live.server.listeners.abstract_name
             assert name is not None
             assert await as_another(name, "PING") == ["hung up"]
             assert live.server.stats.connections_received == 0

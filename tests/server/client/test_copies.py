@@ -24,7 +24,7 @@ GROWTH_BYTES_MAX = 2 * MIB
 ROUNDS = 3
 
 SERVE = "from kvredis.cli.main import main; main()"
-COPYING_SET = "import kvredis.server.client.admission as c; c.Claims.open_payload = lambda *_: None; "
+COPYING_SET = "import kvredis.server.client.admission as c; c.Admission.open_payload = lambda *_: None; "
 COPYING_GET = (
     "import kvredis.server.commands.strings as s, kvredis.server.protocol.replies as r; "
     "s._lent = lambda session, lease: (session.hold(lease), r.bulk(bytes(lease.view)))[1]; "

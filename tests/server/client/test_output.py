@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.output import PUSH_BYTES_MAX, UNSENT_BYTES_MAX
+from kvredis.server.client.session import PUSH_BYTES_MAX, UNSENT_BYTES_MAX
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
