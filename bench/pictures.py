@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from . import memory, store_overhead
+from . import links, memory, store_overhead
 from .core.errors import BenchError
 from .core.result import load
 from .disk import run as disk
 from .engine_tables import run as engine_tables
-from .links import run as links
 from .server import run as server
 from .transport import run as transport
 from .vllm import concurrency as vllm_concurrency

@@ -27,8 +27,7 @@ From each file the figure is the median of one row, and `source` says which:
   block size nearest to a chunk; stores are SET pipelined and lane, put.
 - kvredis.bench.memory/1: `memory`: the fastest of memmove and kvredis copy by one thread, of the block size nearest to
   a chunk.
-- kvredis.bench.links/1: `memory`, a copy by one thread out of an arena's best pages; and, where there was a GPU, `gpu
-  link`, page-locked memory to the first GPU.
+- kvredis.bench.links/1: `gpu link`, page-locked memory to the first GPU.
 
 A tier's latency is what the smallest single GET took beyond its bytes at that bandwidth, and none is below 0.
 
@@ -56,7 +55,7 @@ from .core.shapes import ModelShape
 from .core.statistics import GB, counted, size_text
 from .disk.rates import TIER
 from .disk.run import SCHEMA as DISK
-from .links.run import SCHEMA as LINKS
+from .links import SCHEMA as LINKS
 from .memory import SCHEMA as MEMORY
 from .server.run import SCHEMA as SERVER
 from .transport.run import SCHEMA as TRANSPORT
@@ -374,22 +373,12 @@ def _memory(found: Mapping[str, Any], chunk_bytes: int, file: str) -> list[TierS
     best = _fastest(_nearest(rows, chunk_bytes, "block_bytes"))
     if best is None:
         return []
-    source = f"{file}: {best['arm']} of {size_text(best['block_bytes'])}, {best['pages']} pages, 1 thread"
+    source = f"{file}: {best['arm']} of {size_text(best['block_bytes'])}, 1 thread"
     return [TierSpeed("memory", best["gb_per_s"], source=source)]
 
 
 def _links(found: Mapping[str, Any], chunk_bytes: int, file: str) -> list[TierSpeed]:
     tiers = []
-    memory = _fastest(
-        [
-            row
-            for row in _only(found["copies"], part="memory", direction="uni")
-            if row["source"].startswith("arena") and row["target"].startswith("process")
-        ]
-    )
-    if memory is not None:
-        source = f"{file}: {memory['source']} to {memory['target']}"
-        tiers.append(TierSpeed("memory", memory["gb_per_s"], source=source))
     rows = _only(found["copies"], part="gpu", direction="uni", way="pinned")
     link = _fastest(_only(rows, source="CPU", target="GPU 0"))
     if link is not None:

@@ -24,20 +24,10 @@ class Figure(NamedTuple):
 
 
 STORING = "store-overhead --tier none,cpu,remote,lane,disk --way later --compute model"
-LAYERS = "layerwise --prefix-tokens 8192 --suffix-tokens 512"
 FIGURES = {
     "swap": Figure(200, "swap --repeats 7"),
     "swap-prefill": Figure(120, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-prefill"),
     "swap-copies": Figure(60, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-copies"),
-    "profile": Figure(60, "profile --shape 8b --out {folder}/trace.json"),
-    "layerwise": Figure(120, f"{LAYERS} --part load --repeats 5"),
-    "layerwise-push": Figure(120, f"{LAYERS} --part push,cap --repeats 7"),
-    "layerwise-8b": Figure(
-        150, "layerwise --part load --shape 8b --prefix-tokens 16384 --suffix-tokens 1024 --repeats 7"
-    ),
-    "layerwise-64k": Figure(
-        200, "layerwise --part load --shape 8b --prefix-tokens 65536 --suffix-tokens 4096 --repeats 5"
-    ),
     "store-overhead": Figure(120, f"{STORING} --budgets 1024"),
     "store-overhead-wide": Figure(300, f"{STORING} --budgets 768,512,256 --repeats 3"),
     "store-overhead-narrow": Figure(200, f"{STORING} --budgets 64,32 --prompts 2 --tokens 2048"),

@@ -147,6 +147,29 @@ def test_the_rule_catches_wrong_imports_and_lets_right_ones_pass() -> None:
     assert [line for room, line in RIGHT_IMPORTS if wrong_imports(room, ast.parse(line))] == []
 
 
+def imported_files(path: Path) -> list[Path]:
+    """List the files of its own room that a file imports at any level, also for a type checker and within functions."""
+    package = ["kvredis", *path.relative_to(ROOT).with_suffix("").parts[:-1]]
+    package = package[1:] if package[1] == "kvredis" else package
+    found: list[Path] = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            folder = ROOT.joinpath("kvredis", *base[1:])
+            names = [folder / f"{alias.name}.py" for alias in node.names]
+            found += [*names, folder.with_suffix(".py"), *([folder / "__init__.py"] if folder.is_dir() else [])]
+    return [each for each in found if each.is_file() and each != path]
+
+
+def test_no_file_of_the_server_imports_itself_by_way_of_others() -> None:
+    files = {path: imported_files(path) for room, path in SOURCES if room == "server" and path.name != "__init__.py"}
+    while free := [path for path, needed in files.items() if not any(each in files for each in needed)]:
+        for path in free:  # what imports nothing that is left is in no circle
+            del files[path]
+    assert [name_of(path) for path in files] == []
+
+
 def test_a_folder_of_a_room_imports_the_rooms_files_in_full_and_its_own_by_a_dot() -> None:
     assert wrong_imports("server", ast.parse("from kvredis.server.commands.registry import command"), "acl") == []
     assert len(wrong_imports("server", ast.parse("from kvredis.server.commands.keys import ttl"), "commands")) == 1

@@ -103,7 +103,9 @@ class TorchCopy:
         torch.set_num_threads(1)
         self.threads = torch.get_num_threads()
         source, target = blocks.memories()
-        self._source, self._target = (self._rows(torch, each) for each in (source, target))
+        self.version = str(torch.__version__)
+        self.rows = self._rows(torch, source), self._rows(torch, target)
+        """Source and target, a block each row."""
 
     def _rows(self, module: Any, memory: Memory) -> torch.Tensor:
         """View every block of a mapping as a row of 16-bit elements, which is what KV is made of, or of odd bytes."""
@@ -116,7 +118,7 @@ class TorchCopy:
 
     def run(self, turn: Turn) -> float:
         """Copy one turn's blocks; gives the seconds."""
-        source, target = self._source, self._target
+        source, target = self.rows
         start_s = time.perf_counter()
         for batch in turn.batches:
             for place_from, place_to in batch:

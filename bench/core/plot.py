@@ -1,4 +1,4 @@
-"""Results as pictures: bars of ratios beside other people's figures, and lines of bandwidth against size.
+"""Results as pictures: bars of ratios, and lines of bandwidth against size.
 
 Drawn with matplotlib's Agg canvas into a PNG: no display, no window, no global state. matplotlib is loaded when
 something is drawn, not before. What goes into a picture is made in pictures.py; here is only how it looks.
@@ -7,8 +7,9 @@ something is drawn, not before. What goes into a picture is made in pictures.py;
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours: told apart by the colour-blind, and in grey.
 COLOURS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#F0E442")
 _MARKS: Final = ("o", "s", "^", "D", "v", "P", "X", "*")
-_THEIRS: Final = "#B8B8B8"
 _DPI: Final = 120
 _COLUMN_IN: Final = 5.6
 _BAR_IN: Final = 0.21
@@ -45,27 +45,23 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Captions:
-    """What stands around the panels: a title, what the values are (with their unit), small print below, and whose the
-    grey ranges are and where they were measured."""
+    """What stands around the panels: a title, what the values are (with their unit), and small print below."""
 
     title: str
     values: str
     foot: str = ""
-    theirs: str = "others, elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
 class BarPanel:
     """Categories down the side; for each, one bar of every series that has it. None: not measured.
 
-    `theirs` are other people's figures for a category, as (least, most), measured elsewhere. Bars longer than `cut` end
-    there, with their value beside an arrow: one outlier must not squeeze the rest.
+    Bars longer than `cut` end there, with their value beside an arrow: one outlier must not squeeze the rest.
     """
 
     title: str
     categories: Sequence[str]
     series: Mapping[str, Sequence[Bar | None]]
-    theirs: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cut: float = math.inf
 
 
@@ -77,6 +73,17 @@ class LinePanel:
     series: Mapping[str, Sequence[tuple[float, float]]]
     across: str = "value size"
     sizes: bool = True
+
+
+_WORDS: Final = ((re.compile(r"\blane\b"), "shared memory"), (re.compile(r"\boffloading\b"), "OffloadingConnector"))
+"""What legends say for our words."""
+
+
+def spelled(name: str) -> str:
+    """Give an arm's name as a stranger reads it: "lane+layers" is "shared memory+layers"."""
+    for word, said in _WORDS:
+        name = word.sub(said, name)
+    return name
 
 
 def bar(row: Mapping[str, Any], figure: str) -> Bar | None:
@@ -145,17 +152,12 @@ def _canvas(heights_in: Sequence[float], columns: int, path: Path) -> tuple[Figu
 
 
 def _bars_height(panel: BarPanel) -> float:
-    return 1.1 + len(panel.categories) * (_thick(panel) * _BAR_IN + 0.12)
-
-
-def _thick(panel: BarPanel) -> int:
-    """Bars' places in one category: the series, and one for other people's figures."""
-    return len(panel.series) + (1 if panel.theirs else 0)
+    return 1.1 + len(panel.categories) * (len(panel.series) * _BAR_IN + 0.12)
 
 
 def _draw_bars(panel: BarPanel, axes: Axes, captions: Captions) -> None:
-    places, thick = range(len(panel.categories)), _thick(panel)
-    height = 0.84 / thick
+    places = range(len(panel.categories))
+    height = 0.84 / len(panel.series)
     most = 1.0
     for turn, (name, row) in enumerate(panel.series.items()):
         for at, bar in zip(places, row, strict=True):
@@ -163,21 +165,12 @@ def _draw_bars(panel: BarPanel, axes: Axes, captions: Captions) -> None:
                 continue
             y = at - 0.42 + (turn + 0.5) * height
             value, high = min(bar.value, panel.cut), min(bar.high, panel.cut)
-            axes.barh(y, value, height * 0.92, color=COLOURS[turn % len(COLOURS)], label=name)
+            axes.barh(y, value, height * 0.92, color=COLOURS[turn % len(COLOURS)], label=spelled(name))
             axes.hlines(y, min(bar.low, panel.cut), high, color="black", linewidth=1.2)
             _tell(axes, max(value, high), y, f"{bar.value:.2f}" + (" →" if bar.value > panel.cut else ""))
             most = max(most, high, value)
-    for at, category in zip(places, panel.categories, strict=True):
-        if category in panel.theirs:
-            low, high = panel.theirs[category]
-            y = at - 0.42 + (thick - 0.5) * height
-            axes.barh(
-                y, max(high - low, 0.02), height * 0.92, left=low, color=_THEIRS, hatch="///", label=captions.theirs
-            )
-            _tell(axes, high, y, f"{low:.1f} to {high:.1f}")
-            most = max(most, high)
     axes.axvline(1.0, color="#606060", linewidth=1, linestyle="--")
-    axes.set_yticks(list(places), list(panel.categories), fontsize=10)
+    axes.set_yticks(list(places), [spelled(name) for name in panel.categories], fontsize=10)
     axes.set_ylim(len(panel.categories) - 0.5, -0.5)  # the first category on top
     axes.set_xlim(0, most * 1.22)  # room for the numbers at the bars' ends
     axes.set_xlabel(captions.values, fontsize=10)
@@ -199,7 +192,7 @@ def _draw_lines(panel: LinePanel, axes: Axes, names: Sequence[str], values: str)
             color=COLOURS[turn % len(COLOURS)],
             marker=_MARKS[turn % len(_MARKS)],
             markersize=5,
-            label=name,
+            label=spelled(name),
         )
     at = sorted({x for points in panel.series.values() for x, _ in points})
     axes.set_xscale("log", base=2)

@@ -7,7 +7,7 @@ noticed. Images and places are as many as blocks: each comes from memory of its 
 That memory is an arena, on hugepages if the machine has some to give, because its pages decide how fast a device can
 be: 2 MiB in one piece are one request, 512 scattered pages are several, which has been seen to cost half the rate.
 
-How fast is the device itself? fio says it (dd where there is no fio), and so does a loop of our own.
+How fast is the device itself? fio says it, and so does a loop of our own.
 
 The tier is judged against a tool that everybody knows and that costs no interpreter. The loop is the fairer neighbour:
 the same threads, the same images, the same memory, and nothing but preadv and pwrite; what the tier lacks to the loop
@@ -19,16 +19,8 @@ A spill is place, write (the checksum is in it) and publish; a promotion is get 
 is full, as a cache always is: blocks of each pass have new keys and drive out those of the pass before, so making room
 and telling the index of it are in the figure.
 
-T0 of the disk bench: a plain copy of the same blocks in memory, that every table of the field divides by.
-
-With torch it is the field's own: a Python loop of `target[to] = source[from]`, a block a turn, with as many threads as
-torch takes. Without torch it is memmove. Either copies from the very images that are written to the places that are
-read into, on the same pages.
-
-Blocks per second from and to one directory: the device, a plain loop and the disk tier, taking turns.
-
-In each repeat, for each mode and number of threads, every arm in rotating order writes all its blocks, T0 copies them
-in memory, then every arm reads all of them. What was read is compared in full once the clock has stopped.
+In each repeat, for each number of threads, every arm in rotating order writes all its blocks, then every arm reads all
+of them. What was read is compared in full once the clock has stopped.
 """
 
 from __future__ import annotations
@@ -36,10 +28,8 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import mmap
 import os
 import random
-import resource
 import shutil
 import subprocess
 import threading
@@ -48,7 +38,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict
 
@@ -61,11 +50,10 @@ from kvredis.storage.disk.files import RealFiles
 from kvredis.storage.disk.segment import HEADER_BYTES, Facts, record_bytes
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
-from kvredis.storage.memory.page_lock import c_library
 
 DEVICE, LOOP, TIER = "device", "loop", "tier"
 Mode = Literal["direct", "buffered"]
-Op = Literal["write", "read", "read warm"]
+Op = Literal["write", "read"]
 
 
 class RateSample(TypedDict):
@@ -79,7 +67,6 @@ class RateSample(TypedDict):
     verified_bytes: int  # compared in full after the clock had stopped; 0 for a foreign tool
     p50_ms: NotRequired[float | None]
     p99_ms: NotRequired[float | None]
-    t0_seconds: NotRequired[float]
 
 
 _FILL_BYTES: Final = 1 << 20
@@ -197,23 +184,6 @@ def forget_pages(path: Path) -> None:
         os.close(fd)
 
 
-def cached_share(path: Path) -> float:
-    """Give the share of a file's pages that are in the page cache, 0.0 to 1.0; 0.0 of an empty one."""
-    nbytes = path.stat().st_size
-    if not nbytes:
-        return 0.0
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE) as mapping:
-        held = ctypes.c_char.from_buffer(mapping)
-        try:
-            pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-            address = ctypes.c_void_p(ctypes.addressof(held))
-            if c_library().mincore(address, ctypes.c_size_t(nbytes), pages):
-                raise BenchError(f"mincore: {os.strerror(ctypes.get_errno())}")
-        finally:
-            del held
-    return sum(page & 1 for page in pages) / len(pages)
-
-
 class Loop:
     """preadv and pwrite of one file from Python threads, each with a stretch of the blocks."""
 
@@ -292,8 +262,9 @@ def timed_threads(
         return Timing(time.perf_counter() - starts_s[0], time.process_time() - cpu_s)
 
 
-class Tool:
-    """A foreign program that moves one file; what it writes is its own affair, so nothing can be compared."""
+class Fio:
+    """fio with one synchronous read or write in flight for each of its threads. What it writes is its own affair, so
+    nothing can be compared."""
 
     name = DEVICE
 
@@ -318,13 +289,6 @@ class Tool:
 
     def close(self) -> None:
         """As RateArm."""
-
-    def _move(self, op: str, mode: Mode, threads: int) -> Timing:
-        raise NotImplementedError
-
-
-class Fio(Tool):
-    """fio with one synchronous read or write in flight for each of its threads."""
 
     def _move(self, op: str, mode: Mode, threads: int) -> Timing:
         share = self._block_bytes * (self._count // threads)
@@ -360,61 +324,11 @@ def fio_timing(said: str, op: str) -> Timing:
         raise BenchError(f"fio said something else than its figures: {said[:200]!r}") from error
 
 
-class Dd(Tool):
-    """As many dd as threads, each with a stretch of the file; the time includes that of starting them."""
-
-    def _move(self, op: str, mode: Mode, threads: int) -> Timing:
-        start_s, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        running = []
-        try:
-            for part in range(threads):
-                running.append(
-                    subprocess.Popen(
-                        self._command(op, mode, (part, threads)),
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            for each in running:
-                _, complaint = each.communicate(timeout=_TOOL_WAIT_S)
-                if each.returncode:
-                    raise BenchError(f"dd ended with {each.returncode}: {complaint.strip()}")
-        finally:
-            for each in running:
-                if each.poll() is None:
-                    each.kill()
-                    each.communicate()
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return Timing(time.perf_counter() - start_s, cpu_s)
-
-    def _command(self, op: str, mode: Mode, part: tuple[int, int]) -> list[str]:
-        share = self._count // part[1]
-        common = ["dd", f"bs={self._block_bytes}", f"count={share}", "status=none"]
-        flag = ["direct"] if mode == "direct" else []
-        if op == "write":
-            flags = [f"oflag={each}" for each in flag]
-            return [
-                *common,
-                "if=/dev/zero",
-                f"of={self._path}",
-                f"seek={part[0] * share}",
-                "conv=notrunc,fsync",
-                *flags,
-            ]
-        flags = [f"iflag={each}" for each in flag]
-        return [*common, f"if={self._path}", "of=/dev/null", f"skip={part[0] * share}", *flags]
-
-
-def device_tool(path: Path, block_bytes: int, count: int) -> tuple[Tool | None, str]:
+def device_tool(path: Path, block_bytes: int, count: int) -> tuple[Fio | None, str]:
     """Give what measures the device here, and what it is called; None and why when there is nothing."""
     if shutil.which("fio"):
         return Fio(path, block_bytes, count), _said(["fio", "--version"]).strip()
-    if shutil.which("dd"):
-        return Dd(path, block_bytes, count), "dd (fio is not installed: Debian package fio)"
-    return None, "none: neither fio (Debian package fio) nor dd is installed"
+    return None, "none: fio is not installed (Debian package fio)"
 
 
 def _said(command: Sequence[str]) -> str:
@@ -533,59 +447,7 @@ def _key(shift: int, index: int) -> bytes:
     return b"bench:%d:%05d" % (shift, index)
 
 
-_RUNS: Final = 3
-
-
-class PlainCopy:
-    """T0 over `blocks`. `name` says what copies."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._copy, self.name = self._by_torch() if find_spec("torch") is not None else self._by_memmove()
-
-    def seconds(self, shift: int) -> float:
-        """Copy every block, as pass `shift` has it, three times; give the least time. Compared in full.
-
-        The least: torch's threads wait for one another, and a core that another process holds makes T0 several times as
-        long, which would flatter everything that is divided by it.
-        """
-        times_s = []
-        self._blocks.wipe()
-        for _ in range(_RUNS):
-            start_s = time.perf_counter()
-            for index in range(self._blocks.count):
-                self._copy((index + shift) % self._blocks.count, index)
-            times_s.append(time.perf_counter() - start_s)
-        self._blocks.verify(shift, self.name, self._blocks.size_bytes)
-        return min(times_s)
-
-    def _by_torch(self) -> tuple[Callable[[int, int], None], str]:
-        import torch
-
-        blocks = self._blocks
-        images = [torch.frombuffer(blocks.image(index, 0), dtype=torch.uint8) for index in range(blocks.count)]
-        places = [torch.frombuffer(blocks.place(index), dtype=torch.uint8) for index in range(blocks.count)]
-
-        def copy(source: int, target: int) -> None:
-            places[target][:] = images[source]
-
-        threads = torch.get_num_threads()
-        return copy, f"torch {torch.__version__} block to block, torch.get_num_threads() = {threads}"
-
-    def _by_memmove(self) -> tuple[Callable[[int, int], None], str]:
-        blocks = self._blocks
-        images = [ctypes.addressof(ctypes.c_char.from_buffer(blocks.image(at, 0))) for at in range(blocks.count)]
-        places = [ctypes.addressof(ctypes.c_char.from_buffer(blocks.place(at))) for at in range(blocks.count)]
-
-        def copy(source: int, target: int) -> None:
-            ctypes.memmove(places[target], images[source], blocks.stride_bytes)
-
-        return copy, "memmove by one thread (torch is not installed)"
-
-
-_MODES: tuple[Mode, ...] = ("direct", "buffered")
 HUGEPAGES = "hugetlb-2MiB"
-_CACHED_SHARE_MOST = 0.01
 _WARM_UP_PASSES = 2  # the second pass fills what the first left of a tier's room
 
 
@@ -607,12 +469,12 @@ class RatePlan:
 
     def steps(self) -> int:
         """Give how often `run_rates` calls its progress."""
-        return self.repeats * len(_MODES) * len(self.threads)
+        return self.repeats * len(self.threads)
 
     def disk_bytes(self) -> int:
         """Give the room that the files of all arms take."""
         nbytes = self.count * self.block_bytes
-        return 2 * nbytes + len(_MODES) * tier_bytes(nbytes + 64 * self.block_bytes)
+        return 2 * nbytes + tier_bytes(nbytes + 64 * self.block_bytes)
 
 
 @dataclass(slots=True)
@@ -621,7 +483,6 @@ class Rates:
 
     device: str
     memory: str
-    t0: str
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -640,15 +501,14 @@ def run_rates(plan: RatePlan, directory: Path, progress: Progress) -> Rates:
 
 def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progress) -> Rates:
     tool, name = device_tool(directory / "device.data", plan.block_bytes, plan.count)
-    t0 = PlainCopy(blocks)
-    rates = Rates(name, blocks.pages, t0.name)
+    rates = Rates(name, blocks.pages)
     if tool is not None and blocks.pages == HUGEPAGES:
         rates.notes.append(
             f"{name}: its buffers lie on small pages, ours on hugepages; the loop is the fairer neighbour"
         )
-    modes = _MODES
+    mode: Mode = "direct"
     if (obstacle := RealFiles().direct_obstacle(directory)) is not None:
-        modes = ("buffered",)
+        mode = "buffered"
         rates.notes.append(f"direct: skipped, {obstacle}")
     arms: list[RateArm] = [Loop(directory / "loop.data", blocks), TierArm(directory, blocks)]
     if tool is not None:
@@ -657,24 +517,19 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
     with ExitStack() as stack:
         for arm in arms:
             stack.callback(arm.close)
-        shift = _warm_up(arms, modes)
-        rates.notes += _still_cached(arms, directory)
+        shift = _warm_up(arms, mode)
         for repeat in range(plan.repeats):
-            for mode in modes:
-                for threads in plan.threads:
-                    progress(f"{mode}, {counted(threads, 'thread')}")
-                    shift += 1
-                    for arm in rotated(arms, repeat):
-                        arm.forget_pages()
-                        timing = arm.write(mode, threads, shift)
-                        _keep(samples, (mode, "write", threads), arm, _sample(plan, timing, repeat, 0))
-                    t0_s = t0.seconds(shift)
-                    for arm in rotated(arms, repeat):
-                        for op in _reads(mode):
-                            sample = _read(plan, arm, blocks, (mode, op, threads), repeat)
-                            _keep(samples, (mode, op, threads), arm, sample)
-                    _pair(samples, (mode, threads), t0_s)
-    for cell in sorted(samples, key=_cell_order):
+            for threads in plan.threads:
+                progress(counted(threads, "thread"))
+                shift += 1
+                for arm in rotated(arms, repeat):
+                    arm.forget_pages()
+                    timing = arm.write(mode, threads, shift)
+                    _keep(samples, (mode, "write", threads), arm, _sample(plan, timing, repeat, 0))
+                for arm in rotated(arms, repeat):
+                    sample = _read(plan, arm, blocks, mode, threads, repeat)
+                    _keep(samples, (mode, "read", threads), arm, sample)
+    for cell in sorted(samples, key=lambda cell: (cell[1] == "read", cell[2])):
         rates.rows += summarize(plan.block_bytes, cell, samples[cell])
     return rates
 
@@ -691,7 +546,6 @@ def summarize(block_bytes: int, cell: tuple[Mode, Op, int], samples: dict[str, l
             "ratio_to_loop": paired_ratio(rates[arm], rates.get(LOOP, {})),
             "p50_ms": _middle(own, "p50_ms"),
             "p99_ms": _middle(own, "p99_ms"),
-            "ratio_to_t0": paired_ratio(by_repeat(own, "seconds"), _t0_s(own)),
         }
         for arm, own in samples.items()
     ]
@@ -703,45 +557,16 @@ def _middle(samples: Sequence[RateSample], figure: Literal["p50_ms", "p99_ms"]) 
     return middle(found) if found else None
 
 
-def _t0_s(samples: Sequence[RateSample]) -> dict[int, float]:
-    return {sample["repeat"]: sample["t0_seconds"] for sample in samples if "t0_seconds" in sample}
-
-
-def _pair(samples: _Samples, cell: tuple[Mode, int], t0_s: float) -> None:
-    """Note T0 in the latest sample of every arm and operation of a cell."""
-    for (mode, _, threads), arms in samples.items():
-        if (mode, threads) == cell:
-            for own in arms.values():
-                own[-1]["t0_seconds"] = t0_s
-
-
-def _still_cached(arms: Sequence[RateArm], directory: Path) -> list[str]:
-    """Say so when this file system keeps pages that it is told to drop: then a cold read there is none."""
-    for arm in arms:
-        arm.forget_pages()
-    share = max(cached_share(path) for path in directory.glob("*.data"))
-    if share <= _CACHED_SHARE_MOST:
-        return []
-    return [f"cold reads are not cold: {share:.0%} of a file stays in the page cache after POSIX_FADV_DONTNEED"]
-
-
-def _warm_up(arms: Sequence[RateArm], modes: Sequence[Mode]) -> int:
+def _warm_up(arms: Sequence[RateArm], mode: Mode) -> int:
     """Lay out every file, untimed; gives the last pass."""
-    for mode in modes:
-        for arm in arms:
-            for shift in range(_WARM_UP_PASSES):
-                arm.write(mode, 1, shift)
+    for arm in arms:
+        for shift in range(_WARM_UP_PASSES):
+            arm.write(mode, 1, shift)
     return _WARM_UP_PASSES
 
 
-def _reads(mode: Mode) -> tuple[Op, ...]:
-    return ("read", "read warm") if mode == "buffered" else ("read",)
-
-
-def _read(plan: RatePlan, arm: RateArm, blocks: Blocks, cell: tuple[Mode, Op, int], repeat: int) -> RateSample:
-    mode, op, threads = cell
-    if op == "read":
-        arm.forget_pages()
+def _read(plan: RatePlan, arm: RateArm, blocks: Blocks, mode: Mode, threads: int, repeat: int) -> RateSample:
+    arm.forget_pages()
     blocks.wipe()
     timing = arm.read(mode, threads)
     return _sample(plan, timing, repeat, arm.verify(mode))
@@ -763,8 +588,3 @@ def _sample(plan: RatePlan, timing: Timing, repeat: int, verified_bytes: int) ->
 
 def _keep(samples: _Samples, cell: tuple[Mode, Op, int], arm: RateArm, sample: RateSample) -> None:
     samples.setdefault(cell, {}).setdefault(arm.name, []).append(sample)
-
-
-def _cell_order(cell: tuple[Mode, Op, int]) -> tuple[bool, str, int]:
-    mode, op, threads = cell
-    return mode == "buffered", {"write": "0", "read": "1"}.get(op, "2"), threads

@@ -10,25 +10,22 @@ which for a server is the server's; the kernel's own write-back threads are in n
 
 The file, kvredis.bench.disk/1, has beside what every result has
     device   what stood for the device            memory   pages that the loop and the tier moved blocks to and from
-    rates    arm (device: fio or dd; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode,
-             op, threads, block_bytes, samples; ratios to device, loop and T0
+    rates    arm (device: fio; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode (direct,
+             or buffered where a file system has no O_DIRECT), op, threads, block_bytes, samples; ratios to device and
+             loop
     gets     transport, size_bytes, mode (of the preadv), samples; ratio_spilled is spilled / preadv, ratio_spilled_net
              (spilled - resident) / preadv, ratio_prefetched prefetched / prefetched again
     pings    server (disk, memory), transport, samples, counters, missing; ratio_p99 is busy / quiet, ratio_busy_p99 and
              ratio_set are to the server without a disk
-    t0       by what T0 copied
 
 Rates: `write` ends when the device has confirmed all of it (fsync, fdatasync, DiskTier.sync). `read` is of files that
-were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before; `read warm`, buffered only, comes
-right after it and reads the same again. Files were written once before the clock started, so no arm pays for room.
-p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or promotion of the tier (its queue is not in
-it), fio's own; dd tells none. T0 is a copy of the same blocks in memory, in the same repeat and cell (`t0` says by
-what); `ratio_to_t0` is time / T0's, so less is better. Files from before there was T0 lack both.
+were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before. Files were written once before the
+clock started, so no arm pays for room. p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or
+promotion of the tier (its queue is not in it), fio's own. Older files have rows of both modes, and warm reads.
 
-The gate: each line says what it compares. Rates are judged at the same number of threads and in the same mode, cold:
-against the device as fio or dd sees it, and against a plain loop, which has the tier's own memory and so sees more of
-some devices. A warm read touches no device, so it is shown and not judged. A GET crosses a socket, which a preadv does
-not: a second line leaves the socket out by taking off what the same GET takes from memory.
+The gate: each line says what it compares. Rates are judged at the same number of threads: against the device as fio
+sees it, and against a plain loop, which has the tier's own memory and so sees more of some devices. A GET crosses a
+socket, which a preadv does not: a second line leaves the socket out by taking off what the same GET takes from memory.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NotRequired, cast
+from typing import Any, Final, cast
 
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.plot import Captions, LinePanel, foot, lines, series_of
@@ -73,7 +70,6 @@ class DiskResult(Result):
     rates: list[Row]
     gets: list[Row]
     pings: list[Row]
-    t0: NotRequired[str]
 
 
 RATE_LEAST = 0.85
@@ -140,7 +136,6 @@ _RATES: Final[tuple[Column, ...]] = (
     ("CPU s/GB", "cpu_s_per_gb", ".3f"),
     ("x device", "ratio_to_device", ".2fx"),
     ("x loop", "ratio_to_loop", ".2fx"),
-    ("x T0", "ratio_to_t0", ".2fx"),
     ("p50 ms", "p50_ms", ".3f"),
     ("p99 ms", "p99_ms", ".3f"),
 )
@@ -177,8 +172,6 @@ _PINGS: Final[tuple[Column, ...]] = (
 def _rates(result: DiskResult) -> Iterator[str]:
     if result["rates"]:
         yield f"The device by {result['device']}; blocks of loop and tier on {result['memory']} pages"
-    if "t0" in result:
-        yield f"T0: {result['t0']}, the same blocks on the same pages in the same repeat; x T0 is time, less is better"
     yield from tables(_RATES, result["rates"], _rates_title)
 
 
@@ -325,7 +318,6 @@ def _measure_rates(plan: DiskPlan, directory: Path, progress: Progress, result: 
     finally:
         _remove(place)  # the servers may need the room
     result["device"], result["memory"], result["rates"] = rates.device, rates.memory, rates.rows
-    result["t0"] = rates.t0
     result["notes"] += rates.notes
 
 

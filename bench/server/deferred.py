@@ -3,7 +3,7 @@
 In every repeat each server is started afresh for each operation that stores, which then finds a pool that was never
 touched (cold), and gets the same again once all of it was (warm); then it is read from. Everything is read back and
 compared after what was put off has been done. Servers: kvredis, kvredis with a disk tier, redis, memcached, and a pyzmq
-ROUTER that stores as the field's own server does (transport/zmq_peer.py). One runs at a time: a pool that is not
+ROUTER that stores as the field's own server does (transport/pyzmq.py). One runs at a time: a pool that is not
 touched yet has no rent to pay, but four of them would not fit a small machine.
 
 What it costs a client to store and fetch a model's blocks, by how much is done before the answer comes:
@@ -225,7 +225,7 @@ class _ZmqHeld:
                 self._client.stream(ids, places)
                 continue
             for block, place in zip(ids, places, strict=True):
-                self._client.get([block], [place])
+                self._client.stream([block], [place])
 
 
 def contenders(recipes: Sequence[Recipe], with_zmq: bool) -> list[Contender]:

@@ -8,15 +8,13 @@ runs of T0, at the repeat's beginning, middle and end), so less is better; `rati
 
 Top level
     schema, machine (see core/machine.py), torch (version, threads of T0), options (how the bench was called), server
-    (version, command, facts from INFO), notes (what was left out, and why), earlier (other people's ratios by arm, with
-    whose they are), t0, arms, scaling, one (one block of 2 MiB), lookups, verified_bytes, gate, seconds
+    (version, command, facts from INFO), notes (what was left out, and why), t0, arms, one (one block of 2 MiB),
+    verified_bytes, gate, seconds
 
-Arms, by transport (tcp, unix; ipc is zmq's name for a unix socket; inproc is between threads; lane is the same host's
-shared memory):
-    GET one by one, stream_get (64 GETs in one write, bodies received into place), MGET, SET pipelined (64 in one write)
+Arms, by transport (tcp, unix; ipc is zmq's name for a unix socket; lane is the same host's shared memory):
+    stream_get (64 GETs in one write, bodies received into place), SET pipelined (64 in one write)
     stream_get, 4 connections (our backend loads 64 blocks into place, with a thread for each connection where blocks
     are long; its like is pyzmq stream too: one socket, whose bytes pass through a thread of zmq's own at either end)
-    pyzmq multipart (REQ/REP, one reply with 64 frames, then copied into place), pyzmq recv_into (received into place),
     pyzmq stream (one message per block), pyzmq send (64 frames, copied by the peer before it answers)
     lane, no copy (64 leases, given back with the request for the next 64), lane, touched (every byte is read),
     lane, copied, lane, put (the server copies from lent memory)
@@ -27,21 +25,16 @@ A store is one server with what its keys hold at the moment. An arm reads (`read
 writes (`write`: key `to` gets its value of the next pass). Connections are opened once for a shape and warmed up before
 the clock starts, as an engine's are.
 
-One, two, four, eight connections at once: GET one by one and pipelined, over TCP and over a unix socket.
-
-Each connection is a client thread with its share of every turn's blocks; socket calls release the GIL. Connections are
-new in every repeat and warmed up before the clock starts. The cell itself is server/transfer.py's.
-
 A stream of GETs over several connections at once, as an engine gets it: the product's own backend, threads and all.
 
 The backend is told where each body shall be, as a nearer tier tells it: in the target, so that nothing is copied behind
 the clock's back, and the bytes are compared like any other arm's.
 
-One block of 2 MiB at a time, by every way to its bytes, and how many lookups and leases a second there are.
+One block of 2 MiB at a time: leased, over TCP, and copied within a process.
 
 A consumer that waits for one block feels this figure, where the batches of the other parts hide a round trip among 64.
 Blocks are asked for in a random order out of 64, so that neither end finds what it read last in its nearest cache. A
-lease is given back with the request for the next one, but where leases are counted: there it waits for the answer.
+lease is given back with the request for the next one.
 """
 
 from __future__ import annotations
@@ -50,27 +43,23 @@ import ctypes
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self, TypedDict
+from typing import Final, Literal, Self, TypedDict
 
 from kvredis.backends.config.url import Address
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.bench.core.blocks import Batch, Blocks, Pair, Turn, words
 from kvredis.bench.core.errors import BenchError, VerificationError
 from kvredis.bench.core.result import Progress, Row, summed
-from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.core.statistics import by_repeat, middle, paired_ratio, percentile, rotated
+from kvredis.bench.core.statistics import by_repeat, paired_ratio, percentile, rotated
 from kvredis.bench.core.wire import Wire
-from kvredis.bench.core.workload import Job
-from kvredis.bench.server.transfer import IN_FLIGHT, TransferSample, timed
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.memory.copy import copy
 from kvredis.storage.store import Store as Staging
 
 from .pyzmq import ZmqClient
-from .shm_client import LaneClient, LentMemory, Place, request
+from .shm_client import LaneClient, LentMemory, Place
 
 MIB: Final = 1024**2
 ONE_BYTES: Final = 2 * MIB
@@ -83,7 +72,7 @@ class ArmSample(TypedDict):
     repeat: int
     seconds: float
     gb_per_s: float
-    peer_cpu_ms_per_gb: float  # 0 over inproc: both ends are in the client's account
+    peer_cpu_ms_per_gb: float
     client_cpu_ms_per_gb: float
     verified_bytes: int
 
@@ -101,15 +90,7 @@ class OneSample(TypedDict):
     p99_us: float
 
 
-class LookupRateSample(TypedDict):
-    repeat: int
-    calls_per_s: float
-
-
 TOUCH: Final = "lease, touch, release"
-COPY: Final = "lease, copy, release"
-LEASE: Final = "lease, release"
-GET_UNIX: Final = "GET unix"
 GET_TCP: Final = "GET tcp"
 MEMCPY: Final = "memcpy"
 
@@ -149,13 +130,8 @@ class Arm:
 
 
 def wire_arms(transport: str, wire: Wire, blocks: Blocks, store: Store) -> list[Arm]:
-    """GET one by one, GET pipelined, MGET, SET pipelined: 64 at a time."""
+    """GET and SET, 64 of them in one write."""
     keys, value, place = blocks.keys, blocks.value, blocks.place
-
-    def one_by_one(turn: Turn, _shift: int) -> None:
-        wire.begin()
-        for source, to in turn.pairs:
-            wire.get(keys[source], place(to))
 
     def stream(turn: Turn, _shift: int) -> None:
         wire.begin()
@@ -164,45 +140,33 @@ def wire_arms(transport: str, wire: Wire, blocks: Blocks, store: Store) -> list[
             for source, to in batch:
                 wire.take(keys[source], place(to))
 
-    def many(turn: Turn, _shift: int) -> None:
-        wire.begin()
-        for batch in turn.batches:
-            wire.get_many([(keys[source], place(to)) for source, to in batch])
-
     def put_many(turn: Turn, shift: int) -> None:
         wire.begin()
         for batch in turn.batches:
             wire.put_many([(keys[to], value(to, shift)) for _, to in batch])
 
     return [
-        Arm("GET one by one", transport, "read", store, one_by_one),
         Arm("stream_get", transport, "read", store, stream),
-        Arm("MGET", transport, "read", store, many),
         Arm("SET pipelined", transport, "write", store, put_many),
     ]
 
 
 def zmq_arms(transport: str, client: ZmqClient, blocks: Blocks, store: Store) -> list[Arm]:
-    """What the field does with pyzmq: a multipart reply, the same by recv_into, a message per block, multipart send."""
+    """What the field does with pyzmq: a message for each block, and many blocks in one message."""
 
-    def reading(move: Callable[[Sequence[int], Sequence[memoryview]], None]) -> Run:
-        def run(turn: Turn, _shift: int) -> None:
-            for batch in turn.batches:
-                move([source for source, _ in batch], [blocks.place(to) for _, to in batch])
-
-        return run
+    def stream(turn: Turn, _shift: int) -> None:
+        for batch in turn.batches:
+            client.stream([source for source, _ in batch], [blocks.place(to) for _, to in batch])
 
     def put(turn: Turn, shift: int) -> None:
         for batch in turn.batches:
-            client.put([to for _, to in batch], [blocks.value(to, shift) for _, to in batch])
+            values = [blocks.value(to, shift) for _, to in batch]
+            client.set([to for _, to in batch], values, deferred=False)
 
-    arms = [
-        Arm("pyzmq multipart", transport, "read", store, reading(client.get)),
-        Arm("pyzmq recv_into", transport, "read", store, reading(client.get_into)),
-        Arm("pyzmq stream", transport, "read", store, reading(client.stream)),
+    return [
+        Arm("pyzmq stream", transport, "read", store, stream),
         Arm("pyzmq send", transport, "write", store, put),
     ]
-    return [arm for arm in arms if transport != "inproc" or arm.name in ("pyzmq multipart", "pyzmq send")]
 
 
 @dataclass(slots=True)
@@ -294,87 +258,9 @@ def fetch_by_zmq(client: ZmqClient, blocks: Blocks) -> Fetch:
     def fetch(pairs: Sequence[Pair]) -> None:
         for start in range(0, len(pairs), AT_ONCE):
             part = pairs[start : start + AT_ONCE]
-            client.get([source for source, _ in part], [blocks.place(place) for _, place in part])
+            client.stream([source for source, _ in part], [blocks.place(place) for _, place in part])
 
     return fetch
-
-
-_Cell = tuple[str, str, int]  # transport, op, connections
-
-
-class Doors(Protocol):
-    """What this part needs of the server."""
-
-    def connect_to(self, transport: str) -> Wire: ...
-    def cpu_s(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingPlan:
-    """Which cells are measured."""
-
-    connections: Sequence[int] = (1, 2, 4, 8)
-    transports: Sequence[str] = ("tcp", "unix")
-    ops: Sequence[str] = ("GET", "GETP")
-    warm_up_blocks: int = 8
-
-
-class Scaling:
-    """The samples of one shape, repeat by repeat."""
-
-    def __init__(self, plan: ScalingPlan, shape: ModelShape, blocks: Blocks, server: Doors) -> None:
-        self._plan, self._shape, self._blocks, self._server = plan, shape, blocks, server
-        self._samples: dict[_Cell, list[TransferSample]] = {
-            (transport, op, connections): []
-            for transport in plan.transports
-            for op in plan.ops
-            for connections in plan.connections
-        }
-        self._base_s: dict[int, float] = {}
-        self.verified_bytes = 0
-
-    def repeat(self, repeat: int, turn: Turn, base_s: float, shift: int) -> None:
-        """Measure every cell once; `base_s` is what T0 took for the same turn, `shift` the pass that the keys hold."""
-        self._base_s[repeat] = base_s
-        for cell in rotated(list(self._samples), repeat * 3):
-            self._blocks.wipe()
-            sample = self._measure(cell, turn)
-            sample["repeat"] = repeat
-            sample["verified_bytes"] = self._blocks.verify_pairs(turn.pairs, shift, f"kvredis over {cell[0]}")
-            self.verified_bytes += sample["verified_bytes"]
-            self._samples[cell].append(sample)
-
-    def _measure(self, cell: _Cell, turn: Turn) -> TransferSample:
-        transport, op, connections = cell
-        keys, place = self._blocks.keys, self._blocks.place
-        with ExitStack() as stack:
-            wires = [stack.enter_context(self._server.connect_to(transport)) for _ in range(connections)]
-            for wire in wires:
-                for index in range(self._plan.warm_up_blocks):
-                    wire.get(keys[index % len(keys)], place(index % len(keys)))
-            self._blocks.wipe()
-            jobs = [
-                [Job(keys[source], place(to)) for source, to in turn.pairs[part::connections]]
-                for part in range(connections)
-            ]
-            return timed(self._server, wires, jobs, op, IN_FLIGHT if op == "GETP" else 1)
-
-    def rows(self) -> list[Row]:
-        """Sum up."""
-        return [self._row(cell, own) for cell, own in self._samples.items()]
-
-    def _row(self, cell: _Cell, own: list[TransferSample]) -> Row:
-        transport, op, connections = cell
-        row = Row(
-            shape=self._shape.name,
-            block_bytes=self._blocks.size_bytes,
-            transport=transport,
-            op=op,
-            connections=connections,
-            samples=own,
-        )
-        row["ratio_t0"] = paired_ratio(by_repeat(own, "seconds"), self._base_s)
-        return row | summed(own, ("gb_per_s", "server_cpu_ms_per_gb", "client_cpu_ms_per_gb"))
 
 
 CONNECTIONS: Final = 4
@@ -453,7 +339,6 @@ class Striped:
 
 
 ONE_BLOCKS: Final = 64
-_LOOKUPS: Final = (1, 64)
 
 Way = Callable[[int], object]
 """Get the block of that number."""
@@ -461,35 +346,26 @@ Way = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class OnePlan:
-    """How often each way is timed in each repeat, and how long lookups are asked for."""
+    """How often each way is timed in each repeat."""
 
     calls: int = 300
-    rate_s: float = 0.5
 
 
 class OneBlock:
-    """The ways to one block; `wires` by transport, `lane` where there is one. The server holds the keys' pass 0."""
+    """The ways to one block: by `wire`, which is TCP's, and by `lane`, where there are. The server holds pass 0."""
 
-    def __init__(self, blocks: Blocks, wires: Mapping[str, Wire], lane: LaneClient | None) -> None:
+    def __init__(self, blocks: Blocks, wire: Wire | None, lane: LaneClient | None) -> None:
         self.blocks, self.lane = blocks, lane
         self._ways: dict[str, Way] = {MEMCPY: self._memcpy}
-        self._calls: dict[tuple[str, int], Callable[[], object]] = {}
-        for name, transport in ((GET_TCP, "tcp"), (GET_UNIX, "unix")):
-            if transport in wires:
-                self._ways[name] = self._getting(wires[transport])
+        if wire is not None:
+            self._ways[GET_TCP] = self._getting(wire)
         if lane is not None:
-            self._ways |= {LEASE: self._lease, TOUCH: self._touch, COPY: self._copy}
-        for keys in _LOOKUPS:
-            if "unix" in wires:
-                self._calls["KV.MATCH", keys] = self._matching(wires["unix"], keys)
-            if lane is not None:
-                self._calls["KV.LEASE, KV.RELEASE", keys] = self._leasing(lane, keys)
+            self._ways[TOUCH] = self._touch
         self._samples: dict[str, list[OneSample]] = {name: [] for name in self._ways}
-        self._rates: dict[tuple[str, int], list[LookupRateSample]] = {name: [] for name in self._calls}
         self._out: list[Place] = []
         self.verified_bytes = 0
 
-    def run(self, plan: OnePlan, repeats: int, progress: Progress) -> tuple[list[Row], list[Row]]:
+    def run(self, plan: OnePlan, repeats: int, progress: Progress) -> list[Row]:
         """Measure everything, in turns."""
         for repeat in range(repeats):
             progress("one block of 2 MiB")
@@ -497,10 +373,7 @@ class OneBlock:
             for name in rotated(list(self._ways), repeat):
                 self._verify(name)
                 self._samples[name].append(_sample(self._ways[name], order, repeat))
-            for what in rotated(list(self._calls), repeat):
-                rate = _rate(self._calls[what], plan.rate_s)
-                self._rates[what].append(LookupRateSample(repeat=repeat, calls_per_s=rate))
-        return [self._row(name) for name in self._ways], [self._rate_row(*what) for what in self._calls]
+        return [self._row(name) for name in self._ways]
 
     def _verify(self, name: str) -> None:
         """Before the clock starts, compare what this way brings of every block, in full; it warms up as well."""
@@ -509,7 +382,7 @@ class OneBlock:
             told = self._ways[name](index)
             if name == TOUCH and told != int(words(self.blocks.value(index, 0)).max()):
                 raise VerificationError(f"what {name} read of block {index} is not what it holds")
-            if name in (TOUCH, LEASE):
+            if name == TOUCH:
                 self._verify_leased(index)
             else:
                 self.blocks.check(self.blocks.place(index), (index, 0), name)
@@ -542,31 +415,10 @@ class OneBlock:
     def _touch(self, index: int) -> int:
         return int(words(self._lease(index)).max())
 
-    def _copy(self, index: int) -> None:
-        copy(self.blocks.place(index), self._lease(index))
-
-    def _matching(self, wire: Wire, count: int) -> Callable[[], object]:
-        keys, reply = self.blocks.keys[:count], b":%d" % count
-
-        def ask() -> None:
-            wire.begin()
-            wire.call(request(b"KV.MATCH", *keys), reply)
-
-        return ask
-
-    def _leasing(self, lane: LaneClient, count: int) -> Callable[[], object]:
-        keys = self.blocks.keys[:count]
-        return lambda: lane.release(lane.lease(keys))
-
     def _row(self, name: str) -> Row:
         own, base = self._samples[name], self._samples[MEMCPY]
         ratio = paired_ratio(by_repeat(own, "p50_us"), by_repeat(base, "p50_us"))
         return Row(what=name, samples=own, ratio_memcpy=ratio) | summed(own, ("p50_us", "p99_us"))
-
-    def _rate_row(self, what: str, keys: int) -> Row:
-        own = self._rates[what, keys]
-        rate = middle([sample["calls_per_s"] for sample in own])
-        return Row(what=what, keys=keys, samples=own, calls_per_s=rate, keys_per_s=rate * keys)
 
 
 def one_blocks() -> Blocks:
@@ -581,12 +433,3 @@ def _sample(way: Way, order: list[int], repeat: int) -> OneSample:
         way(index)
         took_us.append((time.perf_counter() - start_s) * 1e6)
     return OneSample(repeat=repeat, calls=len(took_us), p50_us=percentile(took_us, 50), p99_us=percentile(took_us, 99))
-
-
-def _rate(call: Callable[[], object], run_s: float) -> float:
-    """Give how often `call` can be made in a second."""
-    calls, start_s = 0, time.perf_counter()
-    while (now_s := time.perf_counter()) < start_s + run_s:
-        call()
-        calls += 1
-    return calls / (now_s - start_s)

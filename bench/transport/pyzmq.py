@@ -1,23 +1,17 @@
-"""pyzmq's side of the comparison: the peer as a process or a thread, and a client that moves whole batches.
+"""pyzmq beside us: a block store behind zmq sockets, written as the field's benchmarks write it, and its client.
 
-Loaded only where pyzmq is installed; `missing()` says when it is not. The client does what the field's does: frames are
-received with copy=False and then copied into place, or, in an arm of its own, received into place by recv_into.
+Loaded only where pyzmq is installed; `missing()` says when it is not. Frames go out and come in with copy=False: zmq
+lends memory to its I/O thread. The client copies what it has received into place.
 
-The other end of the pyzmq arms: a block store behind zmq sockets, written as the field's benchmarks write it.
+Run as `python -m kvredis.bench.transport.pyzmq BLOCKS BLOCK_BYTES FOLDER` this is the store: it binds a ROUTER socket
+on TCP and one on a unix socket (zmq's ipc), prints one JSON line with their addresses, and serves until its standard
+input ends. The pool is one `numpy.empty`, untouched at the start, as theirs is. A request is [op, ids as little-endian
+32-bit words, payload frame per id where it has any]:
 
-Run as `python -m kvredis.bench.transport.zmq_peer BLOCKS BLOCK_BYTES FOLDER`: it binds a REP and a ROUTER socket on TCP
-and on a unix socket (zmq's ipc) each, prints one JSON line with their addresses, and serves until its standard input
-ends. The pool is one `numpy.empty`, untouched at the start, as theirs is.
-
-A request is [op, ids as little-endian 32-bit words, payload frame per id where it has any]. Frames go out and come in
-with copy=False: zmq lends the pool's memory to its I/O thread. Operations:
-
-    GET     one reply with a frame per id                                  (REP)
-    PUT     copied into the pool, then acknowledged                        (REP)
-    STREAM  a first message with the block size, then a message per id     (ROUTER)
-    SET     as PUT                                                         (ROUTER)
-    DEFER   acknowledged, then copied by one of four threads               (ROUTER)
-    DRAIN   answered when every deferred copy has been made                (ROUTER)
+    STREAM  a first message with the block size, then a message per id
+    SET     copied into the pool, then acknowledged
+    DEFER   acknowledged, then copied by one of four threads
+    DRAIN   answered when every deferred copy has been made
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ from kvredis import install_line
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.servers import READY_WAIT_S, STOP_WAIT_S, child_environment, end_child, process_cpu_s
 
-ZmqTransport = Literal["tcp", "ipc", "inproc"]
+ZmqTransport = Literal["tcp", "ipc"]
 SILENCE_MS = 60_000
 _ERROR_BYTES_SHOWN = 120
 
@@ -108,58 +102,22 @@ class ZmqProcess:
         return process_cpu_s(self._process.pid)
 
     def connect(self, transport: ZmqTransport) -> ZmqClient:
-        return ZmqClient(self._addresses[f"{transport} rep"], self._addresses[f"{transport} router"])
-
-
-class ZmqThread:
-    """The peer as a thread of this process, over inproc: no kernel in between, one CPU account for both ends."""
-
-    name = "pyzmq"
-
-    def __init__(self, count: int, nbytes: int) -> None:
-        import zmq
-
-        self._context, self._stop = zmq.Context(), threading.Event()
-        sockets: list[tuple[Any, bool]] = []
-        for name, kind in (("rep", zmq.REP), ("router", zmq.ROUTER)):
-            socket = self._context.socket(kind)
-            socket.set_hwm(0)
-            socket.bind(f"inproc://{name}")
-            sockets.append((socket, kind == zmq.ROUTER))
-        self._thread = threading.Thread(target=serve, args=(sockets, Pool(count, nbytes), self._stop))
-
-    def __enter__(self) -> ZmqThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._context.term()
-
-    def cpu_s(self) -> float:
-        """Nothing of its own: what it uses is in the client's account."""
-        return 0.0
-
-    def connect(self) -> ZmqClient:
-        return ZmqClient("inproc://rep", "inproc://router", self._context)
+        return ZmqClient(self._addresses[transport])
 
 
 class ZmqClient:
-    """One REQ and one DEALER socket. Every method raises BenchError when the peer says nothing or something wrong."""
+    """A DEALER socket. Every method raises BenchError when the peer says nothing or something wrong."""
 
-    def __init__(self, rep: str, router: str, context: Any = None) -> None:
+    def __init__(self, address: str) -> None:
         import zmq
 
         self._zmq = zmq
-        made = context or zmq.Context()
-        self._own = None if context else made
-        self._request, self._dealer = made.socket(zmq.REQ), made.socket(zmq.DEALER)
-        for socket, address in ((self._request, rep), (self._dealer, router)):
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.RCVTIMEO, SILENCE_MS)
-            socket.setsockopt(zmq.SNDTIMEO, SILENCE_MS)
-            socket.connect(address)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.set_hwm(0)
+        self._dealer.setsockopt(zmq.RCVTIMEO, SILENCE_MS)
+        self._dealer.setsockopt(zmq.SNDTIMEO, SILENCE_MS)
+        self._dealer.connect(address)
 
     def __enter__(self) -> ZmqClient:
         return self
@@ -168,33 +126,9 @@ class ZmqClient:
         self.close()
 
     def close(self) -> None:
-        """Close both sockets; what was not sent is dropped."""
-        self._request.close(linger=0)
+        """Close the socket; what was not sent is dropped."""
         self._dealer.close(linger=0)
-        if self._own is not None:
-            self._own.term()
-
-    def get(self, ids: Sequence[int], places: Sequence[memoryview]) -> None:
-        """One request, one reply with all blocks, each then copied into its place."""
-        try:
-            self._request.send_multipart([GET, pack_ids(ids)])
-            frames = self._request.recv_multipart(copy=False)
-        except self._zmq.ZMQError as error:
-            raise BenchError(f"pyzmq: {error}") from error
-        self._counted(frames, places)
-        for frame, place in zip(frames, places, strict=True):
-            place[:] = frame.buffer
-
-    def get_into(self, ids: Sequence[int], places: Sequence[memoryview]) -> None:
-        """One request, one reply; each frame is received into its place by zmq itself."""
-        try:
-            self._request.send_multipart([GET, pack_ids(ids)])
-            for place in places:
-                self._sized(self._request.recv_into(place), place)
-        except self._zmq.ZMQError as error:
-            raise BenchError(f"pyzmq: {error}") from error
-        if self._request.getsockopt(self._zmq.RCVMORE):
-            raise BenchError("pyzmq: more frames than blocks were asked for")
+        self._context.term()
 
     def stream(self, ids: Sequence[int], places: Sequence[memoryview]) -> None:
         """One message with the size, then one for each block, copied into its place while the next ones arrive."""
@@ -208,16 +142,8 @@ class ZmqClient:
         except self._zmq.ZMQError as error:
             raise BenchError(f"pyzmq: {error}") from error
 
-    def put(self, ids: Sequence[int], values: Sequence[memoryview]) -> None:
-        """One request with all blocks; answered when they have been copied."""
-        try:
-            self._request.send_multipart([PUT, pack_ids(ids), *values], copy=False)
-            self._expect(self._request.recv(), DONE)
-        except self._zmq.ZMQError as error:
-            raise BenchError(f"pyzmq: {error}") from error
-
     def set(self, ids: Sequence[int], values: Sequence[memoryview], *, deferred: bool) -> None:
-        """The same by the ROUTER; `deferred` is answered when all of it has arrived, before the copy."""
+        """One message with all blocks, answered when they have been copied; `deferred`: when all of it has arrived."""
         try:
             self._dealer.send_multipart([DEFER if deferred else SET, pack_ids(ids), *values], copy=False)
             self._expect(self._dealer.recv(), DONE)
@@ -232,10 +158,6 @@ class ZmqClient:
         except self._zmq.ZMQError as error:
             raise BenchError(f"pyzmq: {error}") from error
 
-    def _counted(self, frames: Sequence[Any], places: Sequence[memoryview]) -> None:
-        if [len(frame.buffer) for frame in frames] != [len(place) for place in places]:
-            raise BenchError(f"pyzmq: asked for {len(places)} blocks, got {len(frames)} frames of another shape")
-
     def _sized(self, nbytes: int, place: memoryview) -> None:
         if nbytes != len(place):
             raise BenchError(f"pyzmq: a block of {nbytes} bytes instead of {len(place)}")
@@ -247,7 +169,7 @@ class ZmqClient:
 
 COPY_THREADS = 4
 POLL_MS = 100  # how soon an end is noticed; requests wake the poll themselves
-GET, PUT, STREAM, SET, DEFER, DRAIN = b"GET", b"PUT", b"STREAM", b"SET", b"DEFER", b"DRAIN"
+STREAM, SET, DEFER, DRAIN = b"STREAM", b"SET", b"DEFER", b"DRAIN"
 DONE = b"OK"
 
 
@@ -295,19 +217,7 @@ class Pool:
         self._threads.shutdown()
 
 
-def answer_rep(socket: Any, pool: Pool) -> None:
-    """Receive one request of a REP socket and answer it."""
-    frames = socket.recv_multipart(copy=False)
-    op, ids = frames[0].bytes, unpack_ids(frames[1].buffer)
-    if op == GET:
-        socket.send_multipart([pool.view(block) for block in ids], copy=False)
-        return
-    if op == PUT:
-        pool.put(ids, frames[2:])
-    socket.send(DONE if op == PUT else b"ERR unknown operation")
-
-
-def answer_router(socket: Any, pool: Pool) -> None:
+def answer(socket: Any, pool: Pool) -> None:
     """Receive one request of a ROUTER socket and answer it; the first frame says who asks."""
     who, *frames = socket.recv_multipart(copy=False)
     op, ids = frames[0].bytes, unpack_ids(frames[1].buffer)
@@ -325,20 +235,19 @@ def answer_router(socket: Any, pool: Pool) -> None:
         pool.defer(ids, frames[2:])
 
 
-def serve(sockets: Sequence[tuple[Any, bool]], pool: Pool, stop: threading.Event) -> None:
-    """Answer (socket, whether it is a ROUTER) until `stop` is set; closes the sockets."""
+def serve(sockets: Sequence[Any], pool: Pool, stop: threading.Event) -> None:
+    """Answer ROUTER sockets until `stop` is set, and close them."""
     import zmq
 
     poller = zmq.Poller()
-    routers = dict(sockets)
-    for socket in routers:
+    for socket in sockets:
         poller.register(socket, zmq.POLLIN)
     try:
         while not stop.is_set():
             for socket, _ in poller.poll(POLL_MS):
-                (answer_router if routers[socket] else answer_rep)(socket, pool)
+                answer(socket, pool)
     finally:
-        for socket in routers:
+        for socket in sockets:
             socket.close(linger=0)
         pool.close()
 
@@ -348,13 +257,12 @@ def main(count: int, nbytes: int, folder: Path) -> None:
     import zmq
 
     context, stop, said, sockets = zmq.Context(), threading.Event(), {}, []
-    for name, kind in (("rep", zmq.REP), ("router", zmq.ROUTER)):
-        for transport, address in (("tcp", "tcp://127.0.0.1:*"), ("ipc", f"ipc://{folder}/{name}.sock")):
-            socket = context.socket(kind)
-            socket.set_hwm(0)  # the default holds back what is more than a thousand messages
-            socket.bind(address)
-            said[f"{transport} {name}"] = socket.get_string(zmq.LAST_ENDPOINT)
-            sockets.append((socket, kind == zmq.ROUTER))
+    for transport, address in (("tcp", "tcp://127.0.0.1:*"), ("ipc", f"ipc://{folder}/router.sock")):
+        socket = context.socket(zmq.ROUTER)
+        socket.set_hwm(0)  # the default holds back what is more than a thousand messages
+        socket.bind(address)
+        said[transport] = socket.get_string(zmq.LAST_ENDPOINT)
+        sockets.append(socket)
 
     def listen() -> None:
         sys.stdin.read()

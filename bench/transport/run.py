@@ -2,10 +2,8 @@
 
 For each shape one kvredis server, on TCP and on a unix socket (and with its same-host lane), and one pyzmq peer hold
 the same blocks. In every repeat all arms (arms.py) get the same turn of 8 batches, in rotating order, with T0
-at the beginning, in the middle and at the end. Then several connections at once (scaling), and at last, on a server of
-its own, one block of 2 MiB at a time (single.py).
-
-The report and the picture of `kvredis bench transport`: what the JSON file has, and nothing else.
+at the beginning, in the middle and at the end. Then, on a server of its own, one block of 2 MiB at a time. What several
+connections bring together is `kvredis bench server --connections`.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ from .arms import (
     LaneArms,
     OneBlock,
     OnePlan,
-    Scaling,
-    ScalingPlan,
     Store,
     Striped,
     T0Sample,
@@ -66,22 +62,13 @@ from .arms import (
     wire_arms,
     zmq_arms,
 )
-from .pyzmq import ZmqProcess, ZmqThread
+from .pyzmq import ZmqProcess
 from .pyzmq import missing as zmq_missing
 from .shm_client import LaneClient, LaneMissing, LentMemory
 
 SCHEMA: Final = "kvredis.bench.transport/1"
 AHEAD_LEAST: Final = 1.5
 LANE_AHEAD_LEAST: Final = 5.0
-EARLIER_FROM: Final = "wde 0.3.1 on its own machine (RTX 4090 host)"
-EARLIER: Final[Mapping[str, tuple[float, float]]] = {
-    "tcp pyzmq multipart": (3.6, 4.6),
-    "ipc pyzmq multipart": (2.9, 4.5),
-    "inproc pyzmq multipart": (1.0, 1.3),
-    "tcp stream_get": (2.0, 2.5),
-    "tcp SET pipelined": (2.9, 4.2),
-}
-"""Ratios to T0 from an earlier system's documentation, by our arm that does the same (its `set sync` for our SET)."""
 T0_MOST: Final[Mapping[tuple[str, str], float]] = {
     ("tcp", "stream_get"): 2.2,
     ("unix", "stream_get"): 2.0,
@@ -109,25 +96,12 @@ class TorchFacts(TypedDict):
     threads: int
 
 
-class Earlier(TypedDict):
-    source: str
-    ratios: dict[str, list[float]]
-
-
 class TransportResult(Result):
     torch: TorchFacts
     server: ServerFacts
-    earlier: Earlier
     t0: list[Row]
     arms: list[Row]
-    scaling: list[Row]
     one: list[Row]
-    lookups: list[Row]
-
-
-def earlier() -> Earlier:
-    """Give other people's figures, as the result has them."""
-    return Earlier(source=EARLIER_FROM, ratios={name: list(pair) for name, pair in EARLIER.items()})
 
 
 def arm_name(row: Row) -> str:
@@ -204,27 +178,11 @@ _ARMS: Final[tuple[Column, ...]] = (
     ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
     ("ahead of pyzmq", "ahead", ".2fx"),
 )
-_SCALING: Final[tuple[Column, ...]] = (
-    ("blocks", lambda row: f"{row['shape']}, {size_text(row['block_bytes'])}", ""),
-    ("where", "transport", ""),
-    ("op", "op", ""),
-    ("connections", "connections", "d"),
-    ("GB/s", "gb_per_s", ".2f"),
-    ("x T0", "ratio_t0", ".2fx"),
-    ("server ms/GB", "server_cpu_ms_per_gb", ".0f"),
-    ("client ms/GB", "client_cpu_ms_per_gb", ".0f"),
-)
 _ONE: Final[tuple[Column, ...]] = (
     ("what", "what", ""),
     ("p50 us", "p50_us", ".1f"),
     ("p99 us", "p99_us", ".1f"),
     ("x memcpy", "ratio_memcpy", ".2fx"),
-)
-_LOOKUPS: Final[tuple[Column, ...]] = (
-    ("call", "what", ""),
-    ("keys", "keys", "d"),
-    ("calls/s", "calls_per_s", ".0f"),
-    ("keys/s", "keys_per_s", ".0f"),
 )
 
 
@@ -239,14 +197,11 @@ def _tables(result: TransportResult) -> Iterator[str]:
         )
 
     yield from tables(_ARMS, result["arms"], title)
-    about = "several connections at once, a client thread each (GETP: 16 in flight)"
-    yield from tables(_SCALING, result["scaling"], lambda _: about)
     yield from tables(_ONE, result["one"], lambda _: "one block of 2 MiB at a time")
-    yield from tables(_LOOKUPS, result["lookups"], lambda _: "lookups and leases, one client on a unix socket")
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
-    """Draw ratios to T0 into the PNG `path`: a panel for each model, the earlier system's figures beside ours."""
+    """Draw ratios to T0 into the PNG `path`: a panel for each model."""
     result = cast(TransportResult, raw)
     machine = result["machine"]
     captions = Captions(
@@ -255,7 +210,6 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
         foot=f"{machine.get('cpu')}, {machine.get('cores')} cores, Linux {machine.get('kernel')}."
         " T0: torch's plain copy in one process."
         f" Arena on {result['server']['facts'].get('memory_page_kind', 'unknown pages')}.",
-        theirs=result["earlier"]["source"],
     )
     shapes = list(dict.fromkeys(row["shape"] for row in result["arms"]))
     bars([_panel(result, shape) for shape in shapes], captions, path)
@@ -264,12 +218,11 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
 def _panel(result: TransportResult, shape: str) -> BarPanel:
     rows = [row for row in result["arms"] if row["shape"] == shape]
     names = [arm_name(row) for row in rows]
-    earlier = {name: (pair[0], pair[1]) for name, pair in result["earlier"]["ratios"].items() if name in names}
     title = f"{shape}, {rows[0]['blocks']} blocks of {size_text(rows[0]['block_bytes'])}"
-    return BarPanel(title, names, {"measured here": [bar(row, "ratio_t0") for row in rows]}, earlier)
+    return BarPanel(title, names, {"measured here": [bar(row, "ratio_t0") for row in rows]})
 
 
-PARTS: Final = ("arms", "scaling", "one")
+PARTS: Final = ("arms", "one")
 TRANSPORTS: Final = ("tcp", "unix", "lane", "pyzmq")
 _ARENA_PARTS: Final = (9, 4)  # of the blocks' bytes: a SET takes a new place before the old one is free
 _ARENA_LEAST: Final = 256 * 1024**2
@@ -284,14 +237,12 @@ class TransportPlan:
     repeats: int = 5
     parts: Sequence[str] = PARTS
     transports: Sequence[str] = TRANSPORTS
-    scaling: ScalingPlan = field(default_factory=ScalingPlan)
     one: OnePlan = field(default_factory=OnePlan)
 
     def steps(self) -> int:
         """Give at least how often `run` calls its progress."""
         arms = len(self.shapes) * self.repeats if "arms" in self.parts else 0
-        scaling = len(self.shapes) * self.repeats if "scaling" in self.parts else 0
-        return arms + scaling + (self.repeats if "one" in self.parts else 0)
+        return arms + (self.repeats if "one" in self.parts else 0)
 
     def options(self) -> dict[str, object]:
         """Give the plan as the result's `options`."""
@@ -301,17 +252,11 @@ class TransportPlan:
             "repeats": self.repeats,
             "parts": list(self.parts),
             "transports": list(self.transports),
-            "connections": list(self.scaling.connections),
             "one_calls": self.one.calls,
         }
 
 
-QUICK: Final = TransportPlan(
-    shapes=[shape_of("3b")],
-    repeats=2,
-    scaling=ScalingPlan(connections=(1, 4)),
-    one=OnePlan(calls=100, rate_s=0.1),
-)
+QUICK: Final = TransportPlan(shapes=[shape_of("3b")], repeats=2, one=OnePlan(calls=100))
 
 
 def run(plan: TransportPlan, progress: Progress) -> TransportResult:
@@ -323,19 +268,16 @@ def run(plan: TransportPlan, progress: Progress) -> TransportResult:
         **new_result(SCHEMA, plan.options()),
         torch=_torch_facts(),
         server=ServerFacts(version="", command=[], facts={}),
-        earlier=earlier(),
         t0=[],
         arms=[],
-        scaling=[],
         one=[],
-        lookups=[],
     )
     lacking = zmq_missing()
     if lacking and "pyzmq" in plan.transports:
         result["notes"].append(f"pyzmq's arms are left out: {lacking}")
         plan = replace(plan, transports=[name for name in plan.transports if name != "pyzmq"])
     for shape in plan.shapes:
-        if {"arms", "scaling"} & set(plan.parts):
+        if "arms" in plan.parts:
             _Bench(plan, shape, result, progress).run()
     if "one" in plan.parts:
         _measure_one(plan, result, progress)
@@ -361,29 +303,17 @@ class _Bench:
             self._result["server"] = _facts(server)
             arms = self._arms(stack, server)
             self._fill(arms)
-            if "arms" in self._plan.parts:
-                samples: dict[int, list[ArmSample]] = {index: [] for index in range(len(arms))}
-                for index, arm in enumerate(arms):  # a turn of each that does not count: windows, mappings, caches
-                    self._turn(arm, -1 - index)
-                torch.measure(self._blocks.turn(0))
-                for repeat in range(self._plan.repeats):
-                    self._progress(f"{self._shape.name}: all transports")
-                    self._repeat(arms, samples, torch, repeat)
-                self._result["arms"] += [self._row(arm, samples[index]) for index, arm in enumerate(arms)]
-            if "scaling" in self._plan.parts:
-                scaling = Scaling(self._plan.scaling, self._shape, self._blocks, server)
-                turns = [self._blocks.turn(repeat) for repeat in range(self._plan.repeats)]
-                store = next((arm.store for arm in arms if arm.store.name == "kvredis"), None)
-                for repeat, turn in enumerate(turns):
-                    self._progress(f"{self._shape.name}: several connections")
-                    base_s = torch.measure(turn)
-                    scaling.repeat(repeat, turn, base_s, store.shift if store else 0)
-                self._result["scaling"] += scaling.rows()
-                self._result["verified_bytes"] += scaling.verified_bytes
-            if self._base:
-                self._result["t0"].append(_base_row(self._shape, self._base, self._blocks.bytes_per_turn))
+            samples: dict[int, list[ArmSample]] = {index: [] for index in range(len(arms))}
+            for index, arm in enumerate(arms):  # a turn of each that does not count: windows, mappings, caches
+                self._turn(arm, -1 - index)
+            torch.measure(self._blocks.turn(0))
+            for repeat in range(self._plan.repeats):
+                self._progress(f"{self._shape.name}: all transports")
+                self._repeat(arms, samples, torch, repeat)
+            self._result["arms"] += [self._row(arm, samples[index]) for index, arm in enumerate(arms)]
+            self._result["t0"].append(_base_row(self._shape, self._base, self._blocks.bytes_per_turn))
 
-    def _arms(self, stack: ExitStack, server: TwoDoors) -> list[Arm]:
+    def _arms(self, stack: ExitStack, server: TwoListeners) -> list[Arm]:
         """Connect everything that takes part."""
         plan, blocks, arms = self._plan, self._blocks, list[Arm]()
         wires = {name: stack.enter_context(server.connect_to(name)) for name in ("tcp", "unix")}
@@ -409,11 +339,8 @@ class _Bench:
             peer = stack.enter_context(ZmqProcess(blocks.count, blocks.size_bytes))
             far = [stack.enter_context(peer.connect(name)) for name in ("tcp", "ipc")]
             shared = Store("pyzmq", peer.cpu_s, fetch_by_zmq(far[0], blocks))
-            thread = stack.enter_context(ZmqThread(blocks.count, blocks.size_bytes))
-            near = stack.enter_context(thread.connect())
-            own = Store("pyzmq inproc", thread.cpu_s, fetch_by_zmq(near, blocks))
-            for name, client, its in (("tcp", far[0], shared), ("ipc", far[1], shared), ("inproc", near, own)):
-                arms += zmq_arms(name, client, blocks, its)
+            for name, client in zip(("tcp", "ipc"), far, strict=True):
+                arms += zmq_arms(name, client, blocks, shared)
         return arms
 
     def _put(self, store: Store, wire: Wire) -> None:
@@ -509,16 +436,16 @@ def _measure_one(plan: TransportPlan, result: TransportResult, progress: Progres
                 lane = stack.enter_context(LaneClient(server.address.path))
             except LaneMissing as error:
                 result["notes"].append(f"one block: no lane: {error}")
-        part = OneBlock(blocks, {name: wires[name] for name in wires if name in plan.transports}, lane)
-        result["one"], result["lookups"] = part.run(plan.one, plan.repeats, progress)
+        part = OneBlock(blocks, wires["tcp"] if "tcp" in plan.transports else None, lane)
+        result["one"] = part.run(plan.one, plan.repeats, progress)
         result["verified_bytes"] += part.verified_bytes
 
 
-class TwoDoors(ServerProcess):
+class TwoListeners(ServerProcess):
     """One kvredis that listens on a unix socket and on TCP, so that both transports reach the same blocks."""
 
     def address_of(self, transport: str) -> Address:
-        """Give the door of `transport`, tcp or unix."""
+        """Give the address of `transport`, tcp or unix."""
         if transport == "unix":
             return self.address
         words = self.command
@@ -531,13 +458,13 @@ class TwoDoors(ServerProcess):
 
 
 @contextmanager
-def _server(arena_bytes: int) -> Iterator[TwoDoors]:
+def _server(arena_bytes: int) -> Iterator[TwoListeners]:
     """Run a server with an arena of about `arena_bytes`, prefaulted."""
     size = f"{max(arena_bytes, _ARENA_LEAST) // 1024**2}MB"
     recipe = kvredis_recipe("kvredis", "--bind", "127.0.0.1", "--max-local-cpu-size", size)
     plain = recipe.arguments
     recipe = replace(recipe, arguments=lambda at, folder: [*plain(at, folder), "--port", str(free_port())])
-    with TwoDoors(recipe, "unix") as server:
+    with TwoListeners(recipe, "unix") as server:
         yield server
 
 

@@ -18,7 +18,7 @@ from kvredis.bench.core.shapes import ModelShape
 from .worker import Opening, Served, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
-TRUSTED, LAYERS = "trusted", "layers"
+TRUSTED, LAYERS, AUTO = "trusted", "layers", "auto"
 
 
 ANSWER_S: Final = 240.0
@@ -108,6 +108,8 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
     if is_gpu:
         extra |= {"prefault": min(os.cpu_count() or 1, PREFAULT_THREADS), "page_lock": True}
     extra |= {"verify_blocks": TRUSTED not in words, "use_layerwise": LAYERS in words}
+    if AUTO in words:
+        extra["min_retrieve_tokens"] = "auto"
     return {
         "kv_connector": "KVRedisConnector", "kv_connector_module_path": "kvredis.adapters.vllm", "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,

@@ -17,6 +17,7 @@ Arms
     tcp         the same over TCP
     +trusted    without checksums (verify_blocks: false)
     +layers     stored layer by layer (use_layerwise: true)
+    +auto       with min_retrieve_tokens: auto
 Figures: medians over the samples, _min and _max the spread
     factor      cold of `none` / warm: in the same repeat where both were open together, else of the medians
     ratio       warm / warm of offloading, in the same way
@@ -57,6 +58,7 @@ from kvredis.bench.core.shapes import SHAPES, ModelShape
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated
 
 from .engine import (
+    AUTO,
     DTYPES,
     LANE,
     LAYERS,
@@ -81,6 +83,7 @@ SCHEMA: Final = "kvredis.bench.vllm/1"
 ARMS: Final = (
     NONE, OFFLOADING, LANE, f"{LANE}+{TRUSTED}", MEMORY, f"{MEMORY}+{TRUSTED}", f"{LANE}+{LAYERS}",
     f"{LANE}+{LAYERS}+{TRUSTED}", f"{MEMORY}+{LAYERS}", f"{MEMORY}+{LAYERS}+{TRUSTED}", TCP, f"{TCP}+{TRUSTED}",
+    f"{LANE}+{AUTO}",
 )  # fmt: skip
 REFERENCES: Final = (NONE, OFFLOADING)
 """What others are compared with: open beside each of them where there is room."""
@@ -201,7 +204,8 @@ def table_lines(result: VLLMResult) -> Iterator[str]:
 
 
 def picture(raw: Mapping[str, Any], path: Path) -> None:
-    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG."""
+    """Draw the warm first token, and how many times as soon it comes, against the prompt's length, into a PNG. Arms
+    that store by layers load as the others do, and are left out."""
     result, panels = cast(VLLMResult, raw), []
     for title, figure in (("first token, ms", "warm_ms"), ("first token, times as soon as computed", "factor")):
         series: dict[str, list[tuple[float, float]]] = {}
@@ -209,10 +213,12 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
             value = cast(float | None, cast(Mapping[str, object], row)[figure])
             if row["arm"] == NONE and figure == "warm_ms":
                 series.setdefault("computed", []).append((row["tokens"], row["cold_ms"]))
-                series.setdefault("own cache", []).append((row["tokens"], row["own_ms"]))
-            elif value is not None:
-                series.setdefault(row["arm"], []).append((row["tokens"], value))
-        panels.append(LinePanel(title, {name: sorted(at) for name, at in series.items()}, across="tokens", sizes=False))
+                series.setdefault("vLLM's own prefix cache", []).append((row["tokens"], row["own_ms"]))
+            elif value is not None and LAYERS not in row["arm"].split("+"):
+                ours = row["arm"] if row["arm"] == OFFLOADING else f"kvredis, {row['arm']}"
+                series.setdefault(ours, []).append((row["tokens"], value))
+        drawn = {name: sorted(at) for name, at in series.items()}
+        panels.append(LinePanel(title, drawn, across="tokens of the prompt", sizes=False))
     machine, options = result["machine"], result["options"]
     foot = (
         f"{options['device']}; {machine.get('cpu')}, {machine.get('cores')} cores. vLLM {options['vllm']},"

@@ -28,18 +28,15 @@ from kvredis.storage.options import parse_size
 
 from .disk import disk
 from .engine_tables import hit_sweep, long_prefill, prefill
-from .layerwise import layerwise
 from .links import links
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
 from .plot import plot
-from .profile import profile
 from .slow_remote import slow_remote
 from .store_overhead import store_overhead
 from .swap import swap
 from .transport import transport
 from .vllm import vllm
-from .workload import prompts
 
 
 def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -58,14 +55,11 @@ def bench() -> None:
 
 bench.add_command(disk)
 bench.add_command(hit_sweep)
-bench.add_command(layerwise)
 bench.add_command(links)
 bench.add_command(long_prefill)
 bench.add_command(memory)
 bench.add_command(plot)
-bench.add_command(profile)
 bench.add_command(prefill)
-bench.add_command(prompts)
 bench.add_command(slow_remote)
 bench.add_command(store_overhead)
 bench.add_command(swap)

@@ -38,9 +38,8 @@ def disk(
 ) -> None:
     """Measure the disk tier: GB/s against fio on the same directory, GETs from disk, PINGs while it spills.
 
-    The device, a plain pread and pwrite loop and the tier take turns within each repeat, with O_DIRECT and without,
-    cold and warm. Every byte that comes back is compared. Prints medians and paired ratios; the JSON file holds every
-    sample.
+    The device, a plain pread and pwrite loop and the tier take turns within each repeat, with O_DIRECT where there is
+    such. Every byte that comes back is compared. Prints medians and paired ratios; the JSON file holds every sample.
     """
     plan = _plan(QUICK if quick else DiskPlan(), shape)
     with measuring(plan.steps(), "laying out files") as step, own_directory(directory, Path.cwd()) as place:

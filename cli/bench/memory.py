@@ -1,4 +1,4 @@
-"""`kvredis bench memory`: copying inside one process, by every means and on every kind of page."""
+"""`kvredis bench memory`: copying inside one process, by every means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .options import Telling, counts_of, json_option, measuring, picture_option,
 Example: kvredis bench memory --quick
 Example: kvredis bench memory --shape 7b,8b --threads 1,8 --json memory.json --plot memory.png"""
 )
-@click.option("--quick", is_flag=True, help="Half a minute: fewer blocks and tasks, two repeats.")
+@click.option("--quick", is_flag=True, help="Half a minute: fewer blocks, two repeats.")
 @click.option(
     "--shape",
     "shapes",
@@ -29,20 +29,13 @@ Example: kvredis bench memory --shape 7b,8b --threads 1,8 --json memory.json --p
 )
 @click.option("--threads", callback=counts_of, metavar="LIST", help="Threads; default 1 and all cores.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
-@click.option(
-    "--hugepages",
-    "hugepages_max",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Take at most N pages of 2 MiB from the pool, 0 for none. The pool itself is never changed.",
-)
 @json_option
 @picture_option
 def memory(quick: bool, json_path: str | None, picture: Path | None, **given: Any) -> None:
-    """Copy blocks inside one process: torch, numpy, memmove and the store's own copy, on 4 KiB, THP and hugetlb pages.
+    """Copy blocks inside one process: by torch, by memmove, and as the store does.
 
-    T0 is torch's plain copy block by block; every other figure is a ratio to T0 in the same round. Every byte of every
-    task is compared. Prints medians with their least and most; the JSON file holds every sample.
+    T0 is torch's plain copy block by block; every other figure is a ratio to T0 in the same repeat. Every byte is
+    compared. Prints medians with their least and most; the JSON file holds every sample.
     """
     plan = QUICK if quick else MemoryPlan()
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})

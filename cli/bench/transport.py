@@ -11,7 +11,7 @@ import click
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.bench.transport.run import PARTS, QUICK, TRANSPORTS, TransportPlan, run, table_lines
 
-from .options import Telling, counts_of, json_option, measuring, picture_option, shapes_of, words_of
+from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of
 
 
 @click.command(
@@ -19,7 +19,7 @@ from .options import Telling, counts_of, json_option, measuring, picture_option,
 Example: kvredis bench transport --quick
 Example: kvredis bench transport --shape 8b --transport lane,unix --json transport.json --plot transport.png"""
 )
-@click.option("--quick", is_flag=True, help="Under a minute: one shape, two repeats, 1 and 4 connections.")
+@click.option("--quick", is_flag=True, help="Under a minute: one shape, two repeats.")
 @click.option(
     "--shape",
     "shapes",
@@ -28,11 +28,10 @@ Example: kvredis bench transport --shape 8b --transport lane,unix --json transpo
     help=f"Models whose blocks are moved: {','.join(SHAPES)}, or a config.json; default 3b,7b,8b.",
 )
 @click.option("--blocks", type=click.IntRange(8, 4096), help="Blocks of each; default 512.")
-@click.option("--parts", callback=words_of(PARTS), metavar="LIST", help="Any of arms,scaling,one; default all.")
+@click.option("--parts", callback=words_of(PARTS), metavar="LIST", help="Any of arms,one; default all.")
 @click.option(
     "--transport", "transports", callback=words_of(TRANSPORTS), metavar="LIST", help="Any of tcp,unix,lane,pyzmq."
 )
-@click.option("--connections", callback=counts_of, metavar="LIST", help="Of the scaling part; default 1,2,4,8.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @json_option
 @picture_option
@@ -44,10 +43,7 @@ def transport(quick: bool, json_path: str | None, picture: Path | None, judge: b
     Starts a server and a pyzmq peer itself; every byte of every batch is compared. The JSON file holds every sample.
     """
     plan = QUICK if quick else TransportPlan()
-    connections = given.pop("connections")
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
-    if connections:
-        plan = replace(plan, scaling=replace(plan.scaling, connections=connections))
     with measuring(plan.steps(), "filling memory") as step:
         result = run(plan, step)
     Telling("transport", json_path, picture, judge).tell(result, table_lines(result))

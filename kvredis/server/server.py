@@ -9,43 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Final
 
 from kvredis.storage.store import Store
 
-from .acl.state import Acl
-from .client.admission import Claims
-from .client.blocked import Away, Pause, Pending, Silence, has_hung_up
+from .client.blocked import ROOM, Reason, has_hung_up, waits_for
 from .client.client import Client
-from .client.memory import ClientMemory
-from .client.output import KINDS, NO_LIMIT
 from .client.session import Session
-from .cluster.node import Cluster
 from .commands import load_families
-from .commands.keyspace_events import publish_event
-from .commands.latency import LatencyMonitor
-from .commands.pubsub import PubSub
-from .commands.registry import Command
-from .commands.slowlog import SlowLog
-from .commands.tracking import TrackingTable
-from .commands.transactions import mark_changed, mark_flushed, unwatch_all
 from .config.reload import Reread
 from .config.settings import begin
+from .context import Context
 from .http.auth import HttpGate
 from .http.routes import routes as watching_routes
 from .http.server import HttpDoor
-from .metrics.stats import ServerStats, Traffic
-from .multipart import Parts
-from .net.io_threads import Senders
-from .net.listeners import Listeners
-from .net.zerocopy import Splicing
-from .options import MIB
 from .options import ServerOptions as ServerOptions
-from .protocol.request import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX, Argument, ProtocolError, QueryBufferLimit
-from .shm.attach import Lane
 
 log = logging.getLogger(__name__)
 
@@ -54,129 +33,33 @@ TICK_S = 0.1
 
 TURNS_IN_A_SECOND: Final = 10
 
+ANSWERED: Final = ROOM | {Reason.DISK_READ}
+"""What a client waits for that may send no more: what it has sent is to be answered all the same."""
+
+SUMMED_IN_A_TICK: Final = 500
+"""So many clients are asked in each tick what went over their connections, for the rates of INFO; of more the ticks are
+fewer."""
+
 DRAIN_S: Final = 10.0
 """How long a shutdown waits for transfers that are under way: Redis' shutdown-timeout."""
 
-SLOW_NS_PLAIN: Final = 1_000_000
-"""Plain commands never take this long by themselves, so only a lower threshold makes it necessary to time each."""
 
-HTTP_TOLD_S: Final = 60.0
-"""How often the log may tell of HTTP on the door that speaks RESP: Redis' bound."""
-
-UNASKED: Final = {"expired": "x", "evicted": "e"}
-"""Changes that no command has asked for, and their class in notify-keyspace-events."""
-
-NOTHING: Final = Traffic()
-
-MAX_CLIENTS_REACHED = b"-ERR max number of clients reached\r\n"
-
-PROTECTED = (
-    b"-DENIED Redis is running in protected mode because protected mode is enabled and no password is set for the "
-    b"default user. In this mode connections are only accepted from the loopback interface. Set a password with "
-    b"--requirepass to accept connections from other hosts.\r\n"
-)
-
-
-class Server:
+class Server(Context):
     """A Store behind the Redis protocol. `start` binds, `stop` hangs up; in between it lives on the running loop."""
-
-    _expiry: asyncio.Handle | None = None
-    _shrinking: asyncio.Handle | None = None
-    _giving_back: asyncio.Handle | None = None
 
     def __init__(self, store: Store, options: ServerOptions) -> None:
         load_families()
-        self.store: Store = store
-        self.options = options
-        self.stats: ServerStats = ServerStats()
-        self.sessions: dict[int, Session] = {}
-        self.settings: dict[str, str] = {}
-        self.acl: Acl = Acl(options.requirepass.encode(), options.aclfile or "")
-        self.acl.load_at_start()
-        self.cluster = None if options.cluster_topology is None else Cluster(options)
+        super().__init__(store, options, lambda: Session(self))
         self.reread = None if self.cluster is None else Reread(self, self.cluster)
         """For SIGHUP; None, as `cluster`, for a server that stands alone."""
-        self.pubsub = PubSub()
-        self.tracking = TrackingTable(self)
-        self.slowlog = SlowLog()
-        self.latency = LatencyMonitor()
-        self.claims: Claims = Claims(self)
-        self.parts: Parts = Parts(self)
-        self.splicing = Splicing(self)
-        self.senders = Senders(options.io_threads, self.stats)
-        self.away = Away(self)
-        self.pause = Pause(self)
-        self.client_memory = ClientMemory(self)
-        self.monitors: dict[int, Client] = {}
-        self.watchers: dict[tuple[int, bytes], set[Client]] = {}
-        """Who watches which key of which database."""
-        self.blocked: dict[int, Pending] = {}
-        """Clients in a command that CLIENT UNBLOCK can end."""
-        self.event_letters = ""
-        self.maxclients: int = options.maxclients
-        self.protected_mode = options.protected_mode
-        self.bulk_bytes_max = options.proto_max_bulk_len
-        self.query_bytes_max = options.client_query_buffer_limit
-        self.output_limits: dict[str, tuple[int, int, int]] = {
-            "normal": NO_LIMIT,
-            "replica": (256 * MIB, 64 * MIB, 60),
-            "pubsub": (32 * MIB, 8 * MIB, 60),
-        }
-        """By class of client: hard limit, soft limit (bytes, 0 = none), seconds above the soft one."""
-        self.idle_timeout_s = options.timeout
-        self._silence = Silence()
-        self.body_timeout_s = options.body_timeout
-        self.drain_s = DRAIN_S
-        self.run_id = secrets.token_hex(20)
-        self.started_s = time.monotonic()
-        self.now_s = time.monotonic
-        self.unixsocket = options.unixsocket
-        self.transport_lends = False
-        self.slow_ns = 0
-        """A command that takes so long is worth a note in the slow log or for LATENCY."""
-        self.expires_actively = True
-        """False: keys go only when a command looks at them (DEBUG SET-ACTIVE-EXPIRE)."""
-        self.observed = False
-        """A client wants to know of every change: keyspace events or client-side caches."""
-        self.watches_every_command = False
-        """No command may take the plain way."""
-        self.shutdown_wanted = asyncio.Event()
-        self.save_on_exit = True
-        """What memory holds shall be on disk when the process has ended (SHUTDOWN NOSAVE)."""
-        self._session_ids = 0
-        self.listeners: Listeners = Listeners(
-            options, self._accept, lambda: self.maxclients - len(self.sessions), self.run_id
-        )
-        self.lane: Lane = Lane(self)
-        self.http: HttpDoor | None = None
-        """The door for monitoring systems and browsers, if there is one."""
         if options.metrics_port != 0:
             self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
+        self.drain_s = DRAIN_S
+        self._silence = Silence()
         self._tick: asyncio.TimerHandle | None = None
         self._turns = 0
-        self._http_told_s = -HTTP_TOLD_S
         self._stopped = asyncio.Event()
-        self.reconsider()
         begin(self)
-
-    def reconsider(self) -> None:
-        """Find out anew whether commands may take the plain way, and tell every session. To be called when a reason has
-        come or gone: monitors, keyspace events, tracking clients, a pause, a threshold, a limit, a user's rights."""
-        slow_ns = [self.slowlog.threshold_ns]
-        if self.latency.threshold_ms:
-            slow_ns.append(self.latency.threshold_ms * 1_000_000)
-        self.slow_ns = min(slow_ns)
-        self.observed = bool(self.event_letters or self.tracking.clients)
-        self.watches_every_command = bool(
-            self.observed or self.monitors or self.pause.until_s or self.slow_ns < SLOW_NS_PLAIN
-        )
-        self.keep_journal()
-        for session in self.sessions.values():
-            session.reconsider()
-
-    def request_shutdown(self) -> None:
-        """Drain and end, as SIGTERM does: the program that runs this server waits for `shutdown_wanted`."""
-        self.shutdown_wanted.set()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -207,8 +90,7 @@ class Server:
         deadline_s = self.now_s() + self.drain_s
         while self.sessions and self.now_s() < deadline_s:
             for session in list(self.sessions.values()):
-                busy = session.is_receiving or session.waiting in self.lane.copying
-                if not (busy or self.away.keeps_waiting(session)):
+                if not (session.is_receiving or waits_for(session.waiting, (Reason.COPY, Reason.DISK_READ))):
                     session.finish()
             await asyncio.sleep(0.01)
         for session in list(self.sessions.values()):
@@ -223,36 +105,13 @@ class Server:
                 later.cancel()
         self._stopped.set()
 
-    @property
-    def addresses(self) -> list[str]:
-        """Where clients find us: host:port, tls:host:port, unix:path."""
-        return self.listeners.addresses
-
-    @property
-    def uptime_s(self) -> float:
-        """For how long it has been there."""
-        return time.monotonic() - self.started_s
-
-    @property
-    def room_behind_bytes(self) -> int:
-        """How much is put by of what a blocked client has sent behind its command; for each of those there are."""
-        return min(READ_ON_BYTES_MAX, READ_ON_BYTES_ALL // max(1, len(self.blocked)))
-
-    @property
-    def tcp_port(self) -> int:
-        """The plain port, once it is open."""
-        return self.listeners.tcp_port
-
-    def _accept(self) -> Session:
-        return Session(self)
-
     def _on_tick(self) -> None:
         # First, so that a mistake in what follows is not the end of expiry and of time limits.
         self._tick = asyncio.get_running_loop().call_later(TICK_S, self._on_tick)
         store = self.store
         self._turns += 1
         store.turn += 1
-        self._collect_expired()
+        self.collect_expired()
         self.give_back()
         store.revoke_overdue()
         self.client_memory.tick()
@@ -260,7 +119,7 @@ class Server:
         self.splicing.collect()
         if store.tiering is not None:
             store.tiering.tick()
-            self.away.tick()
+            self.disk_reads.tick()
             self.claims.disk_room.tick()
         self.drain_journal(None)
         self.claims.give_up_stalled()
@@ -268,7 +127,9 @@ class Server:
         self.claims.admit()
         turn = self._turns % TURNS_IN_A_SECOND
         for session in [each for number, each in self.sessions.items() if number % TURNS_IN_A_SECOND == turn]:
-            if session.waiting is not None and has_hung_up(session.fd, wholly=self.claims.keeps_waiting(session)):
+            if session in self.claims.queue:
+                continue  # which looks after its own
+            if session.waiting is not None and has_hung_up(session.fd, wholly=waits_for(session.waiting, ANSWERED)):
                 session.close()
             else:
                 session.rest()
@@ -276,36 +137,10 @@ class Server:
             self.client_memory.give_back()
             if self.idle_timeout_s:
                 self._hang_up_idle()
-        received, sent = self.net_bytes()
-        self.stats.sample(self.now_s(), received, sent, store.used_bytes, self.reads)
-
-    def _collect_expired(self) -> None:
-        """Remove what has come to its end: some now, and while there is more, some in each of the loop's next turns."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-        if self.expires_actively and not self.pause.until_s:
-            began_s = self.now_s()
-            if self.store.collect_expired():
-                self._expiry = asyncio.get_running_loop().call_soon(self._collect_expired)
-            self.latency.note("expire-cycle", 1000 * (self.now_s() - began_s))
-            self.drain_journal(None)
-
-    def give_back(self) -> None:
-        """Give back what flushed keys hold: some now, while there is more some in each of the loop's next turns."""
-        if self._giving_back is not None:
-            self._giving_back.cancel()
-            self._giving_back = None
-        if self.store.give_back() and self._tick is not None:
-            self._giving_back = asyncio.get_running_loop().call_soon(self.give_back)
-
-    def shrink(self) -> None:
-        """Let the coldest leave while more is held than maxmemory: some now, some in each of the loop's next turns."""
-        if self._shrinking is not None:
-            self._shrinking.cancel()
-            self._shrinking = None
-        if self.store.shrink() and self._tick is not None:
-            self._shrinking = asyncio.get_running_loop().call_soon(self.shrink)
+        self.stats.note_used(store.used_bytes)
+        self.stats.ticks += 1
+        if self._turns % (1 + len(self.sessions) // SUMMED_IN_A_TICK) == 0:
+            self.stats.sample(self.now_s(), *self.exchanged())
 
     def _hang_up_idle(self) -> None:
         """Close clients that have been silent for `timeout` seconds and wait for nothing."""
@@ -314,116 +149,35 @@ class Server:
                 log.info("client %s closed: idle", session.addr)
                 session.close()
 
-    # ---- changes -------------------------------------------------------------------------------------------------
 
-    def keep_journal(self) -> None:
-        """Have the store list what changes while a client wants to know."""
-        self.store.keep_journal(bool(self.observed or self.watchers))
-
-    def drain_journal(self, by: Client | None) -> None:
-        """Tell of everything that has changed since the last time; `by` is the client whose command did it."""
-        if not self.store.journal:
-            if self.store.journal is not None:
-                self.keep_journal()
-            return
-        for what, key, space in self.store.take_journal():
-            mark_changed(self, key, space)
-            if self.tracking.clients:
-                self.tracking.touched(key, None if what in UNASKED else by)
-            if self.event_letters and what in UNASKED:
-                publish_event(self, UNASKED[what], what, key, space)
-
-    def flushed(self, space: int | None) -> None:
-        """A database (None = all of them) is about to be emptied or exchanged."""
-        self.drain_journal(None)
-        mark_flushed(self, space)
-        if self.tracking.clients:
-            self.tracking.flushed()
-
-    def note_slow(self, session: Client, command: Command, args: list[Argument], took_ns: int) -> None:
-        """A command took longer than the slow log or LATENCY allows."""
-        if "skip_slowlog" not in command.flags:
-            self.slowlog.note(session, args, took_ns)
-        self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
-
-    def note_broken(self, session: Client, broken: ProtocolError) -> None:
-        """A client has broken the protocol. That a browser was talked into speaking to us is told, but once a minute:
-        a page that does that does it often."""
-        if isinstance(broken, QueryBufferLimit):
-            self.stats.query_limit_disconnections += 1
-            return
-        now_s = self.now_s()
-        if not str(broken) and now_s - self._http_told_s >= HTTP_TOLD_S:
-            self._http_told_s = now_s
-            log.warning("client %s closed: it speaks HTTP (POST or Host:), which an attacker may abuse", session.addr)
-
-    def reset_stats(self) -> None:
-        """Count anew: CONFIG RESETSTAT. Sessions go on from what they have counted, which is taken off the sums."""
-        self.stats.reset()
-        self.store.stats.reset()
-        if self.store.tiering is not None:
-            self.store.tiering.stats.reset()
-        self.acl.log.reset_counts()
-        self.stats.gone = {kind: each.negated() for kind, each in self.traffic().items()}
-
-    # ---- clients -------------------------------------------------------------------------------------------------
-
-    def next_session_id(self) -> int:
-        """Client ids grow and are never used again."""
-        self._session_ids += 1
-        return self._session_ids
-
-    def admit(self, session: Session) -> bytes | None:
-        """Take a client in, or return the error with which it is sent away."""
-        self.stats.connections_received += 1
-        if len(self.sessions) >= self.maxclients:
-            self.stats.connections_rejected += 1
-            return MAX_CLIENTS_REACHED
-        if self.protected_mode and self.acl.default.needs_no_password and not _is_local(session.addr):
-            self.stats.connections_rejected += 1
-            return PROTECTED
-        self.sessions[session.id] = session
-        session.reconsider()  # from here on it is told; what has changed since it was made, it must ask
-        return None
-
-    def dismiss(self, session: Session) -> None:
-        """A client's connection is gone."""
-        self.pubsub.forget(session)
-        self.tracking.forget(session)
-        self.claims.forget(session)
-        self.away.forget(session)
-        self.client_memory.forget(session)
-        self.blocked.pop(session.id, None)
-        self.stop_monitoring(session)
-        unwatch_all(session)
-        if self.sessions.pop(session.id, None) is not None:
-            self.stats.gone.setdefault(session.kind, Traffic()).add(session)
-
-    def stop_monitoring(self, session: Client) -> None:
-        """A monitor goes, or RESETs."""
-        if self.monitors.pop(session.id, None) is not None:
-            self.reconsider()
-
-    def net_bytes(self) -> tuple[int, int]:
-        """Bytes received and sent over all connections so far."""
-        sessions, gone = self.sessions.values(), self.stats.gone.values()
-        received = sum([each.input_bytes for each in gone]) + sum([each.input_bytes for each in sessions])
-        return received, sum([each.output_bytes for each in gone]) + sum([each.output_bytes for each in sessions])
-
-    @property
-    def reads(self) -> int:
-        """Times that bytes were received over all connections so far."""
-        gone = sum([each.reads for each in self.stats.gone.values()])
-        return gone + sum([each.reads for each in self.sessions.values()])
-
-    def traffic(self) -> dict[str, Traffic]:
-        """What went over each kind of connection (tcp, tls, unix), those that are gone included."""
-        found = {kind: replace(self.stats.gone.get(kind, NOTHING)) for kind in KINDS}
-        for session in self.sessions.values():
-            found[session.kind].add(session)
-        return found
+# ---- timeout ---------------------------------------------------------------------------------------------------------
+#
+# Who has been silent for `timeout` seconds: no command has ended and, as in Redis, no byte has come or gone.
+#
+# WHY bytes count: over a slow line a value may take longer than that to come, and a reply to be taken. They are looked
+# at every second or so, and only while there is a timeout, so that no read has to note when it was.
 
 
-def _is_local(addr: str) -> bool:
-    """Whether a client speaks from this machine: loopback or a unix socket."""
-    return addr.startswith(("127.", "[::1]", "[::ffff:127.")) or addr.endswith(":0")  # no TCP client has port 0
+Seen = tuple[float, int, int, int]
+"""Of one client: when its last command ended, bytes that have come, bytes handed out, and those not taken yet."""
+
+
+class Silence:
+    """What was last seen of each client."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Seen, float]] = {}  # and when bytes were last seen to have moved
+
+    def longer_than(self, limit_s: float, sessions: Iterable[Client], now_s: float) -> list[Client]:
+        """Those of all `sessions` that have been silent for so long; to be asked every second or so."""
+        before, self._seen = self._seen, {}
+        silent: list[Client] = []
+        for session in sessions:
+            now = session.last_command_s, session.input_bytes, session.output_bytes, session.unsent_bytes
+            then, moved_s = before.get(session.id, (now, session.last_command_s))
+            if now != then and now[0] == then[0]:  # or it was a command, which says itself when that was
+                moved_s = now_s
+            self._seen[session.id] = now, moved_s
+            if max(moved_s, session.last_command_s) < now_s - limit_s:
+                silent.append(session)
+        return silent

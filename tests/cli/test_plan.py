@@ -81,7 +81,6 @@ def test_a_measured_result_gives_tiers_and_says_which_row(tmp_path: Path) -> Non
     slow, fast = rate("read", device=1.0), rate("read", device=1.0)
     fast["gb_per_s"], fast["threads"] = 3.0, 8
     others = [
-        rate("read warm", device=1.0),
         rate("read", device=1.0, arm="loop"),
         rate("read", device=1.0, mode="buffered"),
     ]
@@ -125,7 +124,7 @@ def test_a_transport_result_gives_the_lane_and_the_sockets_and_a_memory_result_t
         ("memory", 18.0, 18.0),
     ]
     assert tiers[1]["source"] == "t.json: lane, copied of 2 MiB, lane"
-    assert tiers[2]["source"] == "m.json: kvredis copy of 2 MiB, hugetlb pages, 1 thread"
+    assert tiers[2]["source"] == "m.json: kvredis copy of 2 MiB, 1 thread"
 
 
 def test_the_results_in_this_repository_are_read() -> None:

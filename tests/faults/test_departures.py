@@ -42,7 +42,7 @@ def test_a_client_that_vanishes_leaves_nothing_behind(loop: str, state: str, way
             assert store.used_bytes == used
             assert not server.claims.queue
             assert not server.monitors
-            assert not server.blocked
+            assert not server.blocked.timeouts
             assert await keeper.ask("PUBLISH", "a", "nobody hears") == b":0\r\n"
             if at.pause:
                 assert await keeper.ask("CLIENT", "UNPAUSE") == b"+OK\r\n"

@@ -31,10 +31,10 @@ def test_a_client_that_dies_in_wait_is_let_go_however_much_it_has_sent_behind_it
             with socket.create_connection(("127.0.0.1", live.server.tcp_port)) as link:
                 link.setblocking(False)
                 link.sendall(request("WAIT", "1", "0"))
-                await until(lambda: live.server.blocked)
+                await until(lambda: live.server.blocked.timeouts)
                 assert fill(link) > 100_000
             await until(lambda: not live.sessions())
-            assert not live.server.blocked
+            assert not live.server.blocked.timeouts
 
     run_on(loop, story())
 
@@ -51,7 +51,7 @@ def test_what_is_behind_a_wait_is_read_on_within_a_bound_and_answered_when_that_
             client, keeper = await live.connect("tcp"), await live.connect()
             number = (await client.ask("CLIENT", "ID"))[1:-2]
             await client.send("WAIT", "1", "0")
-            await until(lambda: live.server.blocked)
+            await until(lambda: live.server.blocked.timeouts)
             session = live.server.sessions[int(number)]
             await client.send_raw(request("SET", "k", bytes(100_000)) + request("ECHO", "last"))
             await until(lambda: session.pending_bytes == 64 * 1024)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.client.blocked import Reason
 from tests.faults.clients import standing_at
 from tests.server.commands.test_multipart import GONE, reserve
 from tests.server.feed import request
@@ -85,7 +86,7 @@ def test_while_the_server_holds_everybody_up_no_reservation_is_given_up(tmp_path
             at_time(live, 1001.0)
             assert await operator.ask("CLIENT", "PAUSE", "3600000") == b"+OK\r\n"
             await client.send("KV.COMMIT", whole)
-            await until(lambda: live.server.pause.waiting)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE))
             at_time(live, 1500.0)
             live.server.pause.end()
             assert await client.read_line() == b"+OK\r\n"

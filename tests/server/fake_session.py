@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvredis.server.acl.rules import User
-from kvredis.server.client.blocked import Pending
-from kvredis.server.client.memory import Held
+from kvredis.server.client.blocked import Blocked
+from kvredis.server.client.client import Held, Tracking, Transaction
 from kvredis.server.client.session import Session
+from kvredis.server.commands.client import describe
 from kvredis.server.commands.registry import Command, lookup
-from kvredis.server.commands.tracking import Tracking
-from kvredis.server.commands.transactions import Transaction
 from kvredis.server.protocol.replies import NULL, NULL_BULK, joined
 from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.entry import Lease
@@ -52,7 +51,7 @@ class FakeSession:
         self.watched_alive: set[tuple[int, bytes]] = set()
         self.watch_broken = self.observed = False
         self.reply_mode = "on"
-        self.waiting: Pending | None = None
+        self.waiting: Blocked | None = None
         self.subscriptions = 0
         self.channels: set[bytes] = set()
         self.patterns: set[bytes] = set()
@@ -66,6 +65,9 @@ class FakeSession:
     def held(self) -> Held:
         multi = 0 if self.transaction is None else self.transaction.held_bytes
         return Held(qbuf=self.pending_bytes, omem=self.unsent_bytes, multi=multi)
+
+    def describe(self) -> bytes:
+        return describe(cast(Session, self))
 
     def speak(self, resp: int) -> None:
         self.resp = resp
@@ -81,7 +83,7 @@ class FakeSession:
     def hold(self, lease: Lease) -> None:
         lease.release()
 
-    def turns_for_others(self) -> Iterator[Pending]:
+    def turns_for_others(self) -> Iterator[Blocked]:
         """There are none."""
         return iter(())
 
@@ -104,10 +106,10 @@ class FakeSession:
         found = lookup(args)
         reply = found.handler(cast(Session, self), args) if isinstance(found, Command) else found
         if not isinstance(reply, bytes | list):
-            parts = [reply] if isinstance(reply, Pending) else list(reply)
+            parts = [reply] if isinstance(reply, Blocked) else list(reply)
             reply = []
             for part in parts:
-                assert not isinstance(part, Pending), "the reply comes later"
+                assert not isinstance(part, Blocked), "the reply comes later"
                 reply += [part] if isinstance(part, bytes) else part
         return joined(reply)
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import uvloop
 
@@ -155,7 +155,7 @@ class LiveServer:
 
     def sessions(self) -> Sequence[Session]:
         """The server's side of the clients, in the order in which they came."""
-        return list(self.server.sessions.values())
+        return [cast(Session, each) for each in self.server.sessions.values()]
 
     async def __aenter__(self) -> "LiveServer":
         logging.getLogger().addHandler(self._log)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.client import Client as Peer
 from kvredis.server.commands.registry import SPELLINGS
 from kvredis.server.commands.strings import getrange
+from kvredis.server.context import Caller as Peer
 from kvredis.server.protocol.replies import Reply
 from tests.server.live import MIB, Client, LiveServer, pattern, run_on
 from tests.server.tiered_server import TieredServer, block

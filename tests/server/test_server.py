@@ -11,7 +11,8 @@ from typing import cast
 import pytest
 
 from kvredis.server.client.session import Session
-from kvredis.server.server import MAX_CLIENTS_REACHED, PROTECTED, Server, ServerOptions
+from kvredis.server.context import MAX_CLIENTS_REACHED, PROTECTED
+from kvredis.server.server import Server, ServerOptions
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.feed import request
 from tests.server.lane_client import attached

@@ -148,7 +148,7 @@ class TieredServer(LiveServer):
     def tick(self) -> None:
         """What the server does ten times a second, for who waits."""
         self.tiering.tick()
-        self.server.away.tick()
+        self.server.disk_reads.tick()
         self.server.claims.disk_room.tick()
         self.server.claims.admit()
 

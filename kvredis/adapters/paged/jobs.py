@@ -195,23 +195,15 @@ class Errand:
         self.cancelled = self.started = self.over = False
 
 
-@dataclass(slots=True)
-class StepLoads:
-    """The loads of one step that come layer by layer, refused ones as well. `is_known`: what has become of them."""
-
-    errands: list[Errand] = field(default_factory=list)
-    is_known: bool = True
-
-
 class Counters:
     """Sums by name, of several threads."""
 
     NAMES = (
-        *("loads", "loaded_chunks", "loaded_bytes", "failed_chunks", "refused_loads", "leased_ahead_chunks"),
+        *("loads", "loaded_chunks", "loaded_bytes", "failed_chunks", "refused_loads"),
         *("corrupt_chunks", "expired_chunks", "missing_chunks", "cancelled_jobs"),
         *("stores", "stored_chunks", "stored_bytes", "present_chunks", "refused_stores", "dropped_stores", "errors"),
     )
-    SECONDS = ("load_seconds", "store_seconds", "layer_wait_seconds")
+    SECONDS = ("load_seconds", "store_seconds")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +19,6 @@ from kvredis.adapters.engine.background import Later
 from kvredis.adapters.transfer.base import Layers, Moving, Part
 
 from .jobs import ChunkMove, Errand, Means
-from .layerwise_load import AHEAD, has_moved
 from .store import Filled, ReservedChunk, by_group, reserve
 
 logger = logging.getLogger(__name__)
@@ -28,13 +27,14 @@ ROW_BYTES = 32 * 1024 * 1024
 """Layers behind the first leave together until they are so much, as far as they are computed ..."""
 ROW_MAX = 8
 """... and at most so many."""
+AHEAD = 2
+"""Rows of layers under way behind the one that is waited for."""
 
 
 class LayerStores(Later):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand], is_sound: Callable[[], bool]) -> None:
-        """`is_sound` waits until it is known whether what is computed has been computed from what it should be."""
+    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
         super().__init__(0)
         self.errands = list(errands)
         self.computed_s: dict[int, float] = {}
@@ -42,7 +42,6 @@ class LayerStores(Later):
         self.stored_s: dict[int, float] = {}
         """When each layer's bytes had left the engine's pages."""
         self._means = means
-        self._is_sound = is_sound
         self._places = means.places
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
@@ -100,7 +99,7 @@ class LayerStores(Later):
                 self._send(places, after, self._moving[-1][1])
                 self._wanted = self._together()
             is_whole = list(self.stored_s) == self._places
-            if is_whole and self._is_sound() and all(errand.is_sound() for errand in self.errands):
+            if is_whole and all(errand.is_sound() for errand in self.errands):
                 self._commit()
             elif self._rooms:
                 self._means.counters.add(dropped_stores=len(self._rooms))
@@ -144,7 +143,7 @@ class LayerStores(Later):
             with self._changed:
                 if not self._moving:
                     self._changed.wait_for(self._is_row)
-                is_ready = bool(self._moving) and has_moved(self._moving[0][1])
+                is_ready = bool(self._moving) and all(moving.done for moving in self._moving[0][1])
                 if (
                     self._computed
                     and self._is_row()

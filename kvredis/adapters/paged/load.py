@@ -20,7 +20,7 @@ from kvredis.adapters.transfer.base import Moving, Part
 from kvredis.backends.base import Lease
 from kvredis.storage.errors import LayoutError
 
-from .jobs import ChunkMove, Counters, Errand, Means
+from .jobs import ChunkMove, Errand, Means
 from .verify import Verdict
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,15 @@ class Intake:
     """Takes leases in and tells good chunks from others, which it counts. `forget` deletes blocks that were damaged:
     they would be found, and missed, again and again."""
 
-    def __init__(self, means: Means, counters: Counters | None = None) -> None:
-        self.counters = means.counters if counters is None else counters
+    def __init__(self, means: Means) -> None:
+        self._counters = means.counters
         self._means = means
         self._damaged: list[bytes] = []
 
     def open(self, move: ChunkMove, lease: Lease | None) -> LeasedChunk | None:
         """The chunk that was leased, or None: it is missing, or not what the layout says. Its lease has ended then."""
         if lease is None:
-            self.counters.add(missing_chunks=1)
+            self._counters.add(missing_chunks=1)
             return None
         group = self._means.groups[move.group]
         try:
@@ -86,7 +86,7 @@ class Intake:
             self._refuse(chunk.move, chunk.lease, "its bytes do not have its checksum")
             return False
         if not chunk.lease.held:
-            self.counters.add(expired_chunks=1)
+            self._counters.add(expired_chunks=1)
             return False
         return True
 
@@ -98,9 +98,9 @@ class Intake:
 
     def _refuse(self, move: ChunkMove, lease: Lease, why: str) -> None:
         if not lease.held:  # the memory is another value's by now
-            self.counters.add(expired_chunks=1)
+            self._counters.add(expired_chunks=1)
             return
-        self.counters.add(corrupt_chunks=1)
+        self._counters.add(corrupt_chunks=1)
         self._damaged.append(move.key)
         logger.warning(
             "A stored block was refused and counts as a miss: %s: %s", move.key.decode("ascii", "replace"), why

@@ -12,20 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
 from kvredis.adapters.engine.background import Behind, Later
-from kvredis.adapters.engine.tensors import DeviceEvent, event_on
+from kvredis.adapters.engine.tensors import event_on
 from kvredis.backends.base import Backend
 
-from .jobs import ChunkMove, Counters, Errand, Finished, LoadJob, Means, MovingOptions, StepLoads, StoreJob
+from .jobs import ChunkMove, Counters, Errand, Finished, LoadJob, Means, MovingOptions, StoreJob
 from .jobs import PagedGroup as PagedGroup
-from .layerwise_load import LayerLoads
 from .layerwise_store import LayerStores
 from .load import ChunkLoading
-from .preload import LeasesAhead, NextLeases
 from .rate_limit import Bandwidth
 from .store import ChunkStoring
 from .verify import Checking
@@ -55,20 +52,20 @@ class _Turn(Later):
             super().cancel()
 
 
-Turn = _Turn | LayerLoads | LayerStores
+Turn = _Turn | LayerStores
 
 
 class ChunkMover:
-    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are asked for by
-    one thread, the rest by any. Nothing here raises."""
+    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are told of by
+    one thread, the rest is asked for by any. Nothing here raises."""
 
     def __init__(self, backend: Backend, groups: Sequence[PagedGroup], options: MovingOptions | None = None) -> None:
         self.options = MovingOptions() if options is None else options
         self.counters = Counters()
         bandwidth, checking = Bandwidth(self.options.bytes_per_s), Checking(is_on=self.options.verify)
         self._means = Means(backend, tuple(groups), self.options, bandwidth, checking, self.counters)
-        self._loader: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis loads", self.options.max_load_chunks + 1)
-        self._storer: Behind[Turn | LeasesAhead] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
+        self._loader: Behind[Turn] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._storer: Behind[Turn] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._errands: dict[str, list[Errand]] = {}
         self._chunks = {True: 0, False: 0}
@@ -76,10 +73,7 @@ class ChunkMover:
         self._finished = Finished()
         self._failing = {True: False, False: False}
         """Whether the latest load, and store, has failed: one line a spell."""
-        self._layer_loads: LayerLoads | None = None
-        self._step_loads = StepLoads()
         self._layer_stores: LayerStores | None = None
-        self._next_leases = NextLeases()
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 
@@ -126,46 +120,9 @@ class ChunkMover:
 
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
-    def lease_ahead(self, jobs: Sequence[LoadJob]) -> None:
-        """Lease in the background what the next `begin_layers` asks for; with other jobs than these it leases anew.
-        Takes no page, and may be called by another thread than the rest."""
-        ahead = LeasesAhead(self._means, jobs) if jobs and self.options.role != "kv_producer" else None
-        self._next_leases.replace(ahead)
-        if ahead is not None:
-            self._loader.add(ahead)
-
-    def begin_layers(self, jobs: Sequence[LoadJob], after: torch.cuda.Event | None = None) -> None:
-        """Begin a step whose loads come layer by layer, behind the loads that were asked for before, and `after` as in
-        `load`. All their chunks are leased at once, for as long as that takes: what does not fit into memory does not
-        come."""
-        self._know(self._step_loads)
-        self._step_loads = StepLoads([Errand(job.request, job.moves) for job in jobs], is_known=False)
-        admitted = [each for each in zip(jobs, self._step_loads.errands, strict=True) if self._admit(each[1])]
-        errands = [errand for _, errand in admitted]
-        self._layer_loads = None
-        ahead = self._next_leases.take([job for job, _ in admitted])
-        if errands:
-            is_gpu = self._stream is not None
-            loads = self._layer_loads = LayerLoads(self._means, errands, after, by_stream=is_gpu, ahead=ahead)
-            self._submit(self._loader, loads)
-
-    def wait_layer(self, place: int) -> None:
-        """Block until that layer of the model, and those before it, are in the pages of all chunks of `begin_layers`,
-        or it is known that they do not come. On a GPU until they are on their way: what the current stream is given
-        from now on comes behind them."""
-        if self._layer_loads is not None:
-            began_s = time.monotonic()
-            stream = self._stream
-            if stream is None:
-                self._layer_loads.wait_layer(place)
-            else:
-                self._layer_loads.hold_back(place, stream, DeviceEvent(event_on(stream), stream.device))
-            self.counters.add(layer_wait_seconds=time.monotonic() - began_s)
-
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
         """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
-        the same for all layers of a step, which are said in their order; the first begins it. Where a load of the step
-        has failed nothing of it is stored: requests that share pages have been computed from them alike."""
+        the same for all layers of a step, which are said in their order; the first begins it."""
         stores = self._layer_stores
         if stores is not None and place != self._means.places[0] and place in stores.computed_s:
             return  # a draft's layer runs once for each draft
@@ -174,33 +131,16 @@ class ChunkMover:
                 stores.finish()
             errands = [Errand(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
             errands = [errand for errand in errands if self._admit(errand)]
-            self._layer_stores = LayerStores(self._means, errands, partial(self._have_come, self._step_loads))
+            self._layer_stores = LayerStores(self._means, errands)
             self._layer_stores.computed(place, self._launched())
             if errands:
                 self._submit(self._storer, self._layer_stores)
 
-    def end_loads(self) -> None:
-        """The forward pass of the step is over: waits for the loads of `begin_layers`, so that the next `finished` says
-        which of them have failed."""
-        step = self._step_loads
-        if step.is_known:
-            return
-        self._wait_for(step.errands)
-        self._know(step)
-
     def end_layers(self) -> None:
-        """The step is over: `end_loads`, if it was not called. Stores go on in the background; those that lack a
-        layer are given up."""
-        self.end_loads()
+        """The step is over. Stores go on in the background; those that lack a layer are given up."""
         if self._layer_stores is not None:
             self._layer_stores.finish()
-        self._layer_loads = self._layer_stores = None
-        self._step_loads = StepLoads()
-
-    @property
-    def layer_loads(self) -> LayerLoads | None:
-        """Those of this step, for who wants to know when each layer came."""
-        return self._layer_loads
+        self._layer_stores = None
 
     @property
     def layer_stores(self) -> LayerStores | None:
@@ -222,12 +162,9 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
-        self._next_leases.replace(None)
-        for behind in (self._loader, self._storer):  # stores may wait for loads
+        for behind in (self._loader, self._storer):
             self._cancel_all()
-            self._know(self._step_loads)
             behind.close()
-        self._next_leases.replace(None)  # another thread may have asked meanwhile
         self._means.checking.close()
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
@@ -242,7 +179,7 @@ class ChunkMover:
     def _begin_following(self, left_bytes: int) -> None:
         """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
 
-        def accept(turn: Turn | LeasesAhead) -> bool:
+        def accept(turn: Turn) -> bool:
             if not isinstance(turn, _Turn):
                 return False
             with self._changed:
@@ -260,17 +197,6 @@ class ChunkMover:
         """Until they are over; what is done behind them goes on."""
         with self._changed:
             self._changed.wait_for(lambda: all(errand.over for errand in errands))
-
-    def _have_come(self, step: StepLoads) -> bool:
-        """Whether a step's loads have come whole; waits until that is known."""
-        with self._changed:
-            self._changed.wait_for(lambda: step.is_known)
-        return all(errand.come == len(errand.moves) for errand in step.errands)
-
-    def _know(self, step: StepLoads) -> None:
-        with self._changed:
-            step.is_known = True
-            self._changed.notify_all()
 
     def _admit(self, errand: Errand) -> bool:
         """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -292,7 +218,7 @@ class ChunkMover:
                 self._refuse(errand)
             return not errand.over
 
-    def _submit(self, behind: Behind[Turn | LeasesAhead], turn: Turn) -> None:
+    def _submit(self, behind: Behind[Turn], turn: Turn) -> None:
         if not behind.add(turn):
             with self._changed:
                 for errand in turn.errands:
@@ -308,12 +234,8 @@ class ChunkMover:
                 logger.info("Dropped %d chunks of request %s: too many wait", len(errand.moves), errand.request)
             self._end(errand)
 
-    def _run(self, turn: Turn | LeasesAhead) -> int:
+    def _run(self, turn: Turn) -> int:
         """One turn of a background thread; raises nothing."""
-        if isinstance(turn, LeasesAhead):
-            if (error := self._error_of(turn.run)) is not None:  # the load asks anew, and tells
-                logger.debug("Leasing ahead failed: %s", error, exc_info=error)
-            return 0
         errands, is_load = turn.errands, turn.errands[0].is_load
         with self._changed:
             for errand in errands:

@@ -2,9 +2,8 @@
 for goes before what it does not.
 
 Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
-gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Only what
-comes first of a load by layers, for which an engine waits, goes when all that was booked before has passed: its own
-time is booked behind the load's others. Stores wait, but not for ever: the engine's pages are theirs until they end.
+gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Stores wait for
+loads, but not for ever: the engine's pages are theirs until they end.
 """
 
 import threading
@@ -67,13 +66,6 @@ class Bandwidth:
                 self._loads -= is_load
                 self._changed.notify_all()
 
-    def waits(self, nbytes: int) -> bool:
-        """Whether a load would wait now to take so much."""
-        if self._bytes_per_s is None:
-            return False
-        with self._changed:
-            return self._booked_s(nbytes) > self._clock()
-
     def take(self, nbytes: int, *, is_load: bool) -> None:
         """Block until so many bytes may be moved. Stores stand back for as long as a load, or a row of them, waits, if
         their patience lasts."""
@@ -86,26 +78,11 @@ class Bandwidth:
                 while not is_load and self._loads and (left_s := patient_s - self._clock()) > 0:
                     self._wait(self._changed, left_s)
                 self._free_s = until_s = self._booked_s(nbytes)
-                self._wait_until(until_s)
+                while (left_s := until_s - self._clock()) > 0:
+                    self._wait(self._changed, left_s)
             finally:
                 self._loads -= is_load
                 self._changed.notify_all()
-
-    def go_first(self) -> None:
-        """Block until a load may move what it will `owe`. Within a row."""
-        with self._changed:
-            self._wait_until(self._free_s)
-
-    def owe(self, nbytes: int) -> None:
-        """Book what has been moved already."""
-        if self._bytes_per_s is not None and nbytes:
-            with self._changed:
-                self._free_s = self._booked_s(nbytes)
-
-    def _wait_until(self, moment_s: float) -> None:
-        """Holds the lock, and lets go of it."""
-        while self._bytes_per_s is not None and (left_s := moment_s - self._clock()) > 0:
-            self._wait(self._changed, left_s)
 
     def _booked_s(self, nbytes: int) -> float:
         """When what is booked now has passed; there is a bound."""

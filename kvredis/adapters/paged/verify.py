@@ -43,24 +43,20 @@ class Checking:
 class Verdict:
     """On one block. Once begun, the bytes are looked at until `wait` or `drop`."""
 
-    __slots__ = ("_block", "_pool", "_row", "_sum")
+    __slots__ = ("_block", "_pool", "_sum")
 
     def __init__(self, pool: ThreadPoolExecutor | None, block: Block) -> None:
         self._pool = pool
         self._block = block
         self._sum: Future[str] | Sum | None = None
-        self._row: int | None = None  # not decided yet
 
     def row_in(self, transfer: Transfer, tensor: memoryview) -> int:
         """Where `transfer` adds up the checksum of `tensor`, which it is given next, if it does; begun then. NO_ROW
-        where it does not, or where `tensor` is not all of the block's. The first answer is the last: of a tensor that
-        is on its way a sum would lack what has passed."""
-        if self._row is None:
-            self._row = NO_ROW
-            if self._sum is None and self._pool is not None and tensor.nbytes == self._block.tensor.nbytes:
-                passing = self._sum = transfer.sum_of(tensor.nbytes)
-                self._row = NO_ROW if passing is None else passing.row
-        return self._row
+        where it does not, or where `tensor` is not all of the block's."""
+        if self._pool is None or self._sum is not None or tensor.nbytes != self._block.tensor.nbytes:
+            return NO_ROW
+        passing = self._sum = transfer.sum_of(tensor.nbytes)
+        return NO_ROW if passing is None else passing.row
 
     def begin(self) -> None:
         """Hash the bytes in a thread of the pool."""

@@ -7,7 +7,7 @@ into a ring of staging buffers, which leave by few large copies on streams of th
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -65,10 +65,6 @@ class Event(Protocol):
         """Wait for it."""
         ...
 
-    def wait(self, stream: Any) -> None:
-        """Let what the stream is given from now on come behind it."""
-        ...
-
 
 class Moving(Protocol):
     """Parts on their way. Their memory, both ends, is not to be touched before they have moved."""
@@ -88,37 +84,12 @@ class Moving(Protocol):
         failed: what has not moved then is undefined at its target."""
         ...
 
-    def precede(self, stream: torch.cuda.Stream) -> None:
-        """Let what that stream is given from now on come behind all of it that has been asked for; waits for nothing,
-        and a failure is `wait`'s to tell."""
-        ...
-
 
 class Layers(Protocol):
-    """Chunks that move layer by layer, planned once: what changes from layer to layer is where they begin."""
-
-    @property
-    def rows(self) -> list[range]:
-        """The layers that `stage` has room for at a time, from the first on, as they are staged: each range at once."""
-        ...
-
-    def stage(self, layer: int, count: int = 1) -> Moving:
-        """Bring so many layers, or the head of one that is too large, as near to their pages as they get without
-        touching any: `load` of the same finds them there, if nothing but what was staged before them is loaded in
-        between. The chunks' memory stays borrowed until that has moved."""
-        ...
+    """Chunks that leave layer by layer, planned once: what changes from layer to layer is where they begin."""
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Transfer.store, of so many layers of each chunk that follow each other."""
-        ...
-
-    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.load, likewise; but what checksums need of its end is left to `sum_up`, which is called before
-        they are asked for or cancelled, and before anything else is loaded."""
-        ...
-
-    def sum_up(self) -> None:
-        """Ask for what `load` has left: who needs the layer goes on sooner. Raises RuntimeError from the device."""
         ...
 
 
@@ -137,13 +108,13 @@ class Transfer(Protocol):
         ...
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`, or where `Moving.precede`
-        has put its reading. `is_last`: a request waits for this, checksums included, and for nothing behind it."""
+        """Copy `memory` into pages. On a GPU the engine reads them only behind `Moving.wait`. `is_last`: a request
+        waits for this, checksums included, and for nothing behind it."""
         ...
 
     def layers(self, parts: Sequence[Part]) -> Layers:
-        """Plan whole chunks that move layer by layer; their memory stays borrowed until the last Moving is done. Raises
-        LayoutError, at once or with a layer, as `load` does."""
+        """Plan whole chunks that leave layer by layer; their memory stays borrowed until the last Moving is done.
+        Raises LayoutError, at once or with a layer, as `store` does."""
         ...
 
     def sum_of(self, nbytes: int) -> Sum | None:

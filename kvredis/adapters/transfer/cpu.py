@@ -58,29 +58,14 @@ class Moved:
     def wait(self, parts: int | None = None) -> None:
         """At once."""
 
-    def precede(self, stream: torch.cuda.Stream) -> None:
-        """It is over."""
-
 
 class LayersByPart:
     """Layers (base.py) of a transfer that has nothing to plan."""
 
     def __init__(self, transfer: HostTransfer, parts: Sequence[Part]) -> None:
-        self.rows: list[range] = []
         self._transfer = transfer
         self._parts = parts
-
-    def stage(self, layer: int, count: int = 1) -> Moving:
-        """There is nothing between a chunk's memory and its pages."""
-        return Moved(len(self._parts))
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.store."""
         return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
-
-    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load."""
-        return self._transfer.load(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)
-
-    def sum_up(self) -> None:
-        """Nothing is left."""

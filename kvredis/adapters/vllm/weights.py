@@ -240,19 +240,22 @@ class _Window:
 
 
 class Probe:
-    """A look at a sample of the weights, on its way; `differs` waits for it, in whatever thread."""
+    """A look at a sample of the weights, on its way; `result` waits for it, in whatever thread. `here` is page-locked
+    memory for it, which goes to `free` when the look is not wanted any more: taking such memory anew may take a
+    millisecond of a step."""
 
-    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+    def __init__(self, values: Sequence[torch.Tensor], here: torch.Tensor, free: deque[torch.Tensor]) -> None:
         self._event: DeviceEvent | None = None
-        self._values: list[torch.Tensor] = []
-        for value in values:
+        self._here, self._free = here, free
+        for at, value in enumerate(values):
+            here[at : at + 1].copy_(value.view(1), non_blocking=True)
             if value.device.type == "cuda":
-                here = torch.empty_like(value, device="cpu", pin_memory=True)
-                here.copy_(value, non_blocking=True)
                 self._event = DeviceEvent(event_on(torch.cuda.current_stream(value.device)), value.device)
-                self._values.append(here)
-            else:
-                self._values.append(value)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the device failed
+            if self.done():
+                self._free.append(self._here)
 
     def done(self) -> bool:
         """Whether `result` waits for nothing."""
@@ -262,7 +265,7 @@ class Probe:
         """What was seen. Raises RuntimeError when the device failed."""
         if self._event is not None:
             self._event.synchronize()
-        return tuple(int(value) for value in self._values)
+        return tuple(self._here.tolist())
 
 
 class Prober:
@@ -274,6 +277,7 @@ class Prober:
             weights = list(weights_of(models))
             self._known = list(map(_known, weights))
             self._windows = list(_opened([each.tensor for each in weights]))
+        self._free: deque[torch.Tensor] = deque()
 
     def probe(self, models: Sequence[torch.nn.Module]) -> Probe | None:
         """A look behind what the current stream was given; None where a model or a tensor is another, or was written
@@ -281,7 +285,13 @@ class Prober:
         if [model() for model in self._models] != list(models) or not _are_same(self._known):
             return None
         with torch.no_grad():
-            return Probe([window.read() for window in self._windows])
+            values = [window.read() for window in self._windows]
+            try:
+                here = self._free.popleft()
+            except IndexError:
+                on_gpu = any(value.device.type == "cuda" for value in values)
+                here = torch.empty(len(values), dtype=torch.int64, pin_memory=on_gpu)
+            return Probe(values, here, self._free)
 
 
 def _opened(tensors: Sequence[torch.Tensor]) -> Iterator[_Window]:

@@ -119,9 +119,9 @@ class PagedWorker:
         """Each layer's number in the order of the forward pass."""
         self.weights = weights
         self._rank = rank
-        self._check: Check | None = None  # of the step that is described
+        self._check: Check | None = None  # of the step that was compared last
+        self._compared_in: Step | None = None
         self._checks: dict[str, Check] = {}  # of loads
-        self._refused: list[str] = []  # loads of other weights, which have not begun
         self._undecided: dict[str, list[tuple[int, int]]] = {}  # loads that are over, and what has failed of them
         self._device = caches[names[0]].device
         self._ratios: list[int] = []
@@ -141,13 +141,16 @@ class PagedWorker:
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
         self._results = Results()
+        self._has_told = False
+        """Whether the scheduler is about to hear of a load that is over: it has something to compute then."""
         self._warm_up(backend)
 
     # -- in the order of a step --------------------------------------------------------------------------------------
 
     def before(self, step: Step) -> None:
         """Before anything of the step is written: end what is not wanted, and what reads a page that is written now."""
-        self._check = self._compared(step)
+        if self.weights is not None and (step.check_weights or self.weights.is_suspect):
+            self._compare(step)
         for name in step.moves.cancelled:
             self.mover.cancel(name)  # its pages are its own until it is told of
             self._cancelled |= {name} & self._waited_for.keys()
@@ -155,11 +158,14 @@ class PagedWorker:
             if not pages.isdisjoint(step.taken):
                 self._end_stores(name)
 
+    def _compare(self, step: Step) -> Check | None:
+        """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
+        if self._compared_in is not step:
+            self._compared_in, self._check = step, self._compared(step)
+        return self._check
+
     def _compared(self, step: Step) -> Check | None:
-        """Whether the weights are those of the step's keys; None where it moves nothing and nothing is asked."""
         if self.weights is None or not step.weights:
-            return None
-        if not (step.moves.loads or step.moves.stores or step.check_weights or self.weights.is_suspect):
             return None
         try:
             return self.weights.begin(step.number, step.weights[self._rank], is_full=step.check_weights)
@@ -168,10 +174,6 @@ class PagedWorker:
             self.mover.counters.add(errors=1)
             self.weights.suspect()
             return self.weights.failed()
-
-    def _is_stale(self) -> bool:
-        """Whether it is known that the step's keys are of other weights."""
-        return self._check is not None and self._check.done() and not self._check.holds()
 
     def _end_stores(self, name: str) -> None:
         if name in self._waited_for:
@@ -191,21 +193,19 @@ class PagedWorker:
         for job in step.moves.loads:
             job = LoadJob(job.request, [self._move(move) for move in job.moves])
             self._waited_for[job.request] = job
-            if self._is_stale():
-                self._refused.append(job.request)
-                self._spoilt.add(job.request)
-                continue
-            if self._check is not None:
-                self._checks[job.request] = self._check
             self.mover.load(job, after)
-        if step.is_idle and self._waited_for:
+        if step.moves.loads and (check := self._compare(step)) is not None:  # which takes as long as a load's first MB
+            self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
+        if step.is_idle and self._waited_for and not self._has_told:
             self.mover.wait_loaded(IDLE_WAIT_S)
+        self._has_told = False
 
     def stores(self, step: Step) -> list[StoreJob]:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
-        if self._is_stale():
+        check = self._compare(step) if step.moves.stores else None
+        if check is not None and check.done() and not check.holds():
             self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
             return jobs
         for job in step.moves.stores:
@@ -215,7 +215,7 @@ class PagedWorker:
             self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
             watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
-            is_sound = None if self._check is None else self._check.holds
+            is_sound = None if check is None else check.holds
             jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
         return jobs
 
@@ -238,8 +238,7 @@ class PagedWorker:
             if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
         ended = {name: over.failed_pages.get(name, []) for name in over.loaded}
-        ended |= {name: [] for name in self._refused}
-        ended, self._refused, self._undecided = self._undecided | ended, [], {}
+        ended, self._undecided = self._undecided | ended, {}
         for name, bad in ended.items():
             check = self._checks.get(name)
             if check is not None and not check.done():
@@ -263,6 +262,7 @@ class PagedWorker:
             if job is not None:
                 self._results.loaded.add(name)
         results, self._results = self._results, Results()
+        self._has_told = bool(results.loaded)
         return results
 
     def rest(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from kvredis.server.client.client import Client
 from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import Command, container, every_command, lookup, subcommand
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
@@ -60,7 +61,7 @@ container("acl", group="server", since="6.0.0", complexity="Depends on subcomman
     summary="The categories of commands, or the commands of one.",
     **_OWN,
 )
-def acl_cat(session: Client, args: list[bytes]) -> Reply:
+def acl_cat(session: Caller, args: list[bytes]) -> Reply:
     """ACL CAT [category]."""
     if len(args) == 2:
         return bulks(CATEGORIES)
@@ -73,13 +74,13 @@ def acl_cat(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|whoami", arity=2, summary="The user that this connection is.", **_OWN)
-def acl_whoami(session: Client, args: list[bytes]) -> Reply:
+def acl_whoami(session: Caller, args: list[bytes]) -> Reply:
     """ACL WHOAMI."""
     return bulk(session.user.name)
 
 
 @subcommand("acl|users", arity=2, complexity="O(N) in the number of users", summary="The names of all users.", **_ADMIN)
-def acl_users(session: Client, args: list[bytes]) -> Reply:
+def acl_users(session: Caller, args: list[bytes]) -> Reply:
     """ACL USERS."""
     return bulks([user.name for user in session.server.acl.in_order()])
 
@@ -87,7 +88,7 @@ def acl_users(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "acl|list", arity=2, complexity="O(N) in the number of users", summary="All users, as in the aclfile.", **_ADMIN
 )
-def acl_list(session: Client, args: list[bytes]) -> Reply:
+def acl_list(session: Caller, args: list[bytes]) -> Reply:
     """ACL LIST."""
     return bulks([user.describe() for user in session.server.acl.in_order()])
 
@@ -100,7 +101,7 @@ def acl_list(session: Client, args: list[bytes]) -> Reply:
     summary="A user's rules, one by one.",
     **_ADMIN,
 )
-def acl_getuser(session: Client, args: list[bytes]) -> Reply:
+def acl_getuser(session: Caller, args: list[bytes]) -> Reply:
     """ACL GETUSER name; nil without such a user."""
     user = session.server.acl.user(args[2])
     if user is None:
@@ -131,7 +132,7 @@ def _permissions(selector: Selector) -> list[tuple[Reply, Reply]]:
     summary="Change a user, or make a new one.",
     **_ADMIN,
 )
-def acl_setuser(session: Client, args: list[bytes]) -> Reply:
+def acl_setuser(session: Caller, args: list[bytes]) -> Reply:
     """ACL SETUSER name [rule ...]: all of the rules take effect, or none."""
     name, acl = args[2], session.server.acl
     if not is_user_name(name):
@@ -162,7 +163,7 @@ def acl_setuser(session: Client, args: list[bytes]) -> Reply:
     summary="Delete users and close their connections.",
     **_ADMIN,
 )
-def acl_deluser(session: Client, args: list[bytes]) -> Reply:
+def acl_deluser(session: Caller, args: list[bytes]) -> Reply:
     """ACL DELUSER name ...: how many there were."""
     if DEFAULT_USER in args[2:]:
         return DEFAULT_STAYS
@@ -181,7 +182,7 @@ def acl_deluser(session: Client, args: list[bytes]) -> Reply:
     flags="admin noscript loading stale",
     acl="admin slow dangerous",
 )
-def acl_dryrun(session: Client, args: list[bytes]) -> Reply:
+def acl_dryrun(session: Caller, args: list[bytes]) -> Reply:
     """ACL DRYRUN name command ...: OK, or why not (which is no error)."""
     user = session.server.acl.user(args[2])
     if user is None:
@@ -198,7 +199,7 @@ def acl_dryrun(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "acl|genpass", arity=-2, complexity="O(1)", syntax="[bits]", summary="A password that no client can guess.", **_OWN
 )
-def acl_genpass(session: Client, args: list[bytes]) -> Reply:
+def acl_genpass(session: Caller, args: list[bytes]) -> Reply:
     """ACL GENPASS [bits]: four bits a letter."""
     if len(args) > 3:
         return _bad_subcommand(args)
@@ -219,7 +220,7 @@ def acl_genpass(session: Client, args: list[bytes]) -> Reply:
     summary="The latest logins and commands that were refused.",
     **_ADMIN,
 )
-def acl_log(session: Client, args: list[bytes]) -> Reply:
+def acl_log(session: Caller, args: list[bytes]) -> Reply:
     """ACL LOG [count | RESET]."""
     refusals = session.server.acl.log
     if len(args) > 3:
@@ -235,7 +236,7 @@ def acl_log(session: Client, args: list[bytes]) -> Reply:
     return array([_log_entry(session, each, now_ms) for each in shown])
 
 
-def _log_entry(session: Client, refusal: Refusal, now_ms: int) -> Reply:
+def _log_entry(session: Caller, refusal: Refusal, now_ms: int) -> Reply:
     age = f"{(now_ms - refusal.updated_ms) / 1000:.3f}".rstrip("0").rstrip(".").encode()
     return map_reply(
         session,
@@ -255,7 +256,7 @@ def _log_entry(session: Client, refusal: Refusal, now_ms: int) -> Reply:
 
 
 @subcommand("acl|load", arity=2, complexity="O(N) in the number of users", summary="Read the aclfile again.", **_ADMIN)
-def acl_load(session: Client, args: list[bytes]) -> Reply:
+def acl_load(session: Caller, args: list[bytes]) -> Reply:
     """ACL LOAD: the file's users and no others, or no change at all. Clients of a user that stays are kept, with its
     new rights, as from Redis 7.4 on; 7.2 closes them."""
     acl = session.server.acl
@@ -271,7 +272,7 @@ def acl_load(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|save", arity=2, complexity="O(N) in the number of users", summary="Write the aclfile.", **_ADMIN)
-def acl_save(session: Client, args: list[bytes]) -> Reply:
+def acl_save(session: Caller, args: list[bytes]) -> Reply:
     """ACL SAVE."""
     acl = session.server.acl
     if not acl.path:
@@ -285,12 +286,12 @@ def acl_save(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("acl|help", arity=2, flags="loading stale", acl="slow", since="6.0.0", summary="Print this help.")
-def acl_help(session: Client, args: list[bytes]) -> Reply:
+def acl_help(session: Caller, args: list[bytes]) -> Reply:
     """ACL HELP."""
     return help_reply("acl")
 
 
-def _follow(session: Client, changed: Collection[User]) -> None:
+def _follow(session: Caller, changed: Collection[User]) -> None:
     """After users have changed or gone: close the connections of those that are no more, and subscribers to what their
     user may no longer hear; let in clients that wait to log in once the default user needs no password; ask every
     session what it may do now."""

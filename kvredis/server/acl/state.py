@@ -16,10 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from kvredis.server.client.client import Client
-from kvredis.server.commands.client import describe
+from kvredis.server.client.client import ClientOf, Host
 from kvredis.server.commands.registry import Command
 from kvredis.server.protocol.replies import error
 from kvredis.storage.errors import ConfigError, KVRedisError
@@ -36,10 +34,6 @@ from .rules import (
     merged,
     proves,
 )
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 
 # ---- log -------------------------------------------------------------------------------------------------------------
 #
@@ -294,11 +288,11 @@ class Acl:
         user = self.users.get(name)
         return user if proves(password, user) else None
 
-    def note_failed_login(self, session: Client, command: bytes, name: bytes) -> None:
+    def note_failed_login(self, session: ClientOf[Host], command: bytes, name: bytes) -> None:
         """Enter a wrong password, or a user that there is none of, into the log; `command` is what the client typed."""
         self._note(session, "auth", command, name, in_multi=session.transaction is not None)
 
-    def refusal(self, session: Client, command: Command, args: list[bytes]) -> bytes | None:
+    def refusal(self, session: ClientOf[Host], command: Command, args: list[bytes]) -> bytes | None:
         """The NOPERM that answers this line, entered into the log; None if the session's user may run it."""
         denial = session.user.denial(command, args)
         if denial is None:
@@ -306,7 +300,7 @@ class Acl:
         self._note_denial(session, command, args, denial, in_multi=session.transaction is not None)
         return error(b"NOPERM " + refused(session.user, command, denial))
 
-    def exec_refusal(self, session: Client, command: Command, args: list[bytes]) -> bytes | None:
+    def exec_refusal(self, session: ClientOf[Host], command: Command, args: list[bytes]) -> bytes | None:
         """The same for a line that EXEC is about to run: rights may have changed since it was queued."""
         denial = session.user.denial(command, args)
         if denial is None:
@@ -315,16 +309,16 @@ class Acl:
         return error(_CHANGED + _CHANGED_REASONS[denial.reason])
 
     def _note_denial(
-        self, session: Client, command: Command, args: list[bytes], denial: Denial, *, in_multi: bool
+        self, session: ClientOf[Host], command: Command, args: list[bytes], denial: Denial, *, in_multi: bool
     ) -> None:
         what = command.name.encode() if denial.reason is Reason.COMMAND else args[denial.at]
         self._note(session, REASONS[denial.reason], what, session.user.name, in_multi=in_multi)
 
-    def _note(self, session: Client, reason: str, what: bytes, name: bytes, *, in_multi: bool) -> None:
-        info = describe(session).rstrip(b"\n")
+    def _note(self, session: ClientOf[Host], reason: str, what: bytes, name: bytes, *, in_multi: bool) -> None:
+        info = session.describe().rstrip(b"\n")
         self.note(session.server, Refusal(reason, "multi" if in_multi else "toplevel", what, name, info))
 
-    def note(self, server: Server, refusal: Refusal) -> None:
+    def note(self, server: Host, refusal: Refusal) -> None:
         """Enter a refusal of any door into the log."""
         self.log.note(refusal, int(server.settings.get("acllog-max-len", LOG_ENTRIES)))
 

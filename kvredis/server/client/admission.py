@@ -9,26 +9,31 @@ also while the value waits for its turn: many writers that stall together cost t
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import logging
+import select
 import sys
 import termios
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final, Protocol, TypeAlias
 
-from kvredis.server.cluster.node import TRY_AGAIN
+from kvredis.server.cluster.node import TRY_AGAIN, Cluster
 from kvredis.server.commands.registry import SPELLINGS
+from kvredis.server.multipart import Parts
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
-from kvredis.server.protocol.request import LATER, REFUSED, Argument, Later, Refused
+from kvredis.server.protocol.request import REFUSED, Argument, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
-from .blocked import DiskRoom, Pending
-from .client import Client
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
+from .blocked import Blocked, Reason, events_of, tell_loop
+from .client import Client, Host
 
 log = logging.getLogger(__name__)
+
+Room: TypeAlias = Reservation | Refused | Blocked
+"""What admission answers; of Blocked, the session sets that it waits."""
 
 SHARE: Final = 4
 """Values on their way may hold a quarter of the arena; a single one may be larger when it is alone."""
@@ -47,21 +52,120 @@ smallest socket buffer in use takes while the server does not read."""
 TURN_S: Final = 1.0
 """What a client that has waited for its turn has at least for sending on, once it is its turn."""
 
+LOOKED_AT_MIN: Final = 100
+LOOKED_AT_PART: Final = 10
+"""How many clients that wait for their turn are looked at in a tenth of a second: so many, and at least a tenth."""
+
 SLOW_READER_S: Final = 5.0
 """Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
+
+
+# ---- blocked on spill ------------------------------------------------------------------------------------------------
+#
+# Values that find the arena full of blocks which the disk is still to be given: whose turn it is when it has some.
+#
+# A client that stores waits, unread, until blocks have been written and can leave, in the order in which clients came,
+# and for a bounded time each. Then the coldest leave unwritten for its value, and are counted. A disk that writes
+# nothing at all keeps no client waiting a second time.
+
+
+class DiskRoom:
+    """Who waits for the disk of one server."""
+
+    def __init__(self, server: Host) -> None:
+        self._server = server
+        self._store = server.store
+        self._waiting: OrderedDict[Client, float] = OrderedDict()  # since when, in the order in which they came
+        self._called: Client | None = None  # whose turn it is
+        self._told = False  # the loop will hear of it that there is room
+
+    def start(self) -> None:
+        """The loop runs: let the disk say when it has made room."""
+        loop = asyncio.get_running_loop()
+        if self._store.tiering is not None:
+            self._store.tiering.call_on_room(lambda: self._tell(loop))
+
+    def reserve(self, session: Client, key: bytes, length: int) -> Reservation | Blocked | None:
+        """Room for a value, Blocked when the client waits, or None: there is none, however long one waits."""
+        tiering = self._store.tiering
+        if tiering is None or extent_length(length) > self._store.limit_bytes:
+            return self._store.reserve(key, length, session.space)
+        now_s = self._server.now_s()
+        since_s = self._waiting.get(session, now_s)
+        overdue = session in self._waiting and now_s - since_s >= tiering.spill_wait_s
+        if overdue and self._store.unsaved:  # else it is not the disk that keeps the room
+            tiering.waited_in_vain(since_s)
+        patient = tiering.makes_room and tiering.spill_wait_s > 0 and not overdue
+        room = None
+        if not (patient and self._waiting and session not in (self._called, next(iter(self._waiting)))):
+            room = self._store.reserve(key, length, session.space, drop=not patient)
+        if room is None and patient:
+            return self._wait(session, since_s)
+        self._waiting.pop(session, None)
+        self._called = None
+        if self._waiting:  # there may be more
+            self._tell(asyncio.get_running_loop())
+        return room
+
+    def forget(self, session: Client) -> None:
+        """A client has gone, or what it wanted to store."""
+        if self._waiting.pop(session, None) is not None:
+            self._next()
+
+    def tick(self) -> None:
+        """Let the first ask again, whose time may be over."""
+        self._next()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def _wait(self, session: Client, since_s: float) -> Blocked:
+        tiering = self._store.tiering
+        assert tiering is not None
+        tiering.stats.spill_waits += session not in self._waiting
+        if self._called is session:
+            self._called = None
+        self._waiting[session] = since_s  # one that has waited keeps its place
+        return session.wait(Reason.DISK_ROOM)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
+        """There may be room; called by I/O threads too."""
+        if self._waiting and not self._told:
+            self._told = True
+            tell_loop(loop, self._next)
+
+    def _next(self) -> None:
+        self._told = False
+        while self._waiting:
+            session = next(iter(self._waiting))
+            if session.waiting is not None and session.waiting.reason is Reason.DISK_ROOM:
+                self._called = session
+                session.waiting.unblock(b"")
+                return
+            del self._waiting[session]  # it was called and did not come
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+class _Server(Host, Protocol):
+    parts: Parts
+
+    @property
+    def cluster(self) -> Cluster | None: ...
 
 
 class Claims:
     """The values that are on their way into the arena."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: _Server) -> None:
         self._server = server
         self._store = server.store
         self.queue: OrderedDict[Client, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
         self._queued_s: dict[Client, float] = {}  # since when those wait whose value comes over their connection
+        self._round: Iterator[Client] = iter(())  # of the queue
         self._called: set[Client] = set()  # whose turn it is
-        self._starved: list[Client] = []  # who wait until a slow reader is gone
         self._receiving: dict[Client, tuple[int, float]] = {}  # bytes received by then, and when that was
         self.disk_room = DiskRoom(server)
         self.given_up = 0
@@ -77,9 +181,9 @@ class Claims:
         """How many clients hold room for values that are not complete."""
         return sum(bool(session.reservations) for session in self._receiving)
 
-    def open_payload(self, session: Client, args: list[Argument], length: int) -> Reservation | Refused | Later | None:
+    def open_payload(self, session: Client, args: list[Argument], length: int) -> Room | None:
         """Whether argument number len(args) of the command being read goes into the arena, and where: REFUSED when
-        there is no room, LATER when others must finish first."""
+        there is no room, Blocked when others must finish first."""
         name = args[0] if args else None
         command = SPELLINGS.get(name) or SPELLINGS.get(name.upper()) if isinstance(name, bytes) else None
         if command is None or not command.payload_args or not session.authenticated:
@@ -93,7 +197,7 @@ class Claims:
             return None
         if not session.user.unrestricted and session.user.denial(command, args) is not None:
             return None  # it will be refused: no block leaves the arena for it
-        room: Reservation | Refused | Later
+        room: Room
         if not command.keys[0]:  # KV.WRITE: there is room already, for the whole of it
             room = self._server.parts.open_payload(session, args, length)
         else:
@@ -104,7 +208,7 @@ class Claims:
             room = self._room(session, key, length)
             if room is REFUSED:
                 session.refuse_payload(OUT_OF_MEMORY)
-        if room is LATER:
+        if isinstance(room, Blocked):
             self._queued_s.setdefault(session, self._server.now_s())
         else:
             began_s = self._began_s(session)
@@ -112,10 +216,10 @@ class Claims:
                 self._receiving[session] = session.input_bytes, began_s
         return room
 
-    def reserve(self, session: Client, key: bytes, length: int) -> Reservation | Refused | Later:
-        """Room for a value that comes in parts, by the rules for one that comes at once. LATER: `session.waiting` is
-        set, and the client is to ask again when that is resolved. Alone, too, it is given half of the arena at most, or
-        one larger value: what it announces here need not be on its way."""
+    def reserve(self, session: Client, key: bytes, length: int) -> Room:
+        """Room for a value that comes in parts, by the rules for one that comes at once. Blocked: the
+        command is to run again when that is unblocked. Alone, too, a client is given half of the arena at most, or one
+        larger value: what it announces here need not be on its way."""
         if length < INLINE_BYTES_MAX:
             return self._store.reserve(key, length, session.space) or REFUSED
         held = self._server.parts.of(session).held_bytes
@@ -123,8 +227,8 @@ class Claims:
             return REFUSED
         return self._room(session, key, length)
 
-    def _room(self, session: Client, key: bytes, length: int) -> Reservation | Refused | Later:
-        room: Refused | Later | None = None
+    def _room(self, session: Client, key: bytes, length: int) -> Room:
+        room: Refused | Blocked | None = None
         if self._store.reserved_bytes:  # else no other client's value is coming in
             room = self._out_of_turn(session, length)
         if room is not None:
@@ -138,7 +242,7 @@ class Claims:
         now_s = self._server.now_s()
         return max(self._queued_s.pop(session, now_s), now_s - self._server.body_timeout_s + TURN_S)
 
-    def _out_of_turn(self, session: Client, length: int) -> Refused | Later | None:
+    def _out_of_turn(self, session: Client, length: int) -> Refused | Blocked | None:
         """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
         may."""
         wanted = extent_length(length)
@@ -166,16 +270,7 @@ class Claims:
             self._called.add(session)
             held += wanted
             if session.waiting is not None:
-                session.waiting.resolve(b"")
-
-    def keeps_waiting(self, session: Client) -> bool:
-        """Whether it is here that a client waits, or for a block from disk: what it has sent is to be answered."""
-        return (
-            self._server.away.keeps_waiting(session)
-            or self.disk_room.keeps_waiting(session)
-            or session in self._starved
-            or session in self.queue
-        )
+                session.waiting.unblock(b"")
 
     def forget(self, session: Client) -> None:
         """A client has gone, and with it all that it held."""
@@ -184,10 +279,7 @@ class Claims:
         self._queued_s.pop(session, None)
         self.disk_room.forget(session)
         self.queue.pop(session, None)
-        starved, self._starved = self._starved, []
-        for each in starved:
-            if each is not session and each.waiting is not None:
-                each.waiting.resolve(b"")
+        self._server.blocked.unblock_all(Reason.READER)
         self.admit()
 
     def give_up_stalled(self) -> None:
@@ -201,26 +293,49 @@ class Claims:
                 self._receiving[session] = session.input_bytes, now_s
             elif now_s - since_s > limit_s:
                 self._give_up(session, now_s - since_s)
-        for session, length in tuple(self.queue.items()):
-            waited_s = now_s - self._queued_s.get(session, now_s)
+        some = self._some_of_queue()
+        self._let_go_of_gone(some)
+        for session in some:
+            length, waited_s = self.queue[session], now_s - self._queued_s.get(session, now_s)
             if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
                 self._give_up(session, waited_s)
+
+    def _some_of_queue(self) -> list[Client]:
+        """Give some of the clients that wait for their turn; in about a second it was all of them."""
+        count = max(LOOKED_AT_MIN, len(self.queue) // LOOKED_AT_PART)
+        some = [session for session in islice(self._round, count) if session in self.queue]
+        if not some:
+            self._round = iter(tuple(self.queue))
+            some = list(islice(self._round, count))
+        return some
+
+    def _let_go_of_gone(self, some: list[Client]) -> None:
+        """Close clients that wait for their turn, unread, and have gone: their sockets, and what these hold, would
+        wait with them. One that sends no more counts when what it has sent is not all of its value."""
+        sockets = {session.fd: session for session in some}
+        for fd, events in events_of(sockets):
+            session = sockets[fd]
+            if events & ~select.POLLRDHUP:
+                session.close()
+                continue
+            whole = session.encrypted or session not in self._queued_s  # what came over TLS may be in its own buffers
+            if not whole and session.held().qbuf + unread_bytes(fd) < self.queue[session]:
+                session.close()
 
     def _give_up(self, session: Client, silent_s: float) -> None:
         log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
         self.given_up += 1
         session.close()
 
-    def _wait_for_turn(self, session: Client, length: int) -> Later:
+    def _wait_for_turn(self, session: Client, length: int) -> Blocked:
         self.disk_room.forget(session)  # or it would be called there while it waits here
         self.queue[session] = length
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
             self.queue.move_to_end(session, last=False)
-        session.waiting = Pending(session)
-        return LATER
+        return session.wait(Reason.TURN)
 
-    def _wait_for_reader(self, session: Client, length: int) -> Refused | Later:
+    def _wait_for_reader(self, session: Client, length: int) -> Refused | Blocked:
         """All room is leased. Close the client that has kept lent blocks longest without reading, if that is long, and
         let `session` ask again when it is gone; not before, as the transport may still be sending what was lent."""
         if extent_length(length) > self._store.limit_bytes:
@@ -230,9 +345,7 @@ class Claims:
             return REFUSED
         log.warning("client %s closed: it does not read, and what is lent to it is needed", slow.addr)
         slow.close()
-        self._starved.append(session)
-        session.waiting = Pending(session)
-        return LATER
+        return session.wait(Reason.READER)
 
 
 def unread_bytes(fd: int) -> int:

@@ -9,14 +9,14 @@ from time import perf_counter_ns
 
 from kvredis.server.commands.monitor import feed
 from kvredis.server.commands.registry import Command, shown
+from kvredis.server.context import Caller
 from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import Argument
 
-from .blocked import Answer, Pending
-from .client import Client
+from .blocked import Answer, Blocked
 
 
-def call(session: Client, command: Command, args: list[Argument]) -> Answer:
+def call(session: Caller, command: Command, args: list[Argument]) -> Answer:
     """Run a command that may run, and tell everybody who wants to know of it; EXEC does so for each that was queued."""
     server = session.server
     began_ns = perf_counter_ns()
@@ -24,7 +24,7 @@ def call(session: Client, command: Command, args: list[Argument]) -> Answer:
         reply = command.handler(session, args)  # type: ignore[arg-type]  # payloads are the handler's own business
     except Exception:
         reply = session.apologize(args)
-    if isinstance(reply, Pending) and reply.runs_again:
+    if isinstance(reply, Blocked) and reply.runs_again:
         return reply  # it has not run: that is told of, and counted, when it does
     took_ns = session.account(command, 1, began_ns) - began_ns
     if type(reply) is bytes and reply[:1] == b"-":
@@ -41,7 +41,7 @@ def call(session: Client, command: Command, args: list[Argument]) -> Answer:
     return reply
 
 
-def mind_broken_clients(session: Client, command: Command, reply: bytes) -> None:
+def mind_broken_clients(session: Caller, command: Command, reply: bytes) -> None:
     """Close a connection whose client cannot understand that its SET was refused.
 
     LMCache's native client reads exactly the bytes of +OK and never says HELLO: after one error it takes each reply for

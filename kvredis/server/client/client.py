@@ -1,29 +1,133 @@
-"""A client, as commands and the server's parts see it: what they may read, set and call.
+"""A client as commands and the server's parts see it: its state, and what they may ask of it.
 
-The session (session.py) is the only implementation in the product. Commands, ACL, cluster, tracking and the rest are
-written against this protocol and import no session, so that the session can import them. Attributes that are not named
-here belong to the session alone: its parser, transport, gathered replies and leases.
+The session (session.py) is the only implementation in the product. ACL, cluster, tracking, admission and the rest are
+written against Client, and against Host for the server that they are parts of; commands against `Caller` (context.py),
+which is a client with its server. None of them imports the session or the server, which import them. Attributes that
+are not named here belong to the session alone: its parser, transport, gathered replies and leases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol, TypeVar
 
+from kvredis.server.acl.rules import User
+from kvredis.server.commands.registry import Command
+from kvredis.server.metrics.stats import ServerStats
+from kvredis.server.options import ServerOptions
+from kvredis.server.protocol.parser import Scratches
 from kvredis.server.protocol.replies import Reply
-from kvredis.server.protocol.request import Argument, ProtocolError
+from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolError
 from kvredis.storage.entry import Lease, Reservation
 from kvredis.storage.store import Store
 
-if TYPE_CHECKING:
-    from kvredis.server.acl.rules import User
-    from kvredis.server.commands.registry import Command
-    from kvredis.server.commands.tracking import Tracking
-    from kvredis.server.commands.transactions import Transaction
-    from kvredis.server.server import Server
+from .blocked import Answer, Blocked, BlockedClients, Reason
 
-    from .blocked import Answer, Pending
-    from .memory import Held
+OBJECTS_BYTES: Final = 8 * 1024
+"""What a connection costs without its buffers: the session, its parser and the loop's transport."""
+
+WATCHED_BYTES: Final = 128
+"""What a watched key or a subscription costs beside its name: Redis does not count the name either."""
+
+
+class Held(NamedTuple):
+    """Bytes that one client holds, by the names of CLIENT LIST."""
+
+    qbuf: int = 0
+    """Received and not yet made into arguments."""
+    qbuf_free: int = 0
+    argv: int = 0
+    """Arguments of the command being received, and of those that wait to be run."""
+    multi: int = 0
+    """Commands queued in a transaction, and what is watched."""
+    rbs: int = 0
+    """Replies that are gathered and not yet handed to the socket."""
+    omem: int = 0
+    """Replies and messages that the socket has not taken yet."""
+    subscribed: int = 0
+    reserved: int = 0
+    """Room for values that come in parts (KV.RESERVE)."""
+    arena: int = 0
+    """What of all that lies in the arena, where it counts as a value that comes in or goes out."""
+
+    @property
+    def buffered(self) -> int:
+        """All that grows with what the client does."""
+        sent = self.rbs + self.omem
+        return self.qbuf + self.argv + self.multi + sent + self.subscribed + self.reserved
+
+    @property
+    def total(self) -> int:
+        """`tot-mem`: that, and what every connection costs."""
+        return self.buffered + self.qbuf_free + OBJECTS_BYTES
+
+    @property
+    def beside(self) -> int:
+        """What `used_memory` has for a client in addition to the values."""
+        return max(0, self.buffered - self.arena)
+
+
+class Transaction:
+    """What a client has queued since MULTI."""
+
+    __slots__ = ("arena_bytes", "broken", "commands", "held_bytes")
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Command, list[Argument]]] = []
+        self.broken = False
+        """A command was refused when it should have been queued, so EXEC will run none."""
+        self.held_bytes = self.arena_bytes = 0
+        """What the arguments take: `multi-mem` of CLIENT LIST; and how much of it lies in the arena."""
+
+    def queue(self, queued: Command, args: list[Argument]) -> None:
+        """Remember a command for EXEC, with all that it holds; nothing, as in Redis, when EXEC will run none."""
+        if self.broken:
+            for arg in args:
+                if isinstance(arg, Reservation):
+                    arg.abort()
+            return
+        self.commands.append((queued, args))
+        for arg in args:
+            if isinstance(arg, bytes):
+                self.held_bytes += len(arg)
+            elif isinstance(arg, Reservation):
+                self.held_bytes += arg.length
+                self.arena_bytes += 0 if arg.offset is None else arg.length
+        self.held_bytes += ARGUMENT_BYTES * len(args)
+
+    @property
+    def reservations(self) -> list[Reservation]:
+        """The room that queued values hold."""
+        return [arg for _, args in self.commands for arg in args if isinstance(arg, Reservation)]
+
+    @property
+    def writes(self) -> bool:
+        """Whether EXEC would change something: CLIENT PAUSE WRITE asks."""
+        return any("write" in queued.flags or "may_replicate" in queued.flags for queued, _ in self.commands)
+
+    def discard(self) -> None:
+        """Give back what the queue holds."""
+        for reservation in self.reservations:
+            reservation.abort()
+        self.commands.clear()
+
+
+@dataclass(slots=True)
+class Tracking:
+    """How one client has its copies kept true: `session.tracking`."""
+
+    redirect: int = 0
+    """The client that invalidations go to, 0 for itself."""
+    broadcast: bool = False
+    optin: bool = False
+    optout: bool = False
+    noloop: bool = False
+    caching: bool = False
+    """CLIENT CACHING has been said and speaks of the next command."""
+    broken: bool = False
+    """The client that invalidations should go to was gone when there was one."""
+    prefixes: set[bytes] = field(default_factory=set)
 
 
 class Client(Protocol):
@@ -31,7 +135,6 @@ class Client(Protocol):
 
     # ---- who it is
 
-    server: Server
     store: Store
     id: int
     name: bytes
@@ -75,7 +178,7 @@ class Client(Protocol):
 
     # ---- what it does
 
-    waiting: Pending | None
+    waiting: Blocked | None
     refused: bytes
     unsaved_since: int
     close_after_reply: bool
@@ -105,17 +208,17 @@ class Client(Protocol):
     def refuse_payload(self, why: bytes) -> None:
         """A payload of the command that is being read is not taken."""
 
-    def wait(self) -> Pending:
-        """Take the place of a reply that comes later."""
+    def wait(self, reason: Reason = Reason.COMMAND) -> Blocked:
+        """What takes the place of a reply that comes later; the caller returns it."""
 
-    def turns_for_others(self) -> Iterator[Pending]:
+    def turns_for_others(self) -> Iterator[Blocked]:
         """Give what a long handler yields between two of its steps, so that other clients have their turn."""
 
     def go_on(self, reply: Reply) -> None:
         """A reply that was waited for is there."""
 
-    def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
-        """Run `args` again when the server resolves what this gives, with an empty reply."""
+    def postpone(self, args: list[Argument], pending: Blocked) -> Blocked:
+        """Run `args` again when `pending` is unblocked, with an empty reply; the caller returns it."""
 
     def upcoming(self) -> Iterator[list[Argument]]:
         """The commands that are parsed and not yet run, in their order."""
@@ -141,6 +244,12 @@ class Client(Protocol):
 
     def rest(self) -> None:
         """Called every second or so, and when the client has sent its last byte."""
+
+    def describe(self) -> bytes:
+        """One line of CLIENT LIST."""
+
+    def call(self, command: Command, args: list[Argument]) -> Answer:
+        """Run a command that may run, and tell of it: EXEC, for each that was queued."""
 
     def account(self, command: Command | None, calls: int, began_ns: int) -> int:
         """Enter a run of calls into the statistics."""
@@ -197,3 +306,32 @@ class Client(Protocol):
 
     def peer_pid(self) -> int:
         """The process that has connected, of a client on a unix socket."""
+
+
+class Host(Protocol):
+    """What any part of a server may ask of it: the store, the clock, the clients. What else a part needs it names in a
+    protocol of its own."""
+
+    store: Store
+    options: ServerOptions
+    stats: ServerStats
+    sessions: dict[int, Client]
+    blocked: BlockedClients
+    scratches: Scratches
+    settings: dict[str, str]
+    now_s: Callable[[], float]
+    body_timeout_s: float
+
+    def reconsider(self) -> None:
+        """A reason has come or gone for commands not to take the plain way."""
+
+
+S_co = TypeVar("S_co", covariant=True)
+
+
+class ClientOf(Client, Protocol[S_co]):
+    """A client, and its server as the one who asks sees it."""
+
+    @property
+    def server(self) -> S_co:
+        """The server that the client is connected to."""

@@ -11,11 +11,10 @@ from contextlib import suppress
 from typing import Final
 
 from kvredis.server.commands.registry import SPELLINGS
+from kvredis.server.context import Caller
 from kvredis.server.protocol.replies import Buffer
 from kvredis.server.protocol.request import Argument
 from kvredis.storage.memory.copy import NATIVE_WANTED
-
-from .client import Client
 
 Answering = Callable[[Sequence[object], object, Sequence[object], Callable[..., object], Callable[[], float]], int]
 
@@ -23,7 +22,7 @@ GETS: Final = (b"GET", b"get")
 """As clients write it; other spellings take their time."""
 
 
-def answer_gets(session: Client, commands: list[list[Argument]], replies: list[Buffer], began_ns: int) -> int:
+def answer_gets(session: Caller, commands: list[list[Argument]], replies: list[Buffer], began_ns: int) -> int:
     """Take the GETs off the front of `commands` that can be answered at once, append their replies, and enter them into
     the statistics; returns since when (ns) what comes next runs. For clients whose commands take the plain way."""
     store = session.store

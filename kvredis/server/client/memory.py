@@ -8,22 +8,14 @@ more than the bound alone is found at once where it grows without limit otherwis
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
-from .client import Client
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
+from .client import Client, Host
 
 log = logging.getLogger(__name__)
-
-OBJECTS_BYTES: Final = 8 * 1024
-"""What a connection costs without its buffers: the session, its parser and the loop's transport."""
-
-WATCHED_BYTES: Final = 128
-"""What a watched key or a subscription costs beside its name: Redis does not count the name either."""
 
 MEASURED_MIN: Final = 100
 MEASURED_PART: Final = 10
@@ -33,44 +25,7 @@ GONE_MIN: Final = 100
 """So many clients, and half of all, must have gone for the C library to be asked for their memory."""
 
 
-class Held(NamedTuple):
-    """Bytes that one client holds, by the names of CLIENT LIST."""
-
-    qbuf: int = 0
-    """Received and not yet made into arguments."""
-    qbuf_free: int = 0
-    argv: int = 0
-    """Arguments of the command being received, and of those that wait to be run."""
-    multi: int = 0
-    """Commands queued in a transaction, and what is watched."""
-    rbs: int = 0
-    """Replies that are gathered and not yet handed to the socket."""
-    omem: int = 0
-    """Replies and messages that the socket has not taken yet."""
-    subscribed: int = 0
-    reserved: int = 0
-    """Room for values that come in parts (KV.RESERVE)."""
-    arena: int = 0
-    """What of all that lies in the arena, where it counts as a value that comes in or goes out."""
-
-    @property
-    def buffered(self) -> int:
-        """All that grows with what the client does."""
-        sent = self.rbs + self.omem
-        return self.qbuf + self.argv + self.multi + sent + self.subscribed + self.reserved
-
-    @property
-    def total(self) -> int:
-        """`tot-mem`: that, and what every connection costs."""
-        return self.buffered + self.qbuf_free + OBJECTS_BYTES
-
-    @property
-    def beside(self) -> int:
-        """What `used_memory` has for a client in addition to the values."""
-        return max(0, self.buffered - self.arena)
-
-
-def held_by_all(server: Server) -> tuple[int, int]:
+def held_by_all(server: Host) -> tuple[int, int]:
     """What all clients hold, and how much of that counts in `used_memory` in addition to the values."""
     total = beside = 0
     for session in server.sessions.values():
@@ -83,7 +38,7 @@ def held_by_all(server: Server) -> tuple[int, int]:
 class ClientMemory:
     """The clients of one server as far as they were measured, and the bound for all of them together."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Host) -> None:
         self._server = server
         self.limit = "0"
         """maxmemory-clients: bytes, or a percentage of maxmemory; 0 = no bound."""
@@ -124,8 +79,16 @@ class ClientMemory:
         be paid for until the next one. Called every second or so; takes milliseconds when there is much."""
         present = len(self._server.sessions)
         self._most = max(self._most, present)
-        if self._trim is not None and self._most - present >= max(GONE_MIN, present):
-            self._most = present
+        if self._most - present < max(GONE_MIN, present):
+            return
+        self._most = present
+        self._server.scratches.spare.clear()
+        # Thousands of freed objects that the interpreter keeps for reuse each hold a page of many others. Only a full
+        # collection lets go of them: made with nothing to walk, it takes no time.
+        gc.freeze()
+        gc.collect()
+        gc.unfreeze()
+        if self._trim is not None:
             self._trim(0)
 
     def forget(self, session: Client) -> None:

@@ -25,18 +25,17 @@ import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.server.acl.rules import User
+from kvredis.server.context import Context
+from kvredis.server.metrics.stats import NO_LIMIT
 from kvredis.server.net.io_threads import Sending
 from kvredis.server.net.zerocopy import Splicer, peer_pid
 from kvredis.server.protocol.replies import Buffer, Reply
 from kvredis.storage.entry import Lease
 
-from .blocked import Answer, Pending
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
+from .blocked import Answer, Blocked
 
 log = logging.getLogger(__name__)
 
@@ -52,21 +51,14 @@ SEND_BUFFER_BYTES: Final = 512 * 1024
 SLICE_BYTES: Final = 256 * 1024
 """What a transport that copies the unsent rest of a write (asyncio's own, and TLS) is given at a time."""
 
-NO_LIMIT: Final = (0, 0, 0)
-"""No bound in client-output-buffer-limit: hard, soft, seconds above the soft one."""
-
 PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 """What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
-
-
-KINDS: Final = ("tcp", "tls", "unix")
-"""Of connections."""
 
 
 class Outgoing(asyncio.BufferedProtocol):
     """What leaves for one client."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Context) -> None:
         self.server = server
         self.output_bytes = 0
         self.writes = 0
@@ -99,13 +91,13 @@ class Outgoing(asyncio.BufferedProtocol):
         self._reply_bytes = 0
         self._lent: list[Lease] = []
         self._backlog: deque[Buffer] = deque()  # only for transports that copy
-        self._stream: Iterator[Reply | Pending] | None = None  # the rest of a reply that is made as the client takes it
+        self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
         self._pushes: list[bytes] = []
         self._push_bytes = 0
         self._answering = False  # a command is running whose reply goes before what is pushed meanwhile
         self._over_soft_limit_s: float | None = None
         self.close_after_reply = False
-        self.waiting: Pending | None = None
+        self.waiting: Blocked | None = None
         """What this client waits for; until then nothing of it is run."""
 
     def hold(self, lease: Lease) -> None:
@@ -301,7 +293,7 @@ class Outgoing(asyncio.BufferedProtocol):
         assert self._stream is not None
         try:
             for part in self._stream:
-                if isinstance(part, Pending):
+                if isinstance(part, Blocked):
                     if self._replies:
                         self._flush()
                     self.waiting = part
@@ -382,7 +374,8 @@ class Outgoing(asyncio.BufferedProtocol):
         elif self._over_soft_limit_s is None:
             self._over_soft_limit_s = now_s
         over_soft = self._over_soft_limit_s is not None and now_s - self._over_soft_limit_s > soft_s
-        if (hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX):
+        is_closed = self._transport is None or self._transport.is_closing()
+        if not is_closed and ((hard and unsent >= hard) or over_soft or self._push_bytes >= max(hard, PUSH_BYTES_MAX)):
             log.warning("client %s closed: %d bytes wait for it (client-output-buffer-limit)", self.addr, unsent)
             self.server.stats.output_limit_disconnections += 1
             self._pushes.clear()

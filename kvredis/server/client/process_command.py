@@ -12,13 +12,13 @@ from typing import TypeVar
 from kvredis.server.cluster.node import REDIRECTIONS
 from kvredis.server.commands.registry import SPELLINGS, Command, lookup, shown
 from kvredis.server.commands.transactions import end_transaction
+from kvredis.server.context import Caller
 from kvredis.server.protocol.replies import NO_AUTH, OK, OUT_OF_MEMORY, error
 from kvredis.server.protocol.request import REFUSED, Argument, ProtocolError
 from kvredis.storage.entry import Lease
 
-from .blocked import Answer, Pending
+from .blocked import Answer, Blocked
 from .call import call, mind_broken_clients
-from .client import Client
 
 IN_SUBSCRIBER_MODE = frozenset(
     {"subscribe", "psubscribe", "ssubscribe", "unsubscribe", "punsubscribe", "sunsubscribe", "ping", "quit", "reset"}
@@ -39,7 +39,7 @@ A = TypeVar("A")
 QUEUED = b"+QUEUED\r\n"
 
 
-def run_with_care(session: Client, args: list[Argument]) -> Answer:
+def run_with_care(session: Caller, args: list[Argument]) -> Answer:
     """The reply of a command that is not plain; b"" where the client has asked for silence."""
     refused = session.refused if REFUSED in args else b""
     if refused:  # whatever the answer is, the next command starts afresh
@@ -74,8 +74,8 @@ def run_with_care(session: Client, args: list[Argument]) -> Answer:
         return _spoken(session, QUEUED)
     held: list[Lease] = []
     if session.store.tiering is not None and (command.reads or command.name == "exec"):
-        found = session.server.away.hold(session, command, args)
-        if isinstance(found, Pending):
+        found = session.server.disk_reads.hold(session, command, args)
+        if isinstance(found, Blocked):
             return found
         held = found or held
         if found is None and (command.writes or command.name == "exec"):  # what it cannot see is not absent
@@ -88,7 +88,7 @@ def run_with_care(session: Client, args: list[Argument]) -> Answer:
     finally:
         for lease in held:
             lease.release()
-    if isinstance(reply, Pending):
+    if isinstance(reply, Blocked):
         if not reply.runs_again:
             reply.is_silent = session.reply_mode != "on"
             _spoken(session, b"", mode, lent)  # a SKIP was for this one
@@ -98,7 +98,7 @@ def run_with_care(session: Client, args: list[Argument]) -> Answer:
     return session.end_answer(_spoken(session, reply, mode, lent))
 
 
-def _takes_memory(session: Client, command: Command) -> bool:
+def _takes_memory(session: Caller, command: Command) -> bool:
     """Whether Redis refuses the command beyond maxmemory: for what it, or one of those that EXEC runs, may store, and
     whatever is to be queued."""
     if session.transaction is None or command.name in NOT_QUEUED - {"exec"}:
@@ -106,7 +106,7 @@ def _takes_memory(session: Client, command: Command) -> bool:
     return command.name != "exec" or any("denyoom" in each.flags for each, _ in session.transaction.commands)
 
 
-def _objection(session: Client, command: Command, words: list[bytes], refused: bytes) -> bytes | None:
+def _objection(session: Caller, command: Command, words: list[bytes], refused: bytes) -> bytes | None:
     """Why this command may not run now, or None."""
     server = session.server
     if not session.authenticated and "no_auth" not in command.flags:
@@ -135,7 +135,7 @@ def _objection(session: Client, command: Command, words: list[bytes], refused: b
     return None
 
 
-def _reject(session: Client, reply: bytes, args: list[Argument], command: Command | None) -> bytes:
+def _reject(session: Caller, reply: bytes, args: list[Argument], command: Command | None) -> bytes:
     """Answer with an error instead of running the command; payloads it brought are given back, and a transaction that
     it was meant for will not be run."""
     session.give_back(args)
@@ -153,7 +153,7 @@ def _reject(session: Client, reply: bytes, args: list[Argument], command: Comman
     return reply
 
 
-def _spoken(session: Client, reply: A, was: str = "", lent: int = 0) -> A | bytes:
+def _spoken(session: Caller, reply: A, was: str = "", lent: int = 0) -> A | bytes:
     """The reply, unless CLIENT REPLY says otherwise; `was` is how that stood when the command began, and `lent` how
     many leases there were."""
     if session.reply_mode == "on":

@@ -11,13 +11,13 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import partial
 from time import monotonic, perf_counter_ns
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from kvredis.server.acl.rules import User
+from kvredis.server.commands.client import describe
 from kvredis.server.commands.registry import SPELLINGS, Command, Handler, takes_payload
-from kvredis.server.commands.transactions import Transaction
+from kvredis.server.context import Context
 from kvredis.server.net.listeners import address_of, unix_name
 from kvredis.server.net.rcvlowat import LowWater
 from kvredis.server.protocol.parser import Parser
@@ -25,15 +25,13 @@ from kvredis.server.protocol.replies import NULL, NULL_BULK, Reply, error
 from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolError
 from kvredis.storage.entry import Lease, Reservation
 
-from .blocked import Answer, Pending
+from .admission import Room
+from .blocked import Answer, Blocked, Reason, waits_for
+from .call import call
+from .client import WATCHED_BYTES, Held, Tracking, Transaction
 from .get_run import answer_gets
-from .memory import WATCHED_BYTES, Held
 from .output import REPLY_BYTES_HIGH, Outgoing
 from .process_command import run_with_care
-
-if TYPE_CHECKING:
-    from kvredis.server.commands.tracking import Tracking
-    from kvredis.server.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ ERROR: Final = ord("-")
 class Session(Outgoing):
     """The protocol object of one connection; its public attributes are what command handlers read and set."""
 
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: Context) -> None:
         super().__init__(server)
         self.store = server.store
         self.id: int = server.next_session_id()
@@ -78,7 +76,7 @@ class Session(Outgoing):
         self._writes_before = 0  # the store's, when what is being run began to be run
         self._tiered = server.store.tiering is not None
         self._checks = None if server.cluster is None else server.cluster.checks
-        self._parser = Parser(partial(server.claims.open_payload, self), takes_payload=takes_payload)
+        self._parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
         self._low_water = LowWater()
@@ -127,27 +125,25 @@ class Session(Outgoing):
         """A payload of the command that is being read is not taken: the error for it, should nothing else be wrong."""
         self.refused, self._may_run = why, False
 
-    def wait(self) -> Pending:
-        """Take the place of a reply that comes later; the handler returns what this gives."""
-        return Pending(self)
+    def wait(self, reason: Reason = Reason.COMMAND) -> Blocked:
+        """What takes the place of a reply that comes later; the caller returns it."""
+        return self.server.blocked.block(self, reason)
 
-    def turns_for_others(self) -> Iterator[Pending]:
+    def turns_for_others(self) -> Iterator[Blocked]:
         """Give what a long handler yields between two of its steps, so that other clients have their turn: a wait until
         the loop's next turn, or nothing in a transaction, whose commands run without a gap."""
         if self.transaction is None:
-            pending = self.wait()
-            asyncio.get_running_loop().call_soon(pending.resolve, b"")
+            pending = self.wait(Reason.YIELD)
+            asyncio.get_running_loop().call_soon(pending.unblock, b"")
             yield pending
 
     def go_on(self, reply: Reply) -> None:
-        """A reply that was waited for is there: for Pending alone. What follows runs in a turn of its own, because
+        """A reply that was waited for is there: for Blocked alone. What follows runs in a turn of its own, because
         the code that answers may be in the middle of another client's command."""
-        self.server.blocked.pop(self.id, None)
         asyncio.get_running_loop().call_soon(self._go_on, reply)
 
-    def postpone(self, args: list[Argument], pending: Pending | None = None) -> Pending:
-        """Run `args` again when the server resolves what this gives, with an empty reply: CLIENT PAUSE."""
-        pending = pending or Pending(self)
+    def postpone(self, args: list[Argument], pending: Blocked) -> Blocked:
+        """Run `args` again when `pending` is unblocked, with an empty reply; the caller returns it."""
         self._commands, pending.runs_again = iter([args, *self._commands]), True
         return pending
 
@@ -276,12 +272,12 @@ class Session(Outgoing):
                 elif isinstance(reply, list):
                     replies += reply
                     self._reply_bytes += sum(map(len, reply))
-                elif isinstance(reply, Pending):
+                elif isinstance(reply, Blocked):
                     self.waiting = reply
                     calls -= bool(calls)  # a plain command that waits runs again, and counts then
                     break
                 else:
-                    self._stream = cast("Iterator[Reply | Pending]", reply)
+                    self._stream = cast("Iterator[Reply | Blocked]", reply)
                     complete = self._pump()
                     replies = self._replies
                     if not complete:
@@ -345,14 +341,14 @@ class Session(Outgoing):
         if self._parser.rest() and not self._paused:
             if self.waiting is None:
                 self.buffer_updated(0)
-            elif self.id in self.server.blocked and self._parser.put_by(0, self.server.room_behind_bytes):
+            elif self.id in self.server.blocked.timeouts and self._parser.put_by(0, self.server.room_behind_bytes):
                 self._resume_reading()
 
     def eof_received(self) -> bool:
         """The client sends no more; what it has sent is still answered, but for what would still have to wait."""
         self._ended = True
         self.rest()
-        if not self._is_behind and not self.server.away.keeps_waiting(self):
+        if not self._is_behind and not waits_for(self.waiting, (Reason.DISK_READ,)):
             self._hang_up()
         return not self.encrypted  # TLS knows no half-closed connection: it ends when what is written has gone
 
@@ -387,7 +383,22 @@ class Session(Outgoing):
         if not self._paused and self.waiting is None:
             self._resume_reading()
 
+    def _open_payload(self, args: list[Argument], length: int) -> Room | None:
+        """Where a payload of the command being read is received; a client that must wait for room waits from now on."""
+        room = self.server.claims.open_payload(self, args, length)
+        if isinstance(room, Blocked):
+            self.waiting = room
+        return room
+
     # ---- commands in, replies out --------------------------------------------------------------------------------
+
+    def describe(self) -> bytes:
+        """One line of CLIENT LIST."""
+        return describe(self)
+
+    def call(self, command: Command, args: list[Argument]) -> Answer:
+        """Run a command that may run, and tell of it: EXEC, for each that was queued."""
+        return call(self, command, args)
 
     def account(self, command: Command | None, calls: int, began_ns: int) -> int:
         """Enter a run of calls into the statistics; returns the time now, in ns."""

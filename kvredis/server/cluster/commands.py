@@ -9,12 +9,12 @@ answer that clients want who ask in order to find that out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final, TypeAlias
 
-from kvredis.server.client.blocked import Answer, Pending
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked
 from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import command, container, subcommand
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     EMPTY_ARRAY,
@@ -31,12 +31,11 @@ from kvredis.server.protocol.replies import (
     verbatim,
 )
 
+from .node import Cluster
 from .topology import SLOTS, Node, slot_of
 
-if TYPE_CHECKING:
-    from .node import Cluster
+Handler: TypeAlias = Callable[[Caller, Cluster, list[bytes]], Answer]
 
-    Handler = Callable[[Client, Cluster, list[bytes]], Answer]
 
 DISABLED: Final = error("ERR This instance has cluster support disabled")
 INVALID_SLOT: Final = error("ERR Invalid slot")
@@ -58,7 +57,7 @@ def _part(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Hand
     """Register what CLUSTER `name` answers on a node of a cluster."""
 
     def register(handler: Handler) -> Handler:
-        def answer(session: Client, args: list[bytes]) -> Answer:
+        def answer(session: Caller, args: list[bytes]) -> Answer:
             cluster = session.server.cluster
             return DISABLED if cluster is None else handler(session, cluster, args)
 
@@ -72,7 +71,7 @@ def _part(name: str, *, arity: int, **facts: object) -> Callable[[Handler], Hand
 
 
 @_part("slots", arity=2, tips=_VARIES, summary="Who serves which slots: first, last and node of each range.", **_ALWAYS)
-def slots(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def slots(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER SLOTS, in the order of the slots."""
     runs = sorted((span.start, span.stop - 1, node) for node in cluster.topology.nodes for span in node.ranges)
     return array([array([integer(first), integer(last), _endpoint(session, node)]) for first, last, node in runs])
@@ -81,31 +80,31 @@ def slots(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
 @_part(
     "shards", arity=2, tips=_VARIES, since="7.0.0", summary="Each node with its slots, as a shard of one.", **_ALWAYS
 )
-def shards(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def shards(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER SHARDS, in the order of the file."""
     return array([_shard(session, node) for node in cluster.topology.nodes])
 
 
 @_part("nodes", arity=2, tips=_VARIES, summary="A line for each node: id, address, flags, epoch, slots.", **_LOOKS)
-def nodes(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def nodes(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER NODES, in the order of the file. There is no cluster bus, so its port is 0."""
     return verbatim(session, "".join(_line(session, cluster, node) for node in cluster.topology.nodes))
 
 
 @_part("myid", arity=2, summary="The id of this node.", **_LOOKS)
-def myid(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def myid(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER MYID."""
     return bulk(cluster.myself.id)
 
 
 @_part("myshardid", arity=2, since="7.2.0", summary="The id of this node's shard, which is the node's.", **_LOOKS)
-def myshardid(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def myshardid(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER MYSHARDID: a shard is one node here."""
     return bulk(cluster.myself.id)
 
 
 @_part("info", arity=2, tips=_VARIES, summary="How many nodes there are and how many slots are served.", **_LOOKS)
-def info(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def info(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER INFO. The state is ok also when no node serves some of the slots, as in a Redis Cluster that does without
     full coverage."""
     assigned = sum(node.slots for node in cluster.topology.nodes)
@@ -134,12 +133,12 @@ def info(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     summary="The connections between nodes, of which there are none.",
     **_LOOKS,
 )
-def links(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def links(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER LINKS."""
     return EMPTY_ARRAY
 
 
-def replicas(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def replicas(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER REPLICAS id, and SLAVES: no node has any."""
     return EMPTY_ARRAY if _known(cluster, args[2]) else _unknown_node(args[2])
 
@@ -150,7 +149,7 @@ for _name, _since in (("replicas", "5.0.0"), ("slaves", "3.0.0")):
 
 
 @_part("count-failure-reports", arity=3, syntax="node-id", summary="How many nodes say that one fails: 0.", **_REPLICAS)
-def count_failure_reports(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def count_failure_reports(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER COUNT-FAILURE-REPORTS id."""
     return ZERO if _known(cluster, args[2]) else _unknown_node(args[2])
 
@@ -161,7 +160,7 @@ def count_failure_reports(session: Client, cluster: Cluster, args: list[bytes]) 
 @_part(
     "keyslot", arity=3, syntax="string", complexity="O(N) in the length of the key", summary="A key's slot.", **_LOOKS
 )
-def keyslot(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def keyslot(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER KEYSLOT key."""
     return integer(slot_of(args[2]))
 
@@ -174,7 +173,7 @@ def keyslot(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
     summary="How many keys of a slot this node has.",
     **_LOOKS,
 )
-def countkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Answer:
+def countkeysinslot(session: Caller, cluster: Cluster, args: list[bytes]) -> Answer:
     """CLUSTER COUNTKEYSINSLOT slot."""
     slot = parse_integer(args[2])
     if slot is None:
@@ -193,7 +192,7 @@ def countkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Ans
     summary="Some of the keys of a slot that this node has.",
     **_LOOKS,
 )
-def getkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Answer:
+def getkeysinslot(session: Caller, cluster: Cluster, args: list[bytes]) -> Answer:
     """CLUSTER GETKEYSINSLOT slot count."""
     slot, count = parse_integer(args[2]), parse_integer(args[3])
     if slot is None or count is None:
@@ -203,20 +202,20 @@ def getkeysinslot(session: Client, cluster: Cluster, args: list[bytes]) -> Answe
     return _listed(session, slot, count)
 
 
-def _counted(session: Client, slot: int) -> Iterator[Reply | Pending]:
+def _counted(session: Caller, slot: int) -> Iterator[Reply | Blocked]:
     count = 0
     for found in _found_in(session, slot):
-        if isinstance(found, Pending):
+        if isinstance(found, Blocked):
             yield found
         else:
             count += len(found)
     yield integer(count)
 
 
-def _listed(session: Client, slot: int, count: int) -> Iterator[Reply | Pending]:
+def _listed(session: Caller, slot: int, count: int) -> Iterator[Reply | Blocked]:
     keys: dict[bytes, None] = {}  # a walk beside which keys come and go may meet one twice
     for found in _found_in(session, slot):
-        if isinstance(found, Pending):
+        if isinstance(found, Blocked):
             yield found
         else:
             keys.update(dict.fromkeys(found))
@@ -225,7 +224,7 @@ def _listed(session: Client, slot: int, count: int) -> Iterator[Reply | Pending]
     yield bulks(list(keys)[:count])
 
 
-def _found_in(session: Client, slot: int) -> Iterator[list[bytes] | Pending]:
+def _found_in(session: Caller, slot: int) -> Iterator[list[bytes] | Blocked]:
     """The keys of a slot as they are met, with a wait after each step so that others have their turn; without one in a
     transaction, where no command waits."""
     cursor = 0
@@ -241,12 +240,12 @@ def _found_in(session: Client, slot: int) -> Iterator[list[bytes] | Pending]:
 
 
 @_part("help", arity=2, since="5.0.0", summary="Print this help.", **_ALWAYS)
-def cluster_help(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def cluster_help(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     """CLUSTER HELP."""
     return help_reply("cluster")
 
 
-def _changes_membership(session: Client, cluster: Cluster, args: list[bytes]) -> Reply:
+def _changes_membership(session: Caller, cluster: Cluster, args: list[bytes]) -> Reply:
     return error(MEMBERSHIP.format(f"CLUSTER {args[1].upper().decode('latin-1')}"))
 
 
@@ -272,7 +271,7 @@ for _name, _arity, _flags in (
     )
 
 
-def _agree(session: Client, args: list[bytes]) -> Reply:
+def _agree(session: Caller, args: list[bytes]) -> Reply:
     """ASKING, READONLY, READWRITE: nothing is on its way between nodes, and no node has replicas."""
     return DISABLED if session.server.cluster is None else OK
 
@@ -292,13 +291,13 @@ def _unknown_node(node_id: bytes) -> bytes:
     return error(b"ERR Unknown node " + node_id.split(b"\0")[0])
 
 
-def _endpoint(session: Client, node: Node) -> Reply:
+def _endpoint(session: Caller, node: Node) -> Reply:
     """A node in CLUSTER SLOTS: where to connect, its id, and what else is known, which is nothing."""
     port = node.port_for(encrypted=session.encrypted)
     return array([bulk(node.host), integer(port), bulk(node.id), map_reply(session, [])])
 
 
-def _shard(session: Client, node: Node) -> Reply:
+def _shard(session: Caller, node: Node) -> Reply:
     bounds = [integer(bound) for span in node.ranges for bound in (span.start, span.stop - 1)]
     facts: list[tuple[str, Reply]] = [("id", bulk(node.id))]
     facts += [(name, integer(port)) for name, port in (("port", node.port), ("tls-port", node.tls_port)) if port]
@@ -308,7 +307,7 @@ def _shard(session: Client, node: Node) -> Reply:
     return map_reply(session, [(bulk("slots"), array(bounds)), (bulk("nodes"), array([told]))])
 
 
-def _line(session: Client, cluster: Cluster, node: Node) -> str:
+def _line(session: Caller, cluster: Cluster, node: Node) -> str:
     """A line of CLUSTER NODES."""
     flags = "myself,master" if node is cluster.myself else "master"
     place = f"{node.host}:{node.port_for(encrypted=session.encrypted)}@0"

@@ -12,7 +12,6 @@ FAMILIES = (
     "commands.transactions",
     "acl.commands",
     "commands.pubsub",
-    "commands.tracking",
     "commands.command",
     "commands.info",
     "config.commands",
@@ -26,7 +25,7 @@ FAMILIES = (
     "commands.compat.lcs",
     "commands.kv",
     "shm.commands",
-    "multipart",
+    "commands.multipart",
     "commands.prefetch",
     "commands.server",
     "commands.persistence",
@@ -35,7 +34,6 @@ FAMILIES = (
     "commands.slowlog",
     "commands.latency",
     "commands.monitor",
-    "net.zerocopy",
     "commands.compat.debug",
 )
 

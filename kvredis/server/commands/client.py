@@ -5,9 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import Client, Tracking
+from kvredis.server.client.tracking import PREFIXES_MAX
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
-from kvredis.server.protocol.replies import OK, ONE, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, verbatim
+from kvredis.server.protocol.replies import (
+    NOT_AN_INTEGER,
+    OK,
+    ONE,
+    SYNTAX_ERROR,
+    ZERO,
+    Reply,
+    array,
+    bulk,
+    error,
+    integer,
+    map_reply,
+    set_reply,
+    verbatim,
+)
 
 from .command import help_reply
 from .connection import BAD_CLIENT_NAME, is_plain_word
@@ -32,19 +48,19 @@ container(
 
 
 @subcommand("client|id", arity=2, since="5.0.0", summary="This connection's number.", **_OWN)
-def client_id(session: Client, args: list[bytes]) -> Reply:
+def client_id(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT ID."""
     return integer(session.id)
 
 
 @subcommand("client|getname", arity=2, since="2.6.9", summary="This connection's name.", **_OWN)
-def client_getname(session: Client, args: list[bytes]) -> Reply:
+def client_getname(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT GETNAME; nil without one."""
     return bulk(session.name) if session.name else session.nil
 
 
 @subcommand("client|setname", arity=3, since="2.6.9", syntax="connection-name", summary="Name this connection.", **_OWN)
-def client_setname(session: Client, args: list[bytes]) -> Reply:
+def client_setname(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT SETNAME name; an empty one takes it away."""
     if not is_plain_word(args[2]):
         return BAD_CLIENT_NAME
@@ -60,7 +76,7 @@ def client_setname(session: Client, args: list[bytes]) -> Reply:
     summary="Say which library this client uses.",
     **_OWN,
 )
-def client_setinfo(session: Client, args: list[bytes]) -> Reply:
+def client_setinfo(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT SETINFO LIB-NAME|LIB-VER value."""
     attribute = args[2].upper()
     if attribute not in (b"LIB-NAME", b"LIB-VER"):
@@ -77,7 +93,7 @@ def client_setinfo(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "client|info", arity=2, since="6.2.0", tips="nondeterministic_output", summary="This connection's line.", **_OWN
 )
-def client_info(session: Client, args: list[bytes]) -> Reply:
+def client_info(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT INFO."""
     return verbatim(session, describe(session))
 
@@ -92,7 +108,7 @@ def client_info(session: Client, args: list[bytes]) -> Reply:
     summary="A line for each connection.",
     **_ADMIN,
 )
-def client_list(session: Client, args: list[bytes]) -> Reply:
+def client_list(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT LIST [TYPE type | ID id ...]."""
     everyone = session.server.sessions
     option = args[2].upper() if len(args) > 3 else b""
@@ -109,7 +125,7 @@ def client_list(session: Client, args: list[bytes]) -> Reply:
         listed = list(everyone.values())
     else:
         return SYNTAX_ERROR
-    return verbatim(session, b"".join(map(describe, listed)))
+    return verbatim(session, b"".join(each.describe() for each in listed))
 
 
 @subcommand(
@@ -121,7 +137,7 @@ def client_list(session: Client, args: list[bytes]) -> Reply:
     summary="Close connections.",
     **_ADMIN,
 )
-def client_kill(session: Client, args: list[bytes]) -> Reply:
+def client_kill(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT KILL addr: OK or an error. CLIENT KILL option value ...: how many were closed."""
     if len(args) == 3:
         found = [each for each in session.server.sessions.values() if each.addr.encode() == args[2]]
@@ -149,7 +165,7 @@ def client_kill(session: Client, args: list[bytes]) -> Reply:
     summary="Exempt this connection from being closed for its buffers; none is closed for that yet.",
     **_ADMIN,
 )
-def client_no_evict(session: Client, args: list[bytes]) -> Reply:
+def client_no_evict(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT NO-EVICT ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -166,7 +182,7 @@ def client_no_evict(session: Client, args: list[bytes]) -> Reply:
     summary="Ask that this connection's reads leave the eviction order alone.",
     **_OWN,
 )
-def client_no_touch(session: Client, args: list[bytes]) -> Reply:
+def client_no_touch(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT NO-TOUCH ON|OFF."""
     switch = _SWITCH.get(args[2].upper())
     if switch is None:
@@ -179,7 +195,7 @@ def client_no_touch(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "client|help", arity=2, flags="loading stale", acl="slow connection", since="5.0.0", summary="Print this help."
 )
-def client_help(session: Client, args: list[bytes]) -> Reply:
+def client_help(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT HELP."""
     return help_reply("client")
 
@@ -202,7 +218,7 @@ def type_of(session: Client) -> bytes:
     return b"PUBSUB" if session.subscriptions else b"NORMAL"
 
 
-def describe(session: Client) -> bytes:
+def describe(session: Caller) -> bytes:
     """One line of CLIENT LIST: the 30 fields of Redis 7.2 in its order, then our own, with a line break."""
     now_s = time.monotonic()
     held = session.held()
@@ -274,7 +290,7 @@ _FITS: dict[bytes, Callable[[Client, bytes], bool]] = {
 }
 
 
-def _kill_filters(session: Client, args: list[bytes]) -> dict[bytes, bytes] | bytes:
+def _kill_filters(session: Caller, args: list[bytes]) -> dict[bytes, bytes] | bytes:
     """The options of CLIENT KILL's new form, checked, or the error for them."""
     filters: dict[bytes, bytes] = {}
     for at in range(2, len(args), 2):
@@ -320,7 +336,7 @@ UNBLOCKED = b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n"
     flags="admin noscript loading stale",
     acl="admin slow dangerous connection",
 )
-def client_pause(session: Client, args: list[bytes]) -> Reply:
+def client_pause(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT PAUSE timeout [WRITE|ALL]."""
     if len(args) > 4:
         return wrong_subcommand(args)
@@ -348,7 +364,7 @@ _MILLISECONDS_MAX = 10**13
     flags="admin noscript loading stale",
     acl="admin slow dangerous connection",
 )
-def client_unpause(session: Client, args: list[bytes]) -> Reply:
+def client_unpause(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT UNPAUSE; OK also when there is none."""
     session.server.pause.end()
     return OK
@@ -363,7 +379,7 @@ def client_unpause(session: Client, args: list[bytes]) -> Reply:
     flags="admin noscript loading stale",
     acl="admin slow dangerous connection",
 )
-def client_unblock(session: Client, args: list[bytes]) -> Reply:
+def client_unblock(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT UNBLOCK id [TIMEOUT|ERROR]: 1 if that client was waiting, else 0."""
     if len(args) > 4:
         return wrong_subcommand(args)
@@ -373,10 +389,10 @@ def client_unblock(session: Client, args: list[bytes]) -> Reply:
     number = parse_integer(args[2])
     if number is None:
         return error("ERR value is not an integer or out of range")
-    pending = session.server.blocked.pop(number, None)
+    pending = session.server.blocked.timeouts.get(number)
     if pending is None:
         return ZERO
-    pending.resolve(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
+    pending.unblock(UNBLOCKED if how == b"ERROR" else pending.timeout_reply)
     return ONE
 
 
@@ -389,7 +405,7 @@ def client_unblock(session: Client, args: list[bytes]) -> Reply:
     flags="noscript loading stale",
     acl="slow connection",
 )
-def client_reply(session: Client, args: list[bytes]) -> Reply:
+def client_reply(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT REPLY ON|OFF|SKIP; only ON is answered."""
     mode = args[2].upper()
     if mode == b"ON":
@@ -403,3 +419,194 @@ def client_reply(session: Client, args: list[bytes]) -> Reply:
         return SYNTAX_ERROR
     session.reconsider()
     return OK
+
+
+# ---- tracking commands -----------------------------------------------------------------------------------------------
+#
+# CLIENT TRACKING, CACHING, GETREDIR and TRACKINGINFO: how a client asks for client-side caching.
+#
+# The order in which TRACKING's options are checked is Redis', because of two mistakes in one line it names the first.
+
+
+REDIRECTED_TWICE = error("ERR A client can only redirect to a single other client")
+NOBODY_THERE = error("ERR The client ID you want redirect to does not exist")
+PREFIX_NEEDS_BCAST = error("ERR PREFIX option requires BCAST mode to be enabled")
+BCAST_STAYS = error(
+    "ERR You can't switch BCAST mode on/off before disabling tracking for this client, "
+    "and then re-enabling it with a different mode."
+)
+BCAST_TAKES_ALL = error("ERR OPTIN and OPTOUT are not compatible with BCAST")
+IN_OR_OUT = error("ERR You can't specify both OPTIN mode and OPTOUT mode")
+OPTIN_STAYS = error(
+    "ERR You can't switch OPTIN/OPTOUT mode before disabling tracking for this client, "
+    "and then re-enabling it with a different mode."
+)
+TOO_MANY_PREFIXES = error(f"ERR a client may track {PREFIXES_MAX} prefixes at most")
+NOTHING_TO_CHOOSE = error(
+    "ERR CLIENT CACHING can be called only when the client is in tracking mode with OPTIN or OPTOUT mode enabled"
+)
+YES_IS_FOR_OPTIN = error("ERR CLIENT CACHING YES is only valid when tracking is enabled in OPTIN mode.")
+NO_IS_FOR_OPTOUT = error("ERR CLIENT CACHING NO is only valid when tracking is enabled in OPTOUT mode.")
+
+_CACHING = {"flags": "noscript loading stale", "acl": "slow connection", "since": "6.0.0"}
+
+
+@subcommand(
+    "client|tracking",
+    arity=-3,
+    syntax="<ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] [OPTOUT] [NOLOOP]",
+    summary="Be told when something that was read has changed.",
+    **_CACHING,
+)
+def client_tracking(session: Caller, args: list[bytes]) -> Reply:
+    """CLIENT TRACKING ON|OFF [option ...]; the options are read before the switch, and before OFF too."""
+    wanted = _parse(session, args)
+    if isinstance(wanted, bytes):
+        return wanted
+    switch = args[2].upper()
+    if switch == b"OFF":
+        session.server.tracking.disable(session)
+        return OK
+    if switch != b"ON":
+        return SYNTAX_ERROR
+    tracking, prefixes = wanted
+    refusal = _conflict(tracking, prefixes, session.tracking)
+    if refusal is None and tracking.broadcast:
+        refusal = _overlap(prefixes, session.tracking)
+        tracking.prefixes = set(prefixes or [b""])
+    if refusal is not None:
+        return refusal
+    session.server.tracking.enable(session, tracking)
+    return OK
+
+
+@subcommand(
+    "client|caching",
+    arity=3,
+    syntax="<YES | NO>",
+    summary="Say whether what the next command reads is to be tracked.",
+    **_CACHING,
+)
+def client_caching(session: Caller, args: list[bytes]) -> Reply:
+    """CLIENT CACHING YES|NO."""
+    tracking = session.tracking
+    if tracking is None:
+        return NOTHING_TO_CHOOSE
+    choice = args[2].upper()
+    if choice == b"YES":
+        if not tracking.optin:
+            return YES_IS_FOR_OPTIN
+    elif choice == b"NO":
+        if not tracking.optout:
+            return NO_IS_FOR_OPTOUT
+    else:
+        return SYNTAX_ERROR
+    tracking.caching = True
+    return OK
+
+
+@subcommand("client|getredir", arity=2, summary="The client that invalidations are redirected to.", **_CACHING)
+def client_getredir(session: Caller, args: list[bytes]) -> Reply:
+    """CLIENT GETREDIR: its number, 0 without redirection, -1 without tracking."""
+    return integer(redirection_of(session))
+
+
+@subcommand("client|trackinginfo", arity=2, summary="How this connection tracks.", **{**_CACHING, "since": "6.2.0"})
+def client_trackinginfo(session: Caller, args: list[bytes]) -> Reply:
+    """CLIENT TRACKINGINFO."""
+    tracking = session.tracking
+    flags = ["off"]
+    if tracking is not None:
+        switched = {
+            "on": True,
+            "bcast": tracking.broadcast,
+            "optin": tracking.optin,
+            "caching-yes": tracking.optin and tracking.caching,
+            "optout": tracking.optout,
+            "caching-no": tracking.optout and tracking.caching,
+            "noloop": tracking.noloop,
+            "broken_redirect": tracking.broken,
+        }
+        flags = [name for name, on in switched.items() if on]
+    prefixes = [] if tracking is None else sorted(tracking.prefixes)
+    return map_reply(
+        session,
+        [
+            (bulk("flags"), set_reply(session, [bulk(flag) for flag in flags])),
+            (bulk("redirect"), integer(redirection_of(session))),
+            (bulk("prefixes"), array([bulk(prefix) for prefix in prefixes])),
+        ],
+    )
+
+
+def _parse(session: Caller, args: list[bytes]) -> tuple[Tracking, list[bytes]] | bytes:
+    """The options of CLIENT TRACKING and its prefixes in their order, or the error for the first that is wrong."""
+    tracking = Tracking()
+    prefixes: list[bytes] = []
+    words = iter(args[3:])
+    for word in words:
+        option = word.upper()
+        if option in (b"REDIRECT", b"PREFIX"):
+            value = next(words, None)
+            if value is None:
+                return SYNTAX_ERROR
+            if option == b"PREFIX":
+                prefixes.append(value)
+                continue
+            if tracking.redirect:
+                return REDIRECTED_TWICE
+            number = parse_integer(value)
+            if number is None:
+                return NOT_AN_INTEGER
+            if number not in session.server.sessions:
+                return NOBODY_THERE
+            tracking.redirect = number
+        elif option == b"BCAST":
+            tracking.broadcast = True
+        elif option == b"OPTIN":
+            tracking.optin = True
+        elif option == b"OPTOUT":
+            tracking.optout = True
+        elif option == b"NOLOOP":
+            tracking.noloop = True
+        else:
+            return SYNTAX_ERROR
+    return tracking, prefixes
+
+
+def _conflict(wanted: Tracking, prefixes: list[bytes], now: Tracking | None) -> bytes | None:
+    """What is wrong with options that do not go together, or not with how the client tracks `now`."""
+    if prefixes and not wanted.broadcast:
+        return PREFIX_NEEDS_BCAST
+    if now is not None and now.broadcast != wanted.broadcast:
+        return BCAST_STAYS
+    if wanted.broadcast and (wanted.optin or wanted.optout):
+        return BCAST_TAKES_ALL
+    if wanted.optin and wanted.optout:
+        return IN_OR_OUT
+    if now is not None and ((wanted.optin and now.optout) or (wanted.optout and now.optin)):
+        return OPTIN_STAYS
+    return None
+
+
+def _overlap(prefixes: list[bytes], now: Tracking | None) -> bytes | None:
+    """The error if two prefixes would tell of the same key. Redis goes on after it where the first of `prefixes` is not
+    one of the two, and answers OK as well; a reply more than there were commands would put every client out of step."""
+    existing = sorted(now.prefixes) if now is not None else []
+    if len(existing) + len(prefixes) > PREFIXES_MAX:
+        return TOO_MANY_PREFIXES
+    for at, prefix in enumerate(prefixes):
+        for other in existing:
+            if prefix.startswith(other) or other.startswith(prefix):
+                return _overlaps(prefix, b"an existing prefix", other)
+        for other in prefixes[at + 1 :]:
+            if prefix.startswith(other) or other.startswith(prefix):
+                return _overlaps(prefix, b"another provided prefix", other)
+    return None
+
+
+def _overlaps(prefix: bytes, whose: bytes, other: bytes) -> bytes:
+    return error(
+        b"ERR Prefix '%b' overlaps with %b '%b'. Prefixes for a single client must not overlap."
+        % (prefix.split(b"\0")[0], whose, other.split(b"\0")[0])
+    )

@@ -7,7 +7,7 @@ only how it identifies itself.
 from __future__ import annotations
 
 from kvredis.server.acl.rules import DEFAULT_USER
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     DB_OUT_OF_RANGE,
@@ -59,7 +59,7 @@ _BEFORE_AUTH = "noscript loading stale fast no_auth allow_busy"
     syntax="[message]",
     summary="Answer PONG, or the message given.",
 )
-def ping(session: Client, args: list[bytes]) -> Reply:
+def ping(session: Caller, args: list[bytes]) -> Reply:
     """PING [message]."""
     if len(args) > 2:
         return wrong_arity("ping")
@@ -77,7 +77,7 @@ def ping(session: Client, args: list[bytes]) -> Reply:
     syntax="message",
     summary="Answer the message given.",
 )
-def echo(session: Client, args: list[bytes]) -> Reply:
+def echo(session: Caller, args: list[bytes]) -> Reply:
     """ECHO message."""
     return payload(args[1])
 
@@ -90,7 +90,7 @@ def echo(session: Client, args: list[bytes]) -> Reply:
     group="connection",
     summary="Close the connection once everything before has been answered.",
 )
-def quit_(session: Client, args: list[bytes]) -> Reply:
+def quit_(session: Caller, args: list[bytes]) -> Reply:
     """QUIT: nothing that the client sent after it is run."""
     session.close_after_reply = True
     return OK
@@ -105,7 +105,7 @@ def quit_(session: Client, args: list[bytes]) -> Reply:
     since="6.2.0",
     summary="Bring the connection back to the state in which it was opened.",
 )
-def reset(session: Client, args: list[bytes]) -> Reply:
+def reset(session: Caller, args: list[bytes]) -> Reply:
     """RESET: protocol 2, database 0, no name, no transaction, nothing listened to, tracked or leased, off the lane, and
     logged out where a password is set. The library's name stays."""
     server = session.server
@@ -135,7 +135,7 @@ def reset(session: Client, args: list[bytes]) -> Reply:
     syntax="[username] password",
     summary="Log in.",
 )
-def auth(session: Client, args: list[bytes]) -> Reply:
+def auth(session: Caller, args: list[bytes]) -> Reply:
     """AUTH [username] password; a user without a password takes any."""
     if len(args) > 3:
         return SYNTAX_ERROR
@@ -154,7 +154,7 @@ def auth(session: Client, args: list[bytes]) -> Reply:
     syntax="index",
     summary="Use another database.",
 )
-def select(session: Client, args: list[bytes]) -> Reply:
+def select(session: Caller, args: list[bytes]) -> Reply:
     """SELECT index."""
     index = parse_integer(args[1])
     if index is None:
@@ -179,7 +179,7 @@ def select(session: Client, args: list[bytes]) -> Reply:
     syntax="[protover [AUTH username password] [SETNAME clientname]]",
     summary="Agree on the protocol, log in and name the connection in one step; tells what this server is.",
 )
-def hello(session: Client, args: list[bytes]) -> Reply:
+def hello(session: Caller, args: list[bytes]) -> Reply:
     """HELLO [2|3 [AUTH user password] [SETNAME name]]: all of it takes effect, or nothing does."""
     protocol = parse_integer(args[1]) if len(args) > 1 else session.resp
     if protocol is None:
@@ -212,7 +212,7 @@ def hello(session: Client, args: list[bytes]) -> Reply:
     return _introduction(session)
 
 
-def log_in(session: Client, command: bytes, name: bytes, password: bytes) -> bool:
+def log_in(session: Caller, command: bytes, name: bytes, password: bytes) -> bool:
     """Check credentials and note who it is; a wrong try, with `command` as it was typed, is noted in ACL LOG and leaves
     the session as it was."""
     acl = session.server.acl
@@ -229,7 +229,7 @@ def is_plain_word(text: bytes) -> bool:
     return all(33 <= byte <= 126 for byte in text)
 
 
-def _introduction(session: Client) -> Reply:
+def _introduction(session: Caller) -> Reply:
     """What HELLO tells: clients check `proto`, some `server` and `version` too. What Redis does not tell is how many
     threads send to this client and others like it: our own load over more connections where there are several."""
     facts = [

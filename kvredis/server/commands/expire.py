@@ -6,7 +6,7 @@ this counts as a use.
 
 from __future__ import annotations
 
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, ONE, ZERO, Reply, error, integer
 
@@ -25,7 +25,7 @@ from .strings import DEL, EXPIRE, invalid_expiry
     syntax="key seconds [NX | XX | GT | LT]",
     summary="Let a key end that many seconds from now.",
 )
-def expire(session: Client, args: list[bytes]) -> Reply:
+def expire(session: Caller, args: list[bytes]) -> Reply:
     """EXPIRE key seconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1000, session.store.now_ms())
 
@@ -41,7 +41,7 @@ def expire(session: Client, args: list[bytes]) -> Reply:
     syntax="key milliseconds [NX | XX | GT | LT]",
     summary="Let a key end that many milliseconds from now.",
 )
-def pexpire(session: Client, args: list[bytes]) -> Reply:
+def pexpire(session: Caller, args: list[bytes]) -> Reply:
     """PEXPIRE key milliseconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1, session.store.now_ms())
 
@@ -57,7 +57,7 @@ def pexpire(session: Client, args: list[bytes]) -> Reply:
     syntax="key unix-time-seconds [NX | XX | GT | LT]",
     summary="Let a key end at a time given in seconds since 1970.",
 )
-def expireat(session: Client, args: list[bytes]) -> Reply:
+def expireat(session: Caller, args: list[bytes]) -> Reply:
     """EXPIREAT key unix-seconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1000, 0)
 
@@ -73,7 +73,7 @@ def expireat(session: Client, args: list[bytes]) -> Reply:
     syntax="key unix-time-milliseconds [NX | XX | GT | LT]",
     summary="Let a key end at a time given in milliseconds since 1970.",
 )
-def pexpireat(session: Client, args: list[bytes]) -> Reply:
+def pexpireat(session: Caller, args: list[bytes]) -> Reply:
     """PEXPIREAT key unix-milliseconds [NX|XX|GT|LT]."""
     return _expire(session, args, 1, 0)
 
@@ -89,7 +89,7 @@ def pexpireat(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Seconds that a key has left; -1 without an end, -2 without a key.",
 )
-def ttl(session: Client, args: list[bytes]) -> Reply:
+def ttl(session: Caller, args: list[bytes]) -> Reply:
     """TTL key, rounded to the nearest second."""
     left_ms = _left_ms(session, args[1])
     return integer(left_ms if left_ms < 0 else (left_ms + 500) // 1000)
@@ -107,7 +107,7 @@ def ttl(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Milliseconds that a key has left; -1 without an end, -2 without a key.",
 )
-def pttl(session: Client, args: list[bytes]) -> Reply:
+def pttl(session: Caller, args: list[bytes]) -> Reply:
     """PTTL key."""
     return integer(_left_ms(session, args[1]))
 
@@ -123,7 +123,7 @@ def pttl(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="When a key ends, in seconds since 1970; -1 without an end, -2 without a key.",
 )
-def expiretime(session: Client, args: list[bytes]) -> Reply:
+def expiretime(session: Caller, args: list[bytes]) -> Reply:
     """EXPIRETIME key, rounded to the nearest second."""
     at_ms = _end_ms(session, args[1])
     return integer(at_ms if at_ms < 0 else (at_ms + 500) // 1000)
@@ -140,7 +140,7 @@ def expiretime(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="When a key ends, in milliseconds since 1970; -1 without an end, -2 without a key.",
 )
-def pexpiretime(session: Client, args: list[bytes]) -> Reply:
+def pexpiretime(session: Caller, args: list[bytes]) -> Reply:
     """PEXPIRETIME key."""
     return integer(_end_ms(session, args[1]))
 
@@ -156,7 +156,7 @@ def pexpiretime(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Take a key's end away.",
 )
-def persist(session: Client, args: list[bytes]) -> Reply:
+def persist(session: Caller, args: list[bytes]) -> Reply:
     """PERSIST key."""
     entry = session.store.find(args[1], session.space)
     if entry is None or not entry.expire_at_ms:
@@ -167,7 +167,7 @@ def persist(session: Client, args: list[bytes]) -> Reply:
     return ONE
 
 
-def _end_ms(session: Client, key: bytes) -> int:
+def _end_ms(session: Caller, key: bytes) -> int:
     """When `key` ends, as Unix ms; -1 if it does not, -2 if there is none."""
     entry = session.store.find(key, session.space)
     if entry is None:
@@ -176,13 +176,13 @@ def _end_ms(session: Client, key: bytes) -> int:
     return entry.expire_at_ms or -1
 
 
-def _left_ms(session: Client, key: bytes) -> int:
+def _left_ms(session: Caller, key: bytes) -> int:
     """Milliseconds until `key` ends; -1 if it does not, -2 if there is none."""
     at_ms = _end_ms(session, key)
     return at_ms if at_ms < 0 else max(0, at_ms - session.store.now_ms())
 
 
-def _expire(session: Client, args: list[bytes], unit_ms: int, base_ms: int) -> Reply:
+def _expire(session: Caller, args: list[bytes], unit_ms: int, base_ms: int) -> Reply:
     """The four that set an end, `args[2]` units from `base_ms` on.
 
     Words are checked before the number and the number before the key, as Redis does.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Final
 
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, ZERO, Reply, error, integer
 from kvredis.storage.state import SPARE_PART
@@ -45,7 +45,7 @@ from .strings import (
     syntax="key seconds value",
     access="OW update",
 )
-def setex(session: Client, args: list[bytes]) -> Reply:
+def setex(session: Caller, args: list[bytes]) -> Reply:
     """SETEX key seconds value."""
     return _set_with_end(session, args, 1000)
 
@@ -63,12 +63,12 @@ def setex(session: Client, args: list[bytes]) -> Reply:
     syntax="key milliseconds value",
     access="OW update",
 )
-def psetex(session: Client, args: list[bytes]) -> Reply:
+def psetex(session: Caller, args: list[bytes]) -> Reply:
     """PSETEX key milliseconds value."""
     return _set_with_end(session, args, 1)
 
 
-def _set_with_end(session: Client, args: list[bytes], unit_ms: int) -> Reply:
+def _set_with_end(session: Caller, args: list[bytes], unit_ms: int) -> Reply:
     key, value = args[1], args[3]
     when = expiry_ms(args[2], unit_ms, session.store.now_ms(), "setex" if unit_ms == 1000 else "psetex")
     if isinstance(when, bytes):
@@ -90,7 +90,7 @@ def _set_with_end(session: Client, args: list[bytes], unit_ms: int) -> Reply:
     syntax="key value",
     access="RW access update",
 )
-def getset(session: Client, args: list[bytes]) -> Reply:
+def getset(session: Caller, args: list[bytes]) -> Reply:
     """The old value or nil; an end that it had is gone with it."""
     old = look_up(session, args[1])
     reply = session.nil if old is None else reply_of(session, old)
@@ -111,7 +111,7 @@ def getset(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     access="RW access delete",
 )
-def getdel(session: Client, args: list[bytes]) -> Reply:
+def getdel(session: Caller, args: list[bytes]) -> Reply:
     """The value, whole although its key is gone; nil if there was none."""
     value = look_up(session, args[1])
     if value is None:
@@ -134,7 +134,7 @@ def getdel(session: Client, args: list[bytes]) -> Reply:
     access="RW access update",
     notes="RW and UPDATE because it changes the TTL",
 )
-def getex(session: Client, args: list[bytes]) -> Reply:
+def getex(session: Caller, args: list[bytes]) -> Reply:
     """The value or nil. Words are checked before the key is looked for, and the time only once it was found."""
     expire: tuple[bytes, bytes] | None = None
     persist = False
@@ -169,7 +169,7 @@ def getex(session: Client, args: list[bytes]) -> Reply:
     return reply
 
 
-def _delete(session: Client, key: bytes) -> None:
+def _delete(session: Caller, key: bytes) -> None:
     """Delete a key that is there, and tell of it."""
     if session.store.delete((key,), session.space):
         notify(session, *DEL, key)
@@ -203,7 +203,7 @@ OFFSET_OUT_OF_RANGE: Final = error("ERR offset is out of range")
     syntax="key value",
     access="RW insert",
 )
-def append(session: Client, args: list[bytes]) -> Reply:
+def append(session: Caller, args: list[bytes]) -> Reply:
     """APPEND key value: the length of what is there now."""
     key, more = args[1], args[2]
     entry = session.store.find(key, session.space)
@@ -227,7 +227,7 @@ def append(session: Client, args: list[bytes]) -> Reply:
     syntax="key offset value",
     access="RW update",
 )
-def setrange(session: Client, args: list[bytes]) -> Reply:
+def setrange(session: Caller, args: list[bytes]) -> Reply:
     """SETRANGE key offset value: the length of what is there now. Nothing to write changes nothing."""
     key, patch = args[1], args[3]
     offset = parse_integer(args[2])
@@ -243,7 +243,7 @@ def setrange(session: Client, args: list[bytes]) -> Reply:
     return _edit(session, key, offset, patch, "setrange")
 
 
-def _edit(session: Client, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
+def _edit(session: Caller, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
     """Lay `patch` over the value under `key` at `offset`, None for behind its last byte; it expires when it would
     have."""
     store, space = session.store, session.space
@@ -255,7 +255,7 @@ def _edit(session: Client, key: bytes, offset: int | None, patch: bytes, event: 
     return integer(entry.length)
 
 
-def _make(session: Client, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
+def _make(session: Caller, key: bytes, offset: int | None, patch: bytes, event: str) -> Reply:
     """Make the new value beside the old one. Only what is there now counts: it may have expired since it was looked
     at."""
     old = session.store.peek(key, session.space)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, INT64_MIN, parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, Reply, bulk, error, integer
 from kvredis.storage.entry import Entry
@@ -34,7 +34,7 @@ WOULD_BE_INFINITE: Final = error("ERR increment would produce NaN or Infinity")
     syntax="key",
     access="RW access update",
 )
-def incr(session: Client, args: list[bytes]) -> Reply:
+def incr(session: Caller, args: list[bytes]) -> Reply:
     """INCR key."""
     return _add(session, args[1], 1)
 
@@ -51,7 +51,7 @@ def incr(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     access="RW access update",
 )
-def decr(session: Client, args: list[bytes]) -> Reply:
+def decr(session: Caller, args: list[bytes]) -> Reply:
     """DECR key."""
     return _add(session, args[1], -1)
 
@@ -68,7 +68,7 @@ def decr(session: Client, args: list[bytes]) -> Reply:
     syntax="key increment",
     access="RW access update",
 )
-def incrby(session: Client, args: list[bytes]) -> Reply:
+def incrby(session: Caller, args: list[bytes]) -> Reply:
     """INCRBY key increment."""
     amount = parse_integer(args[2])
     return NOT_AN_INTEGER if amount is None else _add(session, args[1], amount)
@@ -86,7 +86,7 @@ def incrby(session: Client, args: list[bytes]) -> Reply:
     syntax="key decrement",
     access="RW access update",
 )
-def decrby(session: Client, args: list[bytes]) -> Reply:
+def decrby(session: Caller, args: list[bytes]) -> Reply:
     """DECRBY key decrement; the smallest integer has no opposite, which Redis says in other words."""
     amount = parse_integer(args[2])
     if amount is None:
@@ -107,7 +107,7 @@ def decrby(session: Client, args: list[bytes]) -> Reply:
     syntax="key increment",
     access="RW access update",
 )
-def incrbyfloat(session: Client, args: list[bytes]) -> Reply:
+def incrbyfloat(session: Caller, args: list[bytes]) -> Reply:
     """INCRBYFLOAT key increment: the sum, as it is stored."""
     key = args[1]
     entry = session.store.find(key, session.space)
@@ -123,7 +123,7 @@ def incrbyfloat(session: Client, args: list[bytes]) -> Reply:
     return bulk(printed(total)) if done is OK else done
 
 
-def _add(session: Client, key: bytes, amount: int) -> Reply:
+def _add(session: Caller, key: bytes, amount: int) -> Reply:
     """Add to the integer under `key`."""
     entry = session.store.find(key, session.space)
     before = 0 if entry is None else parse_integer(_text(entry, INTEGER_BYTES_MAX))

@@ -13,11 +13,11 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
 
 from kvredis import __version__
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Reason
 from kvredis.server.config.settings import value_of
+from kvredis.server.context import Caller, Context
 from kvredis.server.metrics.metrics import fields
 from kvredis.server.protocol.replies import Reply, verbatim
 from kvredis.storage.memory.allocator import GRAIN_BYTES
@@ -27,10 +27,6 @@ from .connection import REDIS_VERSION
 from .memory import figures as memory_figures
 from .memory import machine_bytes, resident_bytes, resident_peak_bytes
 from .registry import command
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 
 # ---- sections --------------------------------------------------------------------------------------------------------
 #
@@ -57,12 +53,12 @@ def zeros(*names: str) -> Fields:
     return dict.fromkeys(names, 0).items()
 
 
-def nothing(server: Server) -> Fields:
+def nothing(server: Context) -> Fields:
     """A section that has only its title."""
     return ()
 
 
-def server_facts(server: Server) -> Iterator[Field]:
+def server_facts(server: Context) -> Iterator[Field]:
     """What runs, and where."""
     uptime_s = int(server.uptime_s)
     yield "redis_version", REDIS_VERSION
@@ -111,7 +107,7 @@ def _listeners(addresses: list[str]) -> Iterator[Field]:
         yield f"listener{number}", f"name={kind}{binds},port={places[0].rpartition(':')[2]}"
 
 
-def clients(server: Server) -> Iterator[Field]:
+def clients(server: Context) -> Iterator[Field]:
     """Who is connected, and what for."""
     sessions = server.sessions.values()
     yield "connected_clients", len(server.sessions)
@@ -119,17 +115,17 @@ def clients(server: Server) -> Iterator[Field]:
     yield "maxclients", server.maxclients
     yield "client_recent_max_input_buffer", max((each.pending_bytes for each in sessions), default=0)
     yield "client_recent_max_output_buffer", max((each.unsent_bytes for each in sessions), default=0)
-    yield "blocked_clients", len(server.blocked) + len(server.pause.waiting)
+    yield "blocked_clients", len(server.blocked.timeouts) + server.blocked.count(Reason.PAUSE)
     yield "tracking_clients", len(server.tracking.clients)
     yield "pubsub_clients", sum(each.subscriptions > 0 for each in sessions)
     yield "watching_clients", sum(bool(each.watching) for each in sessions)
-    yield "clients_in_timeout_table", len(server.blocked)
+    yield "clients_in_timeout_table", len(server.blocked.timeouts)
     yield "total_watched_keys", len(server.watchers)
     yield "total_blocking_keys", 0
     yield "total_blocking_keys_on_nokey", 0
 
 
-def memory(server: Server) -> Iterator[Field]:
+def memory(server: Context) -> Iterator[Field]:
     """What values hold, what the process has, and how full the arena is."""
     store = server.store
     told = memory_figures(server)
@@ -184,7 +180,7 @@ def memory(server: Server) -> Iterator[Field]:
     yield from zeros("active_defrag_running", "lazyfree_pending_objects", "lazyfreed_objects")
 
 
-def persistence(server: Server) -> Iterator[Field]:
+def persistence(server: Context) -> Iterator[Field]:
     """What was saved, where there is a disk tier; commands/persistence.py says what the words of Redis mean here."""
     tiering = server.store.tiering
     yield from zeros("loading", "async_loading", "current_cow_peak", "current_cow_size", "current_cow_size_age")
@@ -208,7 +204,7 @@ def persistence(server: Server) -> Iterator[Field]:
     yield from zeros("aof_last_cow_size", "module_fork_in_progress", "module_fork_last_cow_size")
 
 
-def replication(server: Server) -> Fields:
+def replication(server: Context) -> Fields:
     """A master without replicas."""
     return {
         "role": "master",
@@ -225,7 +221,7 @@ def replication(server: Server) -> Fields:
     }.items()
 
 
-def cpu(server: Server) -> Iterator[Field]:
+def cpu(server: Context) -> Iterator[Field]:
     """Seconds of processor time, the kernel's account."""
     whose_suffix = (
         (resource.RUSAGE_SELF, ""),
@@ -238,7 +234,7 @@ def cpu(server: Server) -> Iterator[Field]:
         yield f"used_cpu_user{suffix}", f"{usage.ru_utime:.6f}"
 
 
-def cluster(server: Server) -> Fields:
+def cluster(server: Context) -> Fields:
     """Whether this is a node of one; CLUSTER INFO says more."""
     return [("cluster_enabled", int(server.cluster is not None))]
 
@@ -248,7 +244,7 @@ def cluster(server: Server) -> Fields:
 # The sections of INFO that count: what has happened since the start or CONFIG RESETSTAT, and what lies where.
 
 
-def stats(server: Server) -> Iterator[Field]:
+def stats(server: Context) -> Iterator[Field]:
     """Redis' counters; `handler_exceptions` is our own and should be 0 for ever."""
     counted, store = server.stats, server.store.stats
     traffic = server.traffic().values()
@@ -303,7 +299,7 @@ def stats(server: Server) -> Iterator[Field]:
     yield "handler_exceptions", counted.handler_exceptions
 
 
-def commandstats(server: Server) -> Iterator[Field]:
+def commandstats(server: Context) -> Iterator[Field]:
     """A line for each command that was called or refused."""
     for name, record in list(server.stats.commands.items()):
         usec = record.nanoseconds // 1000
@@ -315,13 +311,13 @@ def commandstats(server: Server) -> Iterator[Field]:
         )
 
 
-def errorstats(server: Server) -> Iterator[Field]:
+def errorstats(server: Context) -> Iterator[Field]:
     """Errors that were answered, by their first word."""
     for code, count in sorted(server.stats.errors.items()):
         yield f"errorstat_{code}", f"count={count}"
 
 
-def latencystats(server: Server) -> Iterator[Field]:
+def latencystats(server: Context) -> Iterator[Field]:
     """Percentiles of each command's times in microseconds, from counts in powers of two: see metrics/stats.py."""
     if value_of(server, "latency-tracking") == "no":
         return
@@ -331,7 +327,7 @@ def latencystats(server: Server) -> Iterator[Field]:
         yield f"latency_percentiles_usec_{name}", told
 
 
-def keyspace(server: Server) -> Iterator[Field]:
+def keyspace(server: Context) -> Iterator[Field]:
     """avg_ttl is the mean of what keys with an end have left now; Redis' own figure is a moving estimate of that."""
     now_ms = server.store.now_ms()
     counts = server.store.ends()
@@ -342,7 +338,7 @@ def keyspace(server: Server) -> Iterator[Field]:
             yield f"db{space}", f"keys={len(entries)},expires={expires},avg_ttl={left_ms}"
 
 
-def kv(server: Server) -> Iterator[Field]:
+def kv(server: Context) -> Iterator[Field]:
     """The arena in blocks, each tier's figures as KV.TIERS has them, how payloads are copied (`native`, see
     storage/memory/copy.py), values on their way, the store's own counters; then every figure of /metrics
     (metrics/metrics.py).
@@ -385,7 +381,7 @@ def kv(server: Server) -> Iterator[Field]:
     yield from ((name, f"{value:.6g}" if isinstance(value, float) else int(value)) for name, value in fields(server))
 
 
-def _sets(server: Server) -> Iterator[Field]:
+def _sets(server: Context) -> Iterator[Field]:
     """What became of every value that a client wanted stored: `set_total` is the sum of the others."""
     stored, door = server.store.stats, server.stats
     outcomes = {
@@ -402,7 +398,7 @@ def _sets(server: Server) -> Iterator[Field]:
 
 # ---- the command ---------------------------------------------------------------------------------------------------
 
-SECTIONS: dict[str, tuple[str, Callable[[Server], Fields]]] = {
+SECTIONS: dict[str, tuple[str, Callable[[Context], Fields]]] = {
     "server": ("Server", server_facts),
     "clients": ("Clients", clients),
     "memory": ("Memory", memory),
@@ -435,7 +431,7 @@ DEFAULT_SECTIONS = tuple(name for name in SECTIONS if name not in ("commandstats
     syntax="[section [section ...]]",
     summary="What the server is, holds and has done.",
 )
-def info(session: Client, args: list[bytes]) -> Reply:
+def info(session: Caller, args: list[bytes]) -> Reply:
     """INFO [section ...]: in any case and order, `default`, `all`, `everything`; unknown ones are empty."""
     asked = {arg.lower().decode("latin-1") for arg in args[1:]} or {"default"}
     if asked & {"all", "everything"}:
@@ -445,7 +441,7 @@ def info(session: Client, args: list[bytes]) -> Reply:
     return verbatim(session, report(session.server, asked))
 
 
-def report(server: Server, sections: Iterable[str]) -> str:
+def report(server: Context, sections: Iterable[str]) -> str:
     """The text of the named sections, in INFO's order; each begins with its title, a blank line between two."""
     texts = []
     for name, (title, section) in SECTIONS.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from typing import Final, NamedTuple
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_cursor, parse_integer
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
@@ -54,7 +54,7 @@ TYPE_NAME = b"string"
     syntax="key [key ...]",
     summary="How many of the keys there are; one named twice counts twice.",
 )
-def exists(session: Client, args: list[bytes]) -> Reply:
+def exists(session: Caller, args: list[bytes]) -> Reply:
     """EXISTS key [key ...]."""
     store = session.store
     if session.observed:
@@ -82,7 +82,7 @@ def exists(session: Client, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="Delete keys; what is being read stays whole for its reader.",
 )
-def del_(session: Client, args: list[bytes]) -> Reply:
+def del_(session: Caller, args: list[bytes]) -> Reply:
     """DEL key [key ...]."""
     return _delete(session, args[1:])
 
@@ -100,7 +100,7 @@ def del_(session: Client, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="The same as DEL: freeing an extent costs no time that could be put off.",
 )
-def unlink(session: Client, args: list[bytes]) -> Reply:
+def unlink(session: Caller, args: list[bytes]) -> Reply:
     """UNLINK key [key ...]."""
     return _delete(session, args[1:])
 
@@ -118,7 +118,7 @@ def unlink(session: Client, args: list[bytes]) -> Reply:
     syntax="key [key ...]",
     summary="Note that keys were used, and count those that exist. The first one named is evicted last.",
 )
-def touch(session: Client, args: list[bytes]) -> Reply:
+def touch(session: Caller, args: list[bytes]) -> Reply:
     """TOUCH key [key ...]."""
     if session.observed:
         for key in args[1:]:
@@ -137,7 +137,7 @@ def touch(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="The type of a value: string, or none where there is no key.",
 )
-def type_(session: Client, args: list[bytes]) -> Reply:
+def type_(session: Caller, args: list[bytes]) -> Reply:
     """TYPE key."""
     if session.store.find(args[1], session.space) is None:
         notify(session, "m", "keymiss", args[1])
@@ -145,7 +145,7 @@ def type_(session: Client, args: list[bytes]) -> Reply:
     return simple(TYPE_NAME)
 
 
-def _delete(session: Client, keys: list[bytes]) -> bytes:
+def _delete(session: Caller, keys: list[bytes]) -> bytes:
     """Delete in one step, or key by key if a client wants to be told which of them there were."""
     if not session.observed:
         return integer(session.store.delete(keys, session.space))
@@ -190,7 +190,7 @@ container("object", since="2.2.3", complexity="Depends on subcommand.", summary=
     syntax="key",
     summary="int, embstr or raw: the name that Redis would give to the way the value is kept.",
 )
-def object_encoding(session: Client, args: list[bytes]) -> Reply:
+def object_encoding(session: Caller, args: list[bytes]) -> Reply:
     """OBJECT ENCODING key."""
     entry = _entry(session, args)
     return session.nil if entry is None else bulk(encoding_of(entry))
@@ -208,7 +208,7 @@ def object_encoding(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Seconds since the value was read or written.",
 )
-def object_idletime(session: Client, args: list[bytes]) -> Reply:
+def object_idletime(session: Caller, args: list[bytes]) -> Reply:
     """OBJECT IDLETIME key: an error where uses are counted, so that a tool learns which of the two to ask for."""
     entry = _entry(session, args)
     if entry is None:
@@ -230,7 +230,7 @@ def object_idletime(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="How often the value is used, where the policy counts that.",
 )
-def object_freq(session: Client, args: list[bytes]) -> Reply:
+def object_freq(session: Caller, args: list[bytes]) -> Reply:
     """OBJECT FREQ key: an error where uses are not counted."""
     entry = _entry(session, args)
     if entry is None:
@@ -251,7 +251,7 @@ def object_freq(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     summary="Always 1: values are not shared between keys.",
 )
-def object_refcount(session: Client, args: list[bytes]) -> Reply:
+def object_refcount(session: Caller, args: list[bytes]) -> Reply:
     """OBJECT REFCOUNT key."""
     return session.nil if _entry(session, args) is None else ONE
 
@@ -259,17 +259,17 @@ def object_refcount(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "object|help", arity=2, flags="loading stale", acl="keyspace slow", since="6.2.0", summary="Print this help."
 )
-def object_help(session: Client, args: list[bytes]) -> Reply:
+def object_help(session: Caller, args: list[bytes]) -> Reply:
     """OBJECT HELP."""
     return help_reply("object")
 
 
-def _entry(session: Client, args: list[bytes]) -> Entry | None:
+def _entry(session: Caller, args: list[bytes]) -> Entry | None:
     """The entry under the key of `X SUBCOMMAND key`."""
     return session.store.find(args[2], session.space)
 
 
-def _uses(session: Client, entry: Entry) -> int | None:
+def _uses(session: Caller, entry: Entry) -> int | None:
     """How often the value is used; None unless the policy in force is one that counts."""
     store = session.store
     if not store.evicts:
@@ -300,7 +300,7 @@ SCAN_COUNT = 10
     syntax="cursor [MATCH pattern] [COUNT count] [TYPE type]",
     summary="Walk the keys step by step; a key that is there all the while is found.",
 )
-def scan(session: Client, args: list[bytes]) -> Reply:
+def scan(session: Caller, args: list[bytes]) -> Reply:
     """SCAN cursor [MATCH pattern] [COUNT n] [TYPE name]: next cursor and keys, filtered after they were drawn."""
     asked = scan_options(args, (b"COUNT", b"MATCH", b"TYPE"))
     if isinstance(asked, bytes):
@@ -354,14 +354,14 @@ def scan_options(args: list[bytes], names: Container[bytes]) -> ScanOptions | by
     syntax="pattern",
     summary="Every key that matches a glob pattern. Others have their turn in between; SCAN takes less memory.",
 )
-def keys(session: Client, args: list[bytes]) -> Answer:
+def keys(session: Caller, args: list[bytes]) -> Answer:
     """KEYS pattern: of the keys that are there when it begins, in steps, those that are there when it comes to them."""
     return _matching(session, session.space, matcher(args[1]), session.store.names(session.space))
 
 
 def _matching(
-    session: Client, space: int, fits: Callable[[bytes], bool], names: list[bytes]
-) -> Iterator[Reply | Pending]:
+    session: Caller, space: int, fits: Callable[[bytes], bool], names: list[bytes]
+) -> Iterator[Reply | Blocked]:
     store, timer = session.store, StepTimer()
     count, lines = 0, []
     for at in range(0, len(names), KEYS_A_STEP):
@@ -382,7 +382,7 @@ def _matching(
     tips="request_policy:all_shards response_policy:agg_sum",
     summary="How many keys the database holds.",
 )
-def dbsize(session: Client, args: list[bytes]) -> Reply:
+def dbsize(session: Caller, args: list[bytes]) -> Reply:
     """DBSIZE."""
     return integer(session.store.count(session.space))
 
@@ -395,7 +395,7 @@ def dbsize(session: Client, args: list[bytes]) -> Reply:
     tips="request_policy:all_shards nondeterministic_output",
     summary="Any key of the database.",
 )
-def randomkey(session: Client, args: list[bytes]) -> Reply:
+def randomkey(session: Caller, args: list[bytes]) -> Reply:
     """RANDOMKEY."""
     key = session.store.random_key(session.space)
     return session.nil if key is None else bulk(key)
@@ -412,7 +412,7 @@ def randomkey(session: Client, args: list[bytes]) -> Reply:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of the database.",
 )
-def flushdb(session: Client, args: list[bytes]) -> Answer:
+def flushdb(session: Caller, args: list[bytes]) -> Answer:
     """FLUSHDB [ASYNC|SYNC]."""
     return _flush(session, args, session.space)
 
@@ -428,7 +428,7 @@ def flushdb(session: Client, args: list[bytes]) -> Answer:
     syntax="[ASYNC | SYNC]",
     summary="Delete every key of every database.",
 )
-def flushall(session: Client, args: list[bytes]) -> Answer:
+def flushall(session: Caller, args: list[bytes]) -> Answer:
     """FLUSHALL [ASYNC|SYNC]."""
     return _flush(session, args, None)
 
@@ -444,7 +444,7 @@ def flushall(session: Client, args: list[bytes]) -> Answer:
     syntax="index1 index2",
     summary="Exchange two databases: clients of one see the keys of the other at once.",
 )
-def swapdb(session: Client, args: list[bytes]) -> Reply:
+def swapdb(session: Caller, args: list[bytes]) -> Reply:
     """SWAPDB index index."""
     if session.server.cluster is not None:
         return error("ERR SWAPDB is not allowed in cluster mode")
@@ -471,7 +471,7 @@ def swapdb(session: Client, args: list[bytes]) -> Reply:
     return OK
 
 
-def _flush(session: Client, args: list[bytes], space: int | None) -> Answer:
+def _flush(session: Caller, args: list[bytes], space: int | None) -> Answer:
     """Both FLUSH commands: the keys are gone at once. What they held is given back in steps: by the server with ASYNC
     and in a transaction, else before the reply."""
     if len(args) > 2 or (len(args) == 2 and args[1].upper() not in (b"ASYNC", b"SYNC")):
@@ -483,7 +483,7 @@ def _flush(session: Client, args: list[bytes], space: int | None) -> Answer:
     return _given_back(session)
 
 
-def _given_back(session: Client) -> Iterator[Reply | Pending]:
+def _given_back(session: Caller) -> Iterator[Reply | Blocked]:
     timer = StepTimer()
     while session.store.give_back(KEYS_A_STEP):
         if timer.is_over():

@@ -7,12 +7,11 @@ of events is wanted *and* a place to tell them: letters without effect never rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import Client, ClientOf, Host
 
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
+from .pubsub import PubSub
 
 EVERY_CLASS = "g$lshzxetd"
 """The classes that `A` stands for, in Redis' order; `m` (a miss) and `n` (a new key) must be named."""
@@ -21,7 +20,14 @@ NAMED_CLASSES = "mn"
 PLACES = "KE"
 
 
-def notify(session: Client, letter: str, event: str, key: bytes, space: int | None = None) -> None:
+class _Server(Host, Protocol):
+    event_letters: str
+    pubsub: PubSub
+
+    def drain_journal(self, by: Client | None) -> None: ...
+
+
+def notify(session: ClientOf[_Server], letter: str, event: str, key: bytes, space: int | None = None) -> None:
     """Tell subscribers that `event` of class `letter` has happened to `key`, if they want to know of that class.
 
     To be called after the change. What the store has noted up to now is told first: a key that had to leave for this
@@ -33,7 +39,7 @@ def notify(session: Client, letter: str, event: str, key: bytes, space: int | No
         publish_event(server, letter, event, key, session.space if space is None else space)
 
 
-def publish_event(server: Server, letter: str, event: str, key: bytes, space: int) -> None:
+def publish_event(server: _Server, letter: str, event: str, key: bytes, space: int) -> None:
     """The same without a client: for keys that expire or are evicted. Does nothing unless that class is on."""
     letters = server.event_letters
     if letter not in letters and not ("A" in letters and letter in EVERY_CLASS):
@@ -60,7 +66,7 @@ def effective(letters: str) -> str:
     return letters if set(letters) & set(PLACES) and set(letters) - set(PLACES) else ""
 
 
-def listen_for(server: Server, letters: str) -> None:
+def listen_for(server: _Server, letters: str) -> None:
     """Make the normalized `letters` what the server tells from now on: CONFIG SET notify-keyspace-events."""
     server.event_letters = effective(letters)
     server.reconsider()

@@ -7,7 +7,7 @@ import json
 from time import perf_counter
 from typing import Final
 
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.http.page.slices import SLICE_S
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
@@ -54,7 +54,7 @@ METADATA = (
     syntax="key [key ...]",
     access="RO",
 )
-def match(session: Client, args: list[bytes]) -> Reply:
+def match(session: Caller, args: list[bytes]) -> Reply:
     """The run counts as used now, its tail as the coldest of it."""
     return integer(session.store.match(args[1:], session.space))
 
@@ -71,7 +71,7 @@ def match(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     access="RO access",
 )
-def meta(session: Client, args: list[bytes]) -> Reply:
+def meta(session: Caller, args: list[bytes]) -> Reply:
     """nil without the key; the tensor facts are nil for a value that is no safetensors file, and for one on disk
     alone: who looks around must not move what he sees. Of this the checksum is the record's, xxh3-128."""
     entry = session.store.find(args[1], session.space)
@@ -97,7 +97,7 @@ _SCAN_S: Final = SLICE_S
     syntax="cursor [MATCH pattern] [COUNT count]",
     summary="Walks the keys step by step as SCAN does, and returns with each what is known of its block.",
 )
-def scan(session: Client, args: list[bytes]) -> Reply:
+def scan(session: Caller, args: list[bytes]) -> Reply:
     """The next cursor, and keys and facts in turn: nbytes, tier, hits, leases, age, idle, and tokens where they are
     known, as `name=value` with a space between. Of a key that this user may not read the facts are nil."""
     asked = scan_options(args, (b"COUNT", b"MATCH"))
@@ -128,7 +128,7 @@ def _line(entry: Entry, now_s: float) -> str:
     )
 
 
-def _fact(session: Client, value: int | str | list[int] | None) -> Reply:
+def _fact(session: Caller, value: int | str | list[int] | None) -> Reply:
     if isinstance(value, list):
         return array([integer(each) for each in value])
     if isinstance(value, str):
@@ -167,7 +167,7 @@ def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
     since="0.1.0",
     summary="Returns the figures of each tier: capacity, use, entries, leases, pages and what kind they are.",
 )
-def tiers(session: Client, args: list[bytes]) -> Reply:
+def tiers(session: Caller, args: list[bytes]) -> Reply:
     """A map of maps; sizes in bytes. The lane's figures are the server's, and stand with the memory that it shows."""
     found, lane = session.store.tiers(), session.server.lane
     found["memory"] |= {"lane_clients": len(lane.clients), "lane_leases": lane.leases}

@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import ClientOf, Host
 from kvredis.server.metrics.stats import CommandStats
 from kvredis.server.protocol.replies import EMPTY_ARRAY, Reply, array, bulk, error, integer, map_reply, verbatim
 
 from .command import help_reply
 from .registry import COMMANDS, container, subcommand
+from .slowlog import SlowLog
 
 SAMPLES_MAX: Final = 160
 """Seconds with a spike that are remembered of an event: Redis' number."""
@@ -77,6 +78,14 @@ container(
     summary="What kept the server busy, and how long commands take.",
 )
 
+
+class _Server(Host, Protocol):
+    latency: LatencyMonitor
+    slowlog: SlowLog
+
+
+Caller = ClientOf[_Server]
+
 _ADMIN = {"flags": "admin noscript loading stale", "acl": "admin slow dangerous"}
 _TIPS = "nondeterministic_output request_policy:all_nodes response_policy:special"
 
@@ -84,7 +93,7 @@ _TIPS = "nondeterministic_output request_policy:all_nodes response_policy:specia
 @subcommand(
     "latency|latest", arity=2, since="2.8.13", tips=_TIPS, summary="Each event's latest and highest spike.", **_ADMIN
 )
-def latency_latest(session: Client, args: list[bytes]) -> Reply:
+def latency_latest(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY LATEST: [event, Unix second, milliseconds, highest milliseconds] each."""
     return array(
         [
@@ -103,7 +112,7 @@ def latency_latest(session: Client, args: list[bytes]) -> Reply:
     summary="The spikes of one event: Unix second and milliseconds.",
     **_ADMIN,
 )
-def latency_history(session: Client, args: list[bytes]) -> Reply:
+def latency_history(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY HISTORY event."""
     spikes = _spikes(session, args[2])
     if spikes is None:
@@ -120,7 +129,7 @@ def latency_history(session: Client, args: list[bytes]) -> Reply:
     summary="Forget the spikes of some events, or of all.",
     **_ADMIN,
 )
-def latency_reset(session: Client, args: list[bytes]) -> Reply:
+def latency_reset(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY RESET [event ...]."""
     return integer(session.server.latency.reset([arg.decode("latin-1") for arg in args[2:]]))
 
@@ -134,7 +143,7 @@ def latency_reset(session: Client, args: list[bytes]) -> Reply:
     summary="The spikes of one event as a picture.",
     **_ADMIN,
 )
-def latency_graph(session: Client, args: list[bytes]) -> Reply:
+def latency_graph(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY GRAPH event."""
     spikes = _spikes(session, args[2])
     if spikes is None:
@@ -143,7 +152,7 @@ def latency_graph(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("latency|doctor", arity=2, since="2.8.13", tips=_TIPS, summary="What the spikes say, in words.", **_ADMIN)
-def latency_doctor(session: Client, args: list[bytes]) -> Reply:
+def latency_doctor(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY DOCTOR."""
     return verbatim(session, report(session.server.latency, session.server.slowlog.threshold_us))
 
@@ -158,7 +167,7 @@ def latency_doctor(session: Client, args: list[bytes]) -> Reply:
     summary="How many calls of each command took no longer than 1, 2, 4, 8, ... microseconds.",
     **_ADMIN,
 )
-def latency_histogram(session: Client, args: list[bytes]) -> Reply:
+def latency_histogram(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY HISTOGRAM [command ...]: a container's name stands for its subcommands."""
     hidden = session.server.settings.get("latency-tracking") == "no"
     timed = {} if hidden else dict(session.server.stats.timed())
@@ -168,12 +177,12 @@ def latency_histogram(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("latency|help", arity=2, flags="loading stale", acl="slow", since="2.8.13", summary="Print this help.")
-def latency_help(session: Client, args: list[bytes]) -> Reply:
+def latency_help(session: Caller, args: list[bytes]) -> Reply:
     """LATENCY HELP."""
     return help_reply("latency")
 
 
-def _spikes(session: Client, event: bytes) -> Spikes | None:
+def _spikes(session: Caller, event: bytes) -> Spikes | None:
     return session.server.latency.events.get(event.decode("latin-1"))
 
 
@@ -184,7 +193,7 @@ def _names_of(arg: bytes) -> list[str]:
     return [name, *(part.name for part in found.subcommands.values())] if found is not None else [name]
 
 
-def _distribution(session: Client, record: CommandStats) -> Reply:
+def _distribution(session: Caller, record: CommandStats) -> Reply:
     buckets = record.histogram()
     pairs: list[tuple[Reply, Reply]] = [
         (bulk("calls"), integer(buckets[-1][1])),  # those since the distributions were begun

@@ -11,19 +11,15 @@ import gc
 import os
 import resource
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvredis.server.client.client import Client
 from kvredis.server.client.memory import held_by_all
+from kvredis.server.context import Caller, Context
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, OK, SYNTAX_ERROR, Reply, bulk, integer, map_reply, verbatim
 from kvredis.storage.entry import ENTRY_OVERHEAD_BYTES
 
 from .command import help_reply
 from .registry import container, subcommand
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 LITTLE_BYTES = 5 * 1024 * 1024
 """Below this nothing is said about the shape of memory: Redis' line as well."""
@@ -51,7 +47,7 @@ container(
     syntax="key [SAMPLES count]",
     summary="Bytes of memory that a key and its value take, rounding and bookkeeping included.",
 )
-def memory_usage(session: Client, args: list[bytes]) -> Reply:
+def memory_usage(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY USAGE key [SAMPLES n]; samples are checked and mean nothing for a string."""
     for at in range(3, len(args), 2):
         if args[at].upper() != b"SAMPLES" or at + 1 == len(args):
@@ -73,7 +69,7 @@ def memory_usage(session: Client, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="What the server's memory is used for.",
 )
-def memory_stats(session: Client, args: list[bytes]) -> Reply:
+def memory_stats(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY STATS: Redis' names, in its order."""
     pairs: list[tuple[Reply, Reply]] = []
     for name, value in figures(session.server).items():
@@ -93,7 +89,7 @@ def memory_stats(session: Client, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="What there is to say about the server's memory, in words.",
 )
-def memory_doctor(session: Client, args: list[bytes]) -> Reply:
+def memory_doctor(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY DOCTOR."""
     return verbatim(session, report(session.server))
 
@@ -106,7 +102,7 @@ def memory_doctor(session: Client, args: list[bytes]) -> Reply:
     tips="request_policy:all_shards response_policy:all_succeeded",
     summary="Give back what is not needed.",
 )
-def memory_purge(session: Client, args: list[bytes]) -> Reply:
+def memory_purge(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY PURGE: runs Python's collector. The arena stays what it is: its pages were asked for at the start."""
     gc.collect()
     return OK
@@ -120,7 +116,7 @@ def memory_purge(session: Client, args: list[bytes]) -> Reply:
     tips="nondeterministic_output request_policy:all_shards response_policy:special",
     summary="The arena's own account of its extents.",
 )
-def memory_malloc_stats(session: Client, args: list[bytes]) -> Reply:
+def memory_malloc_stats(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY MALLOC-STATS: a line for each figure of each tier."""
     lines = [f"{tier}.{name}: {value}" for tier, told in session.store.tiers().items() for name, value in told.items()]
     holes = sorted((hole.length for hole in session.store.allocator.holes()), reverse=True)
@@ -130,12 +126,12 @@ def memory_malloc_stats(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("memory|help", arity=2, flags="loading stale", acl="slow", since="4.0.0", summary="Print this help.")
-def memory_help(session: Client, args: list[bytes]) -> Reply:
+def memory_help(session: Caller, args: list[bytes]) -> Reply:
     """MEMORY HELP."""
     return help_reply("memory")
 
 
-def double(session: Client, value: float) -> bytes:
+def double(session: Caller, value: float) -> bytes:
     """A number with a fraction: `,1.5` in RESP3, a bulk in RESP2; the shortest text that means just this number."""
     text = repr(value).removesuffix(".0")
     return f",{text}\r\n".encode() if session.resp == 3 else bulk(text)
@@ -144,7 +140,7 @@ def double(session: Client, value: float) -> bytes:
 Figures = dict[str, int | float | dict[str, int]]
 
 
-def figures(server: Server) -> Figures:
+def figures(server: Context) -> Figures:
     """The fields of MEMORY STATS, in Redis' order."""
     store = server.store
     clients, beside = held_by_all(server)
@@ -193,7 +189,7 @@ def figures(server: Server) -> Figures:
     }
 
 
-def report(server: Server) -> str:
+def report(server: Context) -> str:
     """The text of MEMORY DOCTOR."""
     store = server.store
     if store.used_bytes < LITTLE_BYTES:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.server.client.client import Client
+from kvredis.server.context import Caller, Context
 from kvredis.server.protocol.replies import OK, Reply, error
 
 from .registry import command
 from .slowlog import excerpt, redacted
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 ARG_BYTES_MAX: Final = 512
 ARGS_MAX: Final = 1024
@@ -40,7 +38,7 @@ _SHOWN: Final = tuple(
     group="server",
     summary="Show every command that the server runs.",
 )
-def monitor(session: Client, args: list[bytes]) -> Reply:
+def monitor(session: Caller, args: list[bytes]) -> Reply:
     """MONITOR; said twice it is not even answered, as in Redis."""
     if session.transaction is not None:
         return NOT_IN_TRANSACTION
@@ -51,7 +49,7 @@ def monitor(session: Client, args: list[bytes]) -> Reply:
     return OK
 
 
-def feed(server: Server, session: Client, args: Sequence[object]) -> None:
+def feed(server: Context, session: Client, args: Sequence[object]) -> None:
     """Tell every monitor that `session` has run `args`: right after the handler, as Redis does it (SELECT is told with
     the new database, EXEC behind what it ran). Which commands are not told (flags `admin` and `skip_monitor`, and what
     was rejected before it ran) is the caller's business."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvredis.server.client.blocked import Answer, Pending, tell_loop
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, tell_loop
+from kvredis.server.context import Caller, Context
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
@@ -32,9 +31,6 @@ from kvredis.server.protocol.replies import (
 from .registry import command
 from .server import in_time, timeout_error
 
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 NO_AOF = error("ERR WAITAOF cannot be used when numlocal is set but appendonly is disabled.")
 NOT_SAVED = error("ERR the disk does not take it")
 SAVING_ALREADY = error("ERR Background save already in progress")
@@ -51,7 +47,7 @@ _ADMIN = {"group": "server", "acl": "admin slow dangerous"}
     tips="nondeterministic_output",
     summary="When SAVE or BGSAVE has last succeeded, else the start.",
 )
-def lastsave(session: Client, args: list[bytes]) -> Reply:
+def lastsave(session: Caller, args: list[bytes]) -> Reply:
     """LASTSAVE, in Unix seconds."""
     return integer(session.server.stats.last_save_s)
 
@@ -63,7 +59,7 @@ def lastsave(session: Client, args: list[bytes]) -> Reply:
     summary="Have every block on disk.",
     **_ADMIN,
 )
-def save(session: Client, args: list[bytes]) -> Answer:
+def save(session: Caller, args: list[bytes]) -> Answer:
     """SAVE: this client waits for it, others are served."""
     server = session.server
     if server.stats.saving:
@@ -72,7 +68,7 @@ def save(session: Client, args: list[bytes]) -> Answer:
         server.stats.note_save(saved=True)
         return OK
     pending = session.wait()
-    _save_all(server, partial(pending.guard, lambda saved: pending.resolve(OK if saved else NOT_SAVED)))
+    _save_all(server, partial(pending.guard, lambda saved: pending.unblock(OK if saved else NOT_SAVED)))
     return pending
 
 
@@ -84,7 +80,7 @@ def save(session: Client, args: list[bytes]) -> Answer:
     summary="Have every block on disk, and do not wait for it.",
     **_ADMIN,
 )
-def bgsave(session: Client, args: list[bytes]) -> Reply:
+def bgsave(session: Caller, args: list[bytes]) -> Reply:
     """BGSAVE [SCHEDULE]."""
     if len(args) > 2 or (len(args) == 2 and args[1].upper() != b"SCHEDULE"):
         return SYNTAX_ERROR
@@ -104,7 +100,7 @@ def bgsave(session: Client, args: list[bytes]) -> Reply:
     summary="Nothing: there is no log of writes.",
     **_ADMIN,
 )
-def bgrewriteaof(session: Client, args: list[bytes]) -> Reply:
+def bgrewriteaof(session: Caller, args: list[bytes]) -> Reply:
     """BGREWRITEAOF."""
     return simple("Background append only file rewriting started")
 
@@ -120,7 +116,7 @@ def bgrewriteaof(session: Client, args: list[bytes]) -> Reply:
     group="generic",
     summary="Wait until all that this client has written is on disk here, and on that many replicas: there are none.",
 )
-def waitaof(session: Client, args: list[bytes]) -> Answer:
+def waitaof(session: Caller, args: list[bytes]) -> Answer:
     """WAITAOF local replicas milliseconds: [1, 0] once the device has it, [0, 0] when the time is up or it cannot."""
     local, replicas = parse_integer(args[1]), parse_integer(args[2])
     if local is None:
@@ -140,14 +136,14 @@ def waitaof(session: Client, args: list[bytes]) -> Answer:
     if session.transaction is not None or (not replicas and (not local or not session.unsaved_since)):
         return _reached(session)
     pending = in_time(session, int(args[3]), array([ZERO, ZERO]))
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, Blocked)
     if tiering is not None and session.unsaved_since:
 
         def saved(safe: bool) -> None:
             if safe and session.waiting is pending:  # else its time was up, and it may have written more
                 session.unsaved_since = 0
             if not replicas:
-                pending.resolve(_reached(session))
+                pending.unblock(_reached(session))
             else:
                 pending.timeout_reply = _reached(session)
 
@@ -155,13 +151,13 @@ def waitaof(session: Client, args: list[bytes]) -> Answer:
     return pending
 
 
-def _reached(session: Client) -> Reply:
+def _reached(session: Caller) -> Reply:
     """How many logs have everything that this client has written: here, and on replicas."""
     here = session.store.tiering is not None and not session.unsaved_since
     return array([ONE if here else ZERO, ZERO])
 
 
-def _save_all(server: Server, done: Callable[[bool], None]) -> None:
+def _save_all(server: Context, done: Callable[[bool], None]) -> None:
     def saved(safe: bool) -> None:
         server.stats.note_save(saved=safe)
         done(safe)
@@ -170,7 +166,7 @@ def _save_all(server: Server, done: Callable[[bool], None]) -> None:
     _save(server, 0, saved)
 
 
-def _save(server: Server, since: int, done: Callable[[bool], None]) -> None:
+def _save(server: Context, since: int, done: Callable[[bool], None]) -> None:
     """Have on disk what was written from write number `since` on; `done` runs on this loop, with whether it is."""
     loop, tiering = asyncio.get_running_loop(), server.store.tiering
     assert tiering is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending, tell_loop
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, tell_loop
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR, ZERO, Reply, bulk, error, integer, map_reply
 from kvredis.storage.tiering.prefetch import PrefetchCounts, PrefetchJob
@@ -46,7 +46,7 @@ WAIT_MS_MAX: Final = 1000 * 60 * 60 * 24 * 365
     syntax="key [key ...]",
     access="RO",
 )
-def prefetch(session: Client, args: list[bytes]) -> Reply:
+def prefetch(session: Caller, args: list[bytes]) -> Reply:
     """PREFETCH key [key ...], head of the prompt first."""
     job = _begun(session, args[1:], Kind.PREFETCH, None)
     if job is None:
@@ -68,7 +68,7 @@ def prefetch(session: Client, args: list[bytes]) -> Reply:
     syntax="key [key ...] [PRIORITY n] [DEADLINE milliseconds] [JOB]",
     access="RO",
 )
-def kv_prefetch(session: Client, args: list[bytes]) -> Reply:
+def kv_prefetch(session: Caller, args: list[bytes]) -> Reply:
     """KV.PREFETCH: what stands at the end and reads like an option is one. What has not begun by its deadline is
     dropped; with JOB the reply has a number to ask KV.JOB for."""
     end = keys_end(OPTIONS, args)
@@ -112,7 +112,7 @@ def kv_prefetch(session: Client, args: list[bytes]) -> Reply:
     summary="Returns how far a prefetch has come; waits for its end, or wants no more of it.",
     syntax="id [WAIT milliseconds | CANCEL]",
 )
-def kv_job(session: Client, args: list[bytes]) -> Answer:
+def kv_job(session: Caller, args: list[bytes]) -> Answer:
     """KV.JOB id: WAIT 0 is for ever; CANCEL drops what has not begun."""
     number = parse_integer(args[1])
     if number is None:
@@ -136,31 +136,28 @@ def kv_job(session: Client, args: list[bytes]) -> Answer:
     return _in_time(session, job, milliseconds)
 
 
-def _in_time(session: Client, job: PrefetchJob[None], milliseconds: int) -> Pending:
+def _in_time(session: Caller, job: PrefetchJob[None], milliseconds: int) -> Blocked:
     """The status when the job has ended, or when the time is up."""
     loop, pending = asyncio.get_running_loop(), session.wait()
 
     def tell() -> None:
         over()
-        pending.resolve(_status(session, job))
+        pending.unblock(_status(session, job))
 
     def ended(_: PrefetchJob[None]) -> None:  # in an I/O thread, as a rule
         tell_loop(loop, pending.guard, tell)
 
-    timer = loop.call_later(milliseconds / 1000, pending.guard, tell) if milliseconds else None
-
     def over() -> None:
         job.remove_done(ended)
-        if timer is not None:
-            timer.cancel()
 
     pending.on_cancel = over
+    pending.limit(milliseconds / 1000, lambda: pending.guard(tell))
     job.add_done(ended)
     return pending
 
 
 def _begun(
-    session: Client, keys: list[bytes], kind: Kind, deadline_s: float | None
+    session: Caller, keys: list[bytes], kind: Kind, deadline_s: float | None
 ) -> PrefetchJob[None] | bytes | None:
     """The job that brings `keys`; an error when it is refused, None where there is no disk to bring them from."""
     tiering = session.store.tiering
@@ -172,14 +169,14 @@ def _begun(
     return tiering.prefetch(keys, session.space, kind=kind, deadline_s=deadline_s) or TOO_MANY_JOBS
 
 
-def _counts(session: Client, told: PrefetchCounts, number: int | None = None) -> Reply:
+def _counts(session: Caller, told: PrefetchCounts, number: int | None = None) -> Reply:
     pairs = [("queued", told.queued), ("resident", told.resident), ("missing", told.missing), ("no-room", told.no_room)]
     if number is not None:
         pairs.append(("job", number))
     return map_reply(session, [(bulk(name), integer(count)) for name, count in pairs])
 
 
-def _status(session: Client, job: PrefetchJob[None]) -> Reply:
+def _status(session: Caller, job: PrefetchJob[None]) -> Reply:
     """What has become of the blocks: each is resident, missing, without room, or queued, and of the queued ones some
     are done, failed or dropped already."""
     told = job.counts

@@ -9,8 +9,9 @@ is bounded here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import Client, ClientOf, Host
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import Reply, array, bulk, bulks, error, integer
 
@@ -161,6 +162,13 @@ def _send(listeners: dict[int, Client] | None, *words: bytes) -> int:
 TOO_MANY_SUBSCRIPTIONS = error("ERR the subscriptions of this client take too much memory")
 NOT_IN_A_TRANSACTION = error("ERR SSUBSCRIBE isn't allowed for a DENY BLOCKING client")
 
+
+class _Server(Host, Protocol):
+    pubsub: PubSub
+
+
+Caller = ClientOf[_Server]
+
 _LISTEN = {"flags": "pubsub noscript loading stale", "acl": "pubsub slow", "group": "pubsub"}
 _SPEAK = {"flags": "pubsub loading stale fast", "acl": "pubsub fast", "group": "pubsub"}
 _LOOK = {"flags": "pubsub loading stale", "acl": "pubsub slow"}
@@ -177,7 +185,7 @@ container("pubsub", group="pubsub", since="2.8.0", complexity="Depends on subcom
     summary="Listen to channels.",
     **_LISTEN,
 )
-def subscribe(session: Client, args: list[bytes]) -> Reply:
+def subscribe(session: Caller, args: list[bytes]) -> Reply:
     """SUBSCRIBE channel [channel ...]."""
     return _subscribe(session, args, session.server.pubsub.subscribe, _plain_count)
 
@@ -191,7 +199,7 @@ def subscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Listen to the channels that match glob patterns.",
     **_LISTEN,
 )
-def psubscribe(session: Client, args: list[bytes]) -> Reply:
+def psubscribe(session: Caller, args: list[bytes]) -> Reply:
     """PSUBSCRIBE pattern [pattern ...]."""
     return _subscribe(session, args, session.server.pubsub.psubscribe, _plain_count)
 
@@ -207,7 +215,7 @@ def psubscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Listen to shard channels.",
     **_LISTEN,
 )
-def ssubscribe(session: Client, args: list[bytes]) -> Reply:
+def ssubscribe(session: Caller, args: list[bytes]) -> Reply:
     """SSUBSCRIBE shardchannel [shardchannel ...]; Redis lets a transaction subscribe to other channels only."""
     if session.transaction is not None:
         return NOT_IN_A_TRANSACTION
@@ -223,7 +231,7 @@ def ssubscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Listen no longer to the channels named, or to any.",
     **_LISTEN,
 )
-def unsubscribe(session: Client, args: list[bytes]) -> Reply:
+def unsubscribe(session: Caller, args: list[bytes]) -> Reply:
     """UNSUBSCRIBE [channel ...]."""
     return _unsubscribe(session, args, session.channels, session.server.pubsub.unsubscribe, _plain_count)
 
@@ -237,7 +245,7 @@ def unsubscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Listen no longer by the patterns named, or by any.",
     **_LISTEN,
 )
-def punsubscribe(session: Client, args: list[bytes]) -> Reply:
+def punsubscribe(session: Caller, args: list[bytes]) -> Reply:
     """PUNSUBSCRIBE [pattern ...]."""
     return _unsubscribe(session, args, session.patterns, session.server.pubsub.punsubscribe, _plain_count)
 
@@ -253,7 +261,7 @@ def punsubscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Listen no longer to the shard channels named, or to any.",
     **_LISTEN,
 )
-def sunsubscribe(session: Client, args: list[bytes]) -> Reply:
+def sunsubscribe(session: Caller, args: list[bytes]) -> Reply:
     """SUNSUBSCRIBE [shardchannel ...]."""
     return _unsubscribe(session, args, session.shard_channels, session.server.pubsub.sunsubscribe, _shard_count)
 
@@ -267,7 +275,7 @@ def sunsubscribe(session: Client, args: list[bytes]) -> Reply:
     summary="Send a message to everyone who listens to a channel.",
     **_SPEAK,
 )
-def publish(session: Client, args: list[bytes]) -> Reply:
+def publish(session: Caller, args: list[bytes]) -> Reply:
     """PUBLISH channel message: how many have been sent it."""
     return integer(session.server.pubsub.publish(args[1], args[2]))
 
@@ -283,7 +291,7 @@ def publish(session: Client, args: list[bytes]) -> Reply:
     summary="Send a message to everyone who listens to a shard channel.",
     **_SPEAK,
 )
-def spublish(session: Client, args: list[bytes]) -> Reply:
+def spublish(session: Caller, args: list[bytes]) -> Reply:
     """SPUBLISH shardchannel message."""
     return integer(session.server.pubsub.spublish(args[1], args[2]))
 
@@ -297,7 +305,7 @@ def spublish(session: Client, args: list[bytes]) -> Reply:
     summary="The channels that clients listen to.",
     **_LOOK,
 )
-def pubsub_channels(session: Client, args: list[bytes]) -> Reply:
+def pubsub_channels(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB CHANNELS [pattern]."""
     return _names(session.server.pubsub.channels, args)
 
@@ -311,7 +319,7 @@ def pubsub_channels(session: Client, args: list[bytes]) -> Reply:
     summary="The shard channels that clients listen to.",
     **_LOOK,
 )
-def pubsub_shardchannels(session: Client, args: list[bytes]) -> Reply:
+def pubsub_shardchannels(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB SHARDCHANNELS [pattern]."""
     return _names(session.server.pubsub.shard_channels, args)
 
@@ -325,7 +333,7 @@ def pubsub_shardchannels(session: Client, args: list[bytes]) -> Reply:
     summary="How many listen to each of the channels named, not counting patterns.",
     **_LOOK,
 )
-def pubsub_numsub(session: Client, args: list[bytes]) -> Reply:
+def pubsub_numsub(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB NUMSUB [channel ...]."""
     return _counts(session.server.pubsub.channels, args)
 
@@ -339,19 +347,19 @@ def pubsub_numsub(session: Client, args: list[bytes]) -> Reply:
     summary="How many listen to each of the shard channels named.",
     **_LOOK,
 )
-def pubsub_shardnumsub(session: Client, args: list[bytes]) -> Reply:
+def pubsub_shardnumsub(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB SHARDNUMSUB [shardchannel ...]."""
     return _counts(session.server.pubsub.shard_channels, args)
 
 
 @subcommand("pubsub|numpat", arity=2, since="2.8.0", summary="How many patterns clients listen by.", **_LOOK)
-def pubsub_numpat(session: Client, args: list[bytes]) -> Reply:
+def pubsub_numpat(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB NUMPAT."""
     return integer(len(session.server.pubsub.patterns))
 
 
 @subcommand("pubsub|help", arity=2, flags="loading stale", acl="slow", since="6.2.0", summary="Print this help.")
-def pubsub_help(session: Client, args: list[bytes]) -> Reply:
+def pubsub_help(session: Caller, args: list[bytes]) -> Reply:
     """PUBSUB HELP."""
     return help_reply("pubsub")
 
@@ -368,14 +376,14 @@ def _shard_count(session: Client) -> int:
     return len(session.shard_channels)
 
 
-def _subscribe(session: Client, args: list[bytes], add: _Change, count: _Count) -> Reply:
+def _subscribe(session: Caller, args: list[bytes], add: _Change, count: _Count) -> Reply:
     """One confirmation for each name; all of them, or an error and none."""
     if not session.server.pubsub.has_room(session, args[1:]):
         return TOO_MANY_SUBSCRIPTIONS
     return _change(session, args, args[1:], add, count)
 
 
-def _unsubscribe(session: Client, args: list[bytes], own: set[bytes], remove: _Change, count: _Count) -> Reply:
+def _unsubscribe(session: Caller, args: list[bytes], own: set[bytes], remove: _Change, count: _Count) -> Reply:
     """One confirmation for each name, known or not; without names one for each that there was, or one of nil."""
     names = args[1:] or sorted(own)
     if not names:
@@ -383,7 +391,7 @@ def _unsubscribe(session: Client, args: list[bytes], own: set[bytes], remove: _C
     return _change(session, args, names, remove, count)
 
 
-def _change(session: Client, args: list[bytes], names: Iterable[bytes], change: _Change, count: _Count) -> bytes:
+def _change(session: Caller, args: list[bytes], names: Iterable[bytes], change: _Change, count: _Count) -> bytes:
     kind = _kind(args)
     answers = []
     for name in names:
@@ -392,7 +400,7 @@ def _change(session: Client, args: list[bytes], names: Iterable[bytes], change: 
     return _spoken(session, b"".join(answers))
 
 
-def _spoken(session: Client, confirmations: bytes) -> bytes:
+def _spoken(session: Caller, confirmations: bytes) -> bytes:
     """Confirmations are messages that stand for a reply, so CLIENT REPLY OFF and SKIP do not silence them."""
     if session.reply_mode == "on":
         return confirmations

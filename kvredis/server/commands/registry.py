@@ -11,16 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer
 from kvredis.server.protocol.replies import Reply, error
 from kvredis.server.protocol.request import Argument
 
-if TYPE_CHECKING:
-    from kvredis.server.client.blocked import Answer
-
-Handler: TypeAlias = "Callable[[Client, list[bytes]], Answer]"
+Handler: TypeAlias = Callable[[Any, list[bytes]], Answer]
+"""The first argument is the client that calls. Each family says what it needs of one: Client, Caller or ClientOf."""
 
 PLAIN_ARGS_MAX = 16
 """Of commands that change something; a lookup of thousands of keys still takes but a millisecond."""
@@ -229,6 +227,6 @@ def _c_string(value: bytes, length_max: int = ECHO_BYTES_MAX) -> bytes:
     return value.split(b"\0", 1)[0][:length_max]
 
 
-def _never(session: Client, args: list[bytes]) -> Reply:
+def _never(session: object, args: list[bytes]) -> Reply:
     """A container without a subcommand: `lookup` has refused it by its arity already."""
     return wrong_arity(args[0].lower().decode("latin-1"))

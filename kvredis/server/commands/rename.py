@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Final
 
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import (
     DB_OUT_OF_RANGE,
@@ -47,7 +47,7 @@ OUT_OF_INT_RANGE: Final = error(f"ERR value is out of range, value must between 
     syntax="key newkey",
     summary="Gives a key another name, in place of a key that has that name already.",
 )
-def rename(session: Client, args: list[bytes]) -> Reply:
+def rename(session: Caller, args: list[bytes]) -> Reply:
     """RENAME key newkey."""
     return _rename(session, args, True)
 
@@ -62,12 +62,12 @@ def rename(session: Client, args: list[bytes]) -> Reply:
     syntax="key newkey",
     summary="Gives a key another name, unless there is a key of that name.",
 )
-def renamenx(session: Client, args: list[bytes]) -> Reply:
+def renamenx(session: Caller, args: list[bytes]) -> Reply:
     """RENAMENX key newkey."""
     return _rename(session, args, False)
 
 
-def _rename(session: Client, args: list[bytes], replace: bool) -> Reply:
+def _rename(session: Caller, args: list[bytes], replace: bool) -> Reply:
     key, new, space, store = args[1], args[2], session.space, session.store
     if store.find(key, space) is None:
         return NO_SUCH_KEY
@@ -91,7 +91,7 @@ def _rename(session: Client, args: list[bytes], replace: bool) -> Reply:
     syntax="key db",
     summary="Puts a key into another database, unless that has one of the same name.",
 )
-def move(session: Client, args: list[bytes]) -> Reply:
+def move(session: Caller, args: list[bytes]) -> Reply:
     """MOVE key db."""
     if session.server.cluster is not None:
         return error("ERR MOVE is not allowed in cluster mode")
@@ -123,7 +123,7 @@ def move(session: Client, args: list[bytes]) -> Reply:
     syntax="source destination [DB destination-db] [REPLACE]",
     summary="Stores a value a second time under another key, with the same end.",
 )
-def copy(session: Client, args: list[bytes]) -> Reply:
+def copy(session: Caller, args: list[bytes]) -> Reply:
     """COPY source destination [DB n] [REPLACE]."""
     target, replace = session.space, False
     at = 3
@@ -160,7 +160,7 @@ def copy(session: Client, args: list[bytes]) -> Reply:
     return done
 
 
-def _copied(session: Client, value: bytes | Lease, name: tuple[bytes, int], expire_at_ms: int) -> bytes:
+def _copied(session: Caller, value: bytes | Lease, name: tuple[bytes, int], expire_at_ms: int) -> bytes:
     """Store a value under another name: 1, or the error when there is no room for it."""
     key, space = name
     if isinstance(value, bytes):

@@ -6,11 +6,10 @@ other master is refused.
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from kvredis.server.client.blocked import Answer
-from kvredis.server.client.client import Client
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import (
     EMPTY_ARRAY,
@@ -49,7 +48,7 @@ _ADMIN = {"group": "server", "acl": "admin slow dangerous"}
     tips="nondeterministic_output",
     summary="The server's clock: Unix seconds and microseconds.",
 )
-def time_(session: Client, args: list[bytes]) -> Reply:
+def time_(session: Caller, args: list[bytes]) -> Reply:
     """TIME."""
     seconds, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
     return bulks([str(seconds), str(microseconds)])
@@ -64,7 +63,7 @@ def time_(session: Client, args: list[bytes]) -> Reply:
     since="2.8.12",
     summary="A master without replicas.",
 )
-def role(session: Client, args: list[bytes]) -> Reply:
+def role(session: Caller, args: list[bytes]) -> Reply:
     """ROLE."""
     return array([bulk("master"), ZERO, EMPTY_ARRAY])
 
@@ -78,7 +77,7 @@ def role(session: Client, args: list[bytes]) -> Reply:
     summary="NO ONE is all that this server can be a replica of.",
     **_ADMIN,
 )
-def replicaof(session: Client, args: list[bytes]) -> Reply:
+def replicaof(session: Caller, args: list[bytes]) -> Reply:
     """REPLICAOF NO ONE."""
     if args[1].upper() == b"NO" and args[2].upper() == b"ONE":
         return OK
@@ -96,7 +95,7 @@ def replicaof(session: Client, args: list[bytes]) -> Reply:
     summary="The older name of REPLICAOF.",
     **_ADMIN,
 )
-def slaveof(session: Client, args: list[bytes]) -> Reply:
+def slaveof(session: Caller, args: list[bytes]) -> Reply:
     """SLAVEOF NO ONE."""
     return replicaof(session, args)
 
@@ -111,7 +110,7 @@ def slaveof(session: Client, args: list[bytes]) -> Reply:
     group="generic",
     summary="Wait until that many replicas have all writes: there are none, so until the time is up.",
 )
-def wait(session: Client, args: list[bytes]) -> Answer:
+def wait(session: Caller, args: list[bytes]) -> Answer:
     """WAIT replicas milliseconds; 0 ms is for ever, which CLIENT UNBLOCK ends."""
     replicas = parse_integer(args[1])
     if replicas is None:
@@ -130,7 +129,7 @@ def wait(session: Client, args: list[bytes]) -> Answer:
     summary="Let transfers that are under way end, then end the process.",
     **_ADMIN,
 )
-def shutdown(session: Client, args: list[bytes]) -> Answer:
+def shutdown(session: Caller, args: list[bytes]) -> Answer:
     """SHUTDOWN: what SIGTERM does, so NOW, FORCE and SAVE change nothing; with NOSAVE what the disk has not yet is
     given up. It is not answered: the client sees its connection end."""
     asked = {arg.upper() for arg in args[1:]}
@@ -153,7 +152,7 @@ def shutdown(session: Client, args: list[bytes]) -> Answer:
     syntax="[VERSION version]",
     summary="What this is.",
 )
-def lolwut(session: Client, args: list[bytes]) -> Reply:
+def lolwut(session: Caller, args: list[bytes]) -> Reply:
     """LOLWUT [VERSION n ...]."""
     if len(args) >= 3 and args[1].upper() == b"VERSION" and parse_integer(args[2]) is None:
         return NOT_AN_INTEGER
@@ -172,7 +171,7 @@ container("module", group="server", since="4.0.0", complexity="Depends on subcom
     tips="nondeterministic_output_order",
     summary="The loaded modules: none.",
 )
-def module_list(session: Client, args: list[bytes]) -> Reply:
+def module_list(session: Caller, args: list[bytes]) -> Reply:
     """MODULE LIST."""
     return EMPTY_ARRAY
 
@@ -183,13 +182,13 @@ _MODULE = {"flags": "admin noscript no_async_loading", "acl": "admin slow danger
 @subcommand("module|load", arity=-3, since="4.0.0", syntax="path [arg [arg ...]]", **_MODULE)
 @subcommand("module|loadex", arity=-3, since="7.0.0", syntax="path [CONFIG name value] [ARGS arg ...]", **_MODULE)
 @subcommand("module|unload", arity=3, since="4.0.0", syntax="name", **_MODULE)
-def module_refused(session: Client, args: list[bytes]) -> Reply:
+def module_refused(session: Caller, args: list[bytes]) -> Reply:
     """MODULE LOAD, LOADEX and UNLOAD, as where enable-module-command is `no`."""
     return NO_MODULES
 
 
 @subcommand("module|help", arity=2, flags="loading stale", acl="slow", since="5.0.0", summary="Print this help.")
-def module_help(session: Client, args: list[bytes]) -> Reply:
+def module_help(session: Caller, args: list[bytes]) -> Reply:
     """MODULE HELP."""
     return help_reply("module")
 
@@ -206,16 +205,11 @@ def timeout_error(arg: bytes) -> bytes | None:
     return None
 
 
-def in_time(session: Client, milliseconds: int, reply: Reply) -> Answer:
+def in_time(session: Caller, milliseconds: int, reply: Reply) -> Answer:
     """`reply`, or what the pending answer's `timeout_reply` has become by then, but only when the time is up; at once
     inside a transaction, where nothing waits."""
     if session.transaction is not None:
         return reply
     pending = session.wait()
-    pending.timeout_reply = reply
-    session.server.blocked[session.id] = pending
-    if milliseconds:
-        pending.timer = asyncio.get_running_loop().call_later(
-            milliseconds / 1000, lambda: pending.resolve(pending.timeout_reply)
-        )
+    session.server.blocked.until(pending, session, milliseconds / 1000, reply)
     return pending

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import Client, ClientOf, Host
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import OK, Reply, array, bulk, bulks, error, integer
 from kvredis.storage.entry import Reservation
@@ -186,6 +186,13 @@ container(
     summary="Commands that were slow.",
 )
 
+
+class _Server(Host, Protocol):
+    slowlog: SlowLog
+
+
+Caller = ClientOf[_Server]
+
 _ADMIN = {"flags": "admin loading stale", "acl": "admin slow dangerous"}
 
 
@@ -199,7 +206,7 @@ _ADMIN = {"flags": "admin loading stale", "acl": "admin slow dangerous"}
     summary="The newest slow commands: id, time, microseconds, arguments, address and name of the client.",
     **_ADMIN,
 )
-def slowlog_get(session: Client, args: list[bytes]) -> Reply:
+def slowlog_get(session: Caller, args: list[bytes]) -> Reply:
     """SLOWLOG GET [count]; -1 is all of them."""
     if len(args) > 3:
         return error("ERR unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.")
@@ -232,7 +239,7 @@ def slowlog_get(session: Client, args: list[bytes]) -> Reply:
     summary="How many slow commands are kept.",
     **_ADMIN,
 )
-def slowlog_len(session: Client, args: list[bytes]) -> Reply:
+def slowlog_len(session: Caller, args: list[bytes]) -> Reply:
     """SLOWLOG LEN."""
     return integer(len(session.server.slowlog.entries))
 
@@ -246,13 +253,13 @@ def slowlog_len(session: Client, args: list[bytes]) -> Reply:
     summary="Forget the slow commands.",
     **_ADMIN,
 )
-def slowlog_reset(session: Client, args: list[bytes]) -> Reply:
+def slowlog_reset(session: Caller, args: list[bytes]) -> Reply:
     """SLOWLOG RESET."""
     session.server.slowlog.reset()
     return OK
 
 
 @subcommand("slowlog|help", arity=2, flags="loading stale", acl="slow", since="6.2.0", summary="Print this help.")
-def slowlog_help(session: Client, args: list[bytes]) -> Reply:
+def slowlog_help(session: Caller, args: list[bytes]) -> Reply:
     """SLOWLOG HELP."""
     return help_reply("slowlog")

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import (
     CRLF,
@@ -73,7 +73,7 @@ class SetOptions:
     """When the value is gone, in Unix ms; 0 = no option about time."""
 
 
-def set_options(session: Client, words: Sequence[bytes], allowed: frozenset[bytes], name: str) -> SetOptions | bytes:
+def set_options(session: Caller, words: Sequence[bytes], allowed: frozenset[bytes], name: str) -> SetOptions | bytes:
     """The options that stand behind a value, `allowed` of those without an argument; or Redis' error for them, which
     calls the command `name`."""
     flags: set[bytes] = set()
@@ -95,7 +95,7 @@ def set_options(session: Client, words: Sequence[bytes], allowed: frozenset[byte
     return when if isinstance(when, bytes) else SetOptions(frozenset(flags), when)
 
 
-def publish_if(session: Client, key: bytes, value: bytes | Reservation, options: SetOptions) -> bytes:
+def publish_if(session: Caller, key: bytes, value: bytes | Reservation, options: SetOptions) -> bytes:
     """`publish` as SET does it: nil, with nothing changed, when NX or XX does not hold."""
     old = session.store.find(key, session.space if isinstance(value, bytes) else value.space)
     if (b"NX" in options.flags and old is not None) or (b"XX" in options.flags and old is None):
@@ -108,7 +108,7 @@ def publish_if(session: Client, key: bytes, value: bytes | Reservation, options:
     return publish(session, key, value, when, *events)
 
 
-def publish(session: Client, key: bytes, value: bytes | Reservation, expire_at_ms: int, *events: Event) -> bytes:
+def publish(session: Caller, key: bytes, value: bytes | Reservation, expire_at_ms: int, *events: Event) -> bytes:
     """Make a value visible and tell of it; OK, or Redis' out-of-memory error with nothing changed. A Reservation goes
     to the database that it was made for."""
     space = session.space if isinstance(value, bytes) else value.space
@@ -127,7 +127,7 @@ def publish(session: Client, key: bytes, value: bytes | Reservation, expire_at_m
     return OK
 
 
-def note_encoding(session: Client, name: tuple[bytes, int], encoding: str) -> None:
+def note_encoding(session: Caller, name: tuple[bytes, int], encoding: str) -> None:
     """What OBJECT ENCODING answers for a value just published, where Redis does not look for an integer in it."""
     entry = session.store.find(*name)
     if entry is not None and entry.value is not None and entry.length <= EMBEDDED_BYTES_MAX:
@@ -143,7 +143,7 @@ def encoding_of(entry: Entry) -> str:
     return "int" if entry.length <= INTEGER_BYTES_MAX and parse_integer(entry.value) is not None else "embstr"
 
 
-def placed(session: Client, key: bytes, value: bytes | Reservation) -> bytes | Reservation | None:
+def placed(session: Caller, key: bytes, value: bytes | Reservation) -> bytes | Reservation | None:
     """A value that can no longer be refused; None when there is no room for it."""
     if not isinstance(value, bytes) or len(value) < INLINE_BYTES_MAX:
         return value
@@ -153,7 +153,7 @@ def placed(session: Client, key: bytes, value: bytes | Reservation) -> bytes | R
     return reservation
 
 
-def small_ones_fit(session: Client, pairs: Sequence[tuple[bytes, object]]) -> bool:
+def small_ones_fit(session: Caller, pairs: Sequence[tuple[bytes, object]]) -> bool:
     """Whether the values among `pairs` that are bytes can be stored together where not everything leaves for them. With
     a disk that is not known before: it is asked for each, and those before one that is refused stay."""
     store = session.store
@@ -176,13 +176,13 @@ def give_back(args: list[bytes]) -> None:
             arg.abort()
 
 
-def missing(session: Client, key: bytes) -> bytes:
+def missing(session: Caller, key: bytes) -> bytes:
     """Nil, for a key that was looked for in vain, which a subscriber may want to know."""
     notify(session, "m", "keymiss", key)
     return session.nil
 
 
-def look_up(session: Client, key: bytes) -> Hold | None:
+def look_up(session: Caller, key: bytes) -> Hold | None:
     """`fetch` for the commands that read a value to work with it; a miss is told of."""
     value = session.fetch(key, session.space)
     if value is None:
@@ -190,7 +190,7 @@ def look_up(session: Client, key: bytes) -> Hold | None:
     return value
 
 
-def reply_of(session: Client, value: Hold) -> Reply:
+def reply_of(session: Caller, value: Hold) -> Reply:
     """A value's reply: small ones in one piece, the others lent, and held until they have left."""
     if isinstance(value, bytes):
         return b"$%d\r\n%b\r\n" % (len(value), value)
@@ -216,7 +216,7 @@ def invalid_expiry(name: str) -> bytes:
     return error(f"ERR invalid expire time in '{name}' command")
 
 
-def option_expiry_ms(session: Client, option: tuple[bytes, bytes], name: str) -> int | bytes:
+def option_expiry_ms(session: Caller, option: tuple[bytes, bytes], name: str) -> int | bytes:
     """`expiry_ms` of an option such as (b"EX", b"10")."""
     unit_ms, relative = UNITS[option[0]]
     return expiry_ms(option[1], unit_ms, session.store.now_ms() if relative else 0, name)
@@ -244,7 +244,7 @@ _HEADS = tuple(b"$%d\r\n" % n for n in range(INLINE_BYTES_MAX))
     syntax="key",
     access="RO access",
 )
-def get(session: Client, args: list[bytes]) -> Answer:
+def get(session: Caller, args: list[bytes]) -> Answer:
     """The value, lent if it lies in the arena."""
     value = session.fetch(args[1], session.space)
     if type(value) is bytes:
@@ -252,7 +252,7 @@ def get(session: Client, args: list[bytes]) -> Answer:
     if value is not None:
         return _lent(session, value)  # type: ignore[arg-type]
     if session.store.tiering is not None and session.transaction is None:
-        waiting = session.server.away.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
+        waiting = session.server.disk_reads.wait(session, args, ((args[1], session.space),))  # type: ignore[arg-type]
         if waiting is not None:
             return waiting
     return missing(session, args[1])
@@ -275,7 +275,7 @@ def get(session: Client, args: list[bytes]) -> Answer:
     access="RW access update variable_flags",
     notes="RW and ACCESS due to the optional `GET` argument",
 )
-def set_(session: Client, args: list[bytes]) -> Reply:
+def set_(session: Caller, args: list[bytes]) -> Reply:
     """Publish a value; with options, decide first whether to."""
     value = args[2]
     if len(args) == 3 and not session.observed:
@@ -289,7 +289,7 @@ def set_(session: Client, args: list[bytes]) -> Reply:
     return reply
 
 
-def _set_with_options(session: Client, args: list[bytes]) -> Reply:
+def _set_with_options(session: Caller, args: list[bytes]) -> Reply:
     key = args[1]
     options = set_options(session, args[3:], SET_FLAGS, "set")
     if isinstance(options, bytes):
@@ -311,7 +311,7 @@ def _set_with_options(session: Client, args: list[bytes]) -> Reply:
     syntax="key value",
     access="OW insert",
 )
-def setnx(session: Client, args: list[bytes]) -> Reply:
+def setnx(session: Caller, args: list[bytes]) -> Reply:
     """1 when the key was free and holds the value now, else 0."""
     key, value = args[1], args[2]
     if session.store.find(key, session.space) is not None:
@@ -337,7 +337,7 @@ def setnx(session: Client, args: list[bytes]) -> Reply:
     access="RO access",
     tips="request_policy:multi_shard",
 )
-def mget(session: Client, args: list[bytes]) -> Answer:
+def mget(session: Caller, args: list[bytes]) -> Answer:
     """The values in order, each lent; missing ones are nil. The keys count as used at one instant, the head last.
 
     From MGET_BYTES_HIGH of payload on the rest is looked up as the client takes it: the first value leaves before the
@@ -362,7 +362,7 @@ def mget(session: Client, args: list[bytes]) -> Answer:
     return parts
 
 
-def _values_from(session: Client, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Pending]:
+def _values_from(session: Caller, args: list[bytes], at: int, parts: list[Buffer]) -> Iterator[Reply | Blocked]:
     """What MGET has found so far, then the values from argument `at` on as they are asked for, each waited for if it
     is on disk."""
     yield parts
@@ -370,7 +370,7 @@ def _values_from(session: Client, args: list[bytes], at: int, parts: list[Buffer
     if session.store.tiering is None:
         yield from (_value(session, key) for key in keys)
     else:
-        arrivals = session.server.away.stream(session, [(key, session.space) for key in keys])
+        arrivals = session.server.disk_reads.stream(session, [(key, session.space) for key in keys])
         for key in keys:
             while (waiting := next(arrivals)) is not None:
                 yield waiting
@@ -394,7 +394,7 @@ def _values_from(session: Client, args: list[bytes], at: int, parts: list[Buffer
     access="OW update",
     tips="request_policy:multi_shard response_policy:all_succeeded",
 )
-def mset(session: Client, args: list[bytes]) -> Reply:
+def mset(session: Caller, args: list[bytes]) -> Reply:
     """All the pairs or none: room for every value is had before the first becomes visible."""
     if len(args) % 2 == 0:
         give_back(args)
@@ -417,7 +417,7 @@ def mset(session: Client, args: list[bytes]) -> Reply:
     access="OW insert",
     tips="request_policy:multi_shard response_policy:agg_min",
 )
-def msetnx(session: Client, args: list[bytes]) -> Reply:
+def msetnx(session: Caller, args: list[bytes]) -> Reply:
     """1 when every key was free and holds its value now, else 0 with nothing changed."""
     if len(args) % 2 == 0:
         give_back(args)
@@ -430,7 +430,7 @@ def msetnx(session: Client, args: list[bytes]) -> Reply:
     return ONE if done is OK else done
 
 
-def _set_pairs(session: Client, args: list[bytes]) -> bytes:
+def _set_pairs(session: Caller, args: list[bytes]) -> bytes:
     """Place every value, then publish them in their order; a key named twice keeps the last one."""
     values = [placed(session, key, value) for key, value in zip(args[1::2], args[2::2], strict=True)]
     pairs = list(zip(args[1::2], values, strict=True))
@@ -459,7 +459,7 @@ def _set_pairs(session: Client, args: list[bytes]) -> bytes:
     syntax="key start end",
     access="RO access",
 )
-def getrange(session: Client, args: list[bytes]) -> Reply:
+def getrange(session: Caller, args: list[bytes]) -> Reply:
     """Bytes start..end, both inclusive, negative ones counted from the end; empty when there are none."""
     start, end = parse_integer(args[2]), parse_integer(args[3])
     if start is None or end is None:
@@ -497,7 +497,7 @@ def getrange(session: Client, args: list[bytes]) -> Reply:
     syntax="key start end",
     access="RO access",
 )
-def substr(session: Client, args: list[bytes]) -> Reply:
+def substr(session: Caller, args: list[bytes]) -> Reply:
     """As GETRANGE."""
     return getrange(session, args)
 
@@ -514,7 +514,7 @@ def substr(session: Client, args: list[bytes]) -> Reply:
     syntax="key",
     access="RO",
 )
-def strlen(session: Client, args: list[bytes]) -> Reply:
+def strlen(session: Caller, args: list[bytes]) -> Reply:
     """Bytes of the value, 0 without one."""
     entry = session.store.find(args[1], session.space)
     if entry is None:
@@ -523,7 +523,7 @@ def strlen(session: Client, args: list[bytes]) -> Reply:
     return integer(entry.length)
 
 
-def _value(session: Client, key: bytes) -> Reply:
+def _value(session: Caller, key: bytes) -> Reply:
     """A value's reply: small ones in one piece, the others lent."""
     value = session.fetch(key, session.space)
     if value is None:
@@ -531,7 +531,7 @@ def _value(session: Client, key: bytes) -> Reply:
     return _lent(session, value) if isinstance(value, Lease) else _HEADS[len(value)] + value + CRLF
 
 
-def _lent(session: Client, lease: Lease) -> Reply:
+def _lent(session: Caller, lease: Lease) -> Reply:
     """The reply that goes out of the arena as it is."""
     session.hold(lease)
     session.store.stats.hit_tokens += lease.entry.tokens

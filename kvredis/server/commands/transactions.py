@@ -6,19 +6,16 @@ the room into which its value was received; DISCARD, a failed EXEC and a client 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from kvredis.server.client.blocked import Pending
-from kvredis.server.client.call import call
-from kvredis.server.client.client import Client
+from kvredis.server.acl.state import Acl
+from kvredis.server.client.blocked import Blocked
+from kvredis.server.client.client import Client, ClientOf, Host, Transaction
 from kvredis.server.protocol.replies import NULL, OK, Buffer, Reply, array, error
-from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument
+from kvredis.server.protocol.request import Argument
 from kvredis.storage.entry import Reservation
 
 from .registry import Command, command, shown
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 NULL_ARRAY = b"*-1\r\n"
 EXEC_ABORT = error("EXECABORT Transaction discarded because of previous errors.")
@@ -28,53 +25,20 @@ _FACTS = {"group": "transactions", "acl": "fast transaction"}
 _FLAGS = "noscript loading stale fast"
 
 
-class Transaction:
-    """What a client has queued since MULTI."""
+class _Server(Host, Protocol):
+    acl: Acl
+    watchers: dict[tuple[int, bytes], set[Client]]
 
-    __slots__ = ("arena_bytes", "broken", "commands", "held_bytes")
+    def drain_journal(self, by: Client | None) -> None: ...
 
-    def __init__(self) -> None:
-        self.commands: list[tuple[Command, list[Argument]]] = []
-        self.broken = False
-        """A command was refused when it should have been queued, so EXEC will run none."""
-        self.held_bytes = self.arena_bytes = 0
-        """What the arguments take: `multi-mem` of CLIENT LIST; and how much of it lies in the arena."""
+    def keep_journal(self) -> None: ...
 
-    def queue(self, queued: Command, args: list[Argument]) -> None:
-        """Remember a command for EXEC, with all that it holds; nothing, as in Redis, when EXEC will run none."""
-        if self.broken:
-            for arg in args:
-                if isinstance(arg, Reservation):
-                    arg.abort()
-            return
-        self.commands.append((queued, args))
-        for arg in args:
-            if isinstance(arg, bytes):
-                self.held_bytes += len(arg)
-            elif isinstance(arg, Reservation):
-                self.held_bytes += arg.length
-                self.arena_bytes += 0 if arg.offset is None else arg.length
-        self.held_bytes += ARGUMENT_BYTES * len(args)
 
-    @property
-    def reservations(self) -> list[Reservation]:
-        """The room that queued values hold."""
-        return [arg for _, args in self.commands for arg in args if isinstance(arg, Reservation)]
-
-    @property
-    def writes(self) -> bool:
-        """Whether EXEC would change something: CLIENT PAUSE WRITE asks."""
-        return any("write" in queued.flags or "may_replicate" in queued.flags for queued, _ in self.commands)
-
-    def discard(self) -> None:
-        """Give back what the queue holds."""
-        for reservation in self.reservations:
-            reservation.abort()
-        self.commands.clear()
+Caller = ClientOf[_Server]
 
 
 @command("multi", arity=1, flags=_FLAGS + " allow_busy", since="1.2.0", summary="Begin a transaction.", **_FACTS)
-def multi(session: Client, args: list[bytes]) -> Reply:
+def multi(session: Caller, args: list[bytes]) -> Reply:
     """MULTI: what follows is queued until EXEC."""
     if session.transaction is not None:
         return error("ERR MULTI calls can not be nested")
@@ -84,7 +48,7 @@ def multi(session: Client, args: list[bytes]) -> Reply:
 
 
 @command("discard", arity=1, flags=_FLAGS + " allow_busy", since="2.0.0", summary="Drop a transaction.", **_FACTS)
-def discard(session: Client, args: list[bytes]) -> Reply:
+def discard(session: Caller, args: list[bytes]) -> Reply:
     """DISCARD: forget the queue and the watched keys."""
     if session.transaction is None:
         return NOT_IN_MULTI % b"DISCARD"
@@ -102,7 +66,7 @@ def discard(session: Client, args: list[bytes]) -> Reply:
     complexity="Depends on commands in the transaction",
     summary="Run all that was queued since MULTI.",
 )
-def exec_(session: Client, args: list[bytes]) -> Reply:
+def exec_(session: Caller, args: list[bytes]) -> Reply:
     """EXEC: the replies in an array; nil when a watched key has changed."""
     transaction = session.transaction
     if transaction is None:
@@ -113,7 +77,7 @@ def exec_(session: Client, args: list[bytes]) -> Reply:
     session.server.drain_journal(None)  # what others have changed since, noted or not
     with session.store.now_ms.one_moment():
         changed = session.watch_broken or _has_expired(session)
-        unwatch_all(session)
+        unwatch_all(session.server, session)
         if changed:
             end_transaction(session)
             return NULL if session.resp == 3 else NULL_ARRAY
@@ -134,7 +98,7 @@ def exec_(session: Client, args: list[bytes]) -> Reply:
     summary="Let EXEC do nothing if one of these keys changes before it.",
     **_FACTS,
 )
-def watch(session: Client, args: list[bytes]) -> Reply:
+def watch(session: Caller, args: list[bytes]) -> Reply:
     """WATCH key [key ...]."""
     if session.transaction is not None:
         return error("ERR WATCH inside MULTI is not allowed")
@@ -152,24 +116,24 @@ def watch(session: Client, args: list[bytes]) -> Reply:
 
 
 @command("unwatch", arity=1, flags=_FLAGS + " allow_busy", since="2.2.0", summary="Forget the watched keys.", **_FACTS)
-def unwatch(session: Client, args: list[bytes]) -> Reply:
+def unwatch(session: Caller, args: list[bytes]) -> Reply:
     """UNWATCH."""
-    unwatch_all(session)
+    unwatch_all(session.server, session)
     return OK
 
 
-def end_transaction(session: Client) -> None:
+def end_transaction(session: Caller) -> None:
     """Back to running commands at once; what is still queued is given back."""
     if session.transaction is not None:
         session.transaction.discard()
         session.transaction = None
-    unwatch_all(session)
+    unwatch_all(session.server, session)
     session.reconsider()
 
 
-def unwatch_all(session: Client) -> None:
+def unwatch_all(server: _Server, session: Client) -> None:
     """Forget what this client watches."""
-    watchers = session.server.watchers
+    watchers = server.watchers
     for name in session.watching:
         sessions = watchers.get(name)
         if sessions is not None:
@@ -181,13 +145,13 @@ def unwatch_all(session: Client) -> None:
     session.watch_broken = False
 
 
-def mark_changed(server: Server, key: bytes, space: int) -> None:
+def mark_changed(server: _Server, key: bytes, space: int) -> None:
     """A key has changed: transactions that watch it will fail."""
     for session in server.watchers.get((space, key), ()):
         session.watch_broken = True
 
 
-def mark_flushed(server: Server, space: int | None) -> None:
+def mark_flushed(server: _Server, space: int | None) -> None:
     """A database (None = all) is about to be emptied or exchanged: which is a change to the keys that it holds."""
     for (watched_space, key), sessions in server.watchers.items():
         if space in (None, watched_space) and server.store.find(key, watched_space) is not None:
@@ -195,12 +159,12 @@ def mark_flushed(server: Server, space: int | None) -> None:
                 session.watch_broken = True
 
 
-def _has_expired(session: Client) -> bool:
+def _has_expired(session: Caller) -> bool:
     """Whether a key that was alive when it was watched has come to its end unseen."""
     return any(session.store.find(key, space) is None for space, key in session.watched_alive)
 
 
-def _run(session: Client, queued: Command, words: list[Argument]) -> Reply:
+def _run(session: Caller, queued: Command, words: list[Argument]) -> Reply:
     """One command of a transaction; its user's rights are asked for again, because they may have changed."""
     if not session.user.unrestricted:
         denied = session.server.acl.exec_refusal(session, queued, shown(words))
@@ -210,12 +174,12 @@ def _run(session: Client, queued: Command, words: list[Argument]) -> Reply:
     for word in words:
         if isinstance(word, Reservation):
             word.space = session.space  # which a SELECT within the transaction may have changed since it was opened
-    reply = call(session, queued, words)
+    reply = session.call(queued, words)
     if isinstance(reply, bytes | list):
         return reply
     whole: list[Buffer] = []
-    for part in (reply,) if isinstance(reply, Pending) else reply:
-        if isinstance(part, Pending):  # nothing blocks here, so this one would be left without an answer
+    for part in (reply,) if isinstance(reply, Blocked) else reply:
+        if isinstance(part, Blocked):  # nothing blocks here, so this one would be left without an answer
             raise TypeError(f"{queued.name} waits inside a transaction")
         whole += [part] if isinstance(part, bytes) else part
     return whole

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from kvredis.server.client.client import Client
 from kvredis.server.commands.command import help_reply
 from kvredis.server.commands.registry import container, subcommand
+from kvredis.server.context import Caller
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import OK, SYNTAX_ERROR, Reply, bulk, error, map_reply
 
@@ -35,7 +35,7 @@ container(
     summary="The settings whose names match one of the glob patterns.",
     **_ADMIN,
 )
-def config_get(session: Client, args: list[bytes]) -> Reply:
+def config_get(session: Caller, args: list[bytes]) -> Reply:
     """CONFIG GET pattern [pattern ...]; each setting once, and under its name as it was asked for if that is exact."""
     shown: dict[str, bytes] = {}
     for arg in args[2:]:
@@ -57,7 +57,7 @@ def config_get(session: Client, args: list[bytes]) -> Reply:
     summary="Change settings: all of those named, or none.",
     **_ADMIN,
 )
-def config_set(session: Client, args: list[bytes]) -> Reply:
+def config_set(session: Caller, args: list[bytes]) -> Reply:
     """CONFIG SET name value [name value ...]."""
     if len(args) % 2:
         return SYNTAX_ERROR
@@ -83,14 +83,14 @@ def config_set(session: Client, args: list[bytes]) -> Reply:
 @subcommand(
     "config|resetstat", arity=2, since="2.0.0", summary="Set the counters that INFO shows back to zero.", **_ADMIN
 )
-def config_resetstat(session: Client, args: list[bytes]) -> Reply:
+def config_resetstat(session: Caller, args: list[bytes]) -> Reply:
     """CONFIG RESETSTAT."""
     session.server.reset_stats()
     return OK
 
 
 @subcommand("config|rewrite", arity=2, since="2.8.0", summary="Write the settings to the configuration file.", **_ADMIN)
-def config_rewrite(session: Client, args: list[bytes]) -> Reply:
+def config_rewrite(session: Caller, args: list[bytes]) -> Reply:
     """CONFIG REWRITE: what CONFIG SET has changed goes into the file that the server was started with: rewrite.py."""
     server = session.server
     if server.options.config_file is None:
@@ -104,7 +104,7 @@ def config_rewrite(session: Client, args: list[bytes]) -> Reply:
 
 
 @subcommand("config|help", arity=2, flags="loading stale", acl="slow", since="5.0.0", summary="Print this help.")
-def config_help(session: Client, args: list[bytes]) -> Reply:
+def config_help(session: Caller, args: list[bytes]) -> Reply:
     """CONFIG HELP."""
     return help_reply("config")
 

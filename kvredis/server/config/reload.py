@@ -12,22 +12,18 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.server.cluster.node import Cluster
 from kvredis.server.cluster.topology import Node, Topology, slot_of
 from kvredis.server.commands.keyspace_events import publish_event
 from kvredis.server.commands.pubsub import confirmation
+from kvredis.server.context import Context
 from kvredis.server.net.tls import OPTION, make_context
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
 
 from .settings import SettingError, checked
-
-if TYPE_CHECKING:
-    from kvredis.server.cluster.node import Cluster
-    from kvredis.server.server import Server
-
 
 # ---- startup ---------------------------------------------------------------------------------------------------------
 #
@@ -71,7 +67,7 @@ KEYS_A_STEP: Final = 500
 class Reread:
     """The changes of one server's topology."""
 
-    def __init__(self, server: Server, cluster: Cluster) -> None:
+    def __init__(self, server: Context, cluster: Cluster) -> None:
         self._server = server
         self._cluster = cluster
         self._wanted = False

@@ -15,20 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kvredis.server.client.tracking import KEYS_MAX_DEFAULT
 from kvredis.server.commands import keyspace_events
-from kvredis.server.commands import tracking as tracking
-from kvredis.server.net import zerocopy as zerocopy
+from kvredis.server.context import Context
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.shm.attach import LEASE_MS_MAX
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.eviction.base import REDIS_POLICIES, make_policy, redis_name
 from kvredis.storage.index import SPACES
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 #
@@ -206,18 +201,18 @@ FILES_BESIDE_CLIENTS = 32
 LOG_LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
 
-def set_log_level(server: Server, level: str) -> None:
+def set_log_level(server: Context, level: str) -> None:
     """loglevel, for this program's own loggers."""
     logging.getLogger("kvredis").setLevel(LOG_LEVELS[level])
 
 
-def set_password(server: Server, password: str) -> None:
+def set_password(server: Context, password: str) -> None:
     """requirepass: the default user's one password, or none."""
     server.acl.set_requirepass(password.encode("utf-8", "surrogateescape"))
     server.reconsider()
 
 
-def set_clients_max(server: Server, clients: str) -> None:
+def set_clients_max(server: Context, clients: str) -> None:
     """As many as asked for, if the process may have that many files open."""
     needed = int(clients) + FILES_BESIDE_CLIENTS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -231,60 +226,60 @@ def set_clients_max(server: Server, clients: str) -> None:
     server.maxclients = int(clients)
 
 
-def set_clients_bytes(server: Server, limit: str) -> None:
+def set_clients_bytes(server: Context, limit: str) -> None:
     """maxmemory-clients."""
     server.client_memory.limit = limit
 
 
-def set_protected_mode(server: Server, switch: str) -> None:
+def set_protected_mode(server: Context, switch: str) -> None:
     """protected-mode."""
     server.protected_mode = switch == "yes"
 
 
-def set_bulk_bytes_max(server: Server, nbytes: str) -> None:
+def set_bulk_bytes_max(server: Context, nbytes: str) -> None:
     """proto-max-bulk-len, for those who are connected as well."""
     server.bulk_bytes_max = int(nbytes)
     server.reconsider()
 
 
-def set_query_bytes_max(server: Server, nbytes: str) -> None:
+def set_query_bytes_max(server: Context, nbytes: str) -> None:
     """client-query-buffer-limit, for those who are connected as well."""
     server.query_bytes_max = int(nbytes)
     server.reconsider()
 
 
-def set_output_limits(server: Server, text: str) -> None:
+def set_output_limits(server: Context, text: str) -> None:
     """Classes that are not named keep what they have."""
     server.output_limits = {**server.output_limits, **parse_limits(text)}
     server.reconsider()
 
 
-def set_idle_timeout(server: Server, seconds: str) -> None:
+def set_idle_timeout(server: Context, seconds: str) -> None:
     """timeout."""
     server.idle_timeout_s = int(seconds)
 
 
-def set_keepalive(server: Server, seconds: str) -> None:
+def set_keepalive(server: Context, seconds: str) -> None:
     """For those who connect from now on, as in Redis."""
     server.listeners.keepalive_s = int(seconds)
 
 
-def set_body_timeout(server: Server, seconds: str) -> None:
+def set_body_timeout(server: Context, seconds: str) -> None:
     """body-timeout."""
     server.body_timeout_s = float(seconds)
 
 
-def set_lane_limit(server: Server, milliseconds: str) -> None:
+def set_lane_limit(server: Context, milliseconds: str) -> None:
     """lane-lease-ms, for those who attach from now on: the others count by what they were told."""
     server.lane.lease_ms = int(milliseconds)
 
 
-def set_policy(server: Server, policy: str) -> None:
+def set_policy(server: Context, policy: str) -> None:
     """maxmemory-policy: who leaves for what is new, if anyone."""
     server.store.set_eviction(None if policy == "noeviction" else make_policy(policy))
 
 
-def set_maxmemory(server: Server, nbytes: str) -> None:
+def set_maxmemory(server: Context, nbytes: str) -> None:
     """maxmemory: up to the arena, which was made at the start; 0 means all of it, since Redis' "no limit" is more than
     there is. What is held beyond it leaves in the loop's next turns."""
     arena_bytes = server.store.arena.nbytes
@@ -294,30 +289,36 @@ def set_maxmemory(server: Server, nbytes: str) -> None:
     server.shrink()
 
 
-def set_slow_threshold(server: Server, microseconds: str) -> None:
+def set_slow_threshold(server: Context, microseconds: str) -> None:
     """slowlog-log-slower-than."""
     server.slowlog.set_threshold(int(microseconds))
     server.reconsider()
 
 
-def set_slow_entries(server: Server, entries: str) -> None:
+def set_tracking_keys(server: Context, keys: str) -> None:
+    """tracking-table-max-keys; those beyond it leave now."""
+    server.tracking.keys_max = int(keys)
+    server.tracking.limit()
+
+
+def set_slow_entries(server: Context, entries: str) -> None:
     """slowlog-max-len."""
     server.slowlog.entries_max = int(entries)
     server.slowlog.trim()
 
 
-def set_latency_threshold(server: Server, milliseconds: str) -> None:
+def set_latency_threshold(server: Context, milliseconds: str) -> None:
     """latency-monitor-threshold."""
     server.latency.threshold_ms = int(milliseconds)
     server.reconsider()
 
 
-def set_latency_tracking(server: Server, switch: str) -> None:
+def set_latency_tracking(server: Context, switch: str) -> None:
     """Times are always counted, which costs less than asking; what is shown begins anew."""
     server.stats.forget_times()
 
 
-def set_acl_log(server: Server, entries: str) -> None:
+def set_acl_log(server: Context, entries: str) -> None:
     """acllog-max-len."""
     log = server.acl.log.entries
     while len(log) > int(entries):
@@ -330,8 +331,8 @@ INT32_MAX = 2**31 - 1
 IMMUTABLE = "can't set immutable config"
 PROTECTED = "can't set protected config"
 
-Read = Callable[["Server"], str]
-Apply = Callable[["Server", str], None]
+Read = Callable[[Context], str]
+Apply = Callable[[Context, str], None]
 """Bring a value into effect; ValueError with Redis' words when that cannot be done, and then nothing has changed."""
 
 
@@ -364,7 +365,7 @@ class SettingError(ValueError):
         self.reason = reason
 
 
-def value_of(server: Server, name: str) -> str:
+def value_of(server: Context, name: str) -> str:
     """What a setting is now."""
     setting = SETTINGS[name]
     return setting.read(server) if setting.read is not None else server.settings.get(name, setting.default)
@@ -383,7 +384,7 @@ def checked(name: str, text: str) -> str:
         raise SettingError(name, str(wrong)) from wrong
 
 
-def change(server: Server, wanted: Mapping[str, str]) -> None:
+def change(server: Context, wanted: Mapping[str, str]) -> None:
     """Set all of `wanted`, or nothing: SettingError names the one that was in the way. Names are those of SETTINGS.
 
     `server.settings` then holds what was asked for, which is also what CONFIG REWRITE writes.
@@ -407,7 +408,7 @@ def change(server: Server, wanted: Mapping[str, str]) -> None:
             raise SettingError(name, str(wrong)) from wrong
 
 
-def begin(server: Server) -> None:
+def begin(server: Context) -> None:
     """Bring into effect what the server was started with and does not read by itself. ConfigError names what is bad."""
     options = server.options
     own = {
@@ -428,7 +429,7 @@ def begin(server: Server) -> None:
         raise ConfigError(wrong.name, shown, "settings", wrong.reason) from wrong
 
 
-def _apply(server: Server, name: str, text: str) -> None:
+def _apply(server: Context, name: str, text: str) -> None:
     apply = SETTINGS[name].apply
     if apply is not None:
         apply(server, text)
@@ -550,8 +551,12 @@ def _changeable() -> dict[str, Setting]:
                 "notify-keyspace-events", keyspace_events.normalize(server.options.notify_keyspace_events)
             ),
         ),
-        "unix-splice": _live(one_of("asked", "yes", "no"), zerocopy.set_mode, lambda server: server.splicing.mode),
-        "tracking-table-max-keys": _live(number(0), tracking.set_keys_max, default=str(tracking.KEYS_MAX_DEFAULT)),
+        "unix-splice": _live(
+            one_of("asked", "yes", "no"),
+            lambda server, mode: server.splicing.set_mode(mode),
+            lambda server: server.splicing.mode,
+        ),
+        "tracking-table-max-keys": _live(number(0), set_tracking_keys, default=str(KEYS_MAX_DEFAULT)),
         "acllog-max-len": _live(number(0), set_acl_log, default="128"),
     }
 

@@ -12,16 +12,14 @@ import base64
 import binascii
 import ipaddress
 import socket
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis.server.acl.rules import DEFAULT_USER, User
 from kvredis.server.acl.state import Refusal
 from kvredis.server.commands.registry import Command, lookup
+from kvredis.server.context import Context
 
 from .server import HttpError, HttpRequest, Peer
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 CHALLENGE: Final = (("WWW-Authenticate", 'Basic realm="kvredis", charset="UTF-8"'),)
 
@@ -38,7 +36,7 @@ PROTECTED: Final = (
 class HttpGate:
     """Callable as http_door.Gate."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Context) -> None:
         self._server = server
 
     def __call__(self, request: HttpRequest, peer: Peer) -> None:

@@ -9,14 +9,12 @@ Before the store is there, `starting` answers.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis import __version__
+from kvredis.server.context import Context
 
 from .server import HttpRequest, HttpResponse, Routes
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 JSON: Final = "application/json"
 STARTING: Final = "starting: the arena and the disk tier are being made ready"
@@ -26,7 +24,7 @@ STALLED: Final = "the disk tier does not answer"
 UNSYNCED: Final = "the disk tier has refused to confirm what was written; nothing is confirmed until the next start"
 
 
-def routes(server: Server) -> Routes:
+def routes(server: Context) -> Routes:
     """The open paths of a server that is there."""
 
     def health(_request: HttpRequest) -> HttpResponse:
@@ -54,7 +52,7 @@ def starting() -> Routes:
     return {"/health/live": (live, False), **dict.fromkeys(waiting, (not_yet, False))}
 
 
-def trouble(server: Server) -> str | None:
+def trouble(server: Context) -> str | None:
     """Why a load balancer should rather send no client here; None if all is well."""
     if server.shutdown_wanted.is_set():
         return STOPPING

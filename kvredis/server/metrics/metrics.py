@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvredis.server.client.blocked import Reason
+from kvredis.server.context import Context
 from kvredis.server.http.health import trouble
 from kvredis.storage.background import Priority
 from kvredis.storage.stats import Times
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 PREFIX: Final = "kvredis_"
 
@@ -59,7 +58,7 @@ class Figure:
 class Seen:
     """A server at one moment: what several figures need is looked up once."""
 
-    server: Server
+    server: Context
     tiers: Mapping[str, Mapping[str, int | str]] = field(init=False)
     memory: Mapping[str, int] = field(init=False)
     disk: Mapping[str, int] = field(init=False)
@@ -78,13 +77,13 @@ def _numbers(figures: Mapping[str, int | str]) -> dict[str, int]:
     return {name: value for name, value in figures.items() if isinstance(value, int)}
 
 
-def read_all(server: Server) -> list[tuple[Figure, Values]]:
+def read_all(server: Context) -> list[tuple[Figure, Values]]:
     """Every figure that has a value now."""
     seen = Seen(server)
     return [(figure, values) for figure in FIGURES if (values := figure.read(seen))]
 
 
-def fields(server: Server) -> Iterator[tuple[str, float]]:
+def fields(server: Context) -> Iterator[tuple[str, float]]:
     """The same for INFO: `name` or `name_label`; of times their count and sum. Commands have sections of their own."""
     for figure, values in read_all(server):
         if figure.label == "command":
@@ -162,8 +161,8 @@ def _waiting(seen: Seen) -> Values:
     return {
         "turn": len(server.claims.queue),
         "disk_room": len(server.claims.disk_room),
-        "disk_read": server.away.waiting,
-        "copy": len(server.lane.copying),
+        "disk_read": server.blocked.count(Reason.DISK_READ),
+        "copy": server.blocked.count(Reason.COPY),
     }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -26,15 +26,13 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.registry import Collector
 
 from kvredis import __version__
+from kvredis.server.context import Context
 from kvredis.server.http.page.slices import in_slices
 from kvredis.server.http.server import HttpRequest, HttpResponse, Routes
 from kvredis.storage.memory.copy import KIND as COPYING
 from kvredis.storage.stats import Times
 
 from .metrics import PREFIX, Figure, Kind, Seen, Values, read_all
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 POWERS_SHOWN: Final = range(10, 35, 2)
 """Edges of the buckets: 1.02 us, 4.1 us and so on, each four times the one before, up to 17 s."""
@@ -46,7 +44,7 @@ END: Final = b"# EOF\n"
 """Of OpenMetrics."""
 
 
-def routes(server: Server) -> Routes:
+def routes(server: Context) -> Routes:
     """/metrics, for who may see it."""
     process = ProcessCollector(registry=None)
     turn = asyncio.Lock()
@@ -86,7 +84,7 @@ class Part(Collector):
         yield self.make()
 
 
-def parts(server: Server) -> list[Part]:
+def parts(server: Context) -> list[Part]:
     """Every figure that has a value now, what runs here, and LMCache's names."""
     found = [Part(partial(build, server))]
     for figure, values in read_all(server):
@@ -108,7 +106,7 @@ def is_comment(line: bytes) -> bool:
     return line.startswith(b"#")
 
 
-def build(server: Server) -> Metric:
+def build(server: Context) -> Metric:
     """Versions and what it is made of: labels of a 1."""
     facts = {
         "version": __version__,

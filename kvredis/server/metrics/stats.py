@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvredis.storage.stats import POWERS, Times
 
@@ -85,6 +85,13 @@ class Rate:
     def per_second(self) -> float:
         """The mean of the samples, those that were not taken yet being 0 as in Redis."""
         return sum(self._samples) / SAMPLES
+
+
+KINDS: Final = ("tcp", "tls", "unix")
+"""Of connections."""
+
+NO_LIMIT: Final = (0, 0, 0)
+"""No bound in client-output-buffer-limit: hard, soft, seconds above the soft one."""
 
 
 @dataclass(slots=True)
@@ -182,16 +189,13 @@ class ServerStats:
         for each in fields(self):
             setattr(self, each.name, getattr(fresh, each.name))
 
-    def sample(self, now_s: float, received: int, sent: int, used_bytes: int = 0, reads: int = 0) -> None:
-        """To be called in every tick of the server: bytes received and sent so far, what values hold now, and how often
-        bytes were received."""
-        self.ticks += 1
+    def sample(self, now_s: float, received: int, sent: int, reads: int = 0) -> None:
+        """To be called every now and then: bytes received and sent so far, and how often bytes were received."""
         self.loop_cycles.sample(now_s, self.ticks + reads)
         self.loop_work.sample(now_s, self.loop_work_us)
         self.operations.sample(now_s, self.commands_processed)
         self.input_rate.sample(now_s, received)
         self.output_rate.sample(now_s, sent)
-        self.note_used(used_bytes)
 
     def floor(self, name: str, value: int) -> int:
         """The most that `value` has been under this name: for a difference of counters that must only grow."""

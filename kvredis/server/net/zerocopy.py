@@ -35,17 +35,12 @@ import termios
 from collections import deque
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from kvredis.server.client.client import Client
-from kvredis.server.commands.registry import command
-from kvredis.server.protocol.replies import OK, Buffer, Reply, error
+from kvredis.server.client.client import Host
+from kvredis.server.protocol.replies import Buffer
 from kvredis.storage.entry import Lease
 from kvredis.storage.memory.copy import address_of
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 
 # ---- lent pages ------------------------------------------------------------------------------------------------------
 #
@@ -153,10 +148,6 @@ LOOK_HOLDERS_MAX: Final = 16
 
 TURN_BYTES: Final = 4 * 1024 * 1024
 """What one client is sent before others have their turn, should it read as fast as we splice."""
-
-NOT_HERE = error("ERR KV.SPLICE is for unix sockets of a server that lends pages (CONFIG GET unix-splice)")
-NOT_YOU = error("ERR KV.SPLICE is for the process that has connected, in the server's own pid namespace")
-NOT_ALL = error("NOPERM KV.SPLICE is for users who may read every key")
 
 
 class _Span(NamedTuple):
@@ -321,7 +312,7 @@ class LocalStream(Protocol):
 class Splicing:
     """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Host) -> None:
         self.stats = server.stats
         self._server = server
         arena = server.store.arena
@@ -415,37 +406,3 @@ class Splicing:
             self._idle.append(pipe)
         else:
             pipe.close()
-
-
-def set_mode(server: Server, mode: str) -> None:
-    """unix-splice."""
-    server.splicing.set_mode(mode)
-
-
-@command(
-    "kv.splice",
-    arity=3,
-    flags="fast loading stale noscript",
-    acl="fast connection",
-    group="kv",
-    since="0.1.0",
-    summary="Lends pages to this connection instead of copying; the client promises to receive them, not to splice.",
-    complexity="O(1)",
-    syntax="pid pid-namespace",
-)
-def splice(session: Client, args: list[bytes]) -> Reply:
-    """KV.SPLICE pid namespace: the id of the client's process, and the inode number of its /proc/self/ns/pid, in which
-    alone that id means anything to us."""
-    if not session.is_local_stream or session.server.splicing.mode == "no":
-        return NOT_HERE
-    if not session.user.root.reads_all_keys:
-        return NOT_ALL
-    try:
-        known = int(args[2]) == os.stat("/proc/self/ns/pid").st_ino and int(args[1]) == session.peer_pid()
-    except (ValueError, OSError):
-        known = False
-    if not known:
-        return NOT_YOU
-    session.asked_to_splice = True
-    session.splices = session.server.splicing.wanted_by(session)
-    return OK

@@ -27,7 +27,6 @@ from .request import (
     GATHER_BYTES_MAX,
     GATHER_TRIES,
     HEAD_BYTES,
-    LATER,
     LINE_BYTES_MAX,
     MULTIBULK_MAX,
     PAYLOAD_BYTES_MIN,
@@ -37,6 +36,7 @@ from .request import (
     UNAUTHENTICATED_ARGS_MAX,
     UNAUTHENTICATED_BULK_BYTES_MAX,
     Argument,
+    Later,
     OpenPayload,
     ProtocolError,
     QueryBufferLimit,
@@ -53,19 +53,52 @@ _PAYLOAD_ARRAYS = frozenset(b"*%d" % n for n in range(3, 10))
 
 NOTHING: Final[list[list["Argument"]]] = []  # what `take` gives when more bytes are needed; no caller changes it
 
+SPARE_MAX: Final = 16
+"""Scratches kept for the next clients: to make one may cost more than to read a command."""
+
+NO_SCRATCH: Final = bytearray()
+_NO_VIEW: Final = memoryview(NO_SCRATCH)
+
+
+class Scratches:
+    """The scratches of all clients of one loop. A client needs one only from the first byte of a command to its last,
+    so it lends the one that it has to the next client that receives, unless bytes are left in it: a thousand clients
+    whose commands came whole have one between them. Not for two threads."""
+
+    __slots__ = ("holder", "spare")
+
+    def __init__(self) -> None:
+        self.holder: Parser | None = None
+        """The client that has received last."""
+        self.spare: list[tuple[bytearray, memoryview, memoryview]] = []
+
+    def keep(self, scratch: bytearray, view: memoryview, head_view: memoryview) -> None:
+        """Take back one that no client needs, if it has the usual size."""
+        if len(scratch) == SCRATCH_BYTES and len(self.spare) < SPARE_MAX:
+            self.spare.append((scratch, view, head_view))
+
+    def get(self) -> tuple[bytearray, memoryview, memoryview]:
+        """Give one, and its first SCRATCH_BYTES and HEAD_BYTES."""
+        if self.spare:
+            return self.spare.pop()
+        scratch = bytearray(SCRATCH_BYTES)
+        view = memoryview(scratch)
+        return scratch, view, view[:HEAD_BYTES]
+
 
 class Parser:
     """One client's requests: receive into `buffer`, tell `take` how much, and `take` on until it gives nothing.
 
     `open_payload(args so far, length)` is asked for each bulk of PAYLOAD_BYTES_MIN or more: a Reservation takes the
-    bytes, REFUSED drops them, LATER lets them wait, None means that this argument is no payload and becomes bytes like
-    any other. `takes_payload(name)` says whether a command may have such an argument at all.
+    bytes, REFUSED drops them, Later lets them wait, None means that this argument is no payload and becomes bytes like
+    any other. `takes_payload(name)` says whether a command may have such an argument at all. `scratches` are those of
+    the loop's other clients.
     """
 
     __slots__ = (
         "_after_payload", "_arena_bytes", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries",
         "_gathered", "_head_view", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch",
-        "_start", "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
+        "_scratches", "_start", "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +108,7 @@ class Parser:
         takes_payload: Callable[[bytes], bool] = lambda name: True,
         bulk_bytes_max: int = 512 * 1024 * 1024,
         query_bytes_max: int = 1024 * 1024 * 1024,
+        scratches: Scratches | None = None,
     ) -> None:
         self._open_payload = open_payload
         self._takes_payload = takes_payload
@@ -83,9 +117,8 @@ class Parser:
         """What the arguments of one command may take, in the arena or not: client-query-buffer-limit."""
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
-        self._scratch = bytearray(SCRATCH_BYTES)
-        self._view = memoryview(self._scratch)
-        self._head_view = self._view[:HEAD_BYTES]
+        self._scratches = scratches or Scratches()
+        self._scratch, self._view, self._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
         self._after_payload = False  # the last command brought a payload, so the next one probably will
         self._start = 0  # unread bytes of the scratch: [_start, _end)
         self._end = 0
@@ -104,10 +137,14 @@ class Parser:
         """Where the next bytes belong; never empty. Valid until `take`. The hint is asyncio's and not needed."""
         if self._body is not None:
             if self._body_hold is REFUSED:
+                if self._scratches.holder is not self:
+                    self._take_scratch()
                 return self._view[: min(SCRATCH_BYTES, self._length + SLACK_BYTES - self._filled)]
             return self._body[self._filled :]
         if self._start == self._end:
             self._start = self._end = 0
+            if self._scratches.holder is not self:
+                self._take_scratch()
             if not self._plain or (len(self._scratch) > SCRATCH_BYTES and not self._gathered):
                 self._renew()
             return self._head_view if self._after_payload else self._view
@@ -162,6 +199,7 @@ class Parser:
                 arg.abort()
         self._args, self._body, self._body_hold, self._remaining = [], None, None, 0
         self._start = self._end = self._held_bytes = self._arena_bytes = 0
+        self._let_scratch_go()
         self._open_payload = lambda args, length: None
 
     def rest(self) -> bool:
@@ -172,6 +210,8 @@ class Parser:
             if len(self._scratch) > SCRATCH_BYTES and self._body is None:
                 self._start = self._end = 0
                 self._renew()
+            if self._scratches.holder is not self:
+                self._let_scratch_go()
             return False
         self._gather_tries = GATHER_TRIES
         return not self._remaining
@@ -204,6 +244,25 @@ class Parser:
     def reservations(self) -> list[Reservation]:
         """What the command being read holds of the arena."""
         return [arg for arg in (*self._args, self._body_hold) if isinstance(arg, Reservation)]
+
+    # ---- the scratch -------------------------------------------------------------------------------------------------
+
+    def _take_scratch(self) -> None:
+        """Have a scratch, most likely that of the client that has received last."""
+        scratches = self._scratches
+        last, scratches.holder = scratches.holder, self
+        if last is not None and last._start == last._end and len(last._scratch) == SCRATCH_BYTES:
+            scratches.keep(last._scratch, last._view, last._head_view)
+            last._scratch, last._view, last._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
+        if not self._scratch:
+            self._scratch, self._view, self._head_view = scratches.get()
+
+    def _let_scratch_go(self) -> None:
+        """Lend the scratch, in which nothing is left, to whichever client receives next."""
+        if self._scratches.holder is self:
+            self._scratches.holder = None
+        self._scratches.keep(self._scratch, self._view, self._head_view)
+        self._scratch, self._view, self._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
 
     # ---- the quick reader ----------------------------------------------------------------------------------------
 
@@ -344,9 +403,9 @@ class Parser:
         ):
             return False
         hold = self._open_payload(self._args, length) if length >= PAYLOAD_BYTES_MIN else None
-        if hold is LATER:
+        if isinstance(hold, Later):
             return False
-        self._body_hold = cast("Reservation | Refused | None", hold)
+        self._body_hold = hold
         if isinstance(hold, Reservation):
             self._body = hold.view_with_slack
             self._arena_bytes += length
@@ -408,6 +467,4 @@ class Parser:
         """Everything is read: the next bytes may be plain again, and a scratch that had to grow is given up."""
         self._plain = True
         if len(self._scratch) > SCRATCH_BYTES:
-            self._scratch = bytearray(SCRATCH_BYTES)
-            self._view = memoryview(self._scratch)
-            self._head_view = self._view[:HEAD_BYTES]
+            self._scratch, self._view, self._head_view = self._scratches.get()

@@ -28,10 +28,11 @@ REFUSED: Final = Refused()
 
 
 class Later:
-    """Says that a payload must wait for its turn: `take` gives nothing until it is called again."""
+    """Says that a payload must wait: `take` gives nothing until it is called again. The base of client/blocked.py's
+    Blocked."""
 
+    __slots__ = ()
 
-LATER: Final = Later()
 
 Argument: TypeAlias = bytes | Reservation | Refused
 OpenPayload: TypeAlias = "Callable[[list[Argument], int], Reservation | Refused | Later | None]"

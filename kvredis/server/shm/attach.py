@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
-from kvredis.server.client.blocked import Pending
-from kvredis.server.client.client import Client
+from kvredis.server.client.client import Client, Host
 from kvredis.server.commands.registry import Command
-from kvredis.server.net.listeners import uid_of
+from kvredis.server.net.listeners import Listeners, uid_of
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import Buffer, bulk, error, integer, joined, map_reply
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, Entry, LeaseRun, extent_length
@@ -36,10 +35,6 @@ from kvredis.storage.memory.copy import NATIVE_WANTED
 from kvredis.storage.store import Store
 
 from .lent_memory import LentMemory
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
-
 
 # ---- lease table -----------------------------------------------------------------------------------------------------
 #
@@ -333,17 +328,20 @@ def _limit_s(place: Place) -> float:
     return place[0].until_s
 
 
+class _Server(Host, Protocol):
+    listeners: Listeners
+    unixsocket: str | None
+
+
 class Lane:
     """The attached clients of one server, and who may become one."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: _Server) -> None:
         self._server = server
         self.lease_ms = server.options.lane_lease_ms
         """The time limit of a lease for which none was asked, for those who attach from now on."""
         self.clients: dict[int, LaneClient] = {}
         """By the id of their connection."""
-        self.copying: set[Pending] = set()
-        """What clients wait for out of whose memory a thread is copying."""
 
     @property
     def socket_name(self) -> str | None:

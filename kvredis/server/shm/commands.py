@@ -7,15 +7,16 @@ attach.py says what each side may do to the other and why a reader can trust wha
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, has_hung_up
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, Reason, has_hung_up
 from kvredis.server.commands.client import BAD_CLIENT_ID
 from kvredis.server.commands.registry import COMMANDS, command
 from kvredis.server.commands.strings import TOO_LONG, missing, publish_if, set_options
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import (
     NOT_AN_INTEGER,
@@ -28,7 +29,7 @@ from kvredis.server.protocol.replies import (
     integer,
     map_reply,
 )
-from kvredis.server.protocol.request import LATER, REFUSED
+from kvredis.server.protocol.request import REFUSED
 from kvredis.storage.entry import Reservation
 
 from .attach import LEASE_MS_MAX, NOT_ATTACHED, SHARE_USED, boot_id
@@ -47,6 +48,10 @@ NOT_COPIED: Final = error("ERR the lent memory cannot be read there")
 TOO_MANY_KEYS: Final = error(f"ERR at most {KEYS_MAX} keys at a time")
 BAD_LIMIT: Final = error(f"ERR a lease lasts from 1 to {LEASE_MS_MAX} milliseconds, 0 being the server's default")
 
+NOT_HERE = error("ERR KV.SPLICE is for unix sockets of a server that lends pages (CONFIG GET unix-splice)")
+NOT_YOU = error("ERR KV.SPLICE is for the process that has connected, in the server's own pid namespace")
+NOT_ALL = error("NOPERM KV.SPLICE is for users who may read every key")
+
 
 @command(
     "kv.lane",
@@ -57,7 +62,7 @@ BAD_LIMIT: Final = error(f"ERR a lease lasts from 1 to {LEASE_MS_MAX} millisecon
     since="0.1.0",
     summary="Returns where a client on the same host finds the lane, and how it knows that it is on the same host.",
 )
-def lane(session: Client, args: list[bytes]) -> Reply:
+def lane(session: Caller, args: list[bytes]) -> Reply:
     """A map: `socket`, a path or @name, nil where there is no lane; `boot-id`, to be compared with the client's own;
     `run-id`, to be compared with what is told behind that socket."""
     server = session.server
@@ -81,7 +86,7 @@ def lane(session: Client, args: list[bytes]) -> Reply:
     since="0.1.0",
     summary="Hands the arena over to a client on a unix socket, to be read: a descriptor and a side channel.",
 )
-def attach(session: Client, args: list[bytes]) -> Reply:
+def attach(session: Caller, args: list[bytes]) -> Reply:
     """A map of facts, with two descriptors at its first byte: the arena, and the side channel for KV.LEND."""
     return session.server.lane.attach(session, COMMANDS[b"KV.ATTACH"], args)
 
@@ -100,7 +105,7 @@ def attach(session: Client, args: list[bytes]) -> Reply:
     syntax="milliseconds key [key ...]",
     access="RO access",
 )
-def lease(session: Client, args: list[bytes]) -> Reply:
+def lease(session: Caller, args: list[bytes]) -> Reply:
     """For each key [offset, length] in the arena, nil, the value itself if it is small and not in the arena, or an
     error when this client has leased its share, or would have with what is on disk."""
     client = session.server.lane.of(session)
@@ -136,7 +141,7 @@ def lease(session: Client, args: list[bytes]) -> Reply:
     complexity="O(N) where N is the number of offsets.",
     syntax="offset [offset ...]",
 )
-def release(session: Client, args: list[bytes]) -> Reply:
+def release(session: Caller, args: list[bytes]) -> Reply:
     """Fewer than asked for: for some the limit had passed, so what was read of them lately is void. Those are to be
     released all the same, or the next release of that place is taken for theirs."""
     client = session.server.lane.of(session)
@@ -156,7 +161,7 @@ def release(session: Client, args: list[bytes]) -> Reply:
     summary="Ends all leases of a client by hanging up on it; returns how many there were.",
     syntax="client-id",
 )
-def revoke(session: Client, args: list[bytes]) -> Reply:
+def revoke(session: Caller, args: list[bytes]) -> Reply:
     """WHY the client is hung up on: it reads without asking, and its socket is where it learns that it may not trust
     what it has read. So the leases end when that is shut."""
     number = parse_integer(args[1])
@@ -183,7 +188,7 @@ def revoke(session: Client, args: list[bytes]) -> Reply:
     since="0.1.0",
     summary="Takes memory that the client lends for KV.PUT: a sealed memfd, sent over the side channel before.",
 )
-def lend(session: Client, args: list[bytes]) -> Reply:
+def lend(session: Caller, args: list[bytes]) -> Reply:
     """Its size in bytes. It takes the place of what was lent before; after an error that is still lent."""
     client = session.server.lane.of(session)
     if client is None:
@@ -214,7 +219,7 @@ def lend(session: Client, args: list[bytes]) -> Reply:
     ),
     access="OW update",
 )
-def put(session: Client, args: list[bytes]) -> Answer:
+def put(session: Caller, args: list[bytes]) -> Answer:
     """OK, nil where NX or XX does not hold, or -OOM. The lent bytes must stay as they are until it answers."""
     source = _source(session, args[2], args[3])
     if isinstance(source, bytes):
@@ -227,8 +232,8 @@ def put(session: Client, args: list[bytes]) -> Answer:
         return TOO_LONG
     key = args[1]
     room = session.server.claims.reserve(session, key, length)
-    if room is LATER:
-        return session.postpone(args, session.waiting)  # type: ignore[arg-type]  # no payload among them
+    if isinstance(room, Blocked):
+        return session.postpone(args, room)  # type: ignore[arg-type]  # no payload among them
     if room is REFUSED:
         return OUT_OF_MEMORY
     assert isinstance(room, Reservation)
@@ -251,7 +256,7 @@ def put(session: Client, args: list[bytes]) -> Answer:
     complexity="O(N) where N is the length of the part.",
     syntax="id offset source-offset length",
 )
-def fill(session: Client, args: list[bytes]) -> Answer:
+def fill(session: Caller, args: list[bytes]) -> Answer:
     """OK. The lent bytes must stay as they are until it answers."""
     source = _source(session, args[3], args[4])
     if isinstance(source, bytes):
@@ -273,7 +278,7 @@ def fill(session: Client, args: list[bytes]) -> Answer:
     return _copied(session, memory, (part.view[offset : offset + length], source_offset), then)
 
 
-def _source(session: Client, offset_word: bytes, length_word: bytes) -> tuple[LentMemory, int, int] | bytes:
+def _source(session: Caller, offset_word: bytes, length_word: bytes) -> tuple[LentMemory, int, int] | bytes:
     """Which lent bytes a command means, or the error."""
     client = session.server.lane.of(session)
     if client is None:
@@ -289,7 +294,7 @@ def _source(session: Client, offset_word: bytes, length_word: bytes) -> tuple[Le
     return memory, offset, length
 
 
-def _copied(session: Client, memory: LentMemory, way: tuple[memoryview, int], then: Callable[[bool], bytes]) -> Answer:
+def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], then: Callable[[bool], bytes]) -> Answer:
     """Copy to a view from an offset (`way`) and answer what `then` makes of it; when it is much, later, from a thread
     if one can be had. `then` is asked once, on the loop, with False if the bytes cannot be had or the client has gone
     meanwhile: one that has hung up, perhaps before the copy began, uses that memory for something else."""
@@ -307,7 +312,7 @@ def _copied(session: Client, memory: LentMemory, way: tuple[memoryview, int], th
 
     if len(target) <= COPY_HERE_BYTES_MAX:
         return copied_here()
-    server, pending, loop = session.server, session.wait(), asyncio.get_running_loop()
+    server, loop = session.server, asyncio.get_running_loop()
 
     def finish(copying: asyncio.Future[bool]) -> None:
         is_there = session.waiting is pending and session.id in server.sessions
@@ -319,12 +324,11 @@ def _copied(session: Client, memory: LentMemory, way: tuple[memoryview, int], th
             answer = then(taken)
         if server.store.journal:
             server.drain_journal(session)
-        pending.resolve(answer)
+        pending.unblock(answer)
 
     def come(copying: asyncio.Future[bool]) -> None:
         pending.guard(finish, copying)
         server.claims.admit()
-        loop.call_soon(server.lane.copying.discard, pending)  # behind the answer, or a stop would hang up before it
 
     try:
         source = memory.another()
@@ -335,6 +339,35 @@ def _copied(session: Client, memory: LentMemory, way: tuple[memoryview, int], th
     except RuntimeError:  # no thread to be had
         source.close()
         return copied_here()
-    server.lane.copying.add(pending)
+    pending = session.wait(Reason.COPY)
     copying.add_done_callback(come)
     return pending
+
+
+@command(
+    "kv.splice",
+    arity=3,
+    flags="fast loading stale noscript",
+    acl="fast connection",
+    group="kv",
+    since="0.1.0",
+    summary="Lends pages to this connection instead of copying; the client promises to receive them, not to splice.",
+    complexity="O(1)",
+    syntax="pid pid-namespace",
+)
+def splice(session: Caller, args: list[bytes]) -> Reply:
+    """KV.SPLICE pid namespace: the id of the client's process, and the inode number of its /proc/self/ns/pid, in which
+    alone that id means anything to us."""
+    if not session.is_local_stream or session.server.splicing.mode == "no":
+        return NOT_HERE
+    if not session.user.root.reads_all_keys:
+        return NOT_ALL
+    try:
+        known = int(args[2]) == os.stat("/proc/self/ns/pid").st_ino and int(args[1]) == session.peer_pid()
+    except (ValueError, OSError):
+        known = False
+    if not known:
+        return NOT_YOU
+    session.asked_to_splice = True
+    session.splices = session.server.splicing.wanted_by(session)
+    return OK

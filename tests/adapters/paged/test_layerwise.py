@@ -1,4 +1,4 @@
-"""Layer by layer: one leaves while the next is computed and comes before it is needed; a chunk is all or nothing."""
+"""Layer by layer: one leaves while the next is computed; a chunk is all or nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +17,7 @@ from tests.adapters.paged_engine import (
     block_for,
     mover_on,
     moves_of,
-    pages_in,
 )
-from tests.adapters.transfer.manual_transfer import ManualTransfer, by_hand, with_blocks
 from tests.backends.nodes import wait_until
 from tests.storage.small_store import small_store
 
@@ -165,132 +163,6 @@ def test_layers_without_room_are_dropped_from_the_tail_on() -> None:
     backend.close()
 
 
-def test_a_layer_that_is_waited_for_is_there_and_the_next_ones_are_asked_for_already() -> None:
-    job = LoadJob("r", moves_of("r", 3))
-    backend, source = with_blocks(job)
-    engine = PagedEngine(transfer=ManualTransfer, groups=1)
-    (transfer,) = by_hand(engine)
-    with mover_on(backend, engine) as mover:
-        mover.begin_layers([job])
-        for layer, asked in enumerate([1, 3, 4, 4]):  # the second has one behind it, and only the third two
-            wait_until(lambda asked=asked: len(transfer.calls) == asked, "two layers ahead")  # type: ignore[misc]
-            assert transfer.calls[layer][0] == range(layer, layer + 1)
-            transfer.calls[layer][1].let_go()
-            mover.wait_layer(layer)
-            for done in range(4):
-                ours, theirs = engine.memory[0][done], source.memory[0][done]
-                pages = torch.tensor([page for move in job.moves for page in move.pages])
-                same = torch.equal(ours[pages].view(torch.int16), theirs[pages].view(torch.int16))
-                assert same == (done <= layer)
-        mover.end_layers()
-        assert mover.finished().loaded == {"r"}
-        assert mover.stats()["layer_wait_seconds"] > 0
-    assert engine.changed_pages() == pages_in(job.moves)
-
-
-def test_layers_of_several_groups_and_requests_come_in_the_order_of_the_model() -> None:
-    jobs = [LoadJob("a", moves_of("a", 2, group=1)), LoadJob("b", moves_of("b", 2))]
-    backend, source = with_blocks(*jobs)
-    engine = PagedEngine(transfer=ManualTransfer)
-    dense, latent = by_hand(engine)
-    dense.by_hand = latent.by_hand = False
-    with mover_on(backend, engine) as mover:
-        mover.begin_layers(jobs)
-        for place in PLACES:
-            mover.wait_layer(place)
-        loads = mover.layer_loads
-        assert loads is not None
-        mover.end_layers()
-        assert list(loads.loaded_s) == list(PLACES)
-        assert mover.finished().loaded == {"a", "b"}
-    assert [layers.start for layers, _ in dense.calls if layers] == [0, 1, 2, 3]
-    assert [layers.start for layers, _ in latent.calls if layers] == [0, 1]
-    assert all(engine.bytes_of(move) == source.bytes_of(move) for job in jobs for move in job.moves)
-
-
-def test_a_missing_chunk_fails_its_own_request_alone() -> None:
-    jobs = [LoadJob(name, moves_of(name, 3, pages=40)) for name in "ab"]
-    backend, source = with_blocks(*jobs)
-    backend.delete([jobs[0].moves[1].key])
-    engine = PagedEngine(groups=1)
-    with mover_on(backend, engine) as mover:
-        for job in jobs:
-            mover.begin_layers([job])
-            mover.wait_layer(3)
-            assert mover.layer_loads is not None
-            mover.end_layers()
-            finished = mover.finished()
-            failed = job.moves[1:] if job is jobs[0] else []
-            assert {each for pages in finished.failed_pages.values() for each in pages} == pages_in(failed)
-        assert engine.bytes_of(jobs[1].moves[2]) == source.bytes_of(jobs[1].moves[2])
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_damage_that_is_found_when_the_layers_are_there_is_told_behind_the_step(verify: bool) -> None:
-    job = of_both("r")
-    backend, _ = with_blocks(job)
-    spoilt = bytearray(backend.values[job.moves[2].key])
-    spoilt[-1] ^= 1
-    backend.put(job.moves[2].key, bytes(spoilt))
-    engine = PagedEngine()
-    with mover_on(backend, engine, verify=verify) as mover:
-        mover.begin_layers([job])
-        mover.wait_layer(5)
-        mover.end_layers()
-        failed = mover.finished().failed_pages.get("r", [])
-        assert set(failed) == (pages_in(job.moves[2:]) if verify else set())
-        assert (job.moves[2].key in backend.values) == (not verify)
-
-
-def test_a_device_that_fails_between_two_layers_fails_them_all_and_nobody_waits_for_ever() -> None:
-    job = LoadJob("r", moves_of("r", 3))
-    backend, _ = with_blocks(job)
-    engine = PagedEngine(transfer=ManualTransfer, groups=1)
-    (transfer,) = by_hand(engine)
-    with mover_on(backend, engine) as mover:
-        mover.begin_layers([job])
-        wait_until(lambda: len(transfer.calls) == 1, "layer 0 is asked for")
-        transfer.calls[0][1].let_go()
-        mover.wait_layer(0)
-        wait_until(lambda: len(transfer.calls) == 3, "two more are asked for")
-        transfer.by_hand = False
-        for _, moving in transfer.calls[1:]:
-            moving.failure = RuntimeError("this GPU has fallen off the bus")
-            moving.let_go()
-        mover.wait_layer(3)
-        mover.end_layers()
-        assert set(mover.finished().failed_pages["r"]) == pages_in(job.moves)
-        assert mover.stats()["errors"] == 1
-        transfer.calls.clear()
-        mover.begin_layers([job])
-        mover.end_layers()
-        assert mover.finished().failed_pages == {}
-
-
-def test_a_request_that_is_cancelled_between_two_layers_gets_no_more_of_them() -> None:
-    jobs = [LoadJob("a", moves_of("x", 2)), LoadJob("b", moves_of("x", 6)[2:])]
-    backend, source = with_blocks(*jobs)
-    engine = PagedEngine(transfer=ManualTransfer, groups=1)
-    (transfer,) = by_hand(engine)
-    with mover_on(backend, engine) as mover:
-        mover.begin_layers(jobs)
-        wait_until(lambda: len(transfer.calls) == 1, "layer 0 is asked for")
-        transfer.calls[0][1].let_go()
-        wait_until(lambda: len(transfer.calls) == 3, "two more are asked for")
-        assert not mover.cancel("a"), "two layers of it are under way"
-        transfer.by_hand = False
-        for _, moving in transfer.calls[1:3]:
-            moving.let_go()
-        mover.end_layers()
-        finished = mover.finished()
-        assert finished.loaded == {"a", "b"}
-        assert finished.failed_pages == {}, "whose pages these are now nobody here knows"
-        assert mover.cancel("a")
-    last = engine.memory[0][3].view(torch.int16)
-    assert all(torch.equal(last[page].flatten(), engine.before[0][3][page]) for _, page in pages_in(jobs[0].moves))
-    assert all(engine.bytes_of(move) == source.bytes_of(move) for move in jobs[1].moves)
-
-
 def test_a_request_that_is_cancelled_is_not_stored_and_its_neighbour_is() -> None:
     engine, backend = PagedEngine(groups=1), LocalBackend(small_store())
     jobs = [StoreJob(name, moves_of(name, 2), 2 * CHUNK) for name in "ab"]
@@ -307,13 +179,9 @@ def test_a_request_that_is_cancelled_is_not_stored_and_its_neighbour_is() -> Non
 
 
 def test_closing_in_the_middle_of_a_step_ends_it() -> None:
-    job = of_both("r")
-    backend, _ = with_blocks(job)
-    engine = PagedEngine()
-    with mover_on(backend, engine) as mover:
+    backend = FakeBackend()
+    with mover_on(backend, PagedEngine()) as mover:
         mover.save_layer(0, [StoreJob("s", of_both("s").moves, 3 * CHUNK)])
-        mover.begin_layers([job])
-    mover.wait_layer(5)
     mover.end_layers()
     assert not any(backend.present([move.key for move in of_both("s").moves]))
     assert mover.settle(0)
@@ -321,10 +189,7 @@ def test_closing_in_the_middle_of_a_step_ends_it() -> None:
 
 def test_steps_without_jobs_wait_for_nothing() -> None:
     with mover_on(FakeBackend(), PagedEngine()) as mover:
-        mover.wait_layer(0)
-        mover.begin_layers([])
         for place in PLACES:
-            mover.wait_layer(place)
             mover.save_layer(place, [])
         mover.end_layers()
         assert mover.finished().loaded == mover.finished().stored == set()

@@ -86,17 +86,11 @@ def test_of_a_chunk_the_last_pages_may_be_loaded_alone(local: LocalBackend) -> N
     with mover_on(local, first) as mover:
         mover.store(StoreJob("r", whole, 2 * CHUNK))
         assert mover.settle(WAIT_S)
-    for layers in (False, True):
-        with mover_on(local, second) as mover:
-            if layers:
-                mover.begin_layers([LoadJob("s", part)])
-                mover.end_layers()
-            else:
-                assert mover.load_now(LoadJob("s", part)) == 3
-            assert mover.finished().failed_pages == {}
-        assert all(second.bytes_of(move) == first.bytes_of(move) for move in part)
-        assert second.changed_pages() == pages_in(part)
-        second = PagedEngine(200)
+    with mover_on(local, second) as mover:
+        assert mover.load_now(LoadJob("s", part)) == 3
+        assert mover.finished().failed_pages == {}
+    assert all(second.bytes_of(move) == first.bytes_of(move) for move in part)
+    assert second.changed_pages() == pages_in(part)
 
 
 def test_a_lookup_misses_while_chunks_leave_and_hits_when_they_have(local: LocalBackend) -> None:
@@ -301,10 +295,6 @@ def test_a_producer_never_loads_and_a_consumer_never_stores() -> None:
         finished = mover.finished()
         assert finished.loaded == {"r"}
         assert set(finished.failed_pages["r"]) == pages_in(moves)
-        mover.begin_layers([LoadJob("r", moves)])
-        mover.wait_layer(0)
-        mover.end_layers()
-        assert mover.finished().failed_pages.keys() == {"r"}
     assert engine.changed_pages() == set()
     with mover_on(backend, engine, role="kv_consumer") as mover:
         mover.store(StoreJob("s", moves_of("b", 2), 2 * CHUNK))

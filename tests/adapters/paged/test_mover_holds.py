@@ -91,8 +91,7 @@ def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored
     # mover_on has looked that the store holds no reservations
 
 
-@pytest.mark.parametrize("by_layers", [False, True])
-def test_a_load_s_pages_are_written_behind_what_wrote_them_last(by_layers: bool) -> None:
+def test_a_load_s_pages_are_written_behind_what_wrote_them_last() -> None:
     engine, moves = PagedEngine(transfer=GatedTransfer, groups=1), moves_of("a", 3)
     source, backend = PagedEngine(50, groups=1), FakeBackend()
     for move in moves:
@@ -101,11 +100,7 @@ def test_a_load_s_pages_are_written_behind_what_wrote_them_last(by_layers: bool)
     assert isinstance(gate, GatedTransfer)
     gate.open.set()
     with mover_on(backend, engine) as mover:
-        if by_layers:
-            mover.begin_layers([LoadJob("r", moves)], after)  # type: ignore[arg-type]
-            mover.end_layers()
-        else:
-            mover.load(LoadJob("r", moves), after)  # type: ignore[arg-type]
+        mover.load(LoadJob("r", moves), after)  # type: ignore[arg-type]
         assert mover.settle(WAIT_S)
     assert {way for way, _, _ in gate.calls} == {"load"}
     assert all(given is after for _, _, given in gate.calls)
@@ -125,18 +120,13 @@ class SlowToTouch(FakeBackend):
         return super().touch(keys)
 
 
-@pytest.mark.parametrize("by_layers", [False, True])
-def test_nobody_waits_until_a_load_s_chunks_have_been_touched(by_layers: bool) -> None:
+def test_nobody_waits_until_a_load_s_chunks_have_been_touched() -> None:
     engine, source, backend, moves = PagedEngine(groups=1), PagedEngine(50, groups=1), SlowToTouch(), moves_of("a", 3)
     for move in moves:
         backend.put(move.key, block_for(source, move))
 
     def load() -> None:
-        if by_layers:
-            mover.begin_layers([LoadJob("r", moves)])
-            mover.end_layers()
-        else:
-            assert mover.load_now(LoadJob("r", moves)) == 3
+        assert mover.load_now(LoadJob("r", moves)) == 3
 
     with mover_on(backend, engine) as mover:
         engine_s = threading.Thread(target=load)
@@ -192,41 +182,13 @@ def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_to
     assert "the other side went away" in caplog.text
 
 
-@pytest.mark.parametrize("is_refused", [False, True])
-def test_what_was_computed_from_layers_that_have_not_come_is_not_stored(is_refused: bool) -> None:
-    source, engine, backend, moves = PagedEngine(50, groups=1), PagedEngine(groups=1), FakeBackend(), moves_of("a", 6)
-    for move in moves[:2]:
-        backend.put(move.key, block_for(source, move))
-    wanted = moves[:2] if is_refused else moves[:3]  # else the third is not there
-    with mover_on(backend, engine, max_load_chunks=1 if is_refused else 10) as mover:
-        mover.begin_layers([LoadJob("r", wanted)])
-        for place in range(4):
-            mover.wait_layer(place)
-            mover.save_layer(place, [StoreJob("r", moves[3:5], 5 * CHUNK), StoreJob("s", moves[5:], 6 * CHUNK)])
-        mover.end_layers()
-        assert mover.settle(WAIT_S)
-        finished = mover.finished()
-        assert finished.failed_pages.keys() == {"r"}
-        assert finished.stored == {"r", "s"}, "s may share pages with r"
-        assert mover.stats()["dropped_stores"] == 3
-        for place in range(4):
-            mover.save_layer(place, [StoreJob("r", moves[3:], 6 * CHUNK)])  # computed again
-        mover.end_layers()
-        assert mover.settle(WAIT_S)
-    assert all(backend.values[move.key] == block_for(engine, move) for move in moves[3:])
-
-
 def test_a_step_that_nobody_ends_holds_up_neither_the_next_nor_the_end() -> None:
-    source, engine, backend, moves = PagedEngine(50, groups=1), PagedEngine(groups=1), FakeBackend(), moves_of("a", 4)
-    for move in moves[:2]:
-        backend.put(move.key, block_for(source, move))
+    engine, backend, moves = PagedEngine(groups=1), FakeBackend(), moves_of("a", 2)
     with mover_on(backend, engine) as mover:
-        for begun in range(2):
-            mover.begin_layers([LoadJob("r", moves[:2])])
+        for move in moves:
             for place in range(4):
-                mover.wait_layer(place)
-                mover.save_layer(place, [StoreJob("r", moves[2 + begun : 3 + begun], 4 * CHUNK)])
-        wait_until(lambda: moves[2].key in backend.values, "the first step's store, whose loads have come")
+                mover.save_layer(place, [StoreJob("r", [move], 2 * CHUNK)])
+        wait_until(lambda: moves[0].key in backend.values, "the first step's store")
 
 
 class SlowToReserve(FakeBackend):

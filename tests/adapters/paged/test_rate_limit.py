@@ -54,33 +54,6 @@ def test_a_pause_is_not_made_up_for_by_a_burst(piece: int) -> None:
     assert clock.now_s - began_s > 1 - 1.01 * max(LATE_S, piece / GB)
 
 
-@pytest.mark.parametrize("moving_s", [0.0, 0.005, 0.01])
-def test_what_goes_first_waits_for_what_was_booked_before_and_its_own_time_is_behind_the_others(
-    moving_s: float,
-) -> None:
-    clock = Clock()
-    bandwidth = Bandwidth(GB, clock.read, clock.wait)
-    gone_s = []
-    for _ in range(3):
-        with bandwidth.row(is_load=True):
-            bandwidth.go_first()
-            gone_s.append(clock.now_s - 100)
-            clock.now_s += moving_s
-            for _ in range(3):
-                bandwidth.take(GB // 100, is_load=True)
-                gone_s.append(clock.now_s - 100)
-            bandwidth.owe(GB // 100)
-    assert gone_s == pytest.approx([0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.10, 0.11])
-
-
-def test_without_a_bound_nothing_is_owed() -> None:
-    clock = Clock()
-    bandwidth = Bandwidth(None, clock.read, clock.wait)
-    bandwidth.owe(1 << 60)
-    bandwidth.go_first()
-    assert clock.now_s == 100.0
-
-
 def test_a_piece_is_as_long_as_ten_milliseconds_at_most() -> None:
     assert Bandwidth(GB).piece_bytes(32 << 20) == GB // 100 + 1
     assert Bandwidth(GB).piece_bytes(1000) == 1000
@@ -90,23 +63,8 @@ def test_a_piece_is_as_long_as_ten_milliseconds_at_most() -> None:
 def test_no_bound_never_waits() -> None:
     clock = Clock()
     bandwidth = Bandwidth(None, clock.read, clock.wait)
-    assert not bandwidth.waits(1 << 60)
     bandwidth.take(1 << 60, is_load=False)
     assert clock.now_s == 100.0
-
-
-def test_who_asks_whether_he_would_wait_is_told_what_happens_then() -> None:
-    clock = Clock()
-    bandwidth = Bandwidth(GB, clock.read, clock.wait)
-    told = []
-    for pause_s in (0.0, 0.004, 0.02, 0.001, 0.05, 0.0, 0.0, 0.0):
-        clock.now_s += pause_s
-        told.append(bandwidth.waits(10_000_000))
-        assert bandwidth.waits(10_000_000) == told[-1], "asking books nothing"
-        before_s = clock.now_s
-        bandwidth.take(10_000_000, is_load=True)
-        assert (clock.now_s > before_s) == told[-1]
-    assert set(told) == {True, False}
 
 
 def test_a_store_waits_for_as_long_as_loads_do() -> None:

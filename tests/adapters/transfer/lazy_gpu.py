@@ -41,9 +41,6 @@ class LazyEvent:
         while not self.passed:  # another thread may make it go on, too
             assert self.gpu.step() or self.passed, "all streams wait for one another"
 
-    def wait(self, stream: LazyStream) -> None:
-        stream.queue.append(self)
-
 
 @dataclass(eq=False)
 class LazyStream:

@@ -22,7 +22,6 @@ class LaterMoving:
         self._move = move
         self.gone = threading.Event()
         self.failure: RuntimeError | None = None
-        self.held_back: list[object] = []
 
     @property
     def done(self) -> bool:
@@ -36,9 +35,6 @@ class LaterMoving:
         assert self.gone.wait(WAIT_S)
         if self.failure is not None:
             raise self.failure
-
-    def precede(self, stream: object) -> None:
-        self.held_back.append(stream)
 
 
 class ManualTransfer(HostTransfer):

@@ -13,7 +13,7 @@ import xxhash
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.adapters.paged.verify import Checking
-from kvredis.adapters.transfer.base import NO_ROW, Part
+from kvredis.adapters.transfer.base import NO_ROW, Part, layer_parts
 from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, RingSum, digest_of
 from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingLayers, RingTransfer
@@ -99,37 +99,12 @@ def test_chunks_that_move_by_layers_add_up_to_their_sums_and_are_whole(seed: int
         for part, other, each in zip(parts, parts[::-1], again, strict=True)
         if each
     ]
-    planned = transfer.layers(turned)
-    movings = [planned.load(layer) for layer in range(3)]
-    planned.sum_up()
+    movings = [transfer.load(layer_parts(transfer.paged, turned, layer)) for layer in range(3)]
     for moving in reversed(movings):
         moving.wait()
     now = [block_of(layers, range(at, at + 2)).numpy().tobytes() for at in (0, 2, 4)]
     assert now == before[::-1]
     assert [each.result() for each in again if each] == [true_sum(each) for each in before[::-1]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(("units", "slots"), [(3, 1), (3, 2), (20, 2), (50, 2)])
-def test_what_is_left_of_a_layer_s_sums_is_done_before_its_buffer_or_page_numbers_are_another_s(
-    seed: int, units: int, slots: int
-) -> None:
-    layers = made_layers()
-    gpu = LazyGpu(PagedKV(layers), seed)
-    transfer = RingTransfer(PagedKV(layers), gpu, Tuning(slot_bytes=units * 2048, slots=slots), sums=True)
-    parts, sums = summed(transfer, [2, 2, 2])
-    others, more = summed(transfer, COUNTS)
-    planned, between = transfer.layers(parts), transfer.layers(others)
-    movings = [planned.load(layer) for layer in range(3)]
-    movings.append(between.stage(0) if seed % 2 else transfer.load(others))
-    assert [each.result() for each in sums] == [true_sum(part.memory) for part in parts]
-    if seed % 2:
-        movings += [between.load(layer) for layer in range(3)]
-        between.sum_up()
-        between.sum_up()
-    assert [each.result() for each in more] == [true_sum(part.memory) for part in others]
-    for moving in movings:
-        moving.wait()
 
 
 def test_a_store_s_buffers_share_a_stream_for_sums_and_a_load_s_have_one_each() -> None:
@@ -148,7 +123,7 @@ def test_a_layer_that_is_not_there_is_an_error_and_nothing_moves() -> None:
     parts, _ = summed(transfer, [2])
     planned = transfer.layers(parts)
     with pytest.raises(ValueError, match="no layer 3 among 3"):
-        planned.load(3)
+        planned.store(3)
     assert gpu.copies == []
 
 
@@ -222,13 +197,7 @@ def test_a_mover_stores_sums_that_passed_and_refuses_what_does_not_have_them(
     backend.put(moves[3].key, bytes(damaged))
     target = PagedEngine(4, transfer=lazy_ring)
     with mover_on(backend, target) as mover:
-        job_in = LoadJob("a", moves)
-        if by_layers:
-            mover.begin_layers([job_in])
-            mover.wait_layer(5)
-            mover.end_layers()
-        else:
-            mover.load(job_in)
+        mover.load(LoadJob("a", moves))
         assert mover.settle(20)
         finished, stats = mover.finished(), mover.stats()
     assert stats["corrupt_chunks"] == 1
@@ -257,28 +226,21 @@ def spent(paged: PagedKV) -> Spent:
     return Spent(paged, LazyGpu(paged, 5), Tuning(slot_bytes=20_000, slots=2), sums=True)
 
 
-@pytest.mark.parametrize("is_load", [False, True])
-def test_a_chunk_planned_anew_on_its_way_has_the_sum_of_all_its_layers(is_load: bool) -> None:
+def test_a_chunk_planned_anew_on_its_way_has_the_sum_of_all_its_layers() -> None:
     source, engine, backend = PagedEngine(3, groups=1), PagedEngine(3, transfer=spent, groups=1), FakeBackend()
     kept, dropped = moves_of("a", 3), moves_of("b", 2)
     transfer = engine.groups[0].transfer
     assert isinstance(transfer, Spent)
     with mover_on(backend, engine) as mover:
         transfer.planned = lambda: mover.cancel("b")
-        if is_load:
-            for move in (*kept, *dropped):
-                backend.put(move.key, block_for(source, move))
-            mover.begin_layers([LoadJob("a", kept), LoadJob("b", dropped)])
-            mover.end_layers()
-        else:
-            jobs = [StoreJob("a", kept, 3 * CHUNK), StoreJob("b", dropped, 2 * CHUNK)]
-            for place in range(4):
-                mover.save_layer(place, jobs)
-            mover.end_layers()
+        jobs = [StoreJob("a", kept, 3 * CHUNK), StoreJob("b", dropped, 2 * CHUNK)]
+        for place in range(4):
+            mover.save_layer(place, jobs)
+        mover.end_layers()
         assert mover.settle(20)
         stats = mover.stats()
     assert stats["corrupt_chunks"] == stats["errors"] == 0
-    assert stats["loaded_chunks" if is_load else "stored_chunks"] == 3
+    assert stats["stored_chunks"] == 3
     assert all(bytes(backend.values[move.key]) == block_for(source, move) for move in kept)
 
 
@@ -367,11 +329,11 @@ def test_the_device_is_asked_once_where_many_sums_end_behind_the_same_event(monk
     assert len(asked) == len({id(each.event) for each in sums}) < len(sums)
 
 
-@pytest.mark.parametrize(("by_layers", "nth"), [(False, 4), (True, 2)])  # the last buffer of what moves as whole parts
 @pytest.mark.parametrize("which", ["fold", "chain"])
 def test_a_sum_that_the_device_refuses_is_an_error_and_no_damaged_block(
-    which: str, by_layers: bool, nth: int, monkeypatch: pytest.MonkeyPatch
+    which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nth = 4  # of the last buffer
     job = LoadJob("a", moves_of("a", 1))
     backend, _ = with_blocks(job)
     real, calls = getattr(LazySums, which), list[int]()
@@ -392,11 +354,7 @@ def test_a_sum_that_the_device_refuses_is_an_error_and_no_damaged_block(
     monkeypatch.setattr(LazySums, which, refusing)
     monkeypatch.setattr(LazySums, "digest", told)
     with mover_on(backend, PagedEngine(3, transfer=made, groups=1)) as mover:
-        if by_layers:
-            mover.begin_layers([job])
-            mover.end_layers()
-        else:
-            mover.load(job)
+        mover.load(job)
         assert mover.settle(20)
         stats = mover.stats()
     assert len(calls) >= nth

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import DeviceEvent
-from kvredis.adapters.transfer.base import Part
+from kvredis.adapters.transfer.base import Part, layer_parts
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning
 from kvredis.adapters.transfer.factory import open_transfer
@@ -108,7 +108,7 @@ def test_a_store_begins_behind_the_event_that_the_caller_recorded() -> None:
     assert not torch.equal(block_of(layers, range(3)), old)
 
 
-def test_a_load_writes_pages_behind_the_event_that_the_caller_recorded_whole_and_by_layers() -> None:
+def test_a_load_writes_pages_behind_the_event_that_the_caller_recorded_whole_and_of_single_layers() -> None:
     layers = made_layers()
     transfer, gpu = ring(layers)
     (part,), (other,) = parts_of(layers, [3]), [Part(range(6, 9), parts_of(layers, [3])[0].memory)]
@@ -118,8 +118,8 @@ def test_a_load_writes_pages_behind_the_event_that_the_caller_recorded_whole_and
     gpu.wait(forward, gate)
     forward.queue.append(lambda: [layer.zero_() for layer in layers])  # a pass under way writes them once more
     after: Any = gpu.record(forward)
-    whole, planned = transfer.load([part], after=after), transfer.layers([other])
-    by_layers = [planned.load(layer, after=after) for layer in range(3)]
+    whole = transfer.load([part], after=after)
+    by_layers = [transfer.load(layer_parts(transfer.paged, [other], layer), after=after) for layer in range(3)]
     while gpu.step():
         pass
     assert not whole.done
@@ -328,13 +328,9 @@ def test_layers_of_the_same_chunks_are_asked_for_without_saying_again_what_is_th
     layers = made_layers(6)
     transfer, gpu = ring(layers, units=20 if is_large else 200)  # a layer of all has 24
     parts = parts_of(layers, [4, 4, 4])
-    transfer.store(parts).wait()
-    for layer in layers:
-        layer.zero_()
-    gpu.uploads = gpu.asked_about = 0
     planned = transfer.layers(parts)
     for first, count in ((0, 1), (1, 2), (3, 3)):
-        planned.load(first, count).wait()
+        planned.store(first, count).wait()
     assert all(true(layers, part) for part in parts)
     assert any(map(any, (part.memory for part in parts)))
     assert gpu.uploads == 1
@@ -347,8 +343,8 @@ def test_memory_that_is_locked_meanwhile_is_found_so_by_the_next_layer(caplog: p
     transfer, gpu = ring(layers, units=200)
     planned, gpu.locked = transfer.layers(parts_of(layers, [2])), False
     with caplog.at_level(logging.WARNING):
-        planned.load(0).wait()
+        planned.store(0).wait()
     gpu.locked = True  # the double asserts that copies are told so
-    planned.load(1).wait()
-    planned.load(2).wait()
+    planned.store(1).wait()
+    planned.store(2).wait()
     assert gpu.asked_about == 2

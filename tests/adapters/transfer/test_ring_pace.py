@@ -144,12 +144,12 @@ def test_whoever_moves_layers_is_not_kept(way: str, monkeypatch: pytest.MonkeyPa
     half = part.memory.nbytes // 2
     gate, after = closed_gate(gpu)
     pauses = Pauses(monkeypatch, gpu)
-    planned = getattr(transfer.layers([part]), way)(1, after=after)
+    other = getattr(transfer, way)([Part(range(PAGES), part.memory[half:], layers=range(1, 2))], after=after)
     alone = getattr(transfer, way)([Part(range(PAGES), part.memory[:half], layers=range(1))], after=after)
     assert len(gpu.copies) > 10
     assert not pauses.seconds
     gate.passed = True
-    for moving in (planned, alone):
+    for moving in (other, alone):
         moving.wait()
     assert bytes(part.memory) == block_of(layers, range(PAGES)).numpy().tobytes()
 

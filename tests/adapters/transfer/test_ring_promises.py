@@ -1,6 +1,7 @@
 """What the ring and its callers promise in the rare case: after failures, between other jobs, on several GPUs."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,35 @@ from kvredis.adapters.engine import load as loading
 from kvredis.adapters.engine.block import block_bytes, encode_header
 from kvredis.adapters.engine.keys import ChunkKey
 from kvredis.adapters.engine.layout import ChunkLayout
-from tests.adapters.paged.test_staging import LAYERS, have_come, made_layers, parts_of, ring
-from tests.adapters.paged_layouts import block_of
+from kvredis.adapters.transfer.base import Part, layer_parts
+from kvredis.adapters.transfer.cuda.ring import RingTransfer
+from kvredis.adapters.transfer.cuda.tuning import Tuning
+from kvredis.adapters.transfer.kv_cache import PagedKV
+from tests.adapters.paged_layouts import block_of, planes_first
 from tests.adapters.transfer.lazy_gpu import LazyGpu, LazyStream
 from tests.adapters.transfer.test_passing_sums import true_sum
+
+UNIT = 16 * 2 * 32 * 2
+"""Bytes of a page in one plane of a layer."""
+LAYERS = 4
+
+
+def made_layers() -> list[torch.Tensor]:
+    return [planes_first((40, 2, 16, 2, 32), torch.bfloat16) for _ in range(LAYERS)]
+
+
+def ring(layers: list[torch.Tensor], *, units: int = 20, sums: bool = False) -> tuple[RingTransfer, LazyGpu]:
+    paged = PagedKV(layers)
+    gpu = LazyGpu(paged, 0)
+    return RingTransfer(paged, gpu, Tuning(slot_bytes=units * UNIT, slots=2), sums=sums), gpu
+
+
+def parts_of(first_pages: Sequence[int], count: int = 3) -> list[Part]:
+    """Chunks of random bytes and `count` pages."""
+    return [
+        Part(range(page, page + count), memoryview(bytearray(random.Random(page).randbytes(count * 2 * UNIT * LAYERS))))
+        for page in first_pages
+    ]
 
 
 def slow(gpu: LazyGpu, which: Callable[[], LazyStream]) -> None:
@@ -27,55 +53,30 @@ def slow(gpu: LazyGpu, which: Callable[[], LazyStream]) -> None:
     gpu._lot.choice = choice  # type: ignore[method-assign,assignment]
 
 
-def test_a_layer_that_is_staged_again_leaves_the_others_that_are() -> None:
-    layers = made_layers()
-    transfer, gpu = ring(layers)
-    parts = parts_of([0, 10, 20])
-    planned = transfer.layers(parts)
-    planned.stage(0).wait()
-    gpu.copies_until_failure = 0
-    with pytest.raises(RuntimeError, match="fallen off the bus"):
-        planned.stage(1).wait()
-    gpu.copies_until_failure = -1
-    planned.stage(1).wait()
-    for layer in range(LAYERS):
-        planned.load(layer).wait()
-    assert have_come(layers, parts)
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_checksums_of_layers_are_found_behind_each_other_with_other_loads_in_between(which: int) -> None:
     layers = made_layers()
-    transfer, gpu = ring(layers, 1, sums=True)
+    transfer, gpu = ring(layers, sums=True)
     slow(gpu, lambda: transfer._load._ring[which].sums)
     (part,), (another,) = parts_of([0]), parts_of([10], 1)
     sums = [transfer.sum_of(each.memory.nbytes) for each in (part, another)]
     assert sums[0] is not None
     assert sums[1] is not None
     part, another = part._replace(row=sums[0].row), another._replace(row=sums[1].row)
-    planned = transfer.layers([part])
-    moves = [planned.load(0)]
-    planned.sum_up()
-    moves.append(transfer.load([another]))
-    moves.append(transfer.layers(parts_of([20])).stage(0))
-    for layer in range(1, LAYERS):
-        moves.append(planned.load(layer))
-        planned.sum_up()
+    first, *others = (layer_parts(transfer.paged, [part], layer) for layer in range(LAYERS))
+    moves = [transfer.load(each) for each in (first, [another], *others)]
     assert sums[0].result() == true_sum(part.memory)
     for move in moves:
         move.wait()
 
 
-def test_who_comes_behind_a_load_that_failed_comes_behind_its_kernels() -> None:
+def test_whoever_waited_for_a_load_that_failed_comes_behind_its_kernels() -> None:
     layers = made_layers()
     transfer, gpu = ring(layers)
     slow(gpu, lambda: transfer._load._kernels)
     gpu.copies_until_failure = 2
-    moving: Any = transfer.load(parts_of([0, 10, 20]))
-    assert moving.failure
-    engine: Any = gpu.stream()
-    moving.precede(engine)
-    gpu.record(engine).synchronize()
+    with pytest.raises(RuntimeError, match="fallen off the bus"):
+        transfer.load(parts_of([0, 10, 20])).wait()
     before = [layer.clone() for layer in layers]
     while gpu.step():
         pass
@@ -88,9 +89,9 @@ def test_who_comes_behind_a_load_that_failed_comes_behind_its_kernels() -> None:
 def test_a_chunk_has_moved_when_the_last_of_its_large_layers_has(count: int) -> None:
     layers = made_layers()
     transfer, gpu = ring(layers, units=8)
-    slow(gpu, lambda: transfer._load._kernels)
+    slow(gpu, lambda: transfer._store._kernels)
     parts = parts_of([0, 10, 20])
-    moving = transfer.layers(parts).load(0, count)
+    moving = transfer.layers(parts).store(0, count)
     for done in (1, 2, 3):
         moving.wait(done)
         assert done <= moving.parts_done <= len(parts)

@@ -21,8 +21,8 @@ STREAM = 0x7F00_1234_5678  # a handle is a pointer, and longer than an int
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
 
 
-def library(folder: Path, version: int, *, fail_index: bool = False, refuse: int = 0) -> Any:
-    built = folder / "libcudart.so"
+def library(folder: Path, version: int, *, fail_index: bool = False, refuse: int = 0, name: str = "cudart") -> Any:
+    built = folder / f"lib{name}.so"
     flags = [f"-DVERSION={version}", f"-DREFUSE={refuse}", *(["-DFAIL_INDEX"] if fail_index else [])]
     subprocess.run([COMPILER, "-shared", "-fPIC", *flags, "-o", str(built), str(SOURCE)], check=True)
     return ctypes.CDLL(str(built))
@@ -54,6 +54,44 @@ def test_many_copies_are_one_call_with_the_arguments_of_its_version(
     assert copy_some(runtime)
     assert (counted(found, "batches"), counted(found, "singles")) == (1, 0)
     assert (counted(found, "last_stream"), counted(found, "last_order")) == (STREAM, 1)
+
+
+def test_only_calls_that_return_at_once_keep_the_interpreter(tmp_path: Path) -> None:
+    releasing, held = library(tmp_path, 13000), library(tmp_path, 13000, name="held")
+    runtime = CudaRuntime(releasing, held)
+    assert copy_some(runtime)
+    assert (counted(held, "batches"), counted(releasing, "batches")) == (1, 0)
+    assert copy_some(runtime, batch=False)  # memory that is not page-locked keeps the caller
+    assert (counted(held, "singles"), counted(releasing, "singles")) == (0, 3)
+    source, target = os.urandom(1000), bytearray(1000)
+    addresses = [[address_of(buffer) + at for at in range(1000)] for buffer in (target, source)]
+    runtime.copy(addresses[0], addresses[1], [1] * 1000, STREAM, batch=True)  # so many take a while to list
+    assert target == source
+    assert (counted(held, "batches"), counted(releasing, "batches")) == (1, 1)
+
+
+def test_an_event_is_passed_when_the_stream_that_it_marks_is_there(tmp_path: Path) -> None:
+    found = library(tmp_path, 13000)
+    runtime = CudaRuntime(found)
+    event = runtime.event()
+    runtime.record(event, STREAM)
+    runtime.wait(STREAM + 1, event)
+    assert ctypes.c_long.in_dll(found, "waiting_stream").value == STREAM + 1
+    assert ctypes.c_long.in_dll(found, "waited_for").value == STREAM
+    assert not runtime.query(event)
+    runtime.synchronize(event)
+    assert runtime.query(event)
+    assert runtime.event() != event
+
+
+def test_what_has_failed_before_an_event_is_raised_where_it_is_asked(tmp_path: Path) -> None:
+    found = library(tmp_path, 13000)
+    runtime = CudaRuntime(found)
+    event = runtime.event()
+    runtime.record(event, STREAM)
+    ctypes.c_int.in_dll(found, "query_error").value = 700  # cudaErrorIllegalAddress
+    with pytest.raises(CudaError, match="cudaEventQuery: error 700"):
+        runtime.query(event)
 
 
 def test_an_older_runtime_is_called_once_a_copy(tmp_path: Path) -> None:

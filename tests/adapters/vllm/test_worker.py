@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from kvredis.adapters.paged.jobs import MovingOptions
 from kvredis.adapters.vllm.kv_layout import layer_groups
 from kvredis.adapters.vllm.scheduler import Prompt, Scheduling, SchedulingOptions
 from kvredis.adapters.vllm.shared import join, leave
+from kvredis.adapters.vllm.weights import Check, WeightsWatch
 from kvredis.adapters.vllm.worker import PagedWorker, Results
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import LayoutError
-from tests.adapters.fake_backend import FakeBackend, FakeReservation
+from tests.adapters.fake_backend import FakeBackend, FakeLease, FakeReservation
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
 
 PAGES, PAGE, CHUNK, HEADS, DIM = 40, 16, 64, 2, 8
@@ -131,7 +132,7 @@ def test_what_one_request_computed_is_in_the_pages_of_the_next(windows: tuple[in
 
 
 class Gate(FakeBackend):
-    """A FakeBackend that gives no room before it is open."""
+    """A FakeBackend that gives no room, and lends nothing, before it is open."""
 
     def __init__(self) -> None:
         super().__init__(10_000)
@@ -140,6 +141,10 @@ class Gate(FakeBackend):
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
         assert self.opened.wait(WAIT_S)
         return super().reserve(key, length)
+
+    def load(self, keys: Sequence[bytes], *, within_s: float | None = None) -> Generator[FakeLease | None, None, None]:
+        assert self.opened.wait(WAIT_S)
+        yield from super().load(keys, within_s=within_s)
 
 
 def opened_by_cancel(halves: Halves, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -201,6 +206,68 @@ def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its
     assert halves.worker.mover.settle(WAIT_S)
     into = tables_of(halves, 20)
     assert halves.holds(into, halves.prompt("c", into))
+    halves.close()
+
+
+class NotingWatch(WeightsWatch):
+    """Weights that are what keys say; it notes how many loads have begun when it is asked."""
+
+    def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
+        self.asked.append(self.worker.mover.stats()["loading_chunks"])
+        return Check(self, number, None, holds=True)
+
+    worker: PagedWorker
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.asked: list[int | float] = []
+
+
+def test_a_load_is_under_way_before_weights_are_compared() -> None:
+    halves = Halves()
+    halves.close()
+    gate = Gate()
+    gate.opened.set()
+    halves.open(gate)
+    halves.prompt("a", tables_of(halves, 1))
+    assert halves.worker.mover.settle(WAIT_S)
+    gate.opened.clear()
+    watch = halves.worker.weights = NotingWatch()
+    watch.worker = halves.worker
+    halves.scheduling.weights.digests = ("of rank 0",)
+    tables = tables_of(halves, 20)
+    assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
+    halves.scheduling.allocated("b", tables, 256)
+    halves.step()
+    assert watch.asked == [4]
+    gate.opened.set()
+    assert halves.until(lambda results: "b" in results.loaded).failed == set()
+    assert halves.holds(tables, 256)
+    halves.close()
+
+
+def test_an_engine_that_is_about_to_hear_of_a_load_does_not_wait_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halves = Halves()
+    prompts = {"a": TOKENS, "b": [7 * token for token in TOKENS]}
+    for start, (name, tokens) in zip((1, 20), prompts.items(), strict=True):
+        halves.prompt(name, tables_of(halves, start), tokens)
+        assert halves.worker.mover.settle(WAIT_S)
+    waited: list[float] = []
+    monkeypatch.setattr(halves.worker.mover, "wait_loaded", waited.append)
+    for start, (name, tokens) in zip((1, 20), prompts.items(), strict=True):
+        assert halves.scheduling.match(Prompt(f"{name} again", tokens), 0) == 256
+        halves.scheduling.allocated(f"{name} again", tables_of(halves, start), 256)
+    halves.step()
+    assert len(waited) == 1
+    over = halves.until(lambda results: bool(results.loaded)).loaded
+    halves.step()
+    assert len(waited) == 1
+    if over != {"a again", "b again"}:
+        halves.step()
+        assert len(waited) == 2
+        halves.until(lambda results: bool(results.loaded))
     halves.close()
 
 

@@ -18,11 +18,10 @@ def test_a_tiny_run_measures_every_arm_in_every_cell_and_compares_all_bytes(tmp_
     steps: list[str] = []
     rates = run_rates(TINY, tmp_path, steps.append)
     skipped = any(note.startswith("direct: skipped") for note in rates.notes)
-    modes = ["buffered"] if skipped else ["direct", "buffered"]
+    mode = "buffered" if skipped else "direct"
     arms = {row["arm"] for row in rates.rows}
     assert {"loop", "tier"} <= arms
-    wanted = [(mode, op, threads) for mode in modes for op in ("write", "read", "read warm") for threads in (1, 2)]
-    wanted = [cell for cell in wanted if cell[:2] != ("direct", "read warm")]
+    wanted = [(mode, op, threads) for op in ("write", "read") for threads in (1, 2)]
     for arm in arms:
         assert [(row["mode"], row["op"], row["threads"]) for row in rates.rows if row["arm"] == arm] == wanted
     for row in rates.rows:
@@ -32,7 +31,9 @@ def test_a_tiny_run_measures_every_arm_in_every_cell_and_compares_all_bytes(tmp_
         if row["op"] != "write" and row["arm"] == "tier":
             assert sample["verified_bytes"] == 2 * 1024**2
         assert row["ratio_to_loop"] is not None
-    assert len(steps) == len(modes) * 2
+        if row["arm"] in ("loop", "tier"):
+            assert 0 < row["p50_ms"] <= row["p99_ms"]
+    assert len(steps) == 2
 
 
 def test_a_tier_that_returns_another_byte_stops_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import cast
 import pytest
 
 from kvredis.server.acl.state import GROUPED_MS, WORD_BYTES_MAX, Acl, AclLog, Refusal
+from kvredis.server.client.client import Transaction
 from kvredis.server.client.session import Session
 from kvredis.server.commands.registry import Command, lookup
-from kvredis.server.commands.transactions import Transaction
 from tests.server.fake_session import FakeSession, make_server
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.memory import OBJECTS_BYTES
+from kvredis.server.client.client import OBJECTS_BYTES
 from kvredis.server.protocol.request import ARGUMENT_BYTES, SCRATCH_BYTES
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, Client, LiveServer, pattern, run_on, until

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.blocked import Pending
+from kvredis.server.client.blocked import Blocked, Reason
 from kvredis.server.shm.commands import COPY_HERE_BYTES_MAX
 from tests.server.feed import request
 from tests.server.lane_client import attached, memory
@@ -22,7 +22,7 @@ def test_a_paused_write_waits_and_reads_go_on(loop: str, tmp_path: Path) -> None
             assert await client.get("k") == b"1"
             await client.send("SET", "k", "2")
             await client.send("GET", "k")
-            await until(lambda: live.server.pause.waiting)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE))
             assert await admin.get("k") == b"1"
             assert await admin.ask("CLIENT", "UNPAUSE") == b"+OK\r\n"
             assert await client.read(12) == b"+OK\r\n$1\r\n2\r\n"
@@ -36,7 +36,7 @@ def test_a_write_that_waits_for_the_end_of_a_pause_is_a_blocked_client(tmp_path:
             admin, client = await live.connect(), await live.connect()
             await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
             await client.send("SET", "k", "2")
-            await until(lambda: live.server.pause.waiting)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE))
             for count in (b"1", b"0"):
                 await admin.send("INFO", "clients")
                 assert b"\r\nblocked_clients:%b\r\n" % count in (await admin.read_bulk() or b"")
@@ -85,7 +85,7 @@ def test_a_paused_payload_keeps_its_room_and_is_stored_in_the_end(tmp_path: Path
             await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
             value = pattern(MIB)
             await client.send("SET", "k", value)
-            await until(lambda: live.server.pause.waiting)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE))
             assert live.store.reserved_bytes > MIB
             await admin.ask("CLIENT", "UNPAUSE")
             assert await client.read_line() == b"+OK\r\n"
@@ -105,7 +105,7 @@ def test_exec_of_a_write_waits_too(tmp_path: Path) -> None:
             await writer.send("EXEC")
             await reader.send("EXEC")
             assert await reader.read(9) == b"*1\r\n$-1\r\n"
-            await until(lambda: len(live.server.pause.waiting) == 1)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE) == 1)
             await admin.ask("CLIENT", "UNPAUSE")
             assert await writer.read(9) == b"*1\r\n+OK\r\n"
 
@@ -118,10 +118,10 @@ def test_clients_that_wait_or_go_while_paused_leave_nothing_behind(loop: str, tm
             admin, client = await live.connect(), await live.connect("tcp")
             await admin.ask("CLIENT", "PAUSE", "100000", "WRITE")
             await client.send("SET", "k", pattern(MIB))
-            await until(lambda: live.server.pause.waiting)
+            await until(lambda: live.server.blocked.count(Reason.PAUSE))
             live.sessions()[1].close()
             await until(lambda: len(live.server.sessions) == 1)
-            assert not live.server.pause.waiting
+            assert not live.server.blocked.count(Reason.PAUSE)
             assert live.store.reserved_bytes == 0
             await admin.ask("CLIENT", "UNPAUSE")
             assert await admin.get("k") is None
@@ -194,7 +194,7 @@ def test_one_reply_is_skipped_and_the_next_is_not(loop: str, tmp_path: Path) -> 
 
 def waits_in_memory() -> int:
     gc.collect()
-    return sum(type(each) is Pending for each in gc.get_objects())
+    return sum(type(each) is Blocked for each in gc.get_objects())
 
 
 def test_nothing_is_left_of_a_wait_that_was_over_before_its_time(loop: str, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_nothing_is_left_of_a_wait_that_was_over_before_its_time(loop: str, tmp_
             number = (await client.ask("CLIENT", "ID"))[1:-2]
             for _ in range(3):
                 await client.send("WAIT", "1", "3600000")
-                await until(lambda: live.server.blocked)
+                await until(lambda: live.server.blocked.timeouts)
                 assert await keeper.ask("CLIENT", "UNBLOCK", number) == b":1\r\n"
                 assert await client.read_line() == b":0\r\n"
             assert waits_in_memory() == before

@@ -93,10 +93,10 @@ def test_wait_answers_when_its_time_is_up_and_nothing_overtakes_it(loop: str, tm
         async with LiveServer(tmp_path) as live:
             client, other = await live.connect(), await live.connect()
             await client.send_raw(b"WAIT 1 20\r\nWAITAOF 0 2 1\r\nPING\r\n")
-            await until(lambda: live.server.blocked)
+            await until(lambda: live.server.blocked.timeouts)
             assert await other.ask("PING") == b"+PONG\r\n"
             assert await client.read(23) == b":0\r\n*2\r\n:0\r\n:0\r\n+PONG\r\n"
-            assert not live.server.blocked
+            assert not live.server.blocked.timeouts
 
     run_on(loop, story())
 
@@ -107,7 +107,7 @@ def test_a_wait_for_ever_is_ended_by_unblock(loop: str, tmp_path: Path) -> None:
             client, other = await live.connect(), await live.connect()
             for how, reply in ((b"", b":0\r\n"), (b" ERROR", b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n")):
                 await client.send("WAIT", "1", "0")
-                await until(lambda: live.server.blocked)
+                await until(lambda: live.server.blocked.timeouts)
                 await other.send_raw(b"CLIENT UNBLOCK %d%b\r\n" % (live.sessions()[0].id, how))
                 assert await other.read_line() == b":1\r\n"
                 assert await client.read_line() == reply
@@ -120,10 +120,10 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing(loop: str, tmp_path: P
         async with LiveServer(tmp_path) as live:
             client = await live.connect()
             await client.send("WAIT", "1", "1000000")
-            await until(lambda: live.server.blocked)
+            await until(lambda: live.server.blocked.timeouts)
             client.reset()
             await until(lambda: not live.server.sessions)
-            assert not live.server.blocked
+            assert not live.server.blocked.timeouts
 
     run_on(loop, story())
 

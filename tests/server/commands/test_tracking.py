@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
+from kvredis.server.client import tracking as tracking
 from kvredis.server.client.session import Session
-from kvredis.server.commands import tracking as tracking
+from kvredis.server.client.tracking import TrackingTable
 from kvredis.server.commands.client import letters_of, redirection_of
 from kvredis.server.commands.registry import Command, lookup
-from kvredis.server.commands.tracking import TrackingTable
 from kvredis.server.server import Server
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.pushes import invalidation, message

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvredis.server.commands.tracking import PREFIXES_MAX
+from kvredis.server.client.tracking import PREFIXES_MAX
 from kvredis.server.server import Server
 from tests.server.fake_session import FakeSession, make_server
 

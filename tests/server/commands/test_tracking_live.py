@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.commands.tracking import TrackingTable
+from kvredis.server.client.tracking import TrackingTable
 from tests.server.live import LOOPS, MIB, Client, LiveServer, pattern, run_on, until
 from tests.server.pushes import invalidation, speak_resp3
 

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 def mark_of(live: LiveServer) -> int:
     """The low water mark of the only TCP client's socket."""
-    (session,) = (each for each in live.server.sessions.values() if each.addr.startswith("127."))
+    (session,) = (each for each in live.sessions() if each.addr.startswith("127."))
     assert session._transport is not None
     mark = session._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
     assert isinstance(mark, int)

@@ -13,6 +13,7 @@ from typing import Any
 import hiredis
 import pytest
 
+from kvredis.server.client.blocked import Reason
 from kvredis.server.shm.lent_memory import LentMemory
 from kvredis.storage.memory.sched import SLICE_NS
 from tests.server.feed import request
@@ -172,7 +173,7 @@ def test_a_copy_that_fails_is_an_error_for_its_client_and_leaves_no_room_taken(
             await until(lambda: len(live.sessions()) == 1)
             assert live.store.reserved_bytes == 0
             assert await other.ask("EXISTS", "k") == 0
-            assert not live.server.lane.copying
+            assert not live.server.blocked.count(Reason.COPY)
             assert live.server.stats.handler_exceptions == 1
             live.complaints.clear()
 
@@ -344,7 +345,7 @@ def test_a_stop_lets_a_copy_come_to_its_end(loop: str, lent: int, tmp_path: Path
         async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
             await client.lend(lent)
             putting = asyncio.ensure_future(client.ask("KV.PUT", "k", 0, 9 * MIB))
-            await until(lambda: live.server.lane.copying)
+            await until(lambda: live.server.blocked.count(Reason.COPY))
             await live.server.stop()
             assert await putting == b"OK"
 
@@ -396,7 +397,7 @@ def test_a_large_put_without_a_thread_to_be_had_is_copied_all_the_same(loop: str
             assert await client.ask("KV.FILL", part, 0, 7, 9 * MIB) == b"OK"
             assert await client.ask("KV.ABORT", part) == 1
             assert live.store.reserved_bytes == 0
-            assert not live.server.lane.copying
+            assert not live.server.blocked.count(Reason.COPY)
             await until(lambda: open_descriptors() <= before)
 
     run_on(loop, story())

@@ -140,8 +140,8 @@ def test_a_write_after_a_wait_that_ended_too_early_is_not_taken_for_saved(loop: 
             live.hold()
             await client.send("WAITAOF", "1", "0", "1" if end == "time" else "0")
             if end == "unblock":
-                await until(lambda: live.server.blocked)
-                number = next(iter(live.server.blocked))
+                await until(lambda: live.server.blocked.timeouts)
+                number = next(iter(live.server.blocked.timeouts))
                 assert await other.ask("CLIENT", "UNBLOCK", str(number)) == b":1\r\n"
             assert await client.read(len(UNSAFE)) == UNSAFE
             assert await client.ask("SET", "b", block("b")) == b"+OK\r\n"
@@ -227,10 +227,10 @@ def test_a_client_that_goes_while_it_waits_is_no_longer_waited_for(loop: str, tm
             live.hold()
             for each in (client, other):
                 await each.send("WAITAOF", "1", "0", "60000")
-            await until(lambda: len(live.server.blocked) == 2)
+            await until(lambda: len(live.server.blocked.timeouts) == 2)
             client.reset()
             live.server._turns = 9
-            await until(lambda: len(live.server.blocked) == 1)
+            await until(lambda: len(live.server.blocked.timeouts) == 1)
             live.let_go()
             assert await other.read(len(SAFE)) == SAFE
 
@@ -309,7 +309,7 @@ def test_a_wait_does_not_keep_the_store_from_closing(tmp_path: Path) -> None:
         client = await live.connect()
         assert await client.ask("SET", "a", block("a")) == b"+OK\r\n"
         await client.send("WAITAOF", "1", "0", "0")
-        await until(lambda: live.server.blocked)
+        await until(lambda: live.server.blocked.timeouts)
         client.close()
         live.server._turns = 9
         await until(lambda: not live.server.sessions)
@@ -333,7 +333,7 @@ def test_without_a_time_the_answer_comes_with_the_disks(loop: str, tmp_path: Pat
             live.hold()
             await client.send_raw(request("SET", "a", "1") + request("WAITAOF", "1", "0", "0") + request("GET", "a"))
             assert await client.read_line() == b"+OK\r\n"
-            await until(lambda: live.server.blocked)
+            await until(lambda: live.server.blocked.timeouts)
             live.let_go()
             assert await client.read(len(SAFE) + 7) == SAFE + bulk(b"1")
 

@@ -234,9 +234,9 @@ def test_a_reader_waits_for_room_and_has_his_block_when_the_one_who_kept_it_goes
             live.put_away("a")
             slow = await borrow_everything(live)
             client = await waiting(live, *words)
-            await until(lambda: live.server.away._refused)
+            await until(lambda: live.server.disk_reads._refused)
             live.tick()
-            await until(lambda: live.server.away._refused)
+            await until(lambda: live.server.disk_reads._refused)
             slow.reset()
             await until(lambda: not live.store.leases)
             live.tick()
@@ -256,7 +256,7 @@ def test_a_reader_for_whom_there_is_no_room_in_time_is_told_that_there_is_nothin
             live.put_away("a")
             slow = await borrow_everything(live)
             client = await waiting(live, *words)
-            await until(lambda: live.server.away._refused)
+            await until(lambda: live.server.disk_reads._refused)
             live.clock.now_s += A_WHILE_S
             live.tick()
             told = {"GET": b"$-1\r\n", "GETRANGE": b"$0\r\n\r\n", "MGET": b"*1\r\n$-1\r\n"}[words[0]]
@@ -284,7 +284,7 @@ def test_a_write_that_cannot_see_its_value_is_refused_and_changes_nothing(
             client = await live.connect()
             await client.say_hello()
             await client.send(*words)
-            await until(lambda: live.server.away._refused)
+            await until(lambda: live.server.disk_reads._refused)
             live.clock.now_s += A_WHILE_S
             live.tick()
             assert await client.read_line() == OOM

@@ -26,7 +26,7 @@ from kvredis.storage.errors import LayoutError
 
 from .checksum import Summing
 from .plan import Extents, Launch
-from .runtime import cuda_runtime
+from .runtime import CudaRuntime, cuda_runtime
 from .streams import EngineKernels, QuietStreams
 from .tuning import TUNING, Tuning
 
@@ -201,7 +201,37 @@ class _Numbers:
         with torch.cuda.stream(stream):
             self.there = torch.empty(count, dtype=torch.int64, device=stream.device)
         self.addresses = self.there.data_ptr(), self.host.data_ptr()
-        self.copied = event_on(stream)
+        self.copied: Event | None = None
+
+
+class RuntimeEvent:
+    """Event (transfer/base.py), of `device` by its handle, which goes to `free` when nothing here asks for it any more.
+    Of torch's own each call, and letting it go, gives the GIL away (runtime.py)."""
+
+    __slots__ = ("_device", "_free", "_handle", "_runtime")
+
+    def __init__(self, runtime: CudaRuntime, handle: int, device: torch.device, free: deque[int]) -> None:
+        self._runtime = runtime
+        self._handle = handle
+        self._device = device
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._handle)  # what waits for it waits for what it marked
+
+    def query(self) -> bool:
+        """As Event.query, of its own device (DeviceEvent)."""
+        with torch.cuda.device(self._device):
+            return self._runtime.query(self._handle)
+
+    def synchronize(self) -> None:
+        """As Event.synchronize."""
+        with torch.cuda.device(self._device):
+            self._runtime.synchronize(self._handle)
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what the stream is given from now on come behind it."""
+        self._runtime.wait(stream.cuda_stream, self._handle)
 
 
 class CudaDevice:
@@ -217,7 +247,7 @@ class CudaDevice:
             torch.cuda.synchronize(self._device)
             self._streams = QuietStreams(self._made_stream, EngineKernels(self._device).slowed, tuning)
         self._numbers: dict[int, deque[_Numbers]] = {}
-        self._orders: dict[int, torch.cuda.Event] = {}
+        self._free_events: deque[int] = deque()
 
     @property
     def kernels(self) -> str:
@@ -259,7 +289,8 @@ class CudaDevice:
         tensor's copy_ would take the interpreter for longer than the runtime's call, while the first copy of KV runs
         out or has not begun."""
         every = self._numbers[id(stream)]
-        kept, is_free = every[0], bool(every[0].copied.query())  # type: ignore[no-untyped-call]
+        kept = every[0]
+        is_free = kept.copied is None or kept.copied.query()
         if not is_free or len(numbers) > len(kept.there):
             kept = _Numbers(stream, max(len(numbers), len(kept.there)))
         if is_free:  # else it is not let go: its memory would be another's while the copy reads it
@@ -271,24 +302,29 @@ class CudaDevice:
                 kept.there.copy_(kept.host, non_blocking=True)
         else:
             self._runtime.copy_one(*kept.addresses, numbers.nbytes, stream.cuda_stream)
-        kept.copied.record(stream)
+        kept.copied = self.record(stream)
         return kept.there
 
-    def record(self, stream: torch.cuda.Stream) -> DeviceEvent:
+    def record(self, stream: torch.cuda.Stream) -> RuntimeEvent | DeviceEvent:
         """As Device.record."""
-        return DeviceEvent(event_on(stream), self._device)
+        if self._runtime is None:
+            return DeviceEvent(event_on(stream), self._device)
+        try:
+            handle = self._free_events.popleft()
+        except IndexError:
+            with self.here():
+                handle = self._runtime.event()
+        event = RuntimeEvent(self._runtime, handle, self._device, self._free_events)
+        self._runtime.record(handle, stream.cuda_stream)
+        return event
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent | RuntimeEvent) -> None:
         """As Device.wait."""
-        stream.wait_event(event.event if isinstance(event, DeviceEvent) else event)
+        event.wait(stream)
 
     def behind(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """As Device.behind. One event for each stream: a wait is for what it marks at that moment."""
-        event = self._orders.get(id(other))
-        if event is None:
-            event = self._orders[id(other)] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(other)
-        stream.wait_event(event)
+        """As Device.behind."""
+        self.record(other).wait(stream)
 
     def gather(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream

@@ -5,8 +5,7 @@ that writes over PCIe (those stall an engine that computes). For each direction 
 for kernels and for each buffer one for its copies, so that a buffer is filled while the one before it is copied, and an
 engine's own copies come in between. Nothing waits for the engine's streams, and nothing on them waits for the ring: a
 store begins behind the event that the caller recorded. A buffer is filled behind the event that says that what was in
-it is where it belongs. Loads may be staged: their bytes wait in buffers for an engine that has not given its pages away
-yet.
+it is where it belongs.
 
 A job is enqueued as a whole, a long one with pauses (Tuning.pace_bytes_per_s), and the device works it off. For that
 the caller's thread waits only in `Moving.wait`. Where checksums are wanted (checksum.py) the device finds them out of
@@ -26,9 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -108,13 +105,6 @@ class RingMoving:
         if self.failure is not None and (parts is None or self._moved < wanted):
             raise RuntimeError(f"copying KV failed: {self.failure}") from self.failure
 
-    def precede(self, stream: Any) -> None:
-        """As Moving.precede: behind the last event, which is behind the others, but for those that `end` was given."""
-        with self._lock:
-            marks = list(self._marks) if self.failure is not None else list(self._marks)[-1:]
-        for _, event in marks:
-            event.wait(stream)
-
     def _look(self) -> None:
         while (mark := self._next()) is not None:
             try:
@@ -176,18 +166,6 @@ class Loaded:
     pages: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A buffer that is filled, behind `copied`, with what is loaded next: a span of a job. `beside` is the same object
-    for jobs that are loaded one behind the other. Neither is kept: who gives them up gives up host memory with them."""
-
-    job: ref[AnyPlan]
-    beside: ref[object]
-    span: Span
-    slot: Slot
-    copied: Event
-
-
 class RingWay:
     """One direction: its streams and its ring. One thread at a time uses it."""
 
@@ -201,8 +179,6 @@ class RingWay:
         self._kernels = device.stream(uploads=True)
         self._ring: list[Slot] = []
         self._next = 0
-        self._staged: list[Staged] = []
-        """In the order in which they were filled, and are loaded."""
         self._loaded: Loaded | None = None
         """What was loaded last, while its checksums have not been asked for."""
         self._uploaded: tuple[Numbers, torch.Tensor] | None = None
@@ -220,21 +196,6 @@ class RingWay:
                 else:
                     last_share = self._tuning.last_in_share if is_last and job.rows is not None else 1
                     self._in(job, after, moving, before, last_share)
-
-    def stage(self, job: AnyPlan, moving: RingMoving, beside: object) -> None:
-        """Fill buffers with a job, behind what is staged `beside` the same; nothing else stays staged. Raises
-        RuntimeError from the device, LayoutError for pages that there are not."""
-        if self._staged and (self._staged[-1].beside() is not beside or len(self._staged) == self._tuning.slots):
-            self._staged = []
-        self._open()
-        with self._device.here():
-            self._sum_up()
-            for span in islice(job.slots(self._nbytes), self._tuning.slots - len(self._staged)):
-                slot = self._filled(job, span)
-                slot.free = self._device.record(slot.copies)
-                self._staged.append(Staged(ref(job), ref(beside), span, slot, slot.free))
-                moving.add(0, slot.free)
-            self._numbers(job)
 
     def sum_up(self) -> None:
         """Enqueue what is left of a load's checksums: nothing that it brings waits for them. Raises RuntimeError from
@@ -278,14 +239,8 @@ class RingWay:
             self._loaded = Loaded(job, span, launches, slot, pages)
 
     def _come(self, job: AnyPlan, moving: RingMoving, last_share: int) -> Iterator[tuple[Span, Slot]]:
-        """Have what is loaded copied into buffers, where it is not staged; kernels come behind that from now on."""
-        staged = self._taken(job)
-        for each in staged:
-            self._sum_up()
-            self._device.wait(self._kernels, each.copied)
-            yield each.span, each.slot
-        spans = job.slots(self._nbytes, self._tuning.first_in_share if self._rests and not staged else 1, last_share)
-        for span in islice(spans, len(staged), None):
+        """Have what is loaded copied into buffers; kernels come behind that from now on."""
+        for span in job.slots(self._nbytes, self._tuning.first_in_share if self._rests else 1, last_share):
             if last_share == 1:  # else the rest is in small pieces, and waited for
                 self._pace(job, span, moving)
             slot = self._filled(job, span)
@@ -302,15 +257,6 @@ class RingWay:
             free = self._ring[self._next].free
             if early_s > 0 and free is not None and not free.query():
                 time.sleep(early_s)
-
-    def _taken(self, job: AnyPlan) -> list[Staged]:
-        """What is staged of that job, which is no more; nothing else stays staged but what is loaded behind it."""
-        staged, self._staged = self._staged, []
-        if not staged or staged[0].job() is not job:
-            return []
-        mine = [each for each in staged if each.job() is job]
-        self._staged = staged[len(mine) :]
-        return mine
 
     def _filled(self, job: AnyPlan, span: Span) -> Slot:
         """Copy what a buffer is to hold into the next one."""
@@ -411,9 +357,8 @@ class RingWay:
         return every
 
     def settle(self, moving: RingMoving) -> None:
-        """Let a job that failed end with what of it was enqueued. Nothing stays staged: the next buffer to be filled
-        may be one that is."""
-        self._loaded, self._staged = None, []
+        """Let a job that failed end with what of it was enqueued."""
+        self._loaded = None
         events = []
         for stream in (self._kernels, *(slot.copies for slot in self._ring)):
             try:
@@ -423,8 +368,8 @@ class RingWay:
         moving.end(events)
 
     def synchronize(self) -> None:
-        """Wait for all streams; nothing is left to be done, or staged."""
-        self._loaded, self._staged = None, []
+        """Wait for all streams; nothing is left to be done."""
+        self._loaded = None
         of_slots = [stream for slot in self._ring for stream in (slot.copies, slot.sums) if stream is not None]
         for stream in (self._kernels, *of_slots):
             try:
@@ -461,7 +406,7 @@ class RingTransfer:
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
         """As Transfer.load."""
-        return self._begin(self._load, parts, self._plans(parts), after, sums=True, is_last=is_last)
+        return self._begin(self._load, parts, self._plans(parts), after, is_last=is_last)
 
     def layers(self, parts: Sequence[Part]) -> RingLayers:
         """As Transfer.layers."""
@@ -470,30 +415,6 @@ class RingTransfer:
     def store_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
         """What was planned already, each job the next layers of the same `parts`: these have moved with the last."""
         return self._begin(self._store, parts, iter(jobs), after, before=-len(parts) * (len(jobs) - 1))
-
-    def load_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
-        """The same, without the last of its checksums."""
-        return self._begin(self._load, parts, iter(jobs), after, before=-len(parts) * (len(jobs) - 1))
-
-    def sum_up(self) -> None:
-        """As Layers.sum_up."""
-        self._load.sum_up()
-
-    def stage(self, job: AnyPlan, parts: Sequence[Part], beside: object) -> Moving:
-        """Bring what was planned into staging buffers, as far as they have room `beside` what is there for the same."""
-        moving = RingMoving(parts)
-        try:
-            if self._closed:
-                raise RuntimeError("the transfer is closed")
-            self._load.stage(job, moving, beside)
-            moving.add(len(parts), None)
-        except Exception as error:  # as with a job: what is enqueued goes on, and the caller has to wait for it
-            moving.failure = error
-            self._load.settle(moving)
-        except BaseException:
-            self._load.synchronize()
-            raise
-        return moving
 
     def sum_of(self, nbytes: int) -> RingSum | None:
         """As Transfer.sum_of."""
@@ -521,7 +442,6 @@ class RingTransfer:
         after: Any,
         *,
         before: int = 0,
-        sums: bool = False,
         is_last: bool = False,
     ) -> Moving:
         moving = RingMoving(parts)
@@ -533,8 +453,7 @@ class RingTransfer:
             for following in jobs:
                 before, job = before + len(job.memories), following
                 way.run(job, after, moving, before, is_last=is_last)
-            if sums:
-                way.sum_up()
+            way.sum_up()
             moving.add(len(parts), None)
         except LayoutError:  # of its pages, or of the second half: a copy is on its way
             way.synchronize()
@@ -555,44 +474,13 @@ class RingLayers:
     def __init__(self, ring: RingTransfer, parts: Sequence[Part]) -> None:
         self._ring = ring
         self._plans = LayerPlans(ring.paged, parts)
-        self._staged: dict[range, AnyPlan] = {}
         self._are_small = 2 * self._plans.nbytes <= ring.slot_bytes
-
-    @property
-    def rows(self) -> list[range]:
-        """As Layers.rows: small layers share a buffer, of which the first holds less, so that it is there sooner."""
-        layers, slots, nbytes = len(self._ring.paged.layers), self._ring.tuning.slots, max(self._plans.nbytes, 1)
-        if not self._are_small:
-            held = max(slots // len(self._plans.slots(self._ring.slot_bytes, 1)), 1)
-            return [range(layer, layer + 1) for layer in range(min(held, layers))]
-        most = self._ring.slot_bytes // nbytes
-        first = max(min(self._ring.tuning.first_staged_bytes // nbytes, most), 1)
-        starts = [0, *(first + row * most for row in range(slots))]
-        return [range(start, min(stop, layers)) for start, stop in pairwise(starts) if start < layers]
-
-    def stage(self, layer: int, count: int = 1) -> Moving:
-        """As Layers.stage."""
-        row = range(layer, layer + count)
-        job = self._plans.together(row) if count > 1 else self._plans.at(layer)
-        self._staged[row] = job
-        return self._ring.stage(job, self._plans.parts, self)
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
         """As Layers.store."""
         check_writable(self._plans.parts)
         jobs = self._jobs(range(layer, layer + count))
         return self._ring.store_planned(jobs, self._plans.parts, after)
-
-    def load(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.load."""
-        row = range(layer, layer + count)
-        staged = self._staged.pop(row, None)
-        jobs = self._jobs(row) if staged is None else [staged]
-        return self._ring.load_planned(jobs, self._plans.parts, after)
-
-    def sum_up(self) -> None:
-        """As Layers.sum_up."""
-        self._ring.sum_up()
 
     def _jobs(self, layers: range) -> Sequence[AnyPlan]:
         if len(layers) > 1 and self._are_small:

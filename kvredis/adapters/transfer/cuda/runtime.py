@@ -3,6 +3,10 @@
 Measured on an H200: a cudaMemcpyAsync of half a megabyte leaves 2 us to the next one, a fifth of PCIe;
 cudaMemcpyBatchAsync leaves none. Its signature is that of the CUDA Runtime API: since 13.0 without, in 12.8 and 12.9
 with an argument `failIdx`; what is older, or a driver that is, gets one call a copy.
+
+What only enqueues is called with the GIL. Each time that a thread gives it away, one that runs an engine takes it, and
+is asked to give it back after 5 ms (sys.getswitchinterval): beside vLLM on an H200 two buffers of 64 MiB took 2 to 3 ms
+to be enqueued with some 25 such calls, and 0.4 ms where the engine had nothing to do.
 """
 
 import ctypes
@@ -23,6 +27,10 @@ _BATCH_WITHOUT_FAIL_INDEX_SINCE: Final = 13000
 _KIND_BY_ADDRESS: Final = 4  # cudaMemcpyDefault
 _STREAM_ORDER: Final = 1  # cudaMemcpySrcAccessOrderStream
 _UNREGISTERED: Final = 0  # cudaMemoryTypeUnregistered
+_NOT_READY: Final = 600  # cudaErrorNotReady
+_NO_TIMING: Final = 2  # cudaEventDisableTiming
+_HELD_COPIES_MAX: Final = 256
+"""So many copies are listed within some 50 us; the GIL is given away for more."""
 
 
 class CudaError(RuntimeError):
@@ -51,26 +59,30 @@ class _PointerAttributes(ctypes.Structure):
 
 
 class CudaRuntime:
-    """Copies by address. Calls run without the GIL, on the calling thread's current device."""
+    """Copies by address, and events by handle, on the calling thread's current device. `library` is called without the
+    GIL, `held`, the same one, with it: by default the former is for both."""
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, library: Any, held: Any = None) -> None:
         self._library = library
-        library.cudaGetErrorString.restype = ctypes.c_char_p
-        library.cudaMemcpyAsync.argtypes = [
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p,
-        ]  # fmt: skip
+        self._held = held = library if held is None else held
+        for each in (library, held):
+            each.cudaGetErrorString.restype = ctypes.c_char_p
+            pointer, size = ctypes.c_void_p, ctypes.c_size_t
+            each.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
         version = ctypes.c_int(0)
         self._check(library.cudaRuntimeGetVersion(ctypes.byref(version)), "cudaRuntimeGetVersion")
-        self._batch: Any = getattr(library, "cudaMemcpyBatchAsync", None) if version.value >= _BATCH_SINCE else None
         has_fail_index = version.value < _BATCH_WITHOUT_FAIL_INDEX_SINCE
         self._fail_index = [ctypes.byref(ctypes.c_size_t(0))] * has_fail_index
         self._attributes = (_CopyAttributes * 1)(_CopyAttributes(order=_STREAM_ORDER))
         self._first = (ctypes.c_size_t * 1)(0)
-        if self._batch is not None:
-            pointer, size = ctypes.c_void_p, ctypes.c_size_t
-            self._batch.argtypes = [
-                *[pointer] * 3, size, pointer, pointer, size, *[pointer] * has_fail_index, pointer,
-            ]  # fmt: skip
+        self._batch: tuple[Any, Any] | None = None
+        """Without the GIL, and with it."""
+        if version.value >= _BATCH_SINCE and hasattr(library, "cudaMemcpyBatchAsync"):
+            self._batch = library.cudaMemcpyBatchAsync, held.cudaMemcpyBatchAsync
+            for batch in self._batch:
+                batch.argtypes = [
+                    *[pointer] * 3, size, pointer, pointer, size, *[pointer] * has_fail_index, pointer,
+                ]  # fmt: skip
 
     @property
     def batches(self) -> bool:
@@ -86,7 +98,7 @@ class CudaRuntime:
         batched = self._batch  # once: another thread may find out meanwhile that there is none
         if batch and batched is not None and len(targets) > 1:
             arrays = [np.array(column, np.uint64) for column in (targets, sources, nbytes)]
-            code = batched(
+            code = batched[len(targets) <= _HELD_COPIES_MAX](
                 *[array.ctypes.data for array in arrays], len(targets),
                 ctypes.byref(self._attributes), ctypes.byref(self._first), 1, *self._fail_index, stream,
             )  # fmt: skip
@@ -96,17 +108,47 @@ class CudaRuntime:
             self._library.cudaGetLastError()  # or torch would find it at its next call
             logger.info("the GPU's driver has no cudaMemcpyBatchAsync (error %d): one call a copy", code)
             self._batch = None
+        library = self._held if batch and len(targets) == 1 else self._library
         for target, source, size in zip(targets, sources, nbytes, strict=True):
-            self.copy_one(target, source, size, stream)
+            code = library.cudaMemcpyAsync(target, source, size, _KIND_BY_ADDRESS, stream)
+            self._check(code, "cudaMemcpyAsync")
 
     def copy_one(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue one copy. Raises CudaError."""
-        self._check(self._library.cudaMemcpyAsync(target, source, nbytes, _KIND_BY_ADDRESS, stream), "cudaMemcpyAsync")
+        """Enqueue one copy, whose host memory is page-locked. Raises CudaError."""
+        self.copy([target], [source], [nbytes], stream, batch=True)
+
+    def event(self) -> int:
+        """Make an event without a time. Raises CudaError."""
+        made = ctypes.c_void_p()
+        self._check(self._held.cudaEventCreateWithFlags(ctypes.byref(made), _NO_TIMING), "cudaEventCreateWithFlags")
+        return made.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        """Have an event mark what the stream has been given until now. Raises CudaError."""
+        self._check(self._held.cudaEventRecord(ctypes.c_void_p(event), ctypes.c_void_p(stream)), "cudaEventRecord")
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let what the stream is given from now on come behind what the event marks now. Raises CudaError."""
+        code = self._held.cudaStreamWaitEvent(ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+        self._check(code, "cudaStreamWaitEvent")
+
+    def query(self, event: int) -> bool:
+        """Whether an event has been passed. Raises CudaError, also of what failed before it."""
+        code = self._held.cudaEventQuery(ctypes.c_void_p(event))
+        if code == _NOT_READY:
+            self._held.cudaGetLastError()
+            return False
+        self._check(code, "cudaEventQuery")
+        return True
+
+    def synchronize(self, event: int) -> None:
+        """Block until an event has been passed. Raises CudaError."""
+        self._check(self._library.cudaEventSynchronize(ctypes.c_void_p(event)), "cudaEventSynchronize")
 
     def page_locked(self, address: int) -> bool:
         """Whether the driver knows the host memory there, so that copies run by themselves and at full speed."""
         found = _PointerAttributes()
-        code = self._library.cudaPointerGetAttributes(ctypes.byref(found), ctypes.c_void_p(address))
+        code = self._held.cudaPointerGetAttributes(ctypes.byref(found), ctypes.c_void_p(address))
         if code != _SUCCESS:
             self._library.cudaGetLastError()
             return False
@@ -125,7 +167,7 @@ def cuda_runtime() -> CudaRuntime | None:
     name = f"libcudart.so.{major}"
     try:
         # By its soname the loader gives the one that this process has, wherever it lies.
-        return CudaRuntime(ctypes.CDLL(name))
+        return CudaRuntime(ctypes.CDLL(name), ctypes.PyDLL(name))
     except (OSError, AttributeError, CudaError) as error:
         logger.info("no CUDA runtime to call (%s): torch copies instead, one call a copy", error)
         return None

@@ -20,8 +20,6 @@ class Tuning:
     head_parts: int = 48
     """Of more parts than that, so many go first: 512 take 0.2 ms to plan, in which nothing was copied. In three jobs it
     takes longer than in two (3b in chunks of 16, by 1 % in turns)."""
-    first_staged_bytes: int = 24 * 1024 * 1024
-    """Of small layers so much is staged in the first buffer: who needs layer 0 waits for all that is in there."""
     sum_rows: int = 4096
     """Chunks whose checksums are found at a time, both directions together; 64 bytes each."""
 

@@ -10,10 +10,10 @@ import re
 import time
 from collections.abc import Callable
 
-from kvredis.server.client.client import Client
 from kvredis.server.commands.keys import object_encoding
 from kvredis.server.commands.memory import double
 from kvredis.server.commands.registry import command
+from kvredis.server.context import Caller
 from kvredis.server.protocol.replies import (
     OK,
     Reply,
@@ -70,7 +70,7 @@ _HELP = (
     syntax="subcommand [argument ...]",
     summary="Means for tests; off by default.",
 )
-def debug(session: Client, args: list[bytes]) -> Reply:
+def debug(session: Caller, args: list[bytes]) -> Reply:
     """DEBUG subcommand [argument ...]."""
     allowed = session.server.options.enable_debug_command
     if allowed == "no" or (allowed == "local" and not is_local(session.addr)):
@@ -89,24 +89,24 @@ def is_local(addr: str) -> bool:
     return addr.startswith(("127.", "[::1]", "[::ffff:127.")) or addr.endswith(":0")
 
 
-def _help(session: Client, args: list[bytes]) -> Reply:
+def _help(session: Caller, args: list[bytes]) -> Reply:
     return statuses(_HELP)
 
 
-def _ok(session: Client, args: list[bytes]) -> Reply:
+def _ok(session: Caller, args: list[bytes]) -> Reply:
     return OK
 
 
-def _error(session: Client, args: list[bytes]) -> Reply:
+def _error(session: Caller, args: list[bytes]) -> Reply:
     return error(args[2])
 
 
-def _log(session: Client, args: list[bytes]) -> Reply:
+def _log(session: Caller, args: list[bytes]) -> Reply:
     log.warning("DEBUG LOG: %s", args[2].decode("utf-8", "backslashreplace"))
     return OK
 
 
-def _sleep(session: Client, args: list[bytes]) -> Reply:
+def _sleep(session: Caller, args: list[bytes]) -> Reply:
     """Halts the whole server, which is what it is for: a client that waits alone would test nothing."""
     written = re.match(rb"\s*\+?[0-9]*\.?[0-9]*", args[2])
     seconds = 0.0
@@ -116,7 +116,7 @@ def _sleep(session: Client, args: list[bytes]) -> Reply:
     return OK
 
 
-def _object(session: Client, args: list[bytes]) -> Reply:
+def _object(session: Caller, args: list[bytes]) -> Reply:
     """The address is where in the arena the value lies, 0 for a small one, which lies beside it."""
     entry = session.store.find(args[2], session.space)
     if entry is None:
@@ -132,12 +132,12 @@ def _object(session: Client, args: list[bytes]) -> Reply:
     )
 
 
-def _set_active_expire(session: Client, args: list[bytes]) -> Reply:
+def _set_active_expire(session: Caller, args: list[bytes]) -> Reply:
     session.server.expires_actively = not re.match(rb"\s*[-+]?0*(\D|$)", args[2])  # as C's atoi reads it
     return OK
 
 
-def _protocol(session: Client, args: list[bytes]) -> Reply:
+def _protocol(session: Caller, args: list[bytes]) -> Reply:
     sample = _SAMPLES.get(args[2].lower())
     if sample is None:
         names = b"|".join(_SAMPLES).decode()
@@ -145,7 +145,7 @@ def _protocol(session: Client, args: list[bytes]) -> Reply:
     return sample(session)
 
 
-def _bool(session: Client, value: bool) -> bytes:
+def _bool(session: Caller, value: bool) -> bytes:
     return (b"#t\r\n" if value else b"#f\r\n") if session.resp == 3 else integer(int(value))
 
 
@@ -153,29 +153,29 @@ def _numbers() -> list[Reply]:
     return [integer(number) for number in range(3)]
 
 
-def _bignum(session: Client) -> Reply:
+def _bignum(session: Caller) -> Reply:
     digits = "1234567999999999999999999999999999999"
     return f"({digits}\r\n".encode() if session.resp == 3 else bulk(digits)
 
 
-def _map(session: Client) -> Reply:
+def _map(session: Caller) -> Reply:
     return map_reply(session, [(integer(number), _bool(session, number == 1)) for number in range(3)])
 
 
-def _attribute(session: Client) -> Reply:
+def _attribute(session: Caller) -> Reply:
     said = array([bulk("key:123"), integer(90)])
     assert isinstance(said, bytes)
     attribute = b"|1\r\n" + bulk("key-popularity") + said if session.resp == 3 else b""
     return attribute + bulk("Some real reply following the attribute")
 
 
-def _push(session: Client) -> Reply:
+def _push(session: Caller) -> Reply:
     if session.resp == 2:
         return error("ERR RESP2 is not supported by this command")
     return b">2\r\n" + bulk("server-cpu-usage") + integer(42) + bulk("Some real reply following the push reply")
 
 
-_SAMPLES: dict[bytes, Callable[[Client], Reply]] = {
+_SAMPLES: dict[bytes, Callable[[Caller], Reply]] = {
     b"string": lambda session: bulk("Hello World"),
     b"integer": lambda session: integer(12345),
     b"double": lambda session: double(session, 3.141),
@@ -192,7 +192,7 @@ _SAMPLES: dict[bytes, Callable[[Client], Reply]] = {
 }
 """Redis' own samples, value for value: client libraries test their parsers with them."""
 
-_PARTS: dict[bytes, tuple[int, Callable[[Client, list[bytes]], Reply]]] = {
+_PARTS: dict[bytes, tuple[int, Callable[[Caller, list[bytes]], Reply]]] = {
     b"CHANGE-REPL-ID": (2, _ok),
     b"ERROR": (3, _error),
     b"HELP": (2, _help),

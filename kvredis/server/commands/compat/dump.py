@@ -11,11 +11,11 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
 from kvredis.server.commands.keyspace_events import notify
 from kvredis.server.commands.registry import COMMANDS, command
 from kvredis.server.commands.strings import DEL, give_back, look_up, publish
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import INT64_MAX, parse_integer
 from kvredis.server.protocol.replies import CRLF, NOT_AN_INTEGER, OK, OUT_OF_MEMORY, SYNTAX_ERROR, Reply, bulk, error
 from kvredis.storage.entry import INLINE_BYTES_MAX, Lease, Reservation
@@ -279,7 +279,7 @@ _RESTORE = {
     access="RO access",
     tips="nondeterministic_output",
 )
-def dump(session: Client, args: list[bytes]) -> Answer:
+def dump(session: Caller, args: list[bytes]) -> Answer:
     """DUMP key: type, value, version and checksum; nil without a key."""
     value = look_up(session, args[1])
     if value is None:
@@ -293,7 +293,7 @@ def dump(session: Client, args: list[bytes]) -> Answer:
     return dumped
 
 
-def _dumped(session: Client, value: Lease) -> Iterator[Reply | Pending]:
+def _dumped(session: Caller, value: Lease) -> Iterator[Reply | Blocked]:
     """The dump of a large value, whose checksum is made in steps; before it an empty part, which is the caller's."""
     with ExitStack() as ends:
         ends.callback(value.release)
@@ -316,7 +316,7 @@ def _dumped(session: Client, value: Lease) -> Iterator[Reply | Pending]:
     summary="Makes a key of what DUMP has returned.",
     **_RESTORE,  # type: ignore[arg-type]
 )
-def restore(session: Client, args: list[bytes]) -> Answer:
+def restore(session: Caller, args: list[bytes]) -> Answer:
     """RESTORE key ttl dump [REPLACE] [ABSTTL] [IDLETIME seconds | FREQ n]."""
     restored = _restored(session, args)
     reply = next(restored)
@@ -331,12 +331,12 @@ def restore(session: Client, args: list[bytes]) -> Answer:
     summary="RESTORE, as one node of a cluster says it to another.",
     **_RESTORE,  # type: ignore[arg-type]
 )
-def restore_asking(session: Client, args: list[bytes]) -> Answer:
+def restore_asking(session: Caller, args: list[bytes]) -> Answer:
     """As RESTORE."""
     return restore(session, args)
 
 
-def _restored(session: Client, args: list[bytes]) -> Iterator[Reply | Pending]:
+def _restored(session: Caller, args: list[bytes]) -> Iterator[Reply | Blocked]:
     """The reply to a RESTORE. Before that to one of a long dump, whose checksum is looked at in steps, comes an empty
     part, which is the caller's: from there on what the command brought ends with this."""
     body = args[3].view if isinstance(args[3], Reservation) else memoryview(args[3])
@@ -352,8 +352,8 @@ def _restored(session: Client, args: list[bytes]) -> Iterator[Reply | Pending]:
 
 
 def _restore(
-    session: Client, args: list[bytes], body: memoryview, *, in_steps: bool
-) -> Generator[Pending, None, Reply]:
+    session: Caller, args: list[bytes], body: memoryview, *, in_steps: bool
+) -> Generator[Blocked, None, Reply]:
     """The command without the end of what it brought. Its checks come in Redis' order."""
     key, store = args[1], session.store
     options = _read_options(args)
@@ -428,8 +428,8 @@ def _read_options(args: list[bytes]) -> tuple[set[bytes], int] | bytes:
 
 
 def _value(
-    session: Client, args: list[bytes], body: memoryview, text: Text, timer: StepTimer
-) -> Generator[Pending, None, tuple[bytes | Reservation | None, bytes]]:
+    session: Caller, args: list[bytes], body: memoryview, text: Text, timer: StepTimer
+) -> Generator[Blocked, None, tuple[bytes | Reservation | None, bytes]]:
     """The string that `text` points out in `body`, where it can be published; None and an error if it cannot be had."""
     packed = body[text.start : text.end]
     if not text.packed:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from kvredis.server.client.blocked import Answer, Pending, StepTimer
-from kvredis.server.client.client import Client
+from kvredis.server.client.blocked import Answer, Blocked, StepTimer
 from kvredis.server.commands.registry import command
 from kvredis.server.commands.strings import look_up
+from kvredis.server.context import Caller
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.replies import NOT_AN_INTEGER, SYNTAX_ERROR, Reply, array, bulk, error, integer, map_reply
 from kvredis.storage.entry import Lease
@@ -66,7 +66,7 @@ class Options(NamedTuple):
     syntax="key1 key2 [LEN] [IDX] [MINMATCHLEN min-match-len] [WITHMATCHLEN]",
     access="RO access",
 )
-def lcs(session: Client, args: list[bytes]) -> Answer:
+def lcs(session: Caller, args: list[bytes]) -> Answer:
     """LCS key key [LEN | IDX [MINMATCHLEN n] [WITHMATCHLEN]]: the bytes, their number, or a map of where they lie."""
     values = [look_up(session, key) for key in args[1:3]]
     try:
@@ -88,7 +88,7 @@ def lcs(session: Client, args: list[bytes]) -> Answer:
                 value.release()
 
 
-def _answer(session: Client, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Pending]:
+def _answer(session: Caller, a: bytes, b: bytes, options: Options) -> Iterator[Reply | Blocked]:
     timer = StepTimer()
     rows = []
     for row in table(a, b):

@@ -13,20 +13,18 @@ import re
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvredis import __version__
 from kvredis.server.commands.kv import block_facts
 from kvredis.server.config.settings import value_of
+from kvredis.server.context import Context
 from kvredis.server.http.health import trouble
 from kvredis.server.metrics.metrics import FIGURES, Seen, Values
 from kvredis.storage.entry import NOWHERE, Entry
 from kvredis.storage.store import Store
 
 from .slices import SLICE_S, in_slices
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 Told = dict[str, object]
 """What goes out as a JSON object. Sizes in bytes, times in seconds unless the name says otherwise."""
@@ -158,7 +156,7 @@ async def blocks_between(store: Store, first: int, past: int) -> Told:
     return {"blocks": await told_blocks(store, leading), "count": count}
 
 
-def commands(server: Server) -> list[Told]:
+def commands(server: Context) -> list[Told]:
     """The commands that took most time in all; microseconds. None where latency-tracking is off."""
     if value_of(server, "latency-tracking") == "no":
         return []
@@ -176,7 +174,7 @@ def commands(server: Server) -> list[Told]:
     ]
 
 
-def slow_commands(server: Server) -> Told:
+def slow_commands(server: Context) -> Told:
     """The slowest of the slow log, and what it takes to be in it."""
     log = server.slowlog
     entries = sorted(log.entries, key=lambda entry: -entry.microseconds)[:SLOW_SHOWN]
@@ -197,7 +195,7 @@ def slow_commands(server: Server) -> Told:
     }
 
 
-def identity(server: Server) -> Told:
+def identity(server: Context) -> Told:
     """Which server this is; `run_id` is another one after each start."""
     cluster = server.cluster
     return {
@@ -236,7 +234,7 @@ def lanes(read: Callable[[str], Values]) -> list[Told]:
     return told
 
 
-def state(server: Server) -> Told:
+def state(server: Context) -> Told:
     """All that the page draws but blocks and keys, out of the table of figures. What counts up is told as it stands,
     and `now`, in seconds, with it."""
     seen = Seen(server)

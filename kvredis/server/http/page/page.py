@@ -14,16 +14,14 @@ from base64 import b64encode
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from kvredis.server.context import Context
 from kvredis.server.http.server import HttpError, HttpRequest, HttpResponse, Route
 from kvredis.storage.index import BUCKETS, SPACES
 
 from .facts import Told, blocks_between, meant, search, state
 from .survey import Surveys
-
-if TYPE_CHECKING:
-    from kvredis.server.server import Server
 
 JSON: Final = "application/json"
 HTML: Final = "text/html; charset=utf-8"
@@ -31,7 +29,7 @@ PREFIX_CHARS_MAX: Final = 4096
 _INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
-def routes(server: Server) -> dict[str, tuple[Route, bool]]:
+def routes(server: Context) -> dict[str, tuple[Route, bool]]:
     """The page's paths, all behind the server's password. Reads the page's file."""
     surveys = Surveys(server.store)
     turn = asyncio.Lock()  # of one walk at a time: each takes a slice of every turn of the loop

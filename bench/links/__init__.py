@@ -1,1 +1,0 @@
-"""`kvredis bench links`: what copies between any two places of this machine. The command line imports it."""
