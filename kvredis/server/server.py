@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Final
@@ -38,7 +39,7 @@ from .config.settings import begin
 from .http.auth import HttpGate
 from .http.routes import routes as watching_routes
 from .http.server import HttpDoor
-from .metrics.stats import ServerStats, Traffic
+from .metrics.stats import Exchanging, ServerStats, Traffic
 from .multipart import Parts
 from .net.io_threads import Senders
 from .net.listeners import Listeners
@@ -427,7 +428,8 @@ class Server:
     def _exchanged(self) -> tuple[int, int, int]:
         """Bytes received and sent, and times that bytes were received: one pass, as each client costs a cache miss."""
         received = sent = reads = 0
-        for each in chain(self.stats.gone.values(), self.sessions.values()):
+        every: Iterable[Exchanging] = chain(self.stats.gone.values(), self.sessions.values())
+        for each in every:
             received += each.input_bytes
             sent += each.output_bytes
             reads += each.reads

@@ -234,7 +234,8 @@ class Claims:
             if events & ~select.POLLRDHUP:
                 session.close()
             elif session in self._queued_s and not session.encrypted:  # what came over TLS may be in its own buffers
-                if session.held().qbuf + unread_bytes(fd) < self.queue[session]:
+                here_bytes = session.held().qbuf + unread_bytes(fd)
+                if here_bytes < self.queue[session]:
                     session.close()
 
     def _give_up(self, session: Client, silent_s: float) -> None:

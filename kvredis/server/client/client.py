@@ -8,7 +8,7 @@ here belong to the session alone: its parser, transport, gathered replies and le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from kvredis.server.protocol.replies import Reply
 from kvredis.server.protocol.request import Argument, ProtocolError
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from .blocked import Answer, Pending
     from .memory import Held
+
+NO_NAMES: Final = cast("set[Any]", frozenset())
+"""What a client watches or listens to that does neither, as most: who adds a name makes a set first."""
 
 
 class Client(Protocol):

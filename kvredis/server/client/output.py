@@ -59,6 +59,9 @@ PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 """What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
 
 
+NO_BACKLOG: Final[deque[Buffer]] = deque(maxlen=0)
+"""Of transports that lend, and before there is one."""
+
 KINDS: Final = ("tcp", "tls", "unix")
 """Of connections."""
 
@@ -98,7 +101,7 @@ class Outgoing(asyncio.BufferedProtocol):
         self._replies: list[Buffer] = []
         self._reply_bytes = 0
         self._lent: list[Lease] = []
-        self._backlog: deque[Buffer] = deque()  # only for transports that copy
+        self._backlog = NO_BACKLOG  # only for transports that copy
         self._stream: Iterator[Reply | Pending] | None = None  # the rest of a reply that is made as the client takes it
         self._pushes: list[bytes] = []
         self._push_bytes = 0
@@ -401,6 +404,8 @@ class Outgoing(asyncio.BufferedProtocol):
         self._transport = transport
         self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
         self._lends = self._lends and not encrypted
+        if not self._lends:
+            self._backlog = deque()
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
         transport.set_write_buffer_limits(high=1 if encrypted else 0)
         sock = transport.get_extra_info("socket")
@@ -434,7 +439,7 @@ class Outgoing(asyncio.BufferedProtocol):
             self._release()
         else:
             self.sending.end()  # its leases end with it
-        self._backlog.clear()
+        self._backlog = NO_BACKLOG
         self._unsent.clear()
         self._pushes.clear()
         self._push_bytes = 0

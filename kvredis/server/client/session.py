@@ -26,6 +26,7 @@ from kvredis.server.protocol.request import ARGUMENT_BYTES, Argument, ProtocolEr
 from kvredis.storage.entry import Lease, Reservation
 
 from .blocked import Answer, Pending
+from .client import NO_NAMES
 from .get_run import answer_gets
 from .memory import WATCHED_BYTES, Held
 from .output import REPLY_BYTES_HIGH, Outgoing
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ERROR: Final = ord("-")
+
+NO_COMMANDS: Final[Iterator[list[Argument]]] = iter(())
 
 
 class Session(Outgoing):
@@ -61,13 +64,13 @@ class Session(Outgoing):
         self.fetch: Callable[[bytes, int], bytes | Lease | None] = server.store.fetch
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
         self.transaction: Transaction | None = None
-        self.watching: set[tuple[int, bytes]] = set()
+        self.watching: set[tuple[int, bytes]] = NO_NAMES
         self.watch_broken = False  # a watched key has changed: EXEC will answer nil
-        self.watched_alive: set[tuple[int, bytes]] = set()
+        self.watched_alive: set[tuple[int, bytes]] = NO_NAMES
         """Those of the watched keys that were there: one that is gone has changed, even if no command saw it go."""
-        self.channels: set[bytes] = set()
-        self.patterns: set[bytes] = set()
-        self.shard_channels: set[bytes] = set()
+        self.channels: set[bytes] = NO_NAMES
+        self.patterns: set[bytes] = NO_NAMES
+        self.shard_channels: set[bytes] = NO_NAMES
         self.tracking: Tracking | None = None
         self.reply_mode = "on"
         self.observed = False  # a client wants to know of changes: keyspace events or client-side caches
@@ -84,7 +87,7 @@ class Session(Outgoing):
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._waiting_for_room = server.claims.queue
         self._low_water = LowWater()
-        self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
+        self._commands = NO_COMMANDS  # parsed and not yet run
         self._ended = self._may_run = False  # the client has sent its last byte; the plain way is open
 
     # ---- what handlers call --------------------------------------------------------------------------------------
