@@ -3,7 +3,7 @@
 Counts are exact, as LMCache's: a newcomer has one use, equals leave in the order in which they came to be equal. But
 LMCache counts for ever, so that a block which was hot once is never evicted again. Here every count is halved each time
 that room was made for AGE_TURNOVERS times as many blocks as there are: turnovers, not hours, since a cache that is not
-short of room has no reason to forget. On the traces of tests/storage/eviction/test_traces.py that hits as often as
+short of room has no reason to forget. On the traces of tests/storage/eviction/test_orders.py that hits as often as
 counting for ever does while the taste stays the same, and nearly twice as often once it has changed.
 
 Halving touches no entry. Equals are kept in *cohorts* that know their count, one to begin with for each count; halving

@@ -1,13 +1,16 @@
 """A store over a disk as an engine uses it: what memory has no room for comes back, whole and in order."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvredis.backends.base import Backend
 from kvredis.backends.local import LocalBackend
 
+from .conftest import Connect, small_store
+from .fake_server import FakeServer
 from .local_disk import (
     DRAIN_S,
     FIT,
@@ -21,6 +24,7 @@ from .local_disk import (
     stuck_disk,
     tiering_of,
 )
+from .tiered.layered_pair import open_layered
 from .verbs import content, keys_of, loaded, put
 
 
@@ -182,3 +186,28 @@ def test_a_load_overtakes_the_prefetch_of_the_same_blocks(backend: LocalBackend)
     assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
     assert prefetch.wait(DRAIN_S)
     assert promoted(backend) == 8
+
+
+# A block that memory will never hold: it is refused as ever, and whoever wonders why there are no hits is told.
+
+MEMORY = 32 << 20
+
+
+@pytest.mark.parametrize("kind", ["local", "remote", "layered"])
+def test_blocks_longer_than_all_of_memory_are_refused_and_the_log_says_so_once(
+    kind: str, fake: FakeServer, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds: dict[str, Callable[[], Backend]] = {
+        "local": lambda: LocalBackend(small_store(MEMORY)),
+        "remote": lambda: connect(fake.url),
+        "layered": lambda: open_layered(fake.url, blocks=MEMORY // (64 * 1024)),
+    }
+    with closing(kinds[kind]()) as backend:
+        assert put(backend, b"fits", bytes(1 << 20))
+        assert not caplog.records
+        assert backend.reserve(b"one", MEMORY) is None
+        assert backend.reserve(b"another", 2 * MEMORY) is None
+    told = (
+        f"a block of {MEMORY} bytes is longer than all of max_local_cpu_size ({MEMORY} bytes): none of them is stored"
+    )
+    assert [record.getMessage() for record in caplog.records] == [told]

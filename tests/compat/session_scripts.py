@@ -42,7 +42,7 @@ NOT_OURS = {
     *("eval", "eval_ro", "evalsha", "evalsha_ro", "fcall", "fcall_ro", "function", "script"),
     *("failover", "migrate", "psync", "replconf", "sync"),
 }
-"""Commands that we answer as unknown ones (tests/server/commands/test_command_table.py has the reasons)."""
+"""Commands that we answer as unknown ones (tests/server/commands/test_registry.py has the reasons)."""
 
 
 def wrong_arities() -> list[CommandLine]:

@@ -1,6 +1,6 @@
 """COMMAND INFO of every command we have, field by field, next to Debian's redis-server.
 
-Routers and proxies read key specifications and tips too; tests/server/commands/test_command_table.py holds the other
+Routers and proxies read key specifications and tips too; tests/server/commands/test_registry.py holds the other
 fields to Redis 7.2.
 """
 

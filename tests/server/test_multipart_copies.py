@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.client.test_copies import GROWTH_BYTES_MAX, LENGTH, ROUNDS, serving
+from tests.server.client.test_memory import GROWTH_BYTES_MAX, LENGTH, ROUNDS, serving
 from tests.server.feed import request
 from tests.server.live import LOOPS, pattern
 
