@@ -124,7 +124,7 @@ class Context:
         self.observed = False
         """A client wants to know of every change: keyspace events or client-side caches."""
         self.watches_every_command = False
-        """No command may take the plain way."""
+        """No command may take the fast path."""
         self.shutdown_wanted = asyncio.Event()
         self.save_on_exit = True
         """What memory holds shall be on disk when the process has ended (SHUTDOWN NOSAVE)."""
@@ -140,7 +140,7 @@ class Context:
         self.reconsider()
 
     def reconsider(self) -> None:
-        """Find out anew whether commands may take the plain way, and tell every session. To be called when a reason has
+        """Find out anew whether commands may take the fast path, and tell every session. To be called when a reason has
         come or gone: monitors, keyspace events, tracking clients, a pause, a threshold, a limit, a user's rights."""
         slow_ns = [self.slowlog.threshold_ns]
         if self.latency.threshold_ms:

@@ -21,9 +21,11 @@ from .commands import load_families
 from .config.reload import Reload
 from .config.settings import begin
 from .context import Context
+from .http import health
 from .http.auth import HttpAuth
-from .http.routes import routes as watching_routes
+from .http.page import page
 from .http.server import HttpServer
+from .metrics import prometheus
 from .options import ServerOptions as ServerOptions
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class Server(Context):
         self.reload = None if self.cluster is None else Reload(self, self.cluster)
         """For SIGHUP; None, as `cluster`, for a server that stands alone."""
         if options.metrics_port != 0:
-            self.http = HttpServer(options, watching_routes(self), HttpAuth(self))
+            routes = {**health.routes(self), **prometheus.routes(self), **page.routes(self)}
+            self.http = HttpServer(options, routes, HttpAuth(self))
         self.drain_s = DRAIN_S
         self._idle = IdleClients()
         self._tick: asyncio.TimerHandle | None = None

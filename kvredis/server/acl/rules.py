@@ -421,7 +421,7 @@ class User:
         self.name = name
         self.enabled = False
         self.nopass = False
-        self.skips_sanitizing = False  # kept and shown: payloads of RESTORE are checked for everybody
+        self.skips_sanitizing = False  # kept and shown: payloads of RESTORE are checked for every user
         self.passwords: list[bytes] = []
         """Their sha256 in hex."""
         self.root = Selector()

@@ -264,7 +264,7 @@ class Acl:
         return gone
 
     def set_requirepass(self, password: bytes) -> None:
-        """Give the default user this one password, or with b"" let everybody be it."""
+        """Give the default user this one password, or with b"" let every client be it."""
         self._requirepass = password
         self.default.apply_all(_password_rules(password))
 

@@ -2,9 +2,10 @@
 
 Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
 bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
-All values on their way together get a share of the arena, and who comes too late for it waits his turn unread, which
-TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time, which begins when they stop,
-also while the value waits for its turn: many writers that stall together cost the others one such time, not one each.
+All values on their way together get a share of the arena, and a client that comes too late for it waits its turn
+unread, which TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time from when they
+stop, also while the value waits for its turn: many writers that stall together cost the others one such time, not
+one each.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ LOOKED_AT_PART: Final = 10
 """How many clients that wait for their turn are looked at in a tenth of a second: so many, and at least a tenth."""
 
 SLOW_READER_S: Final = 5.0
-"""Who has not read for so long loses the blocks that are lent to him when they are all that could make room."""
+"""A client that has not read for so long loses the blocks lent to it when they are all that could make room."""
 
 
 # ---- blocked on spill ------------------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class Client(Protocol):
     # ---- what it can be asked
 
     def reconsider(self) -> None:
-        """Find out anew whether this client's commands may take the plain way, and what its parser allows."""
+        """Find out anew whether this client's commands may take the fast path, and what its parser allows."""
 
     def speak(self, resp: int) -> None:
         """Switch to RESP2 or RESP3."""
@@ -326,7 +326,7 @@ class Host(Protocol):
     body_timeout_s: float
 
     def reconsider(self) -> None:
-        """A reason has come or gone for commands not to take the plain way."""
+        """A reason has come or gone for commands not to take the fast path."""
 
 
 S_co = TypeVar("S_co", covariant=True)

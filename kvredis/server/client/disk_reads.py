@@ -1,9 +1,9 @@
 """Blocks that a command reads and that are on disk: its client waits for them here, in its place of the pipeline.
 
 Handlers know one memory. A command that reads values finds them there, because what the command names is brought in
-before it runs; who reads one value after the other and can wait in between (GET, MGET) asks here himself. A command
-that has waited runs again from its beginning, so that what has changed meanwhile is seen. The blocks are held until
-it has run.
+before it runs; a handler that reads value after value and can wait in between (GET, MGET) asks here itself. A command
+that has waited runs again from its beginning, so that what has changed meanwhile is seen. The blocks are held until it
+has run.
 
 When there is no room for them, all of it being lent or written to, the client waits a bounded time. Then a command
 that only reads finds nothing, which is a miss, and one that would change a value is refused: it must not take what

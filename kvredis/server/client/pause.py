@@ -38,7 +38,7 @@ class Pause:
         self._server.reconsider()
 
     def end(self) -> None:
-        """Let everybody go on, in the order in which they were stopped."""
+        """Let all clients go on, in the order in which they were stopped."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -183,7 +183,7 @@ def _spoken(session: Caller, reply: A, was: str = "", lent: int = 0) -> A | byte
 
 
 def call(session: Caller, command: Command, args: list[Argument]) -> Answer:
-    """Run a command that may run, and tell everybody who wants to know of it; EXEC does so for each that was queued."""
+    """Run a command that may run, and tell monitors, slow log, caches and watchers; EXEC does so for each."""
     server = session.server
     began_ns = perf_counter_ns()
     try:
@@ -231,7 +231,7 @@ GETS: Final = (b"GET", b"get")
 
 def answer_gets(session: Caller, commands: list[list[Argument]], replies: list[Buffer], began_ns: int) -> int:
     """Take the GETs off the front of `commands` that can be answered at once, append their replies, and enter them into
-    the statistics; returns since when (ns) what comes next runs. For clients whose commands take the plain way."""
+    the statistics; returns since when (ns) what comes next runs. For clients whose commands take the fast path."""
     store = session.store
     if natively is None or commands[0][0] not in GETS or session.fetch != store.fetch:
         return began_ns

@@ -131,7 +131,7 @@ class Session(asyncio.BufferedProtocol):
         self.waiting: Blocked | None = None
         """What this client waits for; until then nothing of it is run."""
         self.close_after_reply = self._ended = False  # the latter: the client has sent its last byte
-        self._may_run = False  # the plain way is open
+        self._may_run = False  # the fast path is open
         self._is_behind = False  # the transport keeps a rest that the client has not taken
         self._paused = False  # nothing is run or read for this client until the rest has gone
         self._stream: Iterator[Reply | Blocked] | None = None  # the rest of a reply that is made as the client takes it
@@ -152,7 +152,7 @@ class Session(asyncio.BufferedProtocol):
     # ---- what handlers call --------------------------------------------------------------------------------------
 
     def reconsider(self) -> None:
-        """Find out anew whether this client's commands may take the plain way, and what its parser allows."""
+        """Find out anew whether this client's commands may take the fast path, and what its parser allows."""
         server, parser = self.server, self._parser
         parser.authenticated = self.authenticated
         parser.bulk_bytes_max = server.bulk_bytes_max
@@ -378,7 +378,7 @@ class Session(asyncio.BufferedProtocol):
         self.reads += 1
         replies, checks, serves = self._replies, self._checks, None
         current: Command | None = None
-        handler: Handler | None = None  # of `current`, unless its calls need care
+        handler: Handler | None = None  # of `current`, unless its calls go through process_command
         argc = calls = 0
         self._writes_before = self.store.writes
         began_ns = perf_counter_ns()

@@ -47,7 +47,7 @@ class TrackingTable:
         self.keys_max = KEYS_MAX_DEFAULT
         """0 is no bound but that of memory."""
         self.clients: dict[int, Client] = {}
-        """Everyone whose tracking is on."""
+        """Every client whose tracking is on."""
         self.prefixes: dict[bytes, dict[int, Client]] = {}
         """Who is told of changes to keys that begin so."""
         self._server = server
@@ -143,7 +143,7 @@ class TrackingTable:
             self._tell_readers(key, readers, by)
 
     def flushed(self) -> None:
-        """Every key of a database, or of all, goes: everyone is told to forget everything, and so does the table."""
+        """Every key of a database, or of all, goes: every client is told to forget all, and so does the table."""
         self._clear()
         for session in list(self.clients.values()):
             self._send(session, None)

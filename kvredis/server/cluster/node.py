@@ -58,7 +58,7 @@ class Cluster:
             for name, command in SPELLINGS.items()
             if command.keys[0] and command.plain
         }
-        """What the session's plain way asks before it runs a command, by the name of the command."""
+        """What the session's fast path asks before it runs a command, by the name of the command."""
 
     def read(self) -> tuple[Topology, Node]:
         """What the file says now, and which node of it we are. ConfigError as above; nothing has changed then."""

@@ -73,7 +73,7 @@ def match(session: Caller, args: list[bytes]) -> Reply:
 )
 def meta(session: Caller, args: list[bytes]) -> Reply:
     """nil without the key; the tensor facts are nil for a value that is no safetensors file, and for one on disk
-    alone: who looks around must not move what he sees. Of this the checksum is the record's, xxh3-128."""
+    alone: a look around must not move what it sees. Of this the checksum is the record's, xxh3-128."""
     entry = session.store.find(args[1], session.space)
     if entry is None:
         return session.nil

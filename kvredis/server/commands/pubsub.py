@@ -90,7 +90,7 @@ class PubSub:
     # ---- publishing ----------------------------------------------------------------------------------------------
 
     def publish(self, channel: bytes, message: bytes) -> int:
-        """Send `message` to everyone who listens to `channel`, by name or by pattern; returns how often it was sent."""
+        """Send `message` to every client that listens to `channel`, by name or pattern; returns to how many."""
         sent = _send(self.channels.get(channel), b"message", channel, message)
         if self.patterns:
             fitting = [pattern for pattern, fits in self._fits.items() if fits(channel)]

@@ -49,8 +49,8 @@ class Command:
     access: what the command does with its keys, in the words of Redis' key specifications; `|` stands between what it
         does with the first and with the second; `notes`: what Redis says of it beside that.
     syntax: the arguments in the notation of Redis' help; COMMAND DOCS is made from it.
-    plain: how many arguments a call may have that takes the session's plain way: short, O(1), without subcommand,
-        and of no concern to the connection or other clients. All other calls need care.
+    plain: how many arguments a call may have that takes the session's fast path: short, O(1), without subcommand,
+        and of no concern to the connection or other clients. All other calls go through process_command.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""HTTP on metrics_port: the server, who may see what, routes and health. The server imports it."""
+"""HTTP on metrics_port: the server, who may see what, health and the page. The server imports it."""

@@ -1,9 +1,9 @@
 """The HTTP server on metrics_port: small answers for monitoring systems, probes and the page, on the server's own loop.
 
 h11 knows the protocol; what is here is who may take how much of the server meanwhile. A head has a bound in bytes and
-in time, a body is refused, an answer that is not taken is given up, and when all places are taken the one who has been
-silent for longest gives up his. Requests of one connection are answered one after the other, and while one is being
-answered nothing more is read.
+in time, a body is refused, an answer that is not taken is given up, and when all places are taken the client that has
+been silent for longest gives up its own. Requests of one connection are answered one after the other, and while one is
+being answered nothing more is read.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ class LocalStream(Protocol):
 
 
 class Splicing:
-    """Who may have his replies spliced, the pipes for it, and what is held for those who have not received."""
+    """Which clients' replies may be spliced, the pipes for it, and what is held until clients have received it."""
 
     def __init__(self, server: Host) -> None:
         self.stats = server.stats

