@@ -8,13 +8,6 @@ from tests.server.fake_session import FakeSession, make_server
 
 
 @pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
-
-
-@pytest.fixture
 def guarded() -> Iterator[FakeSession]:
     """A session of a server with a password."""
     server = make_server(requirepass="secret")

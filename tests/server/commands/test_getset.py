@@ -1,24 +1,14 @@
 """Commands that read and change at once, and those that set several keys or none: every payload ends well."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM, bulk, received, run
 from tests.server.live import LiveServer, pattern, run_on
 
 VALUE = b"v" * LARGE
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    assert server.store.reserved_bytes == server.store.retired_bytes == server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 def test_a_received_payload_is_published_by_each_command_that_takes_one(session: FakeSession) -> None:

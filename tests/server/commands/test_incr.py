@@ -1,25 +1,15 @@
 """INCR and its kin, and the arithmetic of a long double behind INCRBYFLOAT."""
 
 import random
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
 
 from kvredis.server.commands.compat.long_double import TEXT_BYTES_MAX, add, parse, printed, rounded
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 
 NOT_AN_INTEGER = b"-ERR value is not an integer or out of range\r\n"
 OVERFLOW = b"-ERR increment or decrement would overflow\r\n"
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    assert server.store.reserved_bytes == server.store.retired_bytes == server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 def test_a_counter_begins_at_nothing_and_keeps_its_end(session: FakeSession) -> None:

@@ -1,6 +1,5 @@
 """APPEND and SETRANGE where values are large: who reads keeps the old bytes, and what finds no room changes nothing."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,19 +10,10 @@ from kvredis.storage.entry import INLINE_BYTES_MAX, Lease
 from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM, bulk
 
 TOO_LONG = b"-ERR string exceeds maximum allowed size (proto-max-bulk-len)\r\n"
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    assert server.store.reserved_bytes == server.store.retired_bytes == server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 @pytest.mark.parametrize("length", [0, 1, INLINE_BYTES_MAX - 4, INLINE_BYTES_MAX - 3, INLINE_BYTES_MAX, LARGE])
