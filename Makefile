@@ -48,7 +48,7 @@ gpu-check: $(if $(SITE),,$(VENV)/vllm.stamp)
 	PYTHONPATH=$${PYTHONPATH:-$(CURDIR)} $(if $(SITE),$(PYTHON),$(BIN)/python) scripts/gpu_check.py \
 	    $(if $(SITE),--site $(SITE)) $(CHECK)
 
-# The same of SGLang, within 5 minutes, which PYTHON or SITE has (scripts/gpu_check_sglang.py). CHECK="--pages 64 --door url"
+# The same of SGLang, within 7 minutes, which PYTHON or SITE has (scripts/gpu_check_sglang.py). CHECK="--pages 64 --door url"
 # asks for a part of it, or for another way.
 gpu-check-sglang:
 	PYTHONPATH=$${PYTHONPATH:-$(CURDIR)} $(PYTHON) scripts/gpu_check_sglang.py $(if $(SITE),--site $(SITE)) $(CHECK)

@@ -1,9 +1,8 @@
-"""`kvredis bench links`: how fast does KV go between this host's memory and its GPUs, and between GPUs?
-
-It is what a load or a store cannot be faster than. With torch: the copy engines, one way and both at once, page-locked
-memory, which a GPU copies by itself, and pageable memory, which the driver copies; GPUs that reach one another's memory
-directly, others through the CPU's. Every copy is compared in full, on the CPU. torch is imported when a GPU is looked
-for, not before.
+"""How fast do bytes go between this host's memory and its GPUs, and between GPUs? `kvredis bench links` says what no
+load and no store can be faster than. With torch: the copy engines, one way and both at once, page-locked memory, which
+a GPU copies by itself, and pageable memory, which the driver copies; GPUs that reach one another's memory directly,
+others through the CPU's. Every copy is compared in full, on the CPU. torch is imported when a GPU is looked for, not
+before.
 
 The file, kvredis.bench.links/1, has beside what every result has
     gpus       their names        peers   which GPU reaches which one's memory

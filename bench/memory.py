@@ -1,8 +1,7 @@
-"""`kvredis bench memory`: how fast are blocks copied inside one process, and by which means?
-
-It is why the store copies with streaming stores of its own, where memmove, or an index of torch, would do. All arms
-move the same batches of random blocks between the same two mappings (core/blocks.py), in turns beside T0, torch's plain
-copy of one block after the other, which runs before and behind them in each repeat. Every byte is compared.
+"""How fast are blocks copied inside one process, and by which means? `kvredis bench memory` is why the store copies
+with streaming stores of its own, where memmove, or an index of torch, would do. All arms move the same batches of
+random blocks between the same two mappings (core/blocks.py), in turns beside T0, torch's plain copy of one block after
+the other, which runs before and behind them in each repeat. Every byte is compared.
 
 The file, kvredis.bench.memory/1, has beside what every result has
     torch    its version

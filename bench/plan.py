@@ -1,4 +1,5 @@
-"""What a cache can be worth before there is one: sizes, break-even and verdicts from a shape and a few speeds. No I/O.
+"""What can a cache be worth before there is one? `kvredis plan` answers from a shape and a few speeds: sizes,
+break-even and verdicts.
 
 A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n / prefill_rate to compute. So
 

@@ -1,4 +1,5 @@
-"""`kvredis bench slow-remote`: what a cache costs behind a link that is slower than computing, and gains on a fast one.
+"""What does a cache cost behind a link that is slower than computing, and does it notice when the link is fast again?
+`kvredis bench slow-remote` answers for loading everything and for `min_retrieve_tokens: auto`.
 
 A real server behind a proxy that throttles both ways (core/throttle.py). Three arms answer the same prompts, all of
 which are stored: `none` computes, `plain` loads what it finds, `auto` decides (min_retrieve_tokens = auto). Then the

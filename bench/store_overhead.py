@@ -1,9 +1,10 @@
-"""`kvredis bench store-overhead`: what storing costs an engine that prefills, and how long it takes to be over.
+"""What does storing cost an engine that prefills, and how long until it is over? `kvredis bench store-overhead` asks so
+of each tier, by the size of the engine's steps.
 
-Different prompts are prefilled in steps of `budget` tokens; the chunks that a step has completed are handed to a
-CacheEngine, as a connector would. What a tier costs is the loss of prompts per second against none in the same repeat,
-and the time that a step takes at its 99th percentile. Every chunk is read back by a fresh engine after the drain, and
-compared.
+Different prompts are prefilled in steps of `budget` tokens; the chunks that a step has completed are handed to
+CacheEngine.store_later, as a connector would: a thread of the cache's copies while the next step computes. What a tier
+costs is the loss of prompts per second against none in the same repeat, and the time that a step takes at its 99th
+percentile. Every chunk is read back by a fresh engine after the drain, and compared.
 
 Tiers
     none     nothing is stored
@@ -11,17 +12,13 @@ Tiers
     disk     the same with room for half, above a disk; the drain ends when all is on the disk
     remote   a kvredis serve process over TCP; the drain ends when the server has answered for all
     lane     the same through shared memory
-Ways
-    now      CacheEngine.store: the engine's thread waits for the copy out of its tensors
-    later    CacheEngine.store_later: a thread of the cache's copies while the next step computes
 Compute
     sleep:R  a step takes tokens / R seconds from its beginning, asleep: the accelerator is busy and the CPU is not
     model    a model of the shape with random weights, on a GPU; without one a tiny model on the CPU, which `notes` says
 
 The file, kvredis.bench.store_overhead/1, has beside what every result has
-    rows     tier, way ("" of none), budget, samples, their medians, `kept` of the worst; `ratio`, `ratio_drained` and
-             `step_p99_ratio` are to tier `none` of the same repeat and budget
-    gate     judges `later` where it was measured, else `now`
+    rows     tier, budget, samples, their medians, `kept` of the worst; `ratio`, `ratio_drained` and `step_p99_ratio`
+             are to tier `none` of the same repeat and budget
 """
 
 from __future__ import annotations
@@ -69,8 +66,6 @@ if TYPE_CHECKING:
 SCHEMA: Final = "kvredis.bench.store_overhead/1"
 NONE, CPU, DISK, REMOTE, LANE = "none", "cpu", "disk", "remote", "lane"
 TIERS: Final = (NONE, CPU, DISK, REMOTE, LANE)
-NOW, LATER = "now", "later"
-WAYS: Final = (NOW, LATER)
 WIDE_BUDGET: Final = 1024
 WIDE_LEAST: Final = 0.97
 """Of the prompts per second without a cache, with steps of 1,024 tokens or more."""
@@ -94,9 +89,9 @@ class StoreOverheadResult(Result):
     rows: list[Row]
 
 
-def row_of(tier: str, way: str, budget: int) -> Row:
+def row_of(tier: str, budget: int) -> Row:
     """Give a row without samples."""
-    return {"tier": tier, "way": way, "budget": budget, "samples": []}
+    return {"tier": tier, "budget": budget, "samples": []}
 
 
 def conclude(rows: list[Row]) -> None:
@@ -119,11 +114,9 @@ def store_overhead_gate(rows: list[Row]) -> list[GateLine]:
     """Judge every line; a figure that is missing does not pass."""
     judged = []
     stored = [row for row in rows if row["tier"] != NONE]
-    ways = {tier: {row["way"] for row in stored if row["tier"] == tier} for tier in TIERS}
     for row in stored:
-        if row["way"] == (LATER if LATER in ways[row["tier"]] else NOW):
-            least = WIDE_LEAST if row["budget"] >= WIDE_BUDGET else NARROW_LEAST
-            judged.append(gate_line(f"{_name(row)}, {row['budget']} tokens", f">= {least:.2f}x", row["ratio"]))
+        least = WIDE_LEAST if row["budget"] >= WIDE_BUDGET else NARROW_LEAST
+        judged.append(gate_line(f"{row['tier']}, {row['budget']} tokens", f">= {least:.2f}x", row["ratio"]))
     if stored:
         judged.append(gate_line("least share that came back", ">= 1.00x", min(row["kept"] for row in stored)))
     return judged
@@ -146,7 +139,7 @@ def table_lines(result: StoreOverheadResult) -> Iterator[str]:
     yield from result["notes"]
     for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
         columns: list[Column] = [
-            (f"{budget} tokens a step", _name, ""),
+            (f"{budget} tokens a step", "tier", ""),
             ("QPS", "qps", ".3f"),
             ("x none", "ratio", ".3f"),
             ("least to most", ("ratio_min", "ratio_max"), ".3f"),
@@ -169,16 +162,12 @@ def table_lines(result: StoreOverheadResult) -> Iterator[str]:
     yield from gate_lines(result["gate"], "medians of paired ratios of QPS, without the drain")
 
 
-def _name(row: Row) -> str:
-    return f"{row['tier']} {row['way']}".rstrip()
-
-
 def picture(raw: Mapping[str, Any], path: Path) -> None:
     """Draw the ratios against the budget into the PNG `path`."""
     result = cast(StoreOverheadResult, raw)
     stored, options = [row for row in result["rows"] if row["tier"] != NONE], result["options"]
     panels = [
-        LinePanel(title, series_of(stored, _name, "budget", figure), across="tokens a step", sizes=False)
+        LinePanel(title, series_of(stored, "tier", "budget", figure), across="tokens a step", sizes=False)
         for title, figure in (
             ("QPS without the drain / none", "ratio"),
             ("QPS with the drain / none", "ratio_drained"),
@@ -207,7 +196,6 @@ class StoreOverheadPlan:
 
     shape: ModelShape = field(default_factory=lambda: SHAPES["3b"])
     tiers: tuple[str, ...] = TIERS
-    ways: tuple[str, ...] = WAYS
     budgets: tuple[int, ...] = BUDGETS
     prompts: int = 4
     prompt_tokens: int = 8192
@@ -226,9 +214,9 @@ class StoreOverheadPlan:
         chunks = self.prompts * self.shape.block_bytes(self.whole_tokens)
         return chunks + max(chunks // FREE_PART, MEMORY_MIN_BYTES)
 
-    def arms(self) -> list[tuple[str, str]]:
-        """Give (tier, way) of each arm; none has no way, and is always there."""
-        return [(NONE, ""), *((tier, way) for tier in self.tiers if tier != NONE for way in self.ways)]
+    def arms(self) -> list[str]:
+        """Give the tiers; none is always there."""
+        return [NONE, *(tier for tier in self.tiers if tier != NONE)]
 
     def steps(self) -> int:
         """Give how often `run` calls its progress."""
@@ -348,17 +336,17 @@ class Bench:
             for start in range(0, self._plan.prompt_tokens, budget):
                 self._compute.step(start, min(start + budget, self._plan.prompt_tokens))
 
-    def sample(self, tier: str, way: str, budget: int, repeat: int) -> Sample:
+    def sample(self, tier: str, budget: int, repeat: int) -> Sample:
         """Prefill every prompt, drain, and read back. Raises VerificationError at a wrong byte."""
         if tier == NONE:
-            seconds, steps_s = self._prefill(None, way, budget)
+            seconds, steps_s = self._prefill(None, budget)
             return self._told(repeat, seconds, steps_s)
         with Shelf(tier, self._plan, self._server if tier in (REMOTE, LANE) else None) as shelf, ExitStack() as stack:
             engine = shelf.engine()
             stack.callback(engine.close)
             engine.lookup(self._prompts[0])  # connected, as that of a process that has run
             wait_locked()  # a driver that page-locks memory keeps launches waiting
-            seconds, steps_s = self._prefill(engine, way, budget)
+            seconds, steps_s = self._prefill(engine, budget)
             drain_s, fresh = shelf.drained(engine)
             stack.callback(fresh.close)
             sample = self._told(repeat, seconds, steps_s, drain_s)
@@ -366,12 +354,9 @@ class Bench:
             sample["kept"] = self._read_back(fresh)
         return sample
 
-    def _prefill(self, engine: CacheEngine | None, way: str, budget: int) -> tuple[float, list[float]]:
+    def _prefill(self, engine: CacheEngine | None, budget: int) -> tuple[float, list[float]]:
         """Give the seconds of all, and of each step with the handing over that follows it."""
         plan, compute, steps_s = self._plan, self._compute, []
-        store: Any = None
-        if engine is not None:
-            store = engine.store_later if way == LATER else engine.store
         began_s = step_began_s = time.perf_counter()
         for number, tokens in enumerate(self._prompts):
             kv, stored = compute.kv(number), 0
@@ -380,8 +365,8 @@ class Bench:
                 stop = min(start + budget, plan.prompt_tokens)
                 compute.step(start, stop)
                 whole = stop // plan.chunk_tokens * plan.chunk_tokens
-                if store is not None and whole > stored:
-                    store(tokens[:whole], kv)
+                if engine is not None and whole > stored:
+                    engine.store_later(tokens[:whole], kv)
                     stored = whole
                 now_s = time.perf_counter()
                 steps_s.append(now_s - step_began_s)
@@ -441,16 +426,16 @@ def run(plan: StoreOverheadPlan, progress: Progress) -> StoreOverheadResult:
             size = ("--max-local-cpu-size", f"{plan.memory_bytes // MIB}MB")
             server = stack.enter_context(ServerProcess(kvredis_recipe("store-overhead", *size), "tcp"))
         bench = Bench(plan, server)
-        rows_of_arms = [row_of(tier, way, budget) for budget in plan.budgets for tier, way in arms]
+        rows_of_arms = [row_of(tier, budget) for budget in plan.budgets for tier in arms]
         result = StoreOverheadResult(**new_result(SCHEMA, plan.options(), notes), rows=rows_of_arms)
         bench.warm_up()
         result["notes"] += bench.notes
-        rows = {(row["tier"], row["way"], row["budget"]): row for row in result["rows"]}
+        rows = {(row["tier"], row["budget"]): row for row in result["rows"]}
         for repeat in range(plan.repeats):
             for budget in plan.budgets:
-                for tier, way in rotated(arms, repeat):
-                    progress(f"{tier} {way}, {budget} tokens a step")
-                    rows[tier, way, budget]["samples"].append(bench.sample(tier, way, budget, repeat))
+                for tier in rotated(arms, repeat):
+                    progress(f"{tier}, {budget} tokens a step")
+                    rows[tier, budget]["samples"].append(bench.sample(tier, budget, repeat))
         result["verified_bytes"] = bench.verified_bytes
     conclude(result["rows"])
     result["gate"] = store_overhead_gate(result["rows"])

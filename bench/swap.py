@@ -1,9 +1,10 @@
-"""`kvredis bench swap`: a prompt's KV between an engine's pages and the host, as part of what PCIe gives.
+"""How much of what PCIe gives does a prompt's KV get between an engine's pages and the host? `kvredis bench swap` moves
+it by three ways, alone, beside a prefill and beside an engine's own copies.
 
-One task moves random pages out to blocks of page-locked memory, or back in: by one cudaMemcpyAsync for each layer,
-page and K/V, as engines began; gathered by torch's index operations; and as kvredis does it. The link is measured in
-the same repeat. On the GPU a real prefill may run beside it, and an engine's own copies. Every byte is compared, each
-time, where the KV is.
+One task moves random pages out to blocks of page-locked memory, or back in: by one cudaMemcpyAsync for each layer, page
+and K/V, as engines began; gathered by torch's index operations; and as kvredis does it. The link is measured in the
+same repeat. On the GPU a real prefill may run beside it, and an engine's own copies. Every byte is compared, each time,
+where the KV is.
 
 GB = 1e9 bytes of KV, moved once. `seconds` is from the call until the last byte is there, wall clock, with nothing else
 on the GPU. `percent` is of the link in the same repeat: the faster of one copy of page-locked memory and of a row of

@@ -266,8 +266,8 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.request_shutdown)
-        if server.reread is not None:
-            loop.add_signal_handler(signal.SIGHUP, server.reread.ask)
+        if server.reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, server.reload.ask)
             hold_sighup(held=False)
         if server.http is not None:
             click.echo("Metrics on " + ", ".join(server.http.urls))
@@ -277,7 +277,7 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         warming.after_ready()
         await server.shutdown_wanted.wait()
         notify("STOPPING=1", "STATUS=Letting transfers under way come to their end")
-        if server.reread is not None:
+        if server.reload is not None:
             hold_sighup(held=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from kvredis.server.client.blocked import tell_loop
 from kvredis.server.http import health
-from kvredis.server.http.server import HttpDoor
+from kvredis.server.http.server import HttpServer
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import KVRedisError
 
@@ -26,7 +26,7 @@ class StartingDoor:
     when that cannot be had: better now than when the disk has been read."""
 
     def __init__(self, options: ServerOptions) -> None:
-        self._door = None if options.metrics_port <= 0 else HttpDoor(options, health.starting(), lambda *_: None)
+        self._http = None if options.metrics_port <= 0 else HttpServer(options, health.starting(), lambda *_: None)
         self._opened = threading.Event()
         self._failed: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -34,7 +34,7 @@ class StartingDoor:
         self._thread = threading.Thread(target=self._run, name="kvredis-starting", daemon=True)
 
     def __enter__(self) -> "StartingDoor":
-        if self._door is not None:
+        if self._http is not None:
             self._thread.start()
             self._opened.wait()
             if isinstance(self._failed, OSError):  # of the port, or of a loop that could not be made
@@ -66,9 +66,9 @@ class StartingDoor:
             self._opened.set()
 
     async def _serve(self) -> None:
-        assert self._door is not None
-        self._door.open()
+        assert self._http is not None
+        self._http.open()
         self._loop = asyncio.get_running_loop()
         self._opened.set()
         await self._ended.wait()
-        await self._door.close()
+        await self._http.close()

@@ -23,7 +23,7 @@ class Figure(NamedTuple):
     words: str
 
 
-STORING = "store-overhead --tier none,cpu,remote,lane,disk --way later --compute model"
+STORING = "store-overhead --tier none,cpu,remote,lane,disk --compute model"
 FIGURES = {
     "swap": Figure(200, "swap --repeats 7"),
     "swap-prefill": Figure(120, "swap --shape 8b --chunk-tokens 256 --repeats 9 --beside-prefill"),

@@ -12,6 +12,7 @@ FLOORS = {"storage": 1, "backends": 2, "server": 3, "adapters": 3, "bench": 4, "
 LINKED_ROOMS = ("storage", "backends", "bench", "cli")
 DOOR_NAMES = {"CacheEngine": "adapters", "ChunkLayout": "adapters", "Config": "backends"}
 LINES_MAX = 800
+LONGER_SAID = "More than 800 lines: "  # and why
 FUNCTION_LINES_MAX = 75
 LONGER_FUNCTIONS = {("kvredis/server/client/session.py", "buffer_updated")}  # the hot path, where each call costs
 
@@ -216,7 +217,8 @@ def test_the_rooms_at_the_root_are_linked_into_the_package() -> None:
 def test_a_file_says_why_it_exists_and_fits_in_the_head() -> None:
     assert [name_of(path) for path in ALL_FILES if not ast.get_docstring(parse(path))] == []
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in ALL_FILES}
-    assert {name: lines for name, lines in lengths.items() if lines > LINES_MAX} == {}
+    longer = {name for name, lines in lengths.items() if lines > LINES_MAX}
+    assert {name for name in longer if LONGER_SAID not in (ROOT / name).read_text(encoding="utf-8")[:4000]} == set()
 
 
 def long_functions(path: Path) -> set[tuple[str, str]]:

@@ -9,11 +9,11 @@ import queue
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
 from .errors import BenchError
-from .servers import end_child
 
 STOP_S: Final = 30.0
 _LOG_BYTES_SHOWN: Final = 2500
@@ -71,9 +71,21 @@ class LineProcess:
             return
         assert process.stdout is not None
         assert self._reader is not None
-        end_child(process, STOP_S)
+        self._end(process)
         self._reader.join()
         process.stdout.close()
+
+    @staticmethod
+    def _end(process: subprocess.Popen[str]) -> None:
+        """End it by closing its standard input, and after a while by force."""
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, with a line unread
+            process.stdin.close()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     @property
     def pid(self) -> int:
@@ -96,8 +108,15 @@ class LineProcess:
         except BrokenPipeError:
             raise self._ended() from None
 
+    def finish(self) -> None:
+        """Send no more requests: the process ends its work, and may have something to say of it."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended
+            self._process.stdin.close()
+
     def answer(self, within_s: float | None = None) -> dict[str, Any]:
-        """Give the answer to the oldest request that has none yet."""
+        """Give the answer to the oldest request that has none yet, or what the process says without one."""
         try:
             line = self._answers.get(timeout=within_s)
         except queue.Empty:

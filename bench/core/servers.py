@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypedDict
+from typing import Literal, Protocol, Self, TypedDict
 
 import kvredis
 from kvredis.backends.config.url import Address
@@ -44,6 +43,8 @@ READY_WAIT_S = 60.0
 STOP_WAIT_S = 10.0
 _START_TRIES = 3  # another process may take the free port between our look and the server's bind
 _LOG_BYTES_SHOWN = 2000
+_LEAST_MIB = 256
+"""memcached takes no values of 64 MiB, which our recipe allows, with less than twice that."""
 _INFO_KEYS = ("redis_version", "multiplexing_api", "maxmemory", "maxmemory_policy", "mem_allocator")
 
 
@@ -105,6 +106,22 @@ def kvredis_recipe(name: str, *flags: str) -> Recipe:
     return replace(
         RECIPES["kvredis"], name=name, arguments=lambda at, folder: [*_kvredis_arguments(at, folder), *flags]
     )
+
+
+def roomy(recipe: Recipe, nbytes: int, *flags: str, disk: bool = False) -> Recipe:
+    """Give a server memory for `nbytes`, and with `disk` as much of that; `flags` are kvredis'. The last flag of a name
+    counts for all of them."""
+    plain, mib = recipe.arguments, max(_LEAST_MIB, -(-nbytes // 1024**2))
+
+    def sized(folder: Path) -> list[str]:
+        if recipe.program == "redis-server":
+            return ["--maxmemory", f"{mib}mb"]
+        if recipe.program == "memcached":
+            return ["-m", str(mib)]
+        own = ["--max-local-cpu-size", f"{mib}MB", *flags]
+        return own + (["--local-disk", str(folder / "disk"), "--max-local-disk-size", f"{mib}MB"] if disk else [])
+
+    return replace(recipe, arguments=lambda at, folder: [*plain(at, folder), *sized(folder)])
 
 
 def _first_line(*command: str) -> str:
@@ -289,18 +306,6 @@ def child_environment(environment: Mapping[str, str], home: Path | None = None) 
     kept = {key: value for key, value in environment.items() if not key.startswith(("LMCACHE_", "KVREDIS_"))}
     first = str(home or Path(kvredis.__file__).absolute().parent.parent)
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, [first, kept.get("PYTHONPATH", "")]))}
-
-
-def end_child(process: subprocess.Popen[Any], wait_s: float) -> None:
-    """End a child that works off its standard input: by closing that, and after `wait_s` by force."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended, with a line unread
-        process.stdin.close()
-    try:
-        process.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def process_cpu_s(pid: int) -> float:

@@ -2,27 +2,25 @@
 
 A process of its own, since a thread would take turns with the client that is measured:
 `python -m kvredis.bench.core.throttle HOST PORT` prints the port of 127.0.0.1 where it listens, and then reads lines
-from its standard input: bytes per second for each direction, all connections together, 0 for as many as there are. It
-answers each with the same line, and ends with the input.
+of JSON from its standard input: `bytes_per_s` for each direction, all connections together, 0 for as many as there are.
+It answers each with the same line, and ends with the input.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
-from typing import Final
+from typing import Final, Self
 
 from kvredis.backends.config.url import Address
 
-from .errors import BenchError
-from .servers import child_environment, end_child
+from .line_process import LineProcess
+from .servers import READY_WAIT_S, child_environment
 
-STOP_WAIT_S: Final = 10.0
 _SLICE_BYTES: Final = 64 * 1024
 """What is passed on at a time on a slow link: about a millisecond of 50 MB/s."""
 _LATE_S: Final = 0.005
@@ -61,60 +59,27 @@ class Link:
             time.sleep(wait_s)
 
 
-class Throttle:
+class Throttle(LineProcess):
     """The proxy before the TCP server at `address`, without a limit at first. Use it in a with-block."""
 
     def __init__(self, address: Address) -> None:
-        self._server = address
-        self._process: subprocess.Popen[str] | None = None
+        command = [sys.executable, "-m", __spec__.name, address.host, str(address.port)]
+        super().__init__("the throttling proxy", command, child_environment(os.environ))
         self.address = Address(port=0)
 
-    def __enter__(self) -> Throttle:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, self._server.host, str(self._server.port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(os.environ),
-            start_new_session=True,  # Ctrl-C reaches the bench, which then stops it in order
-        )
+    def __enter__(self) -> Self:
+        super().__enter__()
         try:
-            self.address = Address(host="127.0.0.1", port=int(self._answer() or 0))
-            if not self.address.port:
-                raise BenchError("the throttling proxy did not start")
+            self.address = Address(host="127.0.0.1", port=self.answer(READY_WAIT_S)["port"])
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def limit(self, bytes_per_s: float) -> None:
         """Pass on so many bytes a second from now on, each way; 0: as many as there are."""
-        assert self._process is not None, "the proxy is not running"
-        assert self._process.stdin is not None
-        line, answer = f"{bytes_per_s}\n", ""
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-            answer = self._answer()
-        if answer != line:
-            raise BenchError("the throttling proxy has ended")
-
-    def stop(self) -> None:
-        """End the process; idempotent."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdout is not None
-        end_child(process, STOP_WAIT_S)
-        process.stdout.close()
-
-    def _answer(self) -> str:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
+        self.tell({"bytes_per_s": bytes_per_s})
+        self.answer(READY_WAIT_S)
 
 
 def _pass_on(source: socket.socket, target: socket.socket, link: Link) -> None:
@@ -159,10 +124,10 @@ def main(host: str, port: str) -> None:
     links = (Link(), Link())
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(listener, (host, int(port)), links), daemon=True).start()
-    print(listener.getsockname()[1], flush=True)
+    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
     for line in sys.stdin:
         for link in links:
-            link.limit(float(line))
+            link.limit(json.loads(line)["bytes_per_s"])
         print(line, end="", flush=True)
 
 

@@ -1,29 +1,19 @@
-"""One client of a server with a disk tier: it stores values that it can tell apart, gets them, and asks what moved.
+"""How long does a client wait for a block that is on disk, and do others feel it when blocks are spilled? GETs of one
+client, and PINGs beside a process that SETs flat out.
+
+GETs: one request in flight, one server whose arena holds a third of the keys. Keys are asked for in the order in which
+they were stored, over and over, so the policy has always let go of the next one. For each block: one preadv of a
+record's length from a segment file into this process, GET of the block from disk, and GET of it again, now from memory.
+INFO (tier_promoted) says whether the first GET really read the disk; else the block does not count. Then as many blocks
+are prefetched as half the arena holds, and all of them are asked for twice in the same order.
+
+PINGs: every millisecond, alone and beside the load, which is a process (this file as a program: `URL SIZE KEYS`), since
+a thread would make them wait for the GIL. It stores every key once, says so, goes on until its standard input closes,
+says that it has stopped, gets every key back and compares it in full, and prints a line of JSON. The same load goes to
+a kvredis without a disk: what both have in common is the price of taking in so many bytes.
 
 Values are slices of one random mapping, a page apart, so any two differ from their first bytes on and a thousand of
 them need the memory of one. Which slice a key holds is known from its number and the pass in which it was stored.
-
-How long does a client wait for a block that is on disk, that was fetched ahead, that is in memory?
-
-One client, one request in flight, one server whose arena holds a third of the keys. Keys are asked for in the order in
-which they were stored, over and over, so the policy has always let go of the next one. For each block, one after the
-other: one preadv of a record's length from a segment file into this process, GET of the block from disk, and GET of it
-again, now from memory. Whether the first GET really read the disk is seen from INFO (tier_promoted), and a block of
-which that is not true does not count. Then as many blocks are prefetched as half the arena holds, the job is waited
-for, and all of them are asked for twice in the same order: neither round finds its bytes in a CPU's cache.
-
-Does spilling stall other clients? A PING every millisecond, alone and beside a process that SETs flat out.
-
-The same load goes to a kvredis without a disk, where what must leave is dropped: what both have in common is the price
-of taking in so many bytes, and only the rest is that of spilling. Latency is counted from the moment a PING is sent;
-while one is late the next ones are late too and are not counted for the wait, which flatters a slow server.
-
-The load of the ping arm: a process of its own that SETs flat out, over more keys than memory holds.
-
-A process and not a thread, because the pings next to it must not wait for this interpreter's GIL. Run as
-`python -m kvredis.bench.disk.background_load URL SIZE KEYS`: it stores every key once, prints `ready`, goes on over one
-connection until its standard input closes, prints `stopped`, gets every key back and compares it in full, and prints
-{"bytes": n, "seconds": s, "missing": keys that were not there any more, "verified_bytes": n}.
 """
 
 from __future__ import annotations
@@ -31,7 +21,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -41,11 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final, TypedDict
+from typing import Final, TypedDict
 
 from kvredis.backends.config.url import Address, parse_url
 from kvredis.backends.resp.connection import Connection, Reply
 from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.result import Progress, Row, summed
 from kvredis.bench.core.servers import ServerProcess, Transport, child_environment, info_lines
 from kvredis.bench.core.statistics import GB, MIB, by_repeat, middle, paired_ratio, percentile, rotated, size_text
@@ -433,35 +423,16 @@ def run_pings(plan: PingPlan, servers: Sequence[ServerProcess], transport: Trans
 def _measure(plan: PingPlan, server: ServerProcess, repeat: int) -> PingSample:
     _calm(server)
     quiet_s = pings(server, plan.run_s)
-    command = ["-m", __spec__.name, str(server.address), str(plan.size_bytes), str(plan.keys)]
-    mover = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(os.environ),
-    )
-    try:
-        assert mover.stdin is not None
-        assert mover.stdout is not None
-        if mover.stdout.readline().strip() != "ready":
-            raise BenchError(f"the mover did not start: {mover.communicate(timeout=_MOVER_WAIT_S)[1].strip()}")
+    command = [sys.executable, "-m", __spec__.name, str(server.address), str(plan.size_bytes), str(plan.keys)]
+    with LineProcess("the mover", command, child_environment(os.environ)) as mover:
+        mover.answer(_MOVER_WAIT_S)  # every key is stored
         counted, cpu_s = _counters(server), server.cpu_s()
         busy_s = pings(server, plan.run_s)
-        mover.stdin.close()
-        mover.stdout.readline()  # stopped, or the end of its output
+        mover.finish()
+        mover.answer(_MOVER_WAIT_S)  # it has stopped
         cpu_s = server.cpu_s() - cpu_s
         after = _counters(server)
-        mover.stdin = None  # or communicate would flush what is closed
-        output, complaint = mover.communicate(timeout=_MOVER_WAIT_S)
-    except BaseException:
-        mover.kill()
-        mover.communicate()
-        raise
-    if mover.returncode:
-        raise BenchError(f"the mover failed: {complaint.strip()}")
-    moved: dict[str, Any] = json.loads(output)
+        moved = mover.answer(_MOVER_WAIT_S)
     return PingSample(
         repeat=repeat,
         quiet_p50_ms=percentile(quiet_s, 50) * 1e3,
@@ -538,13 +509,13 @@ def main(url: str, size_bytes: int, count: int) -> None:
     with BlockClient(parse_url(url), values) as client:
         for index in range(count):
             client.store(index)
-        print("ready", flush=True)
+        print(json.dumps({"said": "ready"}), flush=True)
         sets, start_s = 0, time.monotonic()
         while not stop.is_set():
             client.store(sets % count, 1 + sets // count)
             sets += 1
         seconds = time.monotonic() - start_s
-        print("stopped", flush=True)
+        print(json.dumps({"said": "stopped"}), flush=True)
         missing = verified = 0
         for index in range(count):
             values.wipe()

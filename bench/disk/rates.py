@@ -1,26 +1,16 @@
-"""The blocks that the rates are measured with: images ready for the disk, places for what comes back, and the proof.
+"""How many blocks a second go to and from one directory: by the device, by a plain loop, and by the disk tier? They
+take turns: in each repeat, for each number of threads, every arm writes all its blocks, then every arm reads all of
+them.
+
+fio says what the device does, as a tool that everybody knows. The loop is the fairer neighbour: the same threads,
+images and memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and
+promotes (get, read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so
+making room and telling the index of it are in the figure.
 
 An image is what the disk tier writes: page-aligned, the payload HEADER_BYTES behind its start. No two blocks are alike,
 and which image a block holds shifts by one with every pass, so that a record of another key or of an earlier pass is
-noticed. Images and places are as many as blocks: each comes from memory of its own, as in a server.
-
-That memory is an arena, on hugepages if the machine has some to give, because its pages decide how fast a device can
-be: 2 MiB in one piece are one request, 512 scattered pages are several, which has been seen to cost half the rate.
-
-How fast is the device itself? fio says it, and so does a loop of our own.
-
-The tier is judged against a tool that everybody knows and that costs no interpreter. The loop is the fairer neighbour:
-the same threads, the same images, the same memory, and nothing but preadv and pwrite; what the tier lacks to the loop
-is its own, what the loop lacks to fio is Python's.
-
-The disk tier as an arm: what the server does to spill and promote, by the threads that the server has for it.
-
-A spill is place, write (the checksum is in it) and publish; a promotion is get and read (the checksum again). The tier
-is full, as a cache always is: blocks of each pass have new keys and drive out those of the pass before, so making room
-and telling the index of it are in the figure.
-
-In each repeat, for each number of threads, every arm in rotating order writes all its blocks, then every arm reads all
-of them. What was read is compared in full once the clock has stopped.
+noticed. They lie in an arena, on hugepages if the machine has some: 2 MiB in one piece are one request to a device, 512
+scattered pages are several, which has been seen to cost half the rate.
 """
 
 from __future__ import annotations

@@ -1,31 +1,27 @@
-"""`kvredis bench disk` as a whole: a directory to measure in, the parts, and the result that all are gathered in.
+"""How much of a disk does the disk tier give, and what do clients feel of it? `kvredis bench disk` measures the tier
+beside fio and a plain loop in the same directory, and GETs and PINGs of a server that has it.
 
-Parts: rates (rates.py: the device, a plain loop and the disk tier), gets (clients.py: what a client waits for a
-block that is on disk) and pings (clients.py: what others feel of spilling). The last two run `kvredis serve` as a
-child process, once for each transport, with a disk tier in that directory and, for the pings, once more without.
+Parts: rates (rates.py), gets and pings (clients.py). The last two run `kvredis serve` as a child process, once for each
+transport, with a disk tier in that directory and, for the pings, once more without.
 
 GB is 1e9 bytes, rates are of payload. Medians are over the repeats; a ratio is the median of the ratios of what ran
-side by side in one repeat. CPU seconds are user and system time of the process that moved the bytes (all its threads),
-which for a server is the server's; the kernel's own write-back threads are in no account.
+side by side in one repeat. CPU seconds are user and system time of the process that moved the bytes (all its threads);
+the kernel's own write-back threads are in no account.
 
 The file, kvredis.bench.disk/1, has beside what every result has
     device   what stood for the device            memory   pages that the loop and the tier moved blocks to and from
     rates    arm (device: fio; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode (direct,
              or buffered where a file system has no O_DIRECT), op, threads, block_bytes, samples; ratios to device and
-             loop
+             loop. A write ends when the device has confirmed all of it; a read is of files that were dropped from the
+             page cache a moment before. p50 and p99 are over single blocks. Older files have both modes, and warm reads
     gets     transport, size_bytes, mode (of the preadv), samples; ratio_spilled is spilled / preadv, ratio_spilled_net
              (spilled - resident) / preadv, ratio_prefetched prefetched / prefetched again
     pings    server (disk, memory), transport, samples, counters, missing; ratio_p99 is busy / quiet, ratio_busy_p99 and
              ratio_set are to the server without a disk
 
-Rates: `write` ends when the device has confirmed all of it (fsync, fdatasync, DiskTier.sync). `read` is of files that
-were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED) a moment before. Files were written once before the
-clock started, so no arm pays for room. p50 and p99 are over single blocks: a pread or pwrite of the loop, a spill or
-promotion of the tier (its queue is not in it), fio's own. Older files have rows of both modes, and warm reads.
-
-The gate: each line says what it compares. Rates are judged at the same number of threads: against the device as fio
-sees it, and against a plain loop, which has the tier's own memory and so sees more of some devices. A GET crosses a
-socket, which a preadv does not: a second line leaves the socket out by taking off what the same GET takes from memory.
+The gate judges rates at the same number of threads, against the device as fio sees it and against a plain loop, which
+has the tier's own memory. A GET crosses a socket, which a preadv does not: a second line leaves the socket out by
+taking off what the same GET takes from memory.
 """
 
 from __future__ import annotations

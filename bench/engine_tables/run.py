@@ -1,16 +1,14 @@
-"""`kvredis bench prefill`, `hit-sweep` and `long-prefill`: what a stored prompt saves an engine, from each tier.
+"""What does a stored prompt save an engine that computes with transformers, from each tier? `kvredis bench prefill`,
+`hit-sweep` and `long-prefill` ask so by the tokens of a pass, by the share of hits and by the length of the answer.
 
-Two processes with a model each take turns: the first fills a cache and, where the cache is its own memory, reads it
-again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone before the
-next is stored. Prompts, hits and bytes are the same for every arm, and checked, but for what a cache says that it has
-dropped. An arm that fails is left out and said; the others go on.
-
-The result of `kvredis bench prefill`, `hit-sweep` and `long-prefill`: schema kvredis.bench.engine_tables/1, tables.
+Two processes with a model each (worker.py) take turns: the first fills a cache and, where the cache is its own memory,
+reads it again; the second has seen nothing, and reads what the first has stored elsewhere. A point's data is gone
+before the next is stored. Prompts, hits and bytes are the same for every arm, and checked.
 
 A sample is one pass over the prompts of one point. Times are of an engine that waits for its accelerator; the drain
 (what batches waited for memory that was still being stored from, and in the end until all that was stored is where its
 tier has it) is told beside them. On a GPU passes and decoding run in CUDA graphs. Ratios are to `recompute` of the same
-point, repeat and process; a row's figures are medians over its repeats, _min and _max the spread.
+point, repeat and process. The file: schema kvredis.bench.engine_tables/1.
 
 Arms
     recompute   no cache: every prompt is computed whole
@@ -34,10 +32,6 @@ Figures
     tier_gb_per_s   bytes of hits / seconds of loads beside which nothing was computed: a batch's, but the first one's,
                     come while the one before generates
     over_break_even tier_gb_per_s / (bytes a token x computed tokens/s of recompute): below 1 a hit is slower than none
-
-The engine processes of `kvredis bench prefill`, `hit-sweep` and `long-prefill`, from outside.
-
-One that ends takes its pass with it and nothing else: it can be begun anew for the next.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""The caches that `kvredis bench prefill`, `hit-sweep` and `long-prefill` compare, as an engine sees them.
-
-What computes in `kvredis bench prefill`, `hit-sweep` and `long-prefill`: an engine small enough to read.
+"""How does an engine use each cache that `kvredis bench prefill`, `hit-sweep` and `long-prefill` compare? This is one
+small enough to read, in a process of its own.
 
 Prompts come in batches of equal length. A batch loads what its cache has of each prompt, as far as all of them have it,
 computes the rest in forward passes of `budget` tokens (all rows together), hands the prompts' KV to be stored as soon
-as these are launched, and generates greedily (core/cuda_graphs.py). While it generates, what the cache has of the batch
-after it comes already, as with an engine that loads for prompts that wait: with vLLM's connectors, say. The model is a
-Llama of the shape with random weights, in bfloat16.
-
-One process of `kvredis bench prefill`, `hit-sweep` and `long-prefill`: an engine that serves passes as it is told.
+as these are launched, and generates greedily. While it generates, what the cache has of the batch after it comes
+already, as with an engine that loads for prompts that wait. The model is a Llama of the shape with random weights.
 
 A line of JSON on stdin is a Task, a line on stdout its answer: a Pass, or {"error": text}. The first line is the plan:
 shape, columns, chunk_tokens and the (rows, budget) to warm up with; its answer says what computes. What is no error of

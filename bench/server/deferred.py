@@ -1,12 +1,5 @@
-"""Is a SET that is answered early a SET? What storing and fetching a model's blocks costs, drained and not.
-
-In every repeat each server is started afresh for each operation that stores, which then finds a pool that was never
-touched (cold), and gets the same again once all of it was (warm); then it is read from. Everything is read back and
-compared after what was put off has been done. Servers: kvredis, kvredis with a disk tier, redis, memcached, and a pyzmq
-ROUTER that stores as the field's own server does (transport/pyzmq.py). One runs at a time: a pool that is not
-touched yet has no rent to pay, but four of them would not fit a small machine.
-
-What it costs a client to store and fetch a model's blocks, by how much is done before the answer comes:
+"""What does it cost to store a model's blocks, by how much is done before the answer comes? And is a SET that is
+answered early a SET?
 
     SET one by one        answered when the value can be read; nothing is on disk
     SET pipelined         the same, 64 in flight
@@ -14,10 +7,11 @@ What it costs a client to store and fetch a model's blocks, by how much is done 
     SET deferred          pyzmq: a batch in one message, answered before it is copied (its sync: SET in one message)
     GET one by one, MGET  64 keys in one request, received one after the other (pyzmq: a message per block)
 
-`drain_s` is how long after the last answer everything that had been put off was done: pyzmq's copies, kvredis' writes
-to disk. It is not in `seconds`, and is in `ratio_t0_drained`. A `cold` pool belongs to a server that has just started
-and has touched none of its memory (kvredis with --no-prefault; by default a thread of its own does it).
-Ratios to T0 as in transport/run.py: an arm's seconds / those of torch's plain copy of the blocks in the same repeat.
+In every repeat each server (kvredis, with a disk tier too, redis, memcached, and a pyzmq ROUTER that stores as the
+field's own server does) is started afresh for each operation that stores, which then finds a pool that was never
+touched (cold; kvredis with --no-prefault), and gets the same again once all of it was (warm); then it is read from.
+Everything is read back and compared after what was put off has been done. `drain_s` is how long after the last answer
+that was; it is not in `seconds`, and is in `ratio_t0_drained`. Ratios to T0 as in transport/run.py.
 """
 
 from __future__ import annotations
@@ -26,13 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final, Protocol, TypedDict
 
 from kvredis.bench.core.blocks import BLOCKS, Blocks, TorchCopy, Turn
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import Column, Progress, Row, summed, table
-from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess
+from kvredis.bench.core.servers import SUBJECT, Recipe, ServerProcess, roomy
 from kvredis.bench.core.shapes import ModelShape, shape_of
 from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated, size_text
 from kvredis.bench.transport.pyzmq import ZmqProcess
@@ -122,8 +115,6 @@ _ROOM: Final = 3  # memory of each server, in times the blocks' bytes
 _UNTIMED: Final = 3
 """Passes of SETs between the cold and the warm one: as many as it takes to touch all of a pool that overwrites nothing
 in place, as kvredis' arena, whose SETs take new room."""
-_LEAST_MIB: Final = 256
-"""memcached takes no values of 64 MiB, which our recipe allows, with less than twice that."""
 _DISK_WAIT_MS: Final = 60_000
 
 
@@ -244,25 +235,11 @@ def contenders(recipes: Sequence[Recipe], with_zmq: bool) -> list[Contender]:
 def _by_recipe(recipe: Recipe, *, disk: bool) -> Callable[[Blocks], Iterator[Held]]:
     def start(blocks: Blocks) -> Iterator[Held]:
         with ExitStack() as stack:
-            server = stack.enter_context(ServerProcess(_roomy(recipe, blocks.bytes_per_turn * _ROOM, disk), "tcp"))
+            untouched = roomy(recipe, blocks.bytes_per_turn * _ROOM, "--no-prefault", disk=disk)
+            server = stack.enter_context(ServerProcess(untouched, "tcp"))
             yield _WireHeld(server, blocks, stack)
 
     return start
-
-
-def _roomy(recipe: Recipe, nbytes: int, disk: bool) -> Recipe:
-    """Give a server memory for `nbytes`, untouched when it starts; the last flag of a name counts for all of them."""
-    plain, mib = recipe.arguments, max(_LEAST_MIB, -(-nbytes // 1024**2))
-
-    def flags(folder: Path) -> list[str]:
-        if recipe.program == "redis-server":
-            return ["--maxmemory", f"{mib}mb"]
-        if recipe.program == "memcached":
-            return ["-m", str(mib)]
-        own = ["--max-local-cpu-size", f"{mib}MB", "--no-prefault"]
-        return own + (["--local-disk", str(folder / "disk"), "--max-local-disk-size", f"{mib}MB"] if disk else [])
-
-    return replace(recipe, arguments=lambda at, folder: [*plain(at, folder), *flags(folder)])
 
 
 def _zmq(blocks: Blocks) -> Iterator[Held]:

@@ -1,16 +1,15 @@
-"""How long small requests take: redis-benchmark's, lookups of a whole prompt's keys, and PINGs beside large values.
+"""How long do small requests take, by themselves and beside large values? redis-benchmark's, lookups of a whole
+prompt's keys, and PINGs.
 
-Small operations are timed by redis-benchmark: its client is C, so the figure is the server's and not Python's. All four
-go in as custom commands on one key, whose value is stored before and compared after: a server that answered errors
-quickly would not pass.
+Small operations are timed by redis-benchmark: its client is C, so the figure is the server's and not Python's. All go
+in as custom commands on one key, whose value is compared after: a server that answered errors quickly would not pass.
 
-LMCache asks for every chunk of a prompt before it reads the first, so lookups (EXISTS, and KV.MATCH where there is one)
-stand in front of every request. What is measured is a server's parsing of many arguments and its finding of as many
-keys; the client encodes the request once and sends it as it is. All keys are present, and every reply is compared.
+Lookups (EXISTS, and KV.MATCH where there is one) stand in front of every request: LMCache asks for every chunk of a
+prompt before it reads the first. The client encodes the request once and sends it as it is; every reply is compared.
 
 Head of line: a PING every millisecond while a process of its own (this file as a program) moves 32 MiB values; a thread
-would make the pings wait for this interpreter's GIL. Latency is counted from the moment a PING is sent; while one is
-late the next ones are late too and are not counted for the wait, which flatters the slower server.
+would make the pings wait for this interpreter's GIL. While one is late the next ones are late too and are not counted
+for the wait, which flatters the slower server.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from typing import TypedDict
 
 from kvredis.backends.config.url import parse_url
 from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.line_process import LineProcess
 from kvredis.bench.core.result import Row, summed
 from kvredis.bench.core.servers import BASELINE, BEFORE, SUBJECT, Peer, ServerProcess, Transport, child_environment
 from kvredis.bench.core.statistics import GB, counted, percentile, rotated
@@ -319,27 +319,12 @@ def summarize_pings(background: str, samples: dict[str, list[HeadOfLineSample]])
 
 
 def _ping_beside(server: ServerProcess, background: str, run_s: float) -> HeadOfLineSample:
-    mover = subprocess.Popen(
-        [sys.executable, "-m", __spec__.name, str(server.address), background],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(os.environ),
-    )
-    try:
-        assert mover.stdout is not None
-        if mover.stdout.readline().strip() != "ready":
-            raise BenchError(f"the mover did not start: {mover.communicate(timeout=_MOVER_WAIT_S)[1].strip()}")
+    command = [sys.executable, "-m", __spec__.name, str(server.address), background]
+    with LineProcess("the mover", command, child_environment(os.environ)) as mover:
+        mover.answer(_MOVER_WAIT_S)  # it moves
         took_s = pings(server, run_s)
-        output, complaint = mover.communicate("", timeout=_MOVER_WAIT_S)
-    except BaseException:
-        mover.kill()
-        mover.communicate()
-        raise
-    if mover.returncode:
-        raise BenchError(f"the mover failed: {complaint.strip()}")
-    moved = json.loads(output)
+        mover.finish()
+        moved = mover.answer(_MOVER_WAIT_S)
     return HeadOfLineSample(
         repeat=0,
         pings=len(took_s),
@@ -396,7 +381,7 @@ def main(url: str, background: str) -> None:
             directions = ("SET", "GET") if background == "both" else (background,)
             start_s = time.monotonic()
             futures = [pool.submit(move, direction) for direction in directions]
-            print("ready", flush=True)
+            print(json.dumps({"said": "ready"}), flush=True)
             sys.stdin.read()
             stop.set()
             moved = sum(future.result() for future in futures)

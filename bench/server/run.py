@@ -1,26 +1,22 @@
-"""`kvredis bench server` as a whole: which servers run when, and the result that all parts are gathered in.
+"""How does the server compare with Redis and memcached, and with its own earlier commits? `kvredis bench server` lets
+them take turns under the same client.
 
 Servers of one transport run at the same time and take turns within each repeat, so that what disturbs the machine
-disturbs them alike; an idle one costs nothing. Parts: transfers (transfer.py), small, head-of-line and lookup
-(latency.py), deferred (deferred.py).
+disturbs them alike. Parts: transfers (transfer.py), small, head-of-line and lookup (latency.py), deferred
+(deferred.py).
 
-Units: GB = 1e9 bytes of payload (protocol bytes are not counted), ms = milliseconds, rps = requests per second. CPU is
-user plus system time: the server's over all its threads, the client's over all of its own, between the first request
-and the last reply. Every `ratio_*` is the median over the repeats of kvredis-or-peer divided by redis *in the same
-repeat*, and null where redis did not run. `before` is an earlier commit of kvredis; the rows of kvredis have each
-`ratio_*_to_before` where it ran. A percentile p99 of a cell with few operations (32 MiB) is simply its slowest one.
+GB is 1e9 bytes of payload. CPU is user plus system time: the server's over all its threads, the client's over all of
+its own. Every `ratio_*` is the median over the repeats of a server's figure divided by redis' *in the same repeat*, and
+null where redis did not run; kvredis' rows have each `ratio_*_to_before` where an earlier commit ran (`before`).
 
 The file, kvredis.bench.server/1, has beside what every result has
     servers  version, command, facts from INFO      skipped  server or part -> why      verified  values, bytes, wrong
-    transfers, small, head_of_line, lookup, deferred, t0   rows of each part; earlier files lack the last three and
-             `held`, and load() gives them empty
+    transfers, small, head_of_line, lookup, deferred, t0   rows of each part; earlier files lack the last three
     held     rows of kvredis beside those of the earlier commit
 
 The gate: server CPU is judged where client and server share one CPU, since that figure repeats; throughput where they
-do not, since that is what a user sees. Every arm (transport, connections) is judged by itself, where it was measured.
-It leaves room, in which a change that costs ten percent hides; in `held` nothing may be lost. One repeat on a noisy
-machine proves nothing, so a row is judged by the median of the ratios of what ran side by side; a row that falls short
-by little deserves a second run before it is believed.
+do not, since that is what a user sees. It leaves room, in which a change that costs ten percent hides; in `held`
+nothing may be lost. A row that falls short by little deserves a second run before it is believed.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ from kvredis.bench.core.result import (
     new_result,
     tables,
 )
-from kvredis.bench.core.result import load as load_result
 from kvredis.bench.core.servers import BEFORE, RECIPES, SUBJECT, Recipe, ServerFacts, ServerProcess, Transport
 from kvredis.bench.core.shapes import shape_of
 from kvredis.bench.core.statistics import MIB, by_repeat, counted, paired_ratio, size_text
@@ -280,11 +275,6 @@ def _held_lookups(result: BenchResult) -> Iterator[HeldRow]:
         if "ratio_p50_to_before" in row:
             ratios = {"time": row["ratio_p50_to_before"], "CPU": row.get("ratio_server_cpu_to_before")}
             yield HeldRow(lookup_name(row), ratios)
-
-
-def load(path: Path) -> BenchResult:
-    """Read a result, also one from before some parts; raises BenchError when it is none of this schema."""
-    return cast(BenchResult, {"lookup": [], "held": [], "deferred": [], "t0": []} | load_result(path, SCHEMA))
 
 
 def table_lines(result: BenchResult) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Large values: SET, GET one by one and GET pipelined, against every server, side by side.
+"""How fast, and for how much CPU, do large values go in and out? SET, GET one by one and GET pipelined, against every
+server, side by side.
 
 One arm is a transport, a number of connections and whether client and server are bound to one CPU. Within an arm, for
-each size, every server first stores all keys untimed; then in each repeat every server in turn (in rotating order) gets
-the same work:
+each size, every server first stores all keys untimed; then in each repeat every server in turn gets the same work:
 
     connect afresh, warm the connections up        not timed
     SET  every key, a new value each pass           timed, then all keys are read back and compared in full
@@ -10,8 +10,7 @@ the same work:
     GETP every key, `in_flight` requests            timed, then the bodies are compared in full
 
 Pinned runs give CPU-ms per GB that repeat within about 10 %; unpinned runs give the throughput that a user sees.
-Several connections are one client thread each: socket calls release the GIL, and what holds it is a few microseconds
-per operation.
+Several connections are one client thread each: socket calls release the GIL.
 """
 
 from __future__ import annotations

@@ -1,15 +1,5 @@
-"""The result of `kvredis bench transport`: the JSON file's schema, kvredis.bench.transport/1, and its gate.
-
-Units: GB = 1e9 bytes of payload, us = microseconds, CPU is user plus system time of all threads of a process. A sample
-is one arm's 8 batches of one repeat, clock and CPU read around them and nothing else; bytes are compared after it.
-`ratio_t0` is the median over the repeats of an arm's seconds divided by T0's *in the same repeat* (the median of three
-runs of T0, at the repeat's beginning, middle and end), so less is better; `ratio_t0_min` and `_max` are the extremes.
-`ahead` divides the seconds of pyzmq's like, in the same repeat, by the arm's: more is better.
-
-Top level
-    schema, machine (see core/machine.py), torch (version, threads of T0), options (how the bench was called), server
-    (version, command, facts from INFO), notes (what was left out, and why), t0, arms, one (one block of 2 MiB),
-    verified_bytes, gate, seconds
+"""How does each arm of `kvredis bench transport` move one turn's batches, and one block? Every one between the same
+places, from a server that holds what `Store.shift` says.
 
 Arms, by transport (tcp, unix; ipc is zmq's name for a unix socket; lane is the same host's shared memory):
     stream_get (64 GETs in one write, bodies received into place), SET pipelined (64 in one write)
@@ -19,22 +9,11 @@ Arms, by transport (tcp, unix; ipc is zmq's name for a unix socket; lane is the 
     lane, no copy (64 leases, given back with the request for the next 64), lane, touched (every byte is read),
     lane, copied, lane, put (the server copies from lent memory)
 
-The arms of the transport bench: each moves one turn's batches in its own way between the client and a store.
+An arm reads (`read`: keys `from` come to places `to`) or writes (`write`: key `to` gets its value of the next pass).
+Connections are opened once for a shape and warmed up before the clock starts, as an engine's are.
 
-A store is one server with what its keys hold at the moment. An arm reads (`read`: keys `from` come to places `to`) or
-writes (`write`: key `to` gets its value of the next pass). Connections are opened once for a shape and warmed up before
-the clock starts, as an engine's are.
-
-A stream of GETs over several connections at once, as an engine gets it: the product's own backend, threads and all.
-
-The backend is told where each body shall be, as a nearer tier tells it: in the target, so that nothing is copied behind
-the clock's back, and the bytes are compared like any other arm's.
-
-One block of 2 MiB at a time: leased, over TCP, and copied within a process.
-
-A consumer that waits for one block feels this figure, where the batches of the other parts hide a round trip among 64.
-Blocks are asked for in a random order out of 64, so that neither end finds what it read last in its nearest cache. A
-lease is given back with the request for the next one.
+One block of 2 MiB is asked for in a random order out of 64, so that neither end finds what it read last in its nearest
+cache; the batches hide a round trip among 64, which a consumer of one block feels.
 """
 
 from __future__ import annotations

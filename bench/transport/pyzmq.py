@@ -20,18 +20,18 @@ import importlib.util
 import json
 import os
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from kvredis import install_line
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.servers import READY_WAIT_S, STOP_WAIT_S, child_environment, end_child, process_cpu_s
+from kvredis.bench.core.line_process import LineProcess
+from kvredis.bench.core.servers import READY_WAIT_S, child_environment, process_cpu_s
 
 ZmqTransport = Literal["tcp", "ipc"]
 SILENCE_MS = 60_000
@@ -43,63 +43,31 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("zmq") else f"pyzmq is not installed: {install_line('bench')}"
 
 
-class ZmqProcess:
+class ZmqProcess(LineProcess):
     """The peer as a process of its own. Use it in a with-block: at its end the process and its folder are gone."""
 
-    name = "pyzmq"
-
     def __init__(self, count: int, nbytes: int) -> None:
-        self._shape = (count, nbytes)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="kvbench-")
+        command = [sys.executable, "-m", __spec__.name, str(count), str(nbytes), self._socket_folder.name]
+        super().__init__("the pyzmq peer", command, child_environment(os.environ))
         self._addresses: dict[str, str] = {}
 
-    def __enter__(self) -> ZmqProcess:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvbench-")
-        command = [sys.executable, "-m", __spec__.name, *map(str, self._shape), self._folder.name]
+    def __enter__(self) -> Self:
+        super().__enter__()
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=child_environment(os.environ),
-                cwd=self._folder.name,
-                start_new_session=True,
-            )
-            assert self._process.stdout is not None
-            watch = threading.Timer(READY_WAIT_S, self._process.kill)
-            watch.start()
-            try:
-                line = self._process.stdout.readline()  # empty when it ends, and after READY_WAIT_S it has
-            finally:
-                watch.cancel()  # also when interrupted: the interpreter ends no sooner than the timer
-                watch.join()
-            if not line:
-                raise BenchError(f"{' '.join(command)} did not come up")
-            self._addresses = json.loads(line)
+            self._addresses = self.answer(READY_WAIT_S)
         except BaseException:
-            self.stop()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """End the process, by closing its input, after STOP_WAIT_S by force; idempotent."""
-        process, self._process = self._process, None
-        if process is not None:
-            assert process.stdout is not None
-            end_child(process, STOP_WAIT_S)
-            process.stdout.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        super().__exit__()
+        self._socket_folder.cleanup()
 
     def cpu_s(self) -> float:
         """Give the CPU seconds of all its threads, zmq's too."""
-        assert self._process is not None, "the peer is not running"
-        return process_cpu_s(self._process.pid)
+        return process_cpu_s(self.pid)
 
     def connect(self, transport: ZmqTransport) -> ZmqClient:
         return ZmqClient(self._addresses[transport])

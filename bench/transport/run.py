@@ -1,9 +1,17 @@
-"""`kvredis bench transport`: what it costs to move a model's blocks between two processes, by every transport there is.
+"""What does it cost to move a model's blocks between two processes of a host, by every transport there is? `kvredis
+bench transport` compares RESP over TCP and unix sockets, shared memory, and pyzmq, with a plain copy in one process
+(T0).
 
-For each shape one kvredis server, on TCP and on a unix socket (and with its same-host lane), and one pyzmq peer hold
-the same blocks. In every repeat all arms (arms.py) get the same turn of 8 batches, in rotating order, with T0
-at the beginning, in the middle and at the end. Then, on a server of its own, one block of 2 MiB at a time. What several
-connections bring together is `kvredis bench server --connections`.
+For each shape one kvredis server and one pyzmq peer hold the same blocks. In every repeat all arms (arms.py) get the
+same turn of 8 batches, in rotating order, with T0 at the beginning, in the middle and at the end. Then, on a server of
+its own, one block of 2 MiB at a time. What several connections bring is `kvredis bench server --connections`.
+
+The file, kvredis.bench.transport/1, has beside what every result has
+    torch    version, threads of T0        server   version, command, facts from INFO        t0
+    arms     a sample is one arm's 8 batches of one repeat, clock and CPU (of all threads) read around them; `ratio_t0`
+             is the median of its seconds / T0's in the same repeat, so less is better, `ahead` of the seconds of
+             pyzmq's like / its own, so more is better
+    one      one block of 2 MiB
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`kvredis bench vllm --concurrency N`: how many requests a second a real vLLM serves, N of them at once, by who has
-kept their KV; and whether a connector that has nothing to move costs a step anything.
+"""How many requests a second does a real vLLM serve, N of them at once, by who has kept their KV? And does a connector
+that has nothing to move cost a step anything? `kvredis bench vllm --concurrency N`.
 
 Result: schema kvredis.bench.vllm-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
 take turns repeat by repeat. vLLM's own prefix cache is emptied before each round of each arm, so that within the round

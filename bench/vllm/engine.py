@@ -18,7 +18,7 @@ from kvredis.bench.core.shapes import ModelShape
 from .worker import Opening, Served, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
-TRUSTED, LAYERS, AUTO = "trusted", "layers", "auto"
+LAYERS, AUTO = "layers", "auto"
 
 
 ANSWER_S: Final = 240.0
@@ -107,7 +107,7 @@ def connector_of(arm: str, chunk_tokens: int, room: int, port: int, *, is_gpu: b
         extra["remote_url"] = f"{'kvredis' if kind == LANE else 'redis'}://127.0.0.1:{port}"
     if is_gpu:
         extra |= {"prefault": min(os.cpu_count() or 1, PREFAULT_THREADS), "page_lock": True}
-    extra |= {"verify_blocks": TRUSTED not in words, "use_layerwise": LAYERS in words}
+    extra |= {"use_layerwise": LAYERS in words}
     if AUTO in words:
         extra["min_retrieve_tokens"] = "auto"
     return {

@@ -1,13 +1,13 @@
-"""`kvredis bench vllm`: how soon the first token of a prompt seen before comes in a real vLLM, by who has kept its KV.
+"""How soon does the first token of a prompt that was seen before come in a real vLLM, by who has kept its KV? `kvredis
+bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
 
 Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
 room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in
 another order. An arm that fails is left out and said, and so is what there was no time for.
 
-The result of `kvredis bench vllm`: schema kvredis.bench.vllm/1, its table and its picture.
-
-A sample is one prompt in one engine: computed (cold), served again from vLLM's own prefix cache (own), and, that cache
-emptied, from what the arm has kept of it (warm). Times are to the first token, of a request alone in its engine.
+The file: schema kvredis.bench.vllm/1. A sample is one prompt in one engine: computed (cold), served again from vLLM's
+own prefix cache (own), and, that cache emptied, from what the arm has kept of it (warm). Times are to the first token,
+of a request alone in its engine.
 
 Arms
     none        no connector
@@ -15,7 +15,6 @@ Arms
     memory      KVRedisConnector, to this process' memory
     lane        KVRedisConnector, to a kvredis serve process on this host, through shared memory
     tcp         the same over TCP
-    +trusted    without checksums (verify_blocks: false)
     +layers     stored layer by layer (use_layerwise: true)
     +auto       with min_retrieve_tokens: auto
 Figures: medians over the samples, _min and _max the spread
@@ -67,7 +66,6 @@ from .engine import (
     OFFLOADING,
     TCP,
     TINY,
-    TRUSTED,
     EngineProcess,
     Where,
     connector_of,
@@ -81,9 +79,7 @@ from .worker import Opening, Served
 
 SCHEMA: Final = "kvredis.bench.vllm/1"
 ARMS: Final = (
-    NONE, OFFLOADING, LANE, f"{LANE}+{TRUSTED}", MEMORY, f"{MEMORY}+{TRUSTED}", f"{LANE}+{LAYERS}",
-    f"{LANE}+{LAYERS}+{TRUSTED}", f"{MEMORY}+{LAYERS}", f"{MEMORY}+{LAYERS}+{TRUSTED}", TCP, f"{TCP}+{TRUSTED}",
-    f"{LANE}+{AUTO}",
+    NONE, OFFLOADING, LANE, MEMORY, TCP, f"{LANE}+{LAYERS}", f"{MEMORY}+{LAYERS}", f"{LANE}+{AUTO}",
 )  # fmt: skip
 REFERENCES: Final = (NONE, OFFLOADING)
 """What others are compared with: open beside each of them where there is room."""

@@ -29,6 +29,7 @@ from kvredis.storage.options import parse_size
 from .disk import disk
 from .engine_tables import hit_sweep, long_prefill, prefill
 from .links import links
+from .lmcache import lmcache
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
 from .plot import plot
@@ -56,6 +57,7 @@ def bench() -> None:
 bench.add_command(disk)
 bench.add_command(hit_sweep)
 bench.add_command(links)
+bench.add_command(lmcache)
 bench.add_command(long_prefill)
 bench.add_command(memory)
 bench.add_command(plot)

@@ -8,29 +8,10 @@ from typing import Any
 
 import click
 
-from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.engine_tables.run import ARMS, PLANS, QUICK, run, table_lines
 from kvredis.cli.numbers import Number
 
-from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of
-
-
-def one_shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
-    """Read one shape for click."""
-    shapes = shapes_of(context, parameter, value)
-    if shapes is not None and len(shapes) > 1:
-        raise click.BadParameter("one shape at a time")
-    return shapes[0] if shapes else None
-
-
-def numbers_of(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Read `16,128` for click."""
-    if value is None:
-        return None
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
-        raise click.BadParameter("want whole numbers of at least 1, as in 16,128")
-    return tuple(dict.fromkeys(map(int, words)))
+from .options import Telling, json_option, measuring, numbers_of, one_shape, picture_option, words_of
 
 
 def _rates(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:

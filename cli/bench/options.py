@@ -63,6 +63,24 @@ def shapes_of(_context: click.Context, _parameter: click.Parameter, value: str |
     return shapes
 
 
+def one_shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
+    """Read one shape for click."""
+    shapes = shapes_of(context, parameter, value)
+    if shapes is not None and len(shapes) > 1:
+        raise click.BadParameter("one shape at a time")
+    return shapes[0] if shapes else None
+
+
+def numbers_of(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read `16,128` for click."""
+    if value is None:
+        return None
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
+        raise click.BadParameter("want whole numbers of at least 1, as in 16,128")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
 def _drawable(_context: click.Context, _parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuse before a long run what could not be drawn after it."""
     if value is not None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import click
 
-from kvredis.bench.core.shapes import ModelShape
-from kvredis.bench.store_overhead import QUICK, TIERS, WAYS, StoreOverheadPlan, run, table_lines
+from kvredis.bench.store_overhead import QUICK, TIERS, StoreOverheadPlan, run, table_lines
 
-from .options import Telling, json_option, measuring, picture_option, shapes_of, words_of
+from .options import Telling, json_option, measuring, numbers_of, one_shape, picture_option, words_of
 
 
 def _compute(_context: click.Context, _parameter: click.Parameter, value: str | None) -> dict[str, float | None]:
@@ -30,22 +29,6 @@ def _compute(_context: click.Context, _parameter: click.Parameter, value: str | 
     return {"tokens_per_s": tokens_per_s}
 
 
-def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> ModelShape | None:
-    shapes = shapes_of(context, parameter, value)
-    if shapes is not None and len(shapes) > 1:
-        raise click.BadParameter("one shape at a time")
-    return shapes[0] if shapes else None
-
-
-def _budgets(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= 1 << 20 for word in words):
-        raise click.BadParameter("want numbers of tokens, as in 1024,128")
-    return tuple(dict.fromkeys(map(int, words)))
-
-
 @click.command(
     "store-overhead",
     epilog="""\b
@@ -53,10 +36,9 @@ Example: kvredis bench store-overhead --quick
 Example: kvredis bench store-overhead --shape 7b --tier cpu,lane --compute model --budgets 1024,256 --json h200.json""",
 )
 @click.option("--quick", is_flag=True, help="Under two minutes: short prompts, two budgets, two repeats.")
-@click.option("--shape", callback=_shape, metavar="NAME", help="32b,7b,3b,glm,8b or a config.json; default 3b.")
+@click.option("--shape", callback=one_shape, metavar="NAME", help="32b,7b,3b,glm,8b or a config.json; default 3b.")
 @click.option("--tier", "tiers", callback=words_of(TIERS), metavar="LIST", help=f"Any of {','.join(TIERS)}.")
-@click.option("--way", "ways", callback=words_of(WAYS), metavar="LIST", help="now: store; later: store_later; both.")
-@click.option("--budgets", callback=_budgets, metavar="LIST", help="Tokens a step; default 1024,768,512,256,128,64,32.")
+@click.option("--budgets", callback=numbers_of, metavar="LIST", help="Tokens a step; default 1024,768,... to 32.")
 @click.option("--prompts", type=click.IntRange(1, 1000), help="Prompts of one sample; default 4.")
 @click.option("--tokens", "prompt_tokens", type=click.IntRange(1, 1 << 20), help="Tokens of each; default 8192.")
 @click.option("--chunk-tokens", type=click.IntRange(1, 65536), help="Tokens of a stored chunk; default 256.")

@@ -10,16 +10,7 @@ import click
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.bench.swap import QUICK, SwapPlan, run, table_lines
 
-from .options import Telling, json_option, measuring, shapes_of
-
-
-def _chunks(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    words = [word.strip() for word in value.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= 1 << 16 for word in words):
-        raise click.BadParameter("want numbers of tokens, as in 16,256")
-    return tuple(dict.fromkeys(map(int, words)))
+from .options import Telling, json_option, measuring, numbers_of, shapes_of
 
 
 @click.command(
@@ -35,7 +26,7 @@ Example: kvredis bench swap --shape 8b --beside-prefill --json swap.json --gate"
     metavar="LIST",
     help=f"Models whose KV is moved: {','.join(SHAPES)}, or a config.json; default 8b,7b,3b.",
 )
-@click.option("--chunk-tokens", callback=_chunks, metavar="LIST", help="Tokens of a stored block; default 16,256.")
+@click.option("--chunk-tokens", callback=numbers_of, metavar="LIST", help="Tokens of a stored block; default 16,256.")
 @click.option("--tokens", type=click.IntRange(1, 1 << 20), help="Tokens of one task; default 8192, without a GPU 512.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @click.option("--beside-prefill", is_flag=True, help="Also let a model with random weights prefill meanwhile.")

@@ -16,8 +16,7 @@ from kvredis.bench.vllm.engine import Where
 from kvredis.bench.vllm.run import ARMS, VLLMPlan, run, table_lines
 from kvredis.cli.numbers import Number
 
-from .engine_tables import numbers_of, one_shape
-from .options import Telling, json_option, measuring, picture_option, words_of
+from .options import Telling, json_option, measuring, numbers_of, one_shape, picture_option, words_of
 
 
 @click.command(

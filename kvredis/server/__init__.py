@@ -1,1 +1,1 @@
-"""The RESP door: it parses, asks the Store and lends the Store's bytes to sockets."""
+"""The server that speaks RESP: it parses, asks the Store and lends the Store's bytes to sockets."""

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 from kvredis.storage.store import Store
 
 from .acl.state import Acl
-from .client.admission import Claims
+from .client.admission import Admission
 from .client.blocked import BlockedClients
 from .client.client import Client, ClientOf
 from .client.disk_reads import DiskReads
@@ -34,7 +34,7 @@ from .commands.pubsub import PubSub
 from .commands.registry import Command
 from .commands.slowlog import SlowLog
 from .commands.transactions import mark_changed, mark_flushed, unwatch_all
-from .http.server import HttpDoor
+from .http.server import HttpServer
 from .metrics.stats import KINDS, NO_LIMIT, ServerStats, Traffic
 from .multipart import Parts
 from .net.io_threads import Senders
@@ -43,7 +43,7 @@ from .net.zerocopy import Splicing
 from .options import MIB, ServerOptions
 from .protocol.parser import Scratches
 from .protocol.request import READ_ON_BYTES_ALL, READ_ON_BYTES_MAX, Argument, ProtocolError, QueryBufferLimit
-from .shm.attach import Lane
+from .shm.attach import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ SLOW_NS_PLAIN: Final = 1_000_000
 """Plain commands never take this long by themselves, so only a lower threshold makes it necessary to time each."""
 
 HTTP_TOLD_S: Final = 60.0
-"""How often the log may tell of HTTP on the door that speaks RESP: Redis' bound."""
+"""How often the log may tell of HTTP on a port that speaks RESP: Redis' bound."""
 
 UNASKED: Final = {"expired": "x", "evicted": "e"}
 """Changes that no command has asked for, and their class in notify-keyspace-events."""
@@ -88,7 +88,7 @@ class Context:
         self.tracking = TrackingTable(self)
         self.slowlog = SlowLog()
         self.latency = LatencyMonitor()
-        self.claims: Claims = Claims(self)
+        self.admission: Admission = Admission(self)
         self.parts: Parts = Parts(self)
         self.splicing = Splicing(self)
         self.senders = Senders(options.io_threads, self.stats)
@@ -132,9 +132,9 @@ class Context:
         self.listeners: Listeners = Listeners(
             options, new_session, lambda: self.maxclients - len(self.sessions), self.run_id
         )
-        self.lane: Lane = Lane(self)
-        self.http: HttpDoor | None = None
-        """The door for monitoring systems and browsers, if there is one."""
+        self.shm = SharedMemory(self)
+        self.http: HttpServer | None = None
+        """The listener for monitoring systems and browsers, if there is one."""
         self._runs = False  # between `start` and `stop`
         self._http_told_s = -HTTP_TOLD_S
         self.reconsider()
@@ -284,7 +284,7 @@ class Context:
         """A client's connection is gone."""
         self.pubsub.forget(session)
         self.tracking.forget(session)
-        self.claims.forget(session)
+        self.admission.forget(session)
         self.disk_reads.forget(session)
         self.client_memory.forget(session)
         self.stop_monitoring(session)

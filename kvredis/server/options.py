@@ -49,7 +49,7 @@ class ServerOptions:
     client_query_buffer_limit: int = 1024 * MIB
     client_output_buffer_limit: str = "normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60"
     body_timeout: float = 30.0  # seconds without a byte of a value that was announced
-    # -- the same-host lane
+    # -- shared memory
     lane: str = "auto"  # or off
     lane_lease_ms: int = 30_000  # time limit of a lease for which none was asked
     # -- behaviour

@@ -18,12 +18,12 @@ from .client.blocked import ROOM, Reason, has_hung_up, waits_for
 from .client.client import Client
 from .client.session import Session
 from .commands import load_families
-from .config.reload import Reread
+from .config.reload import Reload
 from .config.settings import begin
 from .context import Context
-from .http.auth import HttpGate
+from .http.auth import HttpAuth
 from .http.routes import routes as watching_routes
-from .http.server import HttpDoor
+from .http.server import HttpServer
 from .options import ServerOptions as ServerOptions
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ class Server(Context):
     def __init__(self, store: Store, options: ServerOptions) -> None:
         load_families()
         super().__init__(store, options, lambda: Session(self))
-        self.reread = None if self.cluster is None else Reread(self, self.cluster)
+        self.reload = None if self.cluster is None else Reload(self, self.cluster)
         """For SIGHUP; None, as `cluster`, for a server that stands alone."""
         if options.metrics_port != 0:
-            self.http = HttpDoor(options, watching_routes(self), HttpGate(self))
+            self.http = HttpServer(options, watching_routes(self), HttpAuth(self))
         self.drain_s = DRAIN_S
-        self._silence = Silence()
+        self._idle = IdleClients()
         self._tick: asyncio.TimerHandle | None = None
         self._turns = 0
         self._stopped = asyncio.Event()
@@ -74,10 +74,10 @@ class Server(Context):
             except BaseException:
                 self.listeners.close()
                 raise
-        self.claims.disk_room.start()
+        self.admission.disk_room.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
-        if self.reread is not None:
-            self.reread.start()
+        if self.reload is not None:
+            self.reload.start()
 
     async def serve_forever(self) -> None:
         """Return when `stop` has been called."""
@@ -120,14 +120,14 @@ class Server(Context):
         if store.tiering is not None:
             store.tiering.tick()
             self.disk_reads.tick()
-            self.claims.disk_room.tick()
+            self.admission.disk_room.tick()
         self.drain_journal(None)
-        self.claims.give_up_stalled()
+        self.admission.give_up_stalled()
         self.parts.give_up_stalled()
-        self.claims.admit()
+        self.admission.admit()
         turn = self._turns % TURNS_IN_A_SECOND
         for session in [each for number, each in self.sessions.items() if number % TURNS_IN_A_SECOND == turn]:
-            if session in self.claims.queue:
+            if session in self.admission.queue:
                 continue  # which looks after its own
             if session.waiting is not None and has_hung_up(session.fd, wholly=waits_for(session.waiting, ANSWERED)):
                 session.close()
@@ -144,7 +144,7 @@ class Server(Context):
 
     def _hang_up_idle(self) -> None:
         """Close clients that have been silent for `timeout` seconds and wait for nothing."""
-        for session in self._silence.longer_than(self.idle_timeout_s, self.sessions.values(), self.now_s()):
+        for session in self._idle.longer_than(self.idle_timeout_s, self.sessions.values(), self.now_s()):
             if session.may_be_idle:
                 log.info("client %s closed: idle", session.addr)
                 session.close()
@@ -162,7 +162,7 @@ Seen = tuple[float, int, int, int]
 """Of one client: when its last command ended, bytes that have come, bytes handed out, and those not taken yet."""
 
 
-class Silence:
+class IdleClients:
     """What was last seen of each client."""
 
     def __init__(self) -> None:

@@ -119,7 +119,7 @@ def test_a_proxy_that_was_killed_is_an_error_of_the_bench_and_is_cleaned_up(echo
         process.kill()
         process.wait()
         for _ in range(2):
-            with pytest.raises(BenchError, match="has ended"):
+            with pytest.raises(BenchError, match="the throttling proxy ended"):
                 proxy.limit(1e6)
     assert process.stdin is not None
     assert process.stdin.closed

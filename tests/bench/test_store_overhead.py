@@ -19,12 +19,8 @@ from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.core.shapes import ModelShape
 from kvredis.bench.store_overhead import (
     CPU,
-    DISK,
     LANE,
-    LATER,
     NONE,
-    NOW,
-    REMOTE,
     SCHEMA,
     TIERS,
     Sample,
@@ -60,16 +56,15 @@ def test_a_small_run_stores_on_every_tier_and_gets_every_byte_back(tmp_path: Pat
     assert done.exit_code == 0, done.output
     result: StoreOverheadResult = json.loads(path.read_text())
     assert result["schema"] == SCHEMA
-    rows = {(row["tier"], row["way"], row["budget"]): row for row in result["rows"]}
-    arms = [(NONE, ""), *((tier, way) for tier in TIERS[1:] for way in (NOW, LATER))]
-    assert set(rows) == {(*arm, budget) for arm in arms for budget in (32, 24)}
-    for (tier, _, _), row in rows.items():
+    rows = {(row["tier"], row["budget"]): row for row in result["rows"]}
+    assert set(rows) == {(tier, budget) for tier in TIERS for budget in (32, 24)}
+    for (tier, _), row in rows.items():
         (sample,) = row["samples"]
         assert sample["seconds"] >= PROMPTS * TOKENS / 20_000
         assert row["kept"] == (0 if tier == NONE else 1)
         assert (sample["store_seconds"] > 0) == (tier != NONE)
         assert sample["qps_drained"] <= sample["qps"] == pytest.approx(PROMPTS / sample["seconds"], rel=1e-4)
-    assert result["verified_bytes"] == 2 * 8 * PROMPTS * TOKENS * SHAPE.bytes_per_token()
+    assert result["verified_bytes"] == 2 * 4 * PROMPTS * TOKENS * SHAPE.bytes_per_token()
     assert len(result["gate"]) == 2 * 4 + 1
     assert result["gate"][-1]["passed"]
     assert "compute: sleep:20000" in done.output
@@ -81,7 +76,6 @@ def test_without_a_gpu_a_tiny_model_computes_and_is_said_to(monkeypatch: pytest.
     result = run(
         StoreOverheadPlan(
             tiers=(CPU,),
-            ways=(LATER,),
             budgets=(32,),
             prompts=PROMPTS,
             prompt_tokens=TOKENS,
@@ -124,7 +118,7 @@ def test_a_step_asleep_takes_its_time_and_each_prompt_has_kv_of_its_own(nbytes: 
     assert not torch.equal(kvs[1], kvs[2])
 
 
-SMALL_PLAN = StoreOverheadPlan(SHAPE, (CPU,), (NOW,), (32,), PROMPTS, TOKENS, 16, 1, 20_000)
+SMALL_PLAN = StoreOverheadPlan(SHAPE, (CPU,), (32,), PROMPTS, TOKENS, 16, 1, 20_000)
 
 
 def test_a_wrong_byte_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,8 +135,8 @@ def test_a_wrong_byte_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_not_stored_is_told_and_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = CacheEngine.store
-    monkeypatch.setattr(CacheEngine, "store", lambda engine, tokens, kv: true(engine, tokens[:48], kv))
+    true = CacheEngine.store_later
+    monkeypatch.setattr(CacheEngine, "store_later", lambda engine, tokens, kv: true(engine, tokens[:48], kv))
     result = run(SMALL_PLAN, lambda step: None)
     assert [row["kept"] for row in result["rows"]] == [0, 0.75]
     assert not result["gate"][-1]["passed"]
@@ -160,11 +154,11 @@ def test_a_compute_that_is_none_is_refused(compute: str) -> None:
     assert "want model, or sleep:20480" in done.output
 
 
-def rows_of(qps: dict[tuple[str, str, int], float], kept: float = 1.0) -> list[Row]:
+def rows_of(qps: dict[tuple[str, int], float], kept: float = 1.0) -> list[Row]:
     """Rows of three repeats, in which everything is 1, 2 and 3 times as fast."""
     rows = []
-    for (tier, way, budget), base in qps.items():
-        row = row_of(tier, way, budget)
+    for (tier, budget), base in qps.items():
+        row = row_of(tier, budget)
         for repeat in range(3):
             rate = base * (repeat + 1)
             row["samples"].append(
@@ -186,7 +180,7 @@ def rows_of(qps: dict[tuple[str, str, int], float], kept: float = 1.0) -> list[R
 
 
 def test_ratios_are_to_no_cache_in_the_same_repeat_and_budget() -> None:
-    none, cpu = rows_of({(NONE, "", 32): 2.0, (CPU, NOW, 32): 1.9})
+    none, cpu = rows_of({(NONE, 32): 2.0, (CPU, 32): 1.9})
     assert none["ratio"] == 1.0
     assert cpu["ratio"] == pytest.approx(0.95)
     assert cpu["ratio_min"] == pytest.approx(0.95)
@@ -197,40 +191,31 @@ def test_ratios_are_to_no_cache_in_the_same_repeat_and_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "way", "ratio", "passed"),
+    ("budget", "ratio", "passed"),
     [
-        (1024, LATER, 0.971, True),
-        (1024, LATER, 0.969, False),
-        (768, LATER, 0.951, True),
-        (768, LATER, 0.949, False),
-        (768, NOW, 0.949, False),
+        (1024, 0.971, True),
+        (1024, 0.969, False),
+        (768, 0.951, True),
+        (768, 0.949, False),
     ],
 )
-def test_each_line_is_held_by_what_it_asks_for(budget: int, way: str, ratio: float, passed: bool) -> None:
-    rows = rows_of({(NONE, "", budget): 2.0, (LANE, way, budget): 2 * ratio})
+def test_each_line_is_held_by_what_it_asks_for(budget: int, ratio: float, passed: bool) -> None:
+    rows = rows_of({(NONE, budget): 2.0, (LANE, budget): 2 * ratio})
     first, kept = store_overhead_gate(rows)
-    assert (first["name"], first["passed"], kept["passed"]) == (f"lane {way}, {budget} tokens", passed, True)
-
-
-def test_storing_now_is_shown_and_not_judged_where_storing_later_was_measured() -> None:
-    rows = rows_of({(NONE, "", 32): 2.0, (DISK, NOW, 32): 1.0, (DISK, LATER, 32): 2.0, (REMOTE, NOW, 32): 2.0})
-    assert [line["name"] for line in store_overhead_gate(rows)[:-1]] == [
-        "disk later, 32 tokens",
-        "remote now, 32 tokens",
-    ]
+    assert (first["name"], first["passed"], kept["passed"]) == (f"lane, {budget} tokens", passed, True)
 
 
 def test_a_figure_that_is_missing_does_not_pass() -> None:
-    rows = rows_of({(CPU, NOW, 32): 2.0}, kept=0.5)
+    rows = rows_of({(CPU, 32): 2.0}, kept=0.5)
     assert [line["passed"] for line in store_overhead_gate(rows)] == [False, False]
 
 
 def test_the_table_tells_every_row_and_what_was_missed() -> None:
-    rows = rows_of({(NONE, "", 32): 2.0, (CPU, NOW, 32): 1.0})
+    rows = rows_of({(NONE, 32): 2.0, (CPU, 32): 1.0})
     result = StoreOverheadResult(**new_result(SCHEMA, SMALL_PLAN.options(), ["a note"]), rows=rows)
     result["gate"] = store_overhead_gate(rows)
     text = "\n".join(table_lines(result))
     assert "a note" in text
     assert "0.500 to 0.500" in text
     assert "none itself moved by 200.0%" in text
-    assert "MISSED  cpu now, 32 tokens" in text
+    assert "MISSED  cpu, 32 tokens" in text

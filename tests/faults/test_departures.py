@@ -40,7 +40,7 @@ def test_a_client_that_vanishes_leaves_nothing_behind(loop: str, state: str, way
             store, server = live.store, live.server
             assert (store.leases, store.reserved_bytes, store.retired_bytes) == (0, 0, 0)
             assert store.used_bytes == used
-            assert not server.claims.queue
+            assert not server.admission.queue
             assert not server.monitors
             assert not server.blocked.timeouts
             assert await keeper.ask("PUBLISH", "a", "nobody hears") == b":0\r\n"

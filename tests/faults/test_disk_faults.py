@@ -388,7 +388,7 @@ def test_others_are_served_while_a_client_waits_for_a_stuck_disk_and_then_it_sto
             writer, other = await live.connect(), await live.connect()
             storing = asyncio.ensure_future(store_blocks(writer, MANY))
             try:
-                waiting = live.server.claims.disk_room
+                waiting = live.server.admission.disk_room
                 await until(lambda: len(waiting) and files.stuck.is_set())
                 assert await other.ask("PING") == b"+PONG\r\n"
                 resident = [n for n in MANY if live.store.find(b"block:%d" % n) is not None]

@@ -201,14 +201,14 @@ def test_a_value_that_stops_coming_is_given_up_and_a_slow_one_is_not(loop: str, 
                 await slow.send_raw(sent[MIB // 4 + (step - 1) * 100_000 : MIB // 4 + step * 100_000])
                 while session.input_bytes < MIB // 4 + step * 100_000:
                     await asyncio.sleep(0)
-                live.server.claims.give_up_stalled()
+                live.server.admission.give_up_stalled()
             assert await last_words(stalled) == b""
             await until(lambda: len(live.sessions()) == 2)
             await slow.send_raw(sent[MIB // 4 + 600_000 :])
             assert await slow.read_line() == b"+OK\r\n"
             assert await other.get("k") == value
             assert live.store.reserved_bytes == 0
-            assert live.server.claims.given_up == 1
+            assert live.server.admission.given_up == 1
             live.complaints.clear()
 
     run_on(loop, story())
@@ -227,7 +227,7 @@ def test_who_waits_for_a_turn_gets_it_when_those_before_are_done(loop: str, end:
             for client in before:
                 await stack.enter_async_context(sending(client, sent[: MIB // 2]))
             await until(lambda: sum(session.waiting is not None for session in live.sessions()) == 6)
-            assert live.store.reserved_bytes <= live.server.claims.share_bytes
+            assert live.store.reserved_bytes <= live.server.admission.share_bytes
             patient = await live.connect()
             task = await stack.enter_async_context(sending(patient, request("SET", "mine", pattern(2 * MIB, 7))))
             if end == "vanish":
@@ -244,7 +244,7 @@ def test_who_waits_for_a_turn_gets_it_when_those_before_are_done(loop: str, end:
                     break
                 if end == "given up":
                     live.server.now_s = standing_at(began_s + 10 * step)
-                    live.server.claims.give_up_stalled()
+                    live.server.admission.give_up_stalled()
                 for _ in range(20):
                     await asyncio.sleep(0)
             assert await patient.read_line() == b"+OK\r\n"

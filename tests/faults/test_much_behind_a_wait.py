@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server import context as context_module
 from kvredis.server import server as server_module
 from tests.server.feed import request
 from tests.server.live import LOOPS, LiveServer, run_on, until
@@ -44,7 +45,7 @@ def test_what_is_behind_a_wait_is_read_on_within_a_bound_and_answered_when_that_
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "TURNS_IN_A_SECOND", 1)
-    monkeypatch.setattr(server_module, "READ_ON_BYTES_MAX", 64 * 1024)
+    monkeypatch.setattr(context_module, "READ_ON_BYTES_MAX", 64 * 1024)
 
     async def story() -> None:
         async with LiveServer(tmp_path) as live:

@@ -32,7 +32,7 @@ def at_time(live: LiveServer, time_s: float) -> None:
     """Let it be that late, and the server look for who has stalled."""
     live.server.now_s = standing_at(time_s)
     live.server.parts.give_up_stalled()
-    live.server.claims.give_up_stalled()
+    live.server.admission.give_up_stalled()
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -105,14 +105,14 @@ def test_a_part_that_stops_coming_ends_its_client_and_with_it_all_it_reserved(tm
             await reserve(client, "l", LENGTH)
             await client.send_raw(request("KV.WRITE", number, "5", pattern(MIB))[: MIB // 2])
             await until(lambda: live.sessions()[0].input_bytes > MIB // 2)
-            live.server.claims.give_up_stalled()
+            live.server.admission.give_up_stalled()
             at_time(live, 1031.0)
             (part,) = live.server.parts.of(live.sessions()[0])
             assert part.id == int(number)
             assert live.store.reserved_bytes >= LENGTH, "as long as the kernel may write there it is not given away"
             assert await client.read_all() == b""
             await until(lambda: not live.server.sessions)
-            assert (live.store.reserved_bytes, len(live.server.parts), live.server.claims.given_up) == (0, 0, 1)
+            assert (live.store.reserved_bytes, len(live.server.parts), live.server.admission.given_up) == (0, 0, 1)
             live.store.check_integrity()
             live.complaints.clear()
 
@@ -147,16 +147,16 @@ def test_others_wait_their_turn_for_room_and_are_told_once_that_they_ran(loop: s
                     assert await watcher.ask("MONITOR") == b"+OK\r\n"
                 number = await reserve(first, "a", 3 * MIB)
                 await second.send_raw(request("KV.RESERVE", "b", str(2 * MIB)) + request("PING"))
-                await until(lambda: len(live.server.claims.queue) == 1)
+                await until(lambda: len(live.server.admission.queue) == 1)
                 whole = request("SET", "c", pattern(3 * MIB // 2))
                 await setter.send_raw(whole[:1000])
-                await until(lambda: len(live.server.claims.queue) == 2)
+                await until(lambda: len(live.server.admission.queue) == 2)
                 assert await first.ask("KV.WRITE", number, "0", pattern(3 * MIB)) == b"+OK\r\n"
                 assert await first.ask("KV.COMMIT", number) == b"+OK\r\n"
                 told = await second.read_line()
                 assert told[:1] == b":"
                 assert await second.read_line() == b"+PONG\r\n"
-                assert len(live.server.claims.queue) == 0
+                assert len(live.server.admission.queue) == 0
                 await setter.send_raw(whole[1000:])
                 assert await setter.read_line() == b"+OK\r\n"
                 assert await second.ask("KV.ABORT", told[1:-2]) == b":1\r\n"
@@ -195,11 +195,11 @@ def test_a_client_that_goes_while_it_waits_for_room_leaves_its_place(tmp_path: P
             first, second, third = [await live.connect() for _ in range(3)]
             number = await reserve(first, "a", 3 * MIB)
             await second.send("KV.RESERVE", "b", str(3 * MIB))
-            await until(lambda: len(live.server.claims.queue) == 1)
+            await until(lambda: len(live.server.admission.queue) == 1)
             await third.send("KV.RESERVE", "c", str(3 * MIB))
-            await until(lambda: len(live.server.claims.queue) == 2)
+            await until(lambda: len(live.server.admission.queue) == 2)
             second.reset()
-            await until(lambda: len(live.server.claims.queue) == 1)
+            await until(lambda: len(live.server.admission.queue) == 1)
             assert await first.ask("KV.ABORT", number) == b":1\r\n"
             assert (await third.read_line())[:1] == b":"
             assert len(live.server.parts) == 1

@@ -85,7 +85,7 @@ def test_another_user_is_given_the_arena_only_after_a_login(loop: str) -> None:
 def test_the_abstract_socket_turns_every_other_user_away(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, unixsocket=None) as live:
-            name = live.server.listeners.lane_name
+            name = live.server.listeners.abstract_name
             assert name is not None
             assert await as_another(name, "PING") == ["hung up"]
             assert live.server.stats.connections_received == 0
@@ -370,7 +370,7 @@ def test_a_client_killed_in_any_state_frees_all(loop: str, state: str, tmp_path:
             assert process.stdout is not None
             assert await process.stdout.readline() == b"there\n"
             if state == "leased":
-                assert live.store.leases == live.server.lane.leases == 3
+                assert live.store.leases == live.server.shm.leases == 3
                 assert await keeper.ask("DEL", "kept") == b":1\r\n"
                 assert live.store.retired_bytes >= len(KEPT)
                 assert await keeper.ask("SET", "kept", KEPT) == b"+OK\r\n"
@@ -381,7 +381,7 @@ def test_a_client_killed_in_any_state_frees_all(loop: str, state: str, tmp_path:
             await until(lambda: len(live.sessions()) == 1)
             store = live.store
             await until(lambda: not store.reserved_bytes)  # a thread may have been copying
-            assert (store.leases, store.retired_bytes, len(live.server.lane.clients)) == (0, 0, 0)
+            assert (store.leases, store.retired_bytes, len(live.server.shm.clients)) == (0, 0, 0)
             store.check_integrity()
             await until(lambda: open_descriptors() <= before)
             assert await keeper.ask("EXISTS", "new") == b":0\r\n"

@@ -39,16 +39,16 @@ def test_strangers_do_no_harm_to_a_node_whose_slots_move(loop: str, seed: int, t
 
     async def story() -> None:
         async with LiveServer(tmp_path, cluster_topology=file, cluster_node="us") as live:
-            assert live.server.reread is not None
+            assert live.server.reload is not None
             for number in range(CASES // 4):
                 streams = [mutate(rng, session(rng), session(rng)) for _ in range(4)]
                 visits = asyncio.gather(*(visit(live, stream) for stream in streams))
                 topology_file(tmp_path, NODES[number % len(NODES)])
-                live.server.reread.ask()
+                live.server.reload.ask()
                 await visits
             topology_file(tmp_path, NODES[-1])
-            live.server.reread.ask()
-            await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+            live.server.reload.ask()
+            await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
             assert live.server.stats.handler_exceptions == 0
             client = await live.connect()
             await client.ask("SET", OURS, "v")

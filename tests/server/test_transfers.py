@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.output import REPLY_BYTES_HIGH
+from kvredis.server.client.session import REPLY_BYTES_HIGH
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, OOM, Client, LiveServer, pattern, run_on, until
 

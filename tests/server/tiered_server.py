@@ -149,8 +149,8 @@ class TieredServer(LiveServer):
         """What the server does ten times a second, for who waits."""
         self.tiering.tick()
         self.server.disk_reads.tick()
-        self.server.claims.disk_room.tick()
-        self.server.claims.admit()
+        self.server.admission.disk_room.tick()
+        self.server.admission.admit()
 
     def check(self) -> None:
         """All that must agree when nothing is under way."""
@@ -159,7 +159,7 @@ class TieredServer(LiveServer):
         self.tiering.transfers.check_integrity()
         self.io.check_integrity()
         assert len(self.tiering.transfers) == 0
-        assert not len(self.server.claims.disk_room)
+        assert not len(self.server.admission.disk_room)
         recorded = [entry for entry in self.store.index if entry.record is not None]
         assert all(self.disk.get(entry.key, entry.space) is entry.record for entry in recorded)
         assert len(recorded) == len(self.disk), "the disk holds what nobody can find"

@@ -281,7 +281,7 @@ class Acl:
         found = [self.users.pop(name, None) for name in names if name != DEFAULT_USER]
         return [user for user in found if user is not None]
 
-    # ---- what the door asks --------------------------------------------------------------------------------------
+    # ---- logging in and refusing ---------------------------------------------------------------------------------
 
     def login(self, name: bytes, password: bytes) -> User | None:
         """The user, if the password is right; None takes as long and says no more."""
@@ -319,7 +319,7 @@ class Acl:
         self.note(session.server, Refusal(reason, "multi" if in_multi else "toplevel", what, name, info))
 
     def note(self, server: Host, refusal: Refusal) -> None:
-        """Enter a refusal of any door into the log."""
+        """Enter a refusal, by RESP or HTTP, into the log."""
         self.log.note(refusal, int(server.settings.get("acllog-max-len", LOG_ENTRIES)))
 
     def _new_default(self) -> User:

@@ -155,7 +155,7 @@ class _Server(Host, Protocol):
     def cluster(self) -> Cluster | None: ...
 
 
-class Claims:
+class Admission:
     """The values that are on their way into the arena."""
 
     def __init__(self, server: _Server) -> None:

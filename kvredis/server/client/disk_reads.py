@@ -21,7 +21,7 @@ from typing import Final, Protocol, cast
 from kvredis.server.commands.registry import Command, shown
 from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.request import Argument
-from kvredis.server.shm.attach import Lane
+from kvredis.server.shm.attach import SharedMemory
 from kvredis.storage.entry import Lease, extent_length
 from kvredis.storage.index import SPACES
 from kvredis.storage.tiering.manager import Bringing
@@ -47,7 +47,7 @@ RENAMING: Final = frozenset({"rename", "renamenx", "move"})
 
 
 class _Server(Host, Protocol):
-    lane: Lane
+    shm: SharedMemory
 
 
 class DiskReads:
@@ -72,7 +72,7 @@ class DiskReads:
         if not store.away and store.keep and command.name != "exec":
             return []  # only this thread lets a block go
         names = values_read(session, command, shown(args))
-        client = self._server.lane.of(session) if command.name == "kv.lease" else None
+        client = self._server.shm.of(session) if command.name == "kv.lease" else None
         if client is not None:
             names = names[: client.within_share([key for key, _ in names], session.space)]
         leases = [lease for name in names if (lease := store.peek(*name)) is not None]

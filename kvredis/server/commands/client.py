@@ -223,7 +223,7 @@ def describe(session: Caller) -> bytes:
     now_s = time.monotonic()
     held = session.held()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    queued, lane = session.transaction, session.server.lane.of(session)
+    queued, lane = session.transaction, session.server.shm.of(session)
     letters = "".join(
         letter
         for letter, is_so in (

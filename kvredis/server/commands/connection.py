@@ -111,7 +111,7 @@ def reset(session: Caller, args: list[bytes]) -> Reply:
     server = session.server
     end_transaction(session)
     server.parts.end_all(session)
-    server.lane.detach(session)
+    server.shm.detach(session)
     server.pubsub.forget(session)
     server.tracking.forget(session)
     server.stop_monitoring(session)

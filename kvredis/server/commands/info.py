@@ -361,12 +361,12 @@ def kv(server: Context) -> Iterator[Field]:
     if store.arena.fallback is not None:
         yield "memory_fallback", " ".join(store.arena.fallback.split())
     yield "native", KIND
-    yield "bodies_in_flight", server.claims.receiving
-    yield "bodies_waiting", len(server.claims.queue)
-    yield "bodies_given_up", server.claims.given_up
-    yield "bodies_waiting_for_disk", len(server.claims.disk_room)
-    yield "memory_lane_clients", len(server.lane.clients)
-    yield "memory_lane_leases", server.lane.leases
+    yield "bodies_in_flight", server.admission.receiving
+    yield "bodies_waiting", len(server.admission.queue)
+    yield "bodies_given_up", server.admission.given_up
+    yield "bodies_waiting_for_disk", len(server.admission.disk_room)
+    yield "memory_lane_clients", len(server.shm.clients)
+    yield "memory_lane_leases", server.shm.leases
     yield "reservations", len(server.parts)
     yield "reservations_bytes", server.parts.held_bytes
     yield "reservations_committed", server.parts.committed
@@ -383,12 +383,12 @@ def kv(server: Context) -> Iterator[Field]:
 
 def _sets(server: Context) -> Iterator[Field]:
     """What became of every value that a client wanted stored: `set_total` is the sum of the others."""
-    stored, door = server.store.stats, server.stats
+    stored, counted = server.store.stats, server.stats
     outcomes = {
         "created": stored.created,
-        "forced": stored.overwritten - door.sets_duplicate,
-        "duplicate": door.sets_duplicate,
-        "existed": door.sets_existed,
+        "forced": stored.overwritten - counted.sets_duplicate,
+        "duplicate": counted.sets_duplicate,
+        "existed": counted.sets_existed,
         "error": stored.refused,
     }
     yield "set_total", sum(outcomes.values())

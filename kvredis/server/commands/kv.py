@@ -169,7 +169,7 @@ def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
 )
 def tiers(session: Caller, args: list[bytes]) -> Reply:
     """A map of maps; sizes in bytes. The lane's figures are the server's, and stand with the memory that it shows."""
-    found, lane = session.store.tiers(), session.server.lane
+    found, lane = session.store.tiers(), session.server.shm
     found["memory"] |= {"lane_clients": len(lane.clients), "lane_leases": lane.leases}
     return map_reply(
         session,

@@ -50,7 +50,7 @@ def reserve(session: Caller, args: list[bytes]) -> Answer:
         return TOO_LONG
     if len(server.parts.of(session)) >= RESERVATIONS_MAX:
         return TOO_MANY
-    room = server.claims.reserve(session, args[1], length)
+    room = server.admission.reserve(session, args[1], length)
     if isinstance(room, Blocked):
         return session.postpone(args, room)  # type: ignore[arg-type]  # lists are invariant
     if not isinstance(room, Reservation):

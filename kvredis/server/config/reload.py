@@ -64,7 +64,7 @@ KEYS_A_STEP: Final = 500
 """How many keys are looked at before clients have their turn: less than a millisecond."""
 
 
-class Reread:
+class Reload:
     """The changes of one server's topology."""
 
     def __init__(self, server: Context, cluster: Cluster) -> None:

@@ -271,7 +271,7 @@ def set_body_timeout(server: Context, seconds: str) -> None:
 
 def set_lane_limit(server: Context, milliseconds: str) -> None:
     """lane-lease-ms, for those who attach from now on: the others count by what they were told."""
-    server.lane.lease_ms = int(milliseconds)
+    server.shm.lease_ms = int(milliseconds)
 
 
 def set_policy(server: Context, policy: str) -> None:
@@ -527,7 +527,7 @@ def _changeable() -> dict[str, Setting]:
         "timeout": _live(number(0, INT32_MAX), set_idle_timeout, lambda server: str(server.idle_timeout_s)),
         "tcp-keepalive": _live(number(0, INT32_MAX), set_keepalive, lambda server: str(server.listeners.keepalive_s)),
         "body-timeout": _live(seconds, set_body_timeout, lambda server: f"{server.body_timeout_s:g}"),
-        "lane-lease-ms": _live(number(1, LEASE_MS_MAX), set_lane_limit, lambda server: str(server.lane.lease_ms)),
+        "lane-lease-ms": _live(number(1, LEASE_MS_MAX), set_lane_limit, lambda server: str(server.shm.lease_ms)),
         "proto-max-bulk-len": _live(memory(MIB), set_bulk_bytes_max, lambda server: str(server.bulk_bytes_max)),
         "client-query-buffer-limit": _live(
             memory(MIB), set_query_bytes_max, lambda server: str(server.query_bytes_max)

@@ -1,4 +1,4 @@
-"""Who may see what on the HTTP door: the users of the ACL, with HTTP's Basic scheme for AUTH.
+"""Who may see what over HTTP: the users of the ACL, with HTTP's Basic scheme for AUTH.
 
 Wrong passwords and missing rights are counted and logged as those of RESP clients are, so that one ACL LOG shows all
 who were refused. Two things are HTTP's own. Protected mode is asked for every request that is guarded, since a probe
@@ -33,8 +33,8 @@ PROTECTED: Final = (
 )
 
 
-class HttpGate:
-    """Callable as http_door.Gate."""
+class HttpAuth:
+    """Callable as http/server.py's Gate."""
 
     def __init__(self, server: Context) -> None:
         self._server = server

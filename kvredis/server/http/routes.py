@@ -1,4 +1,4 @@
-"""What the HTTP door answers: health, metrics and the page, each from the module that knows it."""
+"""What the HTTP server answers: health, metrics and the page, each from the module that knows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP door on metrics_port: small answers for monitoring systems, probes and the page, on the server's own loop.
+"""The HTTP server on metrics_port: small answers for monitoring systems, probes and the page, on the server's own loop.
 
 h11 knows the protocol; what is here is who may take how much of the server meanwhile. A head has a bound in bytes and
 in time, a body is refused, an answer that is not taken is given up, and when all places are taken the one who has been
@@ -125,7 +125,7 @@ def parsed(request: h11.Request) -> HttpRequest:
     return HttpRequest(method, target.path, query, headers)
 
 
-class HttpDoor:
+class HttpServer:
     """Listens on options.metrics_port, on every address of `bind`; https where clients are served over TLS alone."""
 
     def __init__(self, options: ServerOptions, routes: Routes, gate: Gate) -> None:
@@ -217,9 +217,9 @@ def told(refused: HttpError) -> HttpResponse:
 class Connection(asyncio.Protocol):
     """One HTTP client. `task` is the answer that is being made, None while the client has its turn."""
 
-    def __init__(self, door: HttpDoor) -> None:
+    def __init__(self, server: HttpServer) -> None:
         self.task: asyncio.Task[None] | None = None
-        self._door = door
+        self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         self._transport: asyncio.Transport | None = None
         self._peer = Peer("?", "?")
@@ -236,12 +236,12 @@ class Connection(asyncio.Protocol):
         """A client has connected."""
         self._transport = cast(asyncio.Transport, transport)
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
-        self._transport.set_write_buffer_limits(high=int(self._door.encrypted))
+        self._transport.set_write_buffer_limits(high=int(self._server.encrypted))
         self._peer = Peer(
             address_of(transport.get_extra_info("peername")), address_of(transport.get_extra_info("sockname"))
         )
         self._limit(HEAD_S)
-        self._door.admit(self)
+        self._server.admit(self)
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request, or of the one after it."""
@@ -284,7 +284,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if self.task is not None:
             self.task.cancel()
-        self._door.dismiss(self)
+        self._server.dismiss(self)
 
     def hang_up(self) -> None:
         """Close without another word."""
@@ -327,12 +327,12 @@ class Connection(asyncio.Protocol):
         self._transport.pause_reading()
         self._limit(ANSWER_S + SEND_S)
         self._in_head = False
-        self._door.heard(self)
+        self._server.heard(self)
         request, self._request = self._request, None
         self.task = asyncio.get_running_loop().create_task(self._answer(request))
 
     async def _answer(self, request: HttpRequest) -> None:
-        response = await self._door.answer(request, self._peer)
+        response = await self._server.answer(request, self._peer)
         self.task = None
         if self._transport is None:
             return

@@ -159,8 +159,8 @@ def _clients(seen: Seen) -> Values:
 def _waiting(seen: Seen) -> Values:
     server = seen.server
     return {
-        "turn": len(server.claims.queue),
-        "disk_room": len(server.claims.disk_room),
+        "turn": len(server.admission.queue),
+        "disk_room": len(server.admission.disk_room),
         "disk_read": server.blocked.count(Reason.DISK_READ),
         "copy": server.blocked.count(Reason.COPY),
     }
@@ -171,7 +171,7 @@ def _closed(seen: Seen) -> Values:
     return {
         "query_buffer": stats.query_limit_disconnections,
         "output_buffer": stats.output_limit_disconnections,
-        "stalled_value": seen.server.claims.given_up,
+        "stalled_value": seen.server.admission.given_up,
     }
 
 
@@ -205,7 +205,7 @@ CLIENTS: Final = (
            _sent, "lane"),
     _gauge("outgoing_bytes", "Replies that clients have not taken yet.",
            lambda seen: sum(each.unsent_bytes for each in seen.server.sessions.values())),
-    _gauge("lane_clients", "Clients that read the arena by themselves.", lambda seen: len(seen.server.lane.clients)),
+    _gauge("lane_clients", "Clients that read the arena by themselves.", lambda seen: len(seen.server.shm.clients)),
 )  # fmt: skip
 
 
@@ -222,11 +222,11 @@ def _by_tier(seen: Seen, total: int, from_disk: str) -> Values:
 
 
 def _stores(seen: Seen) -> Values:
-    stored, door = seen.server.store.stats, seen.server.stats
+    stored, counted = seen.server.store.stats, seen.server.stats
     return {
         "created": stored.created,
         "overwritten": stored.overwritten,
-        "existed": door.sets_existed,
+        "existed": counted.sets_existed,
         "refused": stored.refused,
         "aborted": stored.aborted,
     }
@@ -262,10 +262,10 @@ BLOCKS: Final = (
            _left, "reason"),
     _counter("evicted_bytes", "Bytes that left all tiers for want of room.",
              lambda seen: seen.server.store.stats.evicted_bytes),
-    _gauge("values_receiving", "Values on their way into the arena.", lambda seen: seen.server.claims.receiving),
+    _gauge("values_receiving", "Values on their way into the arena.", lambda seen: seen.server.admission.receiving),
     _gauge("reservations", "Values that are written in parts.", lambda seen: len(seen.server.parts)),
     _gauge("leases", "Holds of readers on blocks.", lambda seen: seen.memory["leases"]),
-    _gauge("lane_leases", "Those of clients that read the arena by themselves.", lambda seen: seen.server.lane.leases),
+    _gauge("lane_leases", "Those of clients that read the arena by themselves.", lambda seen: seen.server.shm.leases),
     _counter("leases_revoked", "Leases ended by their limit.", lambda seen: seen.server.store.stats.leases_revoked),
 )  # fmt: skip
 

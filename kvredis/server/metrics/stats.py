@@ -1,4 +1,4 @@
-"""The door's counters: what INFO's stats, commandstats, latencystats and errorstats sections and LATENCY HISTOGRAM say.
+"""What the server counts, for INFO's stats, commandstats, latencystats and errorstats sections and LATENCY HISTOGRAM.
 
 A command's times are kept as counts in powers of two, because `observe` is on the hot path: it is called once for a run
 of equal commands, and what a run's commands took each is its mean. Everything finer is left to the slow log.

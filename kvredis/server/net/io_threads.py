@@ -7,7 +7,7 @@ bench/results/server-2026-11-28-16-cores-threads.json). So while a client is beh
 goes to a thread. The first stays with the loop: alone it would gain nothing, and wait for two threads to wake.
 
 What a thread may do: give the kernel the bytes of one reply. All else of the session is the loop's, and the session
-rests meanwhile, as if its transport held a rest (client/output.py): it runs no command, and the loop sends it nothing.
+rests meanwhile, as if its transport held a rest (client/session.py): it runs no command, and the loop sends it nothing.
 Leases end in the loop when the thread is done, also behind a hang-up, which shuts the socket down and so ends the
 thread's work. A client that takes nothing for IDLE_MS has its rest sent by the loop: however many slow ones there are,
 they do not keep the threads from the others.

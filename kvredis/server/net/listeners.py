@@ -74,8 +74,8 @@ class Listeners:
         run_id: str = "",
     ) -> None:
         self.addresses: list[str] = []
-        self.lane_name: str | None = None
-        """The abstract unix socket, as @name: for those of our own user who came over TCP and would have the lane."""
+        self.abstract_name: str | None = None
+        """The abstract unix socket, as @name: for those of our own user who came over TCP and would share memory."""
         self._run_id = run_id
         self._own_users: socket.socket | None = None
         self.reserved: Reserved = {}
@@ -181,7 +181,7 @@ class Listeners:
             return
         self._open.append((listener, None))
         self._own_users = listener
-        self.lane_name = f"@{name}"
+        self.abstract_name = f"@{name}"
 
     # ---- accepting -----------------------------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class _Held(NamedTuple):
 
 
 class Splicer:
-    """The door of one client for spliced replies, and the leases of those that it has not received."""
+    """One client's way for spliced replies, and the leases of those that it has not received."""
 
     def __init__(self, splicing: Splicing, fd: int) -> None:
         self._splicing = splicing
@@ -343,7 +343,7 @@ class Splicing:
         return wanted and CAN_LEND and client.is_local_stream
 
     def splicer_for(self, fd: int) -> Splicer | None:
-        """The door of a client; None when there is no descriptor left for it."""
+        """The way of a client; None when there is no descriptor left for it."""
         try:
             return Splicer(self, fd)
         except OSError:

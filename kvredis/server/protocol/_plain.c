@@ -1,7 +1,7 @@
 /* Small commands out of a buffer, natively, the replies to a run of GETs, and those to leases. fast_parser.py is the contract
  * of `plain_commands`, says what plain means, and has the same function in Python, which gives the same for every
  * buffer. Nothing here looks behind the end of the buffer, and nothing is made in the length that a client claims before
- * the bytes for it are there. client/get_run.py is the contract of `answer_gets`, shm/attach.py that of `keep` and `take`.
+ * the bytes for it are there. client/process_command.py is the contract of `answer_gets`, shm/attach.py that of `keep` and `take`.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -162,7 +162,8 @@ static int is_get(PyObject *word) {
     return memcmp(name, "GET", 3) == 0 || memcmp(name, "get", 3) == 0;
 }
 
-/* Note that `entry` was used now, as Store.fetch does; 0 unless an exception is set. */
+/* Note that `entry` was used now, as StoreState._hit says; lookups that were put off are ordered already
+ * (Store.small_hits). 0 unless an exception is set. */
 static int note_hit(PyObject *entry, PyObject *touch, PyObject *now_s) {
     PyObject *done = PyObject_CallOneArg(touch, entry);
     if (done == NULL) {
@@ -210,7 +211,7 @@ static PyObject *answer(PyObject *key, PyObject *entries, PyObject *touch, PyObj
     return reply;
 }
 
-/* Arguments: commands, entries, replies, touch and now_s; client/get_run.py says what for. */
+/* Arguments: commands, entries, replies, touch and now_s; client/process_command.py says what for. */
 static PyObject *answer_gets(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     if (count != 5 || !PyList_CheckExact(args[0]) || !PyDict_CheckExact(args[1]) || !PyList_CheckExact(args[2])) {
@@ -358,7 +359,7 @@ static PyObject *take(PyObject *module, PyObject *const *args, Py_ssize_t count)
 
 static PyMethodDef METHODS[] = {
     {"plain_commands", plain_commands, METH_O, "As plain.plain_commands_in_python."},
-    {"answer_gets", (PyCFunction)(void (*)(void))answer_gets, METH_FASTCALL, "As client/get_run.py says."},
+    {"answer_gets", (PyCFunction)(void (*)(void))answer_gets, METH_FASTCALL, "As client/process_command.py says."},
     {"keep", (PyCFunction)(void (*)(void))keep, METH_FASTCALL, "As places.keep_in_python."},
     {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, "As places.take_in_python."},
     {NULL, NULL, 0, NULL},

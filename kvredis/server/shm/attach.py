@@ -1,4 +1,4 @@
-"""The same-host lane: clients that read blocks where they lie in the arena, and store blocks out of their own memory.
+"""Memory shared with clients of the same host, which read blocks where they lie in the arena, and store out of theirs.
 
 Each side lends its memory to the other read-only. A client that attaches over a unix socket is given the arena's memfd,
 which is sealed (storage/memory/arena.py), so all it can do is to read; to store it lends us memory of its own, out of
@@ -40,8 +40,8 @@ from .lent_memory import LentMemory
 #
 # Where a client's leases lie: the replies that say so, and the offsets that it gives back, a run at a time.
 #
-# LaneClient (attach.py) says what is kept for a client and why; here is its commonest case, leases of blocks at places
-# where the client has no other. All else stops `keep`, or makes `take` leave the whole command alone. Where the
+# AttachedClient says what is kept for a client and why; here is its commonest case, leases of blocks at places where
+# the client has no other. All else stops `keep`, or makes `take` leave the whole command alone. Where the
 # extension was built, protocol/_plain.c does the same in a third of the time, and with the same result.
 
 
@@ -143,7 +143,7 @@ NOT_EVERY_KEY: Final = error("NOPERM the lane shows every key, and this user may
 SHARE_USED: Final = error("OOM this connection has leased its share of the arena")
 
 
-class LaneClient:
+class AttachedClient:
     """What an attached connection holds: leases by the offset of their bytes, and the memory that it has lent us."""
 
     def __init__(self, peer: socket.socket, side: socket.socket, store: Store, lease_ms: int) -> None:
@@ -333,30 +333,30 @@ class _Server(Host, Protocol):
     unixsocket: str | None
 
 
-class Lane:
+class SharedMemory:
     """The attached clients of one server, and who may become one."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
         self.lease_ms = server.options.lane_lease_ms
         """The time limit of a lease for which none was asked, for those who attach from now on."""
-        self.clients: dict[int, LaneClient] = {}
+        self.clients: dict[int, AttachedClient] = {}
         """By the id of their connection."""
 
     @property
     def socket_name(self) -> str | None:
-        """Where a client of this host connects to: a path, or @name for an abstract socket; None without a lane."""
+        """Where a client of this host connects to: a path, or @name for an abstract socket; None if not offered."""
         if self._server.options.lane == "off" or not self._server.store.arena.sealed:
             return None
         path = self._server.unixsocket
-        return self._server.listeners.lane_name if path is None else os.path.abspath(path)
+        return self._server.listeners.abstract_name if path is None else os.path.abspath(path)
 
     @property
     def leases(self) -> int:
         """How many leases all clients hold."""
         return sum(client.leases for client in self.clients.values())
 
-    def of(self, session: Client) -> LaneClient | None:
+    def of(self, session: Client) -> AttachedClient | None:
         """What an attached connection holds; None for one that is not attached."""
         return self.clients.get(session.id)
 
@@ -379,7 +379,7 @@ class Lane:
                 descriptors = array.array("i", [arena_fd, theirs.fileno()])
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
                 sent = peer.sendmsg([reply], ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                client = LaneClient(peer, side, self._server.store, self.lease_ms)
+                client = AttachedClient(peer, side, self._server.store, self.lease_ms)
                 undo.pop_all()
         except BlockingIOError:
             return UNSENT  # the client does not read

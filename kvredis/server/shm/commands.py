@@ -1,5 +1,5 @@
-"""The same-host lane: KV.LANE, KV.ATTACH, KV.LEASE and KV.RELEASE for who reads in the arena itself, KV.LEND, KV.PUT
-and KV.FILL for who stores out of memory of its own, KV.REVOKE for who must end the one.
+"""Commands of shared memory: KV.LANE, KV.ATTACH, KV.LEASE and KV.RELEASE for a client that reads in the arena itself,
+KV.LEND, KV.PUT and KV.FILL for one that stores out of its own memory, KV.REVOKE to end the leases of another.
 
 attach.py says what each side may do to the other and why a reader can trust what it has read.
 """
@@ -63,10 +63,10 @@ NOT_ALL = error("NOPERM KV.SPLICE is for users who may read every key")
     summary="Returns where a client on the same host finds the lane, and how it knows that it is on the same host.",
 )
 def lane(session: Caller, args: list[bytes]) -> Reply:
-    """A map: `socket`, a path or @name, nil where there is no lane; `boot-id`, to be compared with the client's own;
-    `run-id`, to be compared with what is told behind that socket."""
+    """A map: `socket`, a path or @name, nil if not offered; `boot-id`, to be compared with the client's own; `run-id`,
+    to be compared with what is told behind that socket."""
     server = session.server
-    name, boot = server.lane.socket_name, boot_id()
+    name, boot = server.shm.socket_name, boot_id()
     return map_reply(
         session,
         [
@@ -88,7 +88,7 @@ def lane(session: Caller, args: list[bytes]) -> Reply:
 )
 def attach(session: Caller, args: list[bytes]) -> Reply:
     """A map of facts, with two descriptors at its first byte: the arena, and the side channel for KV.LEND."""
-    return session.server.lane.attach(session, COMMANDS[b"KV.ATTACH"], args)
+    return session.server.shm.attach(session, COMMANDS[b"KV.ATTACH"], args)
 
 
 @command(
@@ -108,7 +108,7 @@ def attach(session: Caller, args: list[bytes]) -> Reply:
 def lease(session: Caller, args: list[bytes]) -> Reply:
     """For each key [offset, length] in the arena, nil, the value itself if it is small and not in the arena, or an
     error when this client has leased its share, or would have with what is on disk."""
-    client = session.server.lane.of(session)
+    client = session.server.shm.of(session)
     if client is None:
         return NOT_ATTACHED
     limit_ms = parse_integer(args[1])
@@ -144,7 +144,7 @@ def lease(session: Caller, args: list[bytes]) -> Reply:
 def release(session: Caller, args: list[bytes]) -> Reply:
     """Fewer than asked for: for some the limit had passed, so what was read of them lately is void. Those are to be
     released all the same, or the next release of that place is taken for theirs."""
-    client = session.server.lane.of(session)
+    client = session.server.shm.of(session)
     if client is None:
         return NOT_ATTACHED
     ended = client.release(args[1:])
@@ -168,7 +168,7 @@ def revoke(session: Caller, args: list[bytes]) -> Reply:
     if number is None or number < 1:
         return BAD_CLIENT_ID
     server = session.server
-    client, other = server.lane.clients.get(number), server.sessions.get(number)
+    client, other = server.shm.clients.get(number), server.sessions.get(number)
     if client is None or other is None:
         return ZERO
     ended = client.leases
@@ -190,7 +190,7 @@ def revoke(session: Caller, args: list[bytes]) -> Reply:
 )
 def lend(session: Caller, args: list[bytes]) -> Reply:
     """Its size in bytes. It takes the place of what was lent before; after an error that is still lent."""
-    client = session.server.lane.of(session)
+    client = session.server.shm.of(session)
     if client is None:
         return NOT_ATTACHED
     try:
@@ -231,7 +231,7 @@ def put(session: Caller, args: list[bytes]) -> Answer:
     if length > session.server.bulk_bytes_max:
         return TOO_LONG
     key = args[1]
-    room = session.server.claims.reserve(session, key, length)
+    room = session.server.admission.reserve(session, key, length)
     if isinstance(room, Blocked):
         return session.postpone(args, room)  # type: ignore[arg-type]  # no payload among them
     if room is REFUSED:
@@ -280,7 +280,7 @@ def fill(session: Caller, args: list[bytes]) -> Answer:
 
 def _source(session: Caller, offset_word: bytes, length_word: bytes) -> tuple[LentMemory, int, int] | bytes:
     """Which lent bytes a command means, or the error."""
-    client = session.server.lane.of(session)
+    client = session.server.shm.of(session)
     if client is None:
         return NOT_ATTACHED
     memory = client.memory
@@ -328,7 +328,7 @@ def _copied(session: Caller, memory: LentMemory, way: tuple[memoryview, int], th
 
     def come(copying: asyncio.Future[bool]) -> None:
         pending.guard(finish, copying)
-        server.claims.admit()
+        server.admission.admit()
 
     try:
         source = memory.another()

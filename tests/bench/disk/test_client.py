@@ -130,7 +130,7 @@ def moved(server: Listening) -> subprocess.CompletedProcess[str]:
 def test_the_mover_stores_until_it_is_told_to_stop_and_compares_everything(server: Listening) -> None:
     done = moved(server)
     ready, stopped, said = done.stdout.splitlines()
-    assert (ready, stopped, done.returncode) == ("ready", "stopped", 0)
+    assert (ready, stopped, done.returncode) == ('{"said": "ready"}', '{"said": "stopped"}', 0)
     figures = json.loads(said)
     assert figures["missing"] == 0
     assert figures["verified_bytes"] == COUNT * SIZE

@@ -12,9 +12,10 @@ from kvredis.bench.server.latency import HeadOfLineSample, LookupSample, SmallSa
 from kvredis.bench.server.latency import summarize_lookups as summarize_lookups
 from kvredis.bench.server.latency import summarize_pings as summarize_pings
 from kvredis.bench.server.latency import summarize_small as summarize_small
-from kvredis.bench.server.run import BenchResult, HeldRow, gate, held, held_lines, load, table_lines
+from kvredis.bench.server.run import BenchResult, HeldRow, gate, held, held_lines, table_lines
 from kvredis.bench.server.transfer import Arm, TransferSample
 from kvredis.bench.server.transfer import summarize as summarize_transfers
+from tests.bench.fake_server import load
 
 RECORDED = Path(__file__).parents[1] / "recorded_result.json"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvredis.bench.core.result import GateLine, Row, gate_lines
-from kvredis.bench.server.run import BenchResult, gate, load
+from kvredis.bench.server.run import BenchResult, gate
 from kvredis.bench.server.transfer import TransferSample
+from tests.bench.fake_server import load
 
 RECORDED = Path(__file__).parents[1] / "recorded_result.json"
 KIB, MIB = 1024, 1024**2

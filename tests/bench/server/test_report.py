@@ -9,7 +9,8 @@ import pytest
 
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import default_path, save
-from kvredis.bench.server.run import load, table_lines
+from kvredis.bench.server.run import table_lines
+from tests.bench.fake_server import load
 
 RECORDED = Path(__file__).parents[1] / "recorded_result.json"
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import IO, Any, cast
 
 import pytest
 
@@ -51,31 +48,21 @@ def test_the_process_and_its_folder_are_gone_after_the_block() -> None:
     assert missing() is None
     with ZmqProcess(COUNT, SIZE) as peer:
         assert peer.cpu_s() > 0
-        process, folder = peer._process, peer._folder
+        process, folder = peer._process, peer._socket_folder
         assert process is not None
-        assert folder is not None
         assert os.path.isdir(folder.name)
     assert process.returncode == 0
     assert not os.path.exists(folder.name)
 
 
-def test_an_interrupt_while_the_peer_starts_leaves_no_timer_that_the_interpreter_waits_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Interrupted:
-        def readline(self) -> bytes:
-            raise KeyboardInterrupt
+def test_an_interrupt_while_the_peer_starts_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(peer: ZmqProcess, within_s: float | None = None) -> None:
+        pids.append(peer.pid)
+        raise KeyboardInterrupt
 
-        def close(self) -> None:
-            """Nothing is behind it."""
-
-    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        process: subprocess.Popen[bytes] = popen(command, **options | {"stdout": subprocess.DEVNULL})
-        process.stdout = cast(IO[bytes], Interrupted())
-        return process
-
-    popen: Any = subprocess.Popen
-    monkeypatch.setattr("kvredis.bench.transport.pyzmq.subprocess.Popen", started)
+    pids: list[int] = []
+    monkeypatch.setattr(ZmqProcess, "answer", interrupted)
     with pytest.raises(KeyboardInterrupt), ZmqProcess(COUNT, SIZE):
         pass
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)

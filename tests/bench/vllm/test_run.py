@@ -68,7 +68,7 @@ for line in sys.stdin:
     if asked["answer"]:
         answers.append([1] * asked["answer"] if arm != "offloading" else [2] * asked["answer"])
     warm = {{"none": None, "offloading": 20.0}}.get(arm, 25.0)
-    hit = asked["tokens"] // 64 * 64 - (64 if "trusted" in arm else 0)
+    hit = asked["tokens"] // 64 * 64 - (64 if "layers" in arm else 0)
     print(json.dumps(dict(cold_ms=100.0, own_ms=10.0, warm_ms=warm, own_tokens=9, warm_tokens=hit if warm else 0,
                           own_bytes=0, warm_bytes=5, stored_bytes=5, answers=answers)), flush=True)
 """
@@ -138,7 +138,7 @@ def test_every_arm_s_settings_are_understood(arm: str, caplog: pytest.LogCapture
     config = configured(extra)
     assert not caplog.records, "an entry has no meaning"
     assert config.use_layerwise == ("layers" in arm)
-    assert config.verify_blocks == ("trusted" not in arm)
+    assert config.verify_blocks
     kinds = {"memory": None, "lane": "kvredis://127.0.0.1:1234", "tcp": "redis://127.0.0.1:1234"}
     assert config.remote_url == kinds[arm.split("+")[0]]
     assert (config.chunk_size, config.capacity_bytes, config.page_lock) == (256, room, True)
@@ -147,7 +147,7 @@ def test_every_arm_s_settings_are_understood(arm: str, caplog: pytest.LogCapture
 def test_a_run_tells_what_each_engine_answered_and_leaves_out_what_fails(tmp_path: Path) -> None:
     where, told = fake(tmp_path, H200)
     steps: list[str] = []
-    arms = ("none", "offloading", "lane", "lane+trusted", "memory", "tcp")
+    arms = ("none", "offloading", "lane", "lane+layers", "memory", "tcp")
     result = run(small(*arms, together=4), where, steps.append)
     rows = {(row["arm"], row["tokens"]): row for row in result["rows"]}
     assert set(rows) == {(arm, tokens) for arm in arms if arm != "tcp" for tokens in (100, 200)}
@@ -155,11 +155,11 @@ def test_a_run_tells_what_each_engine_answered_and_leaves_out_what_fails(tmp_pat
     assert (lane["factor"], lane["ratio"], lane["hit_share"], lane["equal"]) == (4.0, 1.25, 1.0, 1.0)
     assert (none["warm_ms"], none["factor"], len(none["samples"])) == (None, None, 4), "open in both rounds"
     assert [sample["repeat"] for sample in memory["samples"]] == [2], "it ended in its second repeat"
-    assert rows["lane+trusted", 200]["hit_share"] == 2 / 3
+    assert rows["lane+layers", 200]["hit_share"] == 2 / 3
     assert rows["offloading", 100]["equal"] == 0.5, "its longer answer is another one"
     assert any("no engine today" in note and "it printed this" in note for note in result["notes"])
     assert any(note.startswith("Given up") and "memory ended" in note for note in result["notes"])
-    assert result["counters"] == {"lane": {"loads": 3.0}, "lane+trusted": {"loads": 3.0}}
+    assert result["counters"] == {"lane": {"loads": 3.0}, "lane+layers": {"loads": 3.0}}
     judged = {line["name"]: line["passed"] for line in result["gate"]}
     assert judged["/ offloading   lane, 200 tokens"] is False
     assert judged["hits           lane, 200 tokens"] is True
@@ -216,7 +216,7 @@ def test_the_command_says_where_there_is_no_vllm(tmp_path: Path) -> None:
 def test_the_command_takes_its_options_and_draws(tmp_path: Path) -> None:
     where, told = fake(tmp_path, NO_GPU)
     path, drawn = tmp_path / "result.json", tmp_path / "result.png"
-    options = ("--arms", "none,memory+trusted", "--prompt-tokens", "100,200", "--chunk-tokens", "64", "--quick")
+    options = ("--arms", "none,memory+layers", "--prompt-tokens", "100,200", "--chunk-tokens", "64", "--quick")
     more = ("--json", str(path), "--plot", str(drawn), "--gate")
     done = CliRunner().invoke(bench, ("vllm", "--python", where.python, *options, *more))
     assert done.exit_code == 1, "the fake's hits are fewer than they must be"

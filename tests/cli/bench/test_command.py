@@ -13,9 +13,10 @@ from click.testing import CliRunner, Result
 
 from kvredis.bench.core.servers import RECIPES, Recipe
 from kvredis.bench.core.wire import Resp
-from kvredis.bench.server.run import BenchResult, HeldJson, ServerPlan, load
+from kvredis.bench.server.run import BenchResult, HeldJson, ServerPlan
 from kvredis.cli.bench.command import bench
 from tests.bench import fake_server
+from tests.bench.fake_server import load
 
 needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 TINY = ("server", "--quick", "--repeats", "1", "--sizes", "64KiB")

@@ -65,7 +65,7 @@ def test_a_free_port_is_told_before_the_server_is_ready(serve: Serve, tmp_path: 
     end(server)
 
 
-def test_without_the_key_there_is_no_door(serve: Serve, tmp_path: Path) -> None:
+def test_without_the_key_there_is_no_http(serve: Serve, tmp_path: Path) -> None:
     server = serve(*SMALL, "--unixsocket", str(tmp_path / "kv.sock"))
     server.wait_ready()
     assert not [line for line in server.lines if "etrics" in line]
@@ -86,7 +86,7 @@ def test_a_metrics_port_that_is_taken_stops_the_start_at_once(serve: Serve, tmp_
     assert not os.path.exists(tmp_path / "kv.sock")
 
 
-def test_a_starting_door_without_a_loop_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starting_http_without_a_loop_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_files(main: Coroutine[Any, Any, None]) -> None:
         main.close()
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -96,7 +96,7 @@ def test_a_starting_door_without_a_loop_stops_the_start(monkeypatch: pytest.Monk
         raise AssertionError("it is not open")
 
 
-def test_a_starting_door_that_fails_while_the_server_starts_is_told_of_and_does_not_stop_it(
+def test_a_starting_http_that_fails_while_the_server_starts_is_told_of_and_does_not_stop_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken:
@@ -107,7 +107,7 @@ def test_a_starting_door_that_fails_while_the_server_starts_is_told_of_and_does_
             raise ZeroDivisionError
 
     door = StartingDoor(ServerOptions(metrics_port=1))
-    door._door = Broken()  # type: ignore[assignment]
+    door._http = Broken()  # type: ignore[assignment]
     with door:
         loop = door._loop
         assert loop is not None

@@ -45,7 +45,7 @@ def test_values_on_their_way_hold_no_more_than_their_share(loop: str, tmp_path: 
             values = [pattern(3 * MIB // 2, n) for n in range(8)]
             for n, client in enumerate(clients):
                 await client.send_raw(header(f"k{n}", len(values[n])) + values[n][:1000])
-            claims = live.server.claims
+            claims = live.server.admission
             await until(lambda: len(claims.queue) == 6)
             assert claims.receiving == 2
             assert live.store.reserved_bytes <= claims.share_bytes
@@ -67,9 +67,9 @@ def test_a_value_larger_than_the_share_has_its_turn_when_it_is_alone(loop: str, 
             await small.send_raw(header("one", MIB) + one[:1000])
             await until(lambda: live.store.reserved_bytes)
             await large.send_raw(header("two", 12 * MIB) + two[:10_000])
-            await until(lambda: len(live.server.claims.queue) == 1)
+            await until(lambda: len(live.server.admission.queue) == 1)
             await late.send_raw(header("three", MIB) + three[:1000])
-            await until(lambda: len(live.server.claims.queue) == 2)  # nobody overtakes
+            await until(lambda: len(live.server.admission.queue) == 2)  # nobody overtakes
             await small.send_raw(one[1000:] + b"\r\n")
             assert await small.read_line() == b"+OK\r\n"
             await large.send_raw(two[10_000:] + b"\r\n")
@@ -110,7 +110,7 @@ def test_a_value_that_stops_coming_is_given_up(loop: str, tmp_path: Path) -> Non
             await owner.ask("SET", "k", old)
             await slow.send_raw(header("k", 2 * MIB) + bytes(MIB))
             await until(lambda: live.store.reserved_bytes)
-            await until(lambda: live.server.claims.given_up)
+            await until(lambda: live.server.admission.given_up)
             await until(lambda: not live.store.reserved_bytes)
             assert await slow.read_all() == b""
             assert await owner.get("k") == old
@@ -126,19 +126,19 @@ def test_many_writers_that_stall_together_cost_the_others_one_time_limit(loop: s
             stalled = [await live.connect() for _ in range(8)]
             for n, client in enumerate(stalled):
                 await client.send_raw(header(f"h{n}", 3 * MIB // 2) + bytes(4000))
-            await until(lambda: len(server.claims.queue) == 6)
+            await until(lambda: len(server.admission.queue) == 6)
             honest = await live.connect()
             value = pattern(2 * MIB)
             sending = asyncio.create_task(honest.send("SET", "k", value))
-            await until(lambda: len(server.claims.queue) == 7)
-            session = next(reversed(server.claims.queue))
+            await until(lambda: len(server.admission.queue) == 7)
+            session = next(reversed(server.admission.queue))
             await until(lambda: unread_bytes(session.fd) >= UNREAD_BYTES_MIN)
             server.now_s = lambda: began_s + 29.0
-            server.claims.give_up_stalled()
-            assert server.claims.given_up == 0
+            server.admission.give_up_stalled()
+            assert server.admission.given_up == 0
             server.now_s = lambda: began_s + 31.0
-            server.claims.give_up_stalled()
-            assert server.claims.given_up == 8
+            server.admission.give_up_stalled()
+            assert server.admission.given_up == 8
             assert await honest.read_line() == b"+OK\r\n"
             await sending
             assert await honest.get("k") == value
@@ -156,13 +156,13 @@ def test_who_waits_for_room_without_sending_a_value_is_not_taken_for_stalled(loo
             await sender.send_raw(header("k", len(value)) + value[:MIB])
             await until(lambda: live.store.reserved_bytes)
             await reserving.send("KV.RESERVE", "part", str(3 * MIB))
-            await until(lambda: len(server.claims.queue) == 1)
+            await until(lambda: len(server.admission.queue) == 1)
             await sender.send_raw(value[MIB : 2 * MIB])
-            received = next(iter(server.claims._receiving)).input_bytes
-            await until(lambda: next(iter(server.claims._receiving)).input_bytes > received + 64 * 1024)
+            received = next(iter(server.admission._receiving)).input_bytes
+            await until(lambda: next(iter(server.admission._receiving)).input_bytes > received + 64 * 1024)
             server.now_s = lambda: began_s + 31.0
-            server.claims.give_up_stalled()
-            assert server.claims.given_up == 0
+            server.admission.give_up_stalled()
+            assert server.admission.given_up == 0
             await sender.send_raw(value[2 * MIB :] + b"\r\n")
             assert await sender.read_line() == b"+OK\r\n"
             assert (await reserving.read_line()).startswith(b":")
@@ -179,10 +179,10 @@ def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(loop: 
             await first.send_raw(header("large", 8 * MIB) + large[:10_000])
             await until(lambda: live.store.reserved_bytes)
             await slow.send("SET", "short", pattern(70_000))
-            await until(lambda: len(server.claims.queue) == 1)
+            await until(lambda: len(server.admission.queue) == 1)
             server.now_s = lambda: began_s + 31.0
-            server.claims.give_up_stalled()
-            assert server.claims.given_up == 1
+            server.admission.give_up_stalled()
+            assert server.admission.given_up == 1
             assert await slow.read_line() == b"+OK\r\n"
             assert await first.read_all() == b""
             live.complaints.clear()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvredis.server.client import get_run
+from kvredis.server.client import process_command
 from kvredis.storage.entry import NOWHERE, Entry
 from tests.server.feed import request
 from tests.server.live import LiveServer, run_on
@@ -86,10 +86,10 @@ async def story(folder: Path, seed: int) -> Seen:
         )
 
 
-@pytest.mark.skipif(get_run.natively is None, reason="the extension is not built here")
+@pytest.mark.skipif(process_command.natively is None, reason="the extension is not built here")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_does_what_its_gets_do_one_by_one(loop: str, seed: int, tmp_path: Path) -> None:
-    natively = get_run.natively
+    natively = process_command.natively
     assert natively is not None
     done = []
 
@@ -98,13 +98,27 @@ def test_a_run_does_what_its_gets_do_one_by_one(loop: str, seed: int, tmp_path: 
         return done[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(get_run, "natively", counted)
+        patch.setattr(process_command, "natively", counted)
         in_runs = run_on(loop, story(tmp_path, seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(get_run, "natively", None)
+        patch.setattr(process_command, "natively", None)
         one_by_one = run_on(loop, story(tmp_path, seed))
     assert in_runs == one_by_one
     assert sum(done) > 50, "too few for a comparison"
+
+
+def test_a_run_is_a_later_use_than_a_lookup_that_was_put_off(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            client = await live.connect()
+            assert await client.ask("MSET", "a", "1", "b", "2", "c", "3") == b"+OK\r\n"
+            assert await client.ask("KV.MATCH", "a", "b", "c") == b":3\r\n"
+            await client.send_raw(2 * request("GET", "c"))
+            assert await client.read(14) == 2 * b"$1\r\n3\r\n"
+            live.store.catch_up()
+            assert [entry.key for entry in live.store.inline_policy.victims()] == [b"b", b"a", b"c"]
+
+    run_on(loop, story())
 
 
 def entry(key: bytes, value: object) -> Entry:
@@ -112,7 +126,7 @@ def entry(key: bytes, value: object) -> Entry:
     return Entry(key, 0, 5, NOWHERE, value)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(get_run.natively is None, reason="the extension is not built here")
+@pytest.mark.skipif(process_command.natively is None, reason="the extension is not built here")
 class TestNatively:
     """The function in C by itself."""
 
@@ -174,5 +188,5 @@ class TestNatively:
     @staticmethod
     def run(*args: object) -> int:
         """Call it with whatever."""
-        assert get_run.natively is not None
-        return get_run.natively(*args)  # type: ignore[arg-type]
+        assert process_command.natively is not None
+        return process_command.natively(*args)  # type: ignore[arg-type]

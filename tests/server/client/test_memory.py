@@ -229,7 +229,7 @@ ROUNDS = 3
 SERVE = "from kvredis.cli.main import main; main()"
 
 
-COPYING_SET = "import kvredis.server.client.admission as c; c.Claims.open_payload = lambda *_: None; "
+COPYING_SET = "import kvredis.server.client.admission as c; c.Admission.open_payload = lambda *_: None; "
 
 
 COPYING_GET = (

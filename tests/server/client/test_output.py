@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.output import PUSH_BYTES_MAX, UNSENT_BYTES_MAX
+from kvredis.server.client.session import PUSH_BYTES_MAX, UNSENT_BYTES_MAX
 from kvredis.server.protocol.parser import Parser
 from kvredis.server.protocol.request import GATHER_TRIES, SCRATCH_BYTES, Argument, QueryBufferLimit
 from kvredis.storage.entry import Reservation

@@ -19,10 +19,10 @@ NONE_OURS = "{name: us, host: h1, port: 7001, slots: []}, {name: them, host: h2,
 async def reread(live: LiveServer, folder: Path, nodes: str) -> None:
     """Write the file and have it read, as SIGHUP does; it is in force then, and keys may be leaving."""
     assert live.server.cluster is not None
-    assert live.server.reread is not None
+    assert live.server.reload is not None
     topology_file(folder, nodes)
     epoch = live.server.cluster.epoch
-    live.server.reread.ask()
+    live.server.reload.ask()
     await until(lambda: live.server.cluster.epoch > epoch)  # type: ignore[union-attr]
 
 
@@ -50,10 +50,10 @@ def test_keys_of_slots_that_left_are_gone_before_the_slots_come_back(loop: str, 
         await client.ask("SET", OURS, pattern(MIB))
         await reread(live, tmp_path, NONE_OURS)
         topology_file(tmp_path, ALL_OURS)
-        live.server.reread.ask()  # type: ignore[union-attr]  # while they leave: in force when they have
+        live.server.reload.ask()  # type: ignore[union-attr]  # while they leave: in force when they have
         assert await client.ask("GET", OURS) == b"-MOVED %d h2:7002\r\n" % slot_of(OURS)
-        assert live.server.reread is not None
-        await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+        assert live.server.reload is not None
+        await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         assert live.store.count(0) == 0
         assert await client.get(OURS) is None
         assert await client.ask("SET", THEIRS, "v") == b"+OK\r\n"
@@ -71,7 +71,7 @@ def test_clients_are_served_while_a_hundred_thousand_keys_leave(loop: str, tmp_p
         stay = sum(slot_of(b"%d" % n) < EDGE for n in range(100_000))
         await reread(live, tmp_path, HALF)
         pings = 0
-        while live.server.reread.is_sweeping:  # type: ignore[union-attr]
+        while live.server.reload.is_sweeping:  # type: ignore[union-attr]
             assert await client.ask("PING") == b"+PONG\r\n"
             pings += 1
         assert pings > 10
@@ -94,8 +94,8 @@ def test_a_bad_file_is_told_of_and_changes_nothing(
         await client.ask("SET", OURS, "v")
         (tmp_path / "topology.yaml").write_text(broken)
         with caplog.at_level(logging.ERROR):
-            live.server.reread.ask()  # type: ignore[union-attr]
-            await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+            live.server.reload.ask()  # type: ignore[union-attr]
+            await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
         assert record.getMessage().startswith("the cluster's topology stays as it was: ")
         live.complaints.clear()
@@ -164,7 +164,7 @@ def test_a_reader_keeps_the_bytes_of_a_slot_that_leaves(loop: str, tmp_path: Pat
         await client.send("GET", OURS)
         await until(lambda: live.store.leases)
         await reread(live, tmp_path, NONE_OURS)
-        await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+        await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         assert live.store.count(0) == 0
         assert await client.read_bulk() == value
 
@@ -206,7 +206,7 @@ def test_keys_that_a_start_finds_and_that_are_not_ours_leave(loop: str, tmp_path
         live.store.put(key, b"v")
 
     async def story() -> None:
-        await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+        await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         assert live.store.keys_in(0) == [OURS, OURS_TOO]
 
     play(loop, live, story())
@@ -231,9 +231,9 @@ def test_writers_of_many_slots_find_their_keys_whatever_moves(loop: str, tmp_pat
                 await asyncio.sleep(0)
 
         await asyncio.gather(move(), *map(write, range(4)))
-        await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+        await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         await reread(live, tmp_path, NONE_OURS)
-        await until(lambda: not live.server.reread.is_busy)  # type: ignore[union-attr]
+        await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
         assert live.store.count(0) == 0
 
     play(loop, live, story())
@@ -253,7 +253,7 @@ def test_a_read_that_fails_in_our_own_code_is_told_of_and_the_next_one_is_done(
         raise error
 
     async def story() -> None:
-        reread, cluster = live.server.reread, live.server.cluster
+        reread, cluster = live.server.reload, live.server.cluster
         assert reread is not None
         assert cluster is not None
         with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):

@@ -138,6 +138,7 @@ def test_denied_commands_and_wrong_passwords_are_counted_by_reason(session: Fake
 def test_rates_are_the_mean_of_the_last_samples(session: FakeSession) -> None:
     stats = session.server.stats
     for tick in range(17):
+        stats.ticks += 1
         stats.commands_processed = tick * 100
         stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200, reads=tick * 4)
     found = facts(session, "INFO stats")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.http import server
-from kvredis.server.http.server import HttpDoor, HttpRequest, HttpResponse
+from kvredis.server.http.server import HttpRequest, HttpResponse, HttpServer
 from kvredis.server.options import ServerOptions
 from tests.server.http.http_client import HttpClient, ask, connect, serving
 from tests.server.live import LiveServer, run_on, until
@@ -96,7 +96,7 @@ def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
         return HttpResponse(200, body, "application/octet-stream")
 
     async def story() -> None:
-        door = HttpDoor(ServerOptions(metrics_port=-1), {"/": (large, False)}, lambda *_: None)
+        door = HttpServer(ServerOptions(metrics_port=-1), {"/": (large, False)}, lambda *_: None)
         door.open()
         sock = socket.socket()
         sock.setblocking(False)

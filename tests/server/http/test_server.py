@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.server.http import server
-from kvredis.server.http.server import HttpDoor, HttpError, HttpRequest, HttpResponse, Routes
+from kvredis.server.http.server import HttpError, HttpRequest, HttpResponse, HttpServer, Routes
 from kvredis.server.options import ServerOptions
 from tests.server.http.http_client import HttpClient, ask, connect, serving
 from tests.server.live import LiveServer, run_on
@@ -155,7 +155,7 @@ def test_a_route_may_wait_refuse_and_fail_and_only_a_failure_is_logged(
     async def story() -> None:
         routes: Routes = {"/waits": (waits, False), "/refuses": (refuses, True), "/fails": (fails, False)}
         asked: list[str] = []
-        door = HttpDoor(ServerOptions(metrics_port=-1), routes, lambda request, peer: asked.append(request.path))
+        door = HttpServer(ServerOptions(metrics_port=-1), routes, lambda request, peer: asked.append(request.path))
         door.open()
         sock = socket.socket()
         sock.setblocking(False)
@@ -184,7 +184,7 @@ def test_an_answer_that_takes_too_long_is_given_up(loop: str, monkeypatch: pytes
         raise AssertionError
 
     async def story() -> None:
-        door = HttpDoor(ServerOptions(metrics_port=-1), {"/": (never, False)}, lambda *_: None)
+        door = HttpServer(ServerOptions(metrics_port=-1), {"/": (never, False)}, lambda *_: None)
         answer = await door.answer(HttpRequest("GET", "/", {}, {}), server.Peer("", ""))
         assert answer.status == 503
 

@@ -73,7 +73,7 @@ def test_a_server_told_to_have_no_lane_has_none(loop: str, options: dict[str, An
             client = await live.connect("tcp")
             await client.send("KV.LANE")
             assert b"socket\r\n$-1\r\n" in await client.read(30)
-            assert live.server.listeners.lane_name is None
+            assert live.server.listeners.abstract_name is None
             if "unixsocket" not in options:
                 async with connected(live) as neighbour:
                     assert str(await neighbour.attach()) == "ERR there is no lane here"
@@ -141,7 +141,7 @@ def test_a_second_attach_is_an_error_and_the_first_stays(loop: str, tmp_path: Pa
     async def story() -> None:
         async with LiveServer(tmp_path) as live, attached(live) as client:
             assert str(await client.ask("KV.ATTACH")) == "ERR this connection is attached already"
-            assert len(live.server.lane.clients) == 1
+            assert len(live.server.shm.clients) == 1
             assert await client.ask("KV.LEASE", 0, "nothing") == [None]
 
     run_on(loop, story())
@@ -162,7 +162,7 @@ def test_an_attach_that_does_not_come_alone_is_refused(loop: str, before: bytes,
                     b"-ERR KV.ATTACH must be sent alone, when all replies before it have been read\r\n",
                 ]
             assert seen[-2:] == [b"+OK\r\n", b"+PONG\r\n"]
-            assert not live.server.lane.clients
+            assert not live.server.shm.clients
 
     run_on(loop, story())
 
@@ -191,7 +191,7 @@ def test_only_who_may_read_every_key_is_given_the_arena(loop: str, rules: str, m
             assert isinstance(reply, list) == may, reply
             if not may:
                 assert str(reply).startswith("NOPERM")
-                assert not live.server.lane.clients
+                assert not live.server.shm.clients
 
     run_on(loop, story())
 
@@ -241,7 +241,7 @@ def test_the_setting_can_be_read_and_the_limit_changed_for_who_attaches_later(lo
                 now_s = live.store.now_s()
                 live.store.now_s = lambda: now_s + 1
                 live.store.revoke_overdue()
-                held = {name: each.leases for name, each in live.server.lane.clients.items()}
+                held = {name: each.leases for name, each in live.server.shm.clients.items()}
                 assert sorted(held.values()) == [0, 1], "who was told 30 s has them"
 
     run_on(loop, story())
@@ -260,7 +260,7 @@ def test_a_client_that_cannot_be_given_descriptors_hears_so_and_goes_on(
             with monkeypatch.context() as patch:
                 patch.setattr(type(live.store.arena), "share", none_left)
                 assert str(await client.attach()) == "ERR the arena cannot be lent: Too many open files"
-            assert not live.server.lane.clients
+            assert not live.server.shm.clients
             assert isinstance(await client.attach(), list)
 
     run_on(loop, story())
@@ -288,7 +288,7 @@ def test_reset_ends_leases_and_the_connection_goes_on_as_a_new_one(loop: str, tm
             with memory(BLOCK) as lent:
                 assert await client.lend(lent) == len(BLOCK)
             assert await client.ask("RESET") == b"RESET"
-            assert live.store.leases == live.server.lane.leases == 0
+            assert live.store.leases == live.server.shm.leases == 0
             assert b" lane=none leases=0 lent=0 " in await client.ask("CLIENT", "INFO")
             for words in (["KV.LEASE", 0, "k"], ["KV.RELEASE", offset], ["KV.PUT", "k", 0, 5]):
                 assert str(await client.ask(*words)) == NOT_ATTACHED
@@ -298,7 +298,7 @@ def test_reset_ends_leases_and_the_connection_goes_on_as_a_new_one(loop: str, tm
             assert isinstance(await client.attach(), list)
             (place,) = await client.ask("KV.LEASE", 0, "k")
             assert client.bytes_at(place) == BLOCK
-        assert live.server.lane.clients == {}
+        assert live.server.shm.clients == {}
 
     run_on(loop, story())
 

@@ -111,7 +111,7 @@ def test_a_lease_whose_limit_has_passed_is_void_and_the_client_is_told_so(loop: 
             await until(lambda: live.store.leases == 1)
             assert b" leases=1 " in await client.ask("CLIENT", "INFO")
             assert await client.ask("KV.RELEASE", short[0], long[0]) == 1
-            assert live.server.lane.leases == live.store.leases == 0
+            assert live.server.shm.leases == live.store.leases == 0
 
     run_on(loop, story())
 

@@ -189,7 +189,7 @@ def test_a_put_waits_its_turn_while_others_values_come_in(loop: str, lent: int, 
             await sender.send_raw(b"*3\r\n$3\r\nSET\r\n$1\r\nv\r\n$%d\r\n" % len(value) + value[:MIB])
             await until(lambda: live.store.reserved_bytes)
             putting = asyncio.ensure_future(client.ask("KV.PUT", "k", 0, 3 * MIB))
-            await until(lambda: live.server.claims.queue)
+            await until(lambda: live.server.admission.queue)
             assert not putting.done()
             await sender.send_raw(value[MIB:] + b"\r\n")
             assert await putting == b"OK"
@@ -208,7 +208,7 @@ def test_a_put_waits_for_the_disk_to_make_room(loop: str, tmp_path: Path) -> Non
                 n = 0
                 while True:
                     putting = asyncio.ensure_future(client.ask("KV.PUT", f"k{n}", n * len(block("a")), len(block("a"))))
-                    await until(lambda: putting.done() or len(live.server.claims.disk_room))  # noqa: B023
+                    await until(lambda: putting.done() or len(live.server.admission.disk_room))  # noqa: B023
                     if not putting.done():
                         break
                     n += 1

@@ -24,10 +24,10 @@ def fill(live: TieredServer) -> None:
 
 async def storing(live: TieredServer, *lines: tuple[str | bytes, ...]) -> Client:
     """A client that stores and has to wait for the disk."""
-    before = len(live.server.claims.disk_room)
+    before = len(live.server.admission.disk_room)
     client = await live.connect()
     await client.send_raw(b"".join(request(*line) for line in lines))
-    await until(lambda: len(live.server.claims.disk_room) > before)
+    await until(lambda: len(live.server.admission.disk_room) > before)
     return client
 
 
@@ -90,7 +90,7 @@ def test_a_disk_that_takes_nothing_in_time_costs_the_coldest_blocks_and_they_are
             live.clock.now_s += SPILL_WAIT_S / 2
             live.tick()
             assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
-            assert len(live.server.claims.disk_room) == 1
+            assert len(live.server.admission.disk_room) == 1
             live.clock.now_s += SPILL_WAIT_S / 2
             live.tick()
             assert await client.read_line() == b"+OK\r\n"
@@ -121,7 +121,7 @@ def test_each_who_waits_has_his_own_time(loop: str, tmp_path: Path) -> None:
             live.clock.now_s += SPILL_WAIT_S * 0.6
             live.tick()
             assert await first.ask("PING") == b"+PONG\r\n"
-            assert len(live.server.claims.disk_room) == 1
+            assert len(live.server.admission.disk_room) == 1
             live.clock.now_s += SPILL_WAIT_S * 0.6
             live.tick()
             assert await second.read_line() == b"+OK\r\n"
@@ -143,7 +143,7 @@ def test_a_disk_that_fails_keeps_nobody_waiting(loop: str, fault: Fault, step: s
                 assert await client.ask("SET", f"new{turn}", block(f"new{turn}")) == b"+OK\r\n"
             assert await client.get("new19") == block("new19")
             assert dropped(live) >= 4
-            assert len(live.server.claims.disk_room) == 0
+            assert len(live.server.admission.disk_room) == 0
             live.complaints.clear()
             live.files.plan = None
 
@@ -168,7 +168,7 @@ def test_a_client_that_goes_while_its_value_waits_leaves_its_turn_to_the_next(
             else:
                 first.reset()
             live.server._turns = 9
-            await until(lambda: len(live.server.claims.disk_room) == 1)
+            await until(lambda: len(live.server.admission.disk_room) == 1)
             live.let_go()
             assert await second.read_line() == b"+OK\r\n"
             assert live.tier("new1") is None
@@ -252,7 +252,7 @@ def test_a_value_for_which_readers_leave_no_room_is_refused_in_time_and_the_disk
             client = await live.connect()
             await client.say_hello()
             await client.send("SET", "new", block("new"))
-            await until(lambda: len(live.server.claims.disk_room) == 1 or live.store.stats.refused)
+            await until(lambda: len(live.server.admission.disk_room) == 1 or live.store.stats.refused)
             live.clock.now_s += SPILL_WAIT_S
             live.tick()
             assert await client.read_line() == OOM
@@ -280,7 +280,7 @@ def test_reads_from_disk_and_values_that_wait_for_it_do_not_wake_each_other(loop
                 live.tick()
                 others.append(await live.connect())
                 assert await others[-1].ask("PING") == b"+PONG\r\n"
-            assert len(live.server.claims.queue) == 1
+            assert len(live.server.admission.queue) == 1
             live.store.reserved_bytes = taken
             live.tick()
             assert await storer.read_line() == b"+OK\r\n"

@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from kvredis.server.client.output import SEND_BUFFER_BYTES
+from kvredis.server.client.session import SEND_BUFFER_BYTES
 from kvredis.storage.entry import Lease
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, run_on, until

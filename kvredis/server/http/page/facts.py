@@ -221,16 +221,16 @@ LANES: Final = {
 
 def lanes(read: Callable[[str], Values]) -> list[Told]:
     """Bytes that have come in and gone out so far by each lane that was used; the page draws how fast they grow. The
-    disk is the last, where there is one: what was read and written; `door` is false of it."""
+    disk is the last, where there is one: what was read and written; `socket` is false of it."""
     received, sent = read("received_bytes"), read("sent_bytes")
     told: list[Told] = [
-        {"lane": name, "in": received.get(lane, 0), "out": sent.get(lane, 0), "door": True}
+        {"lane": name, "in": received.get(lane, 0), "out": sent.get(lane, 0), "socket": True}
         for lane, name in LANES.items()
         if lane == "tcp" or received.get(lane) or sent.get(lane)
     ]
     if read("disk_read_bytes"):
         disk = {"in": read("disk_read_bytes")[""], "out": read("disk_written_bytes")[""]}
-        told.append({"lane": "disk (read, written)", **disk, "door": False})
+        told.append({"lane": "disk (read, written)", **disk, "socket": False})
     return told
 
 

@@ -2,7 +2,7 @@
 
 The page is one file (page.html) that fetches nothing but these answers. Its policy (CSP) allows its own script and
 style by their hashes and nothing else, so that a key that a client has named `<script>` could not run even if the page
-ever took it for more than text. All of it only reads; who may see it is the door's business.
+ever took it for more than text. All of it only reads; who may see it is decided by auth.py.
 """
 
 from __future__ import annotations
