@@ -1,20 +1,12 @@
 """INFO: the sections asked for, with figures that are those of the store and the server."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.commands.info import DEFAULT_SECTIONS, SECTIONS, _listeners, human_bytes, report
 from kvredis.server.metrics.stats import CommandStats, Traffic
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 
 
 def facts(session: FakeSession, line: str = "INFO everything") -> dict[str, str]:
