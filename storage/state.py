@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from .database import Database
 from .disk.segment import Record
 from .entry import ENTRY_OVERHEAD_BYTES, NOWHERE, PAYLOAD_OFFSET_BYTES, Entry, Lease, LeaseRun
 from .eviction.base import LRU, Policy
+from .eviction.succession import Succession
 from .expiry import Clock, Deadlines, unix_ms
 from .index import Index
 from .lmcache_pairs import Departed, other_half
@@ -55,6 +57,9 @@ SLICE_ENTRIES = 1_000
 
 FLUSHED_AT_ONCE = 200
 """How many entries of a flushed database are given back between two looks at whether that makes room enough."""
+
+HANDED_AT_ONCE = 300
+"""How many entries a new policy takes over at a time: a millisecond or two."""
 
 LONG_AGO_MS = 1
 """When what is stored too late has expired."""
@@ -193,6 +198,8 @@ class StoreState:
         self.turn = GRACE_TURNS + 1
         """A coarse clock that the server advances, ten turns a second: it dates `affirm`."""
         self._departed = Departed()
+        self._succession: Iterator[None] | None = None
+        """The steps in which a new policy takes over."""
         self._flushed_keys: list[set[bytes]] = []
         self._discarded: Discarded | None = None
         self._flushed: list[dict[bytes, Entry]] = []  # out of the index; in all else until they are given back
@@ -396,8 +403,45 @@ class StoreState:
         self._discarded = Discarded(leaving, buckets, self)
         self._flushed, self._flushed_keys = [], []
         self.unsaved = {}
-        self.policy, self.inline_policy = type(self.policy)(), type(self.policy)()
+        policy = self.policy.new if isinstance(self.policy, Succession) else self.policy
+        self.policy, self.inline_policy, self._succession = type(policy)(), type(policy)(), None
         self._expiries = Deadlines(self.index.expires)
+
+    def _begin_succession(self, policy: Policy) -> None:
+        """Let `policy` take over: at once from few entries, from many in steps."""
+        self.catch_up()
+        one, other = Succession(self.policy, policy), Succession(self.inline_policy, type(policy)())
+        self.policy, self.inline_policy = one, other
+        self._succession = self._succeed(one, other, [list(keys.values()) for keys in self.index.spaces])
+        if len(self.index) <= SLICE_ENTRIES:
+            while self._give_back():
+                pass
+            while self._go_on_with_succession():
+                pass
+
+    def _go_on_with_succession(self) -> bool:
+        """Take a step of it, of a millisecond or two; whether there are more. What was flushed has been given back."""
+        if self._succession is not None and next(self._succession, self) is self:
+            self._succession = None
+        return self._succession is not None
+
+    def _succeed(self, one: Succession, other: Succession, spaces: list[list[Entry]]) -> Iterator[None]:
+        """Hand all entries over, coldest first, and then what was stored or used meanwhile. The entries of `spaces` are
+        sorted in runs, and these are merged."""
+        key = attrgetter("created_s" if one.name == "FIFO" else "accessed_s")
+        runs: list[list[Entry]] = []
+        for entries in spaces:
+            for at in range(0, len(entries), SLICE_ENTRIES):
+                runs.append(sorted((each for each in entries[at : at + SLICE_ENTRIES] if each.is_resident), key=key))
+                yield
+        spaces.clear()
+        for number, entry in enumerate(merge(*runs, key=key)):
+            (one if entry.value is None else other).hand_over(entry)
+            if number % HANDED_AT_ONCE == 0:
+                yield
+        while not (one.end(HANDED_AT_ONCE) & other.end(HANDED_AT_ONCE)):
+            yield
+        self.policy, self.inline_policy = one.new, other.new
 
     def remember_expiry(self, entry: Entry) -> None:
         if entry.expire_at_ms:

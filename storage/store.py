@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise, takewhile
-from operator import attrgetter
 
 from . import lease_many
 from .background import IoThreads
@@ -442,15 +441,17 @@ class Store(StoreState):
             return count
 
     def give_back(self, entries_max: int | None = SLICE_ENTRIES) -> bool:
-        """Give back what flushed entries hold, of at most so many or None = of all; whether there are more. To be
-        called every so often; what room is wanted for is given back by itself."""
+        """Give back what flushed entries hold, of at most so many or None = of all, or hand some entries over to a new
+        policy; whether there is more to do. To be called every so often; what room is wanted for is given back by
+        itself."""
         with self.lock:
             more = self._give_back(SLICE_ENTRIES if entries_max is None else entries_max)
             while more and entries_max is None:
                 more = self._give_back(SLICE_ENTRIES)
-            if not more:
-                self._drop_discarded()
-            return more or self._discarded is not None
+            if more:
+                return True
+            self._drop_discarded()
+            return self._discarded is not None or self._go_on_with_succession()
 
     def collect_expired(self, entries_max: int = 200) -> int:
         """Remove up to `entries_max` blocks whose time has come; returns how many. To be called every so often, as it
@@ -487,20 +488,11 @@ class Store(StoreState):
     def set_eviction(self, policy: Policy | None) -> None:
         """Let `policy`, a fresh one, decide from now on who leaves, or with None let no block leave (Redis' noeviction;
         the order stays what it was). A policy of another kind takes over what the entries themselves know: when each
-        was used last, and how often."""
+        was used last, and how often; of many some in each `give_back`."""
         with self.lock:
             self.evicts = policy is not None
             if policy is not None and policy.name != self.policy.name:
-                self.catch_up()
-                while self._give_back():
-                    pass
-                old = self.policy, self.inline_policy
-                self.policy, self.inline_policy = policy, type(policy)()
-                resident = [entry for entry in self.index if entry.is_resident]
-                resident.sort(key=attrgetter("created_s" if policy.name == "FIFO" else "accessed_s"))
-                for entry in resident:
-                    uses = old[entry.value is not None].uses(entry)
-                    self._policy_of(entry).restore(entry, entry.hits + 1 if uses is None else uses)
+                self._begin_succession(policy)
             self._note_refusals()
 
     def set_bound(self, nbytes: int) -> None:

@@ -47,11 +47,12 @@ def read_name(key: bytes) -> KeyName:
     head, _, digest = text.rpartition("}")
     if head and _DIGEST.fullmatch(digest) and (name := _read_head(head)) is not None:
         return name
-    if found := _PAGE.fullmatch(text):
+    if text.startswith("kvredis:") and (found := _PAGE.fullmatch(text)):
         return KeyName(PAGES, found[1], found[2], "")
-    if found := _LMCACHE_MP.fullmatch(text):
+    parts = text.count("@")  # asked first, as it costs a tenth of a look for the pattern
+    if parts >= 3 and (found := _LMCACHE_MP.fullmatch(text)):
         return KeyName(LMCACHE_MP, found[1], f"group {found[3]}", f"rank {found[2]}")
-    if found := _LMCACHE.fullmatch(text):
+    if parts >= 4 and (found := _LMCACHE.fullmatch(text)):
         dtype = found[5].partition("@")[0]
         return KeyName(LMCACHE, found[1], dtype, f"worker {found[3]} of {found[2]}", "", found[6] == "metadata")
     prefix, colon, _ = text.partition(":")
