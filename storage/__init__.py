@@ -1,4 +1,4 @@
-"""The store: arena, allocator, index, policy and the one door, Store. No sockets, no event loop, no YAML, no engine.
+"""The store: arena, allocator, index, policy, and their interface, Store. No sockets, no event loop, no YAML.
 
 The store counts on the global interpreter lock: `Lease.release`, `Store.fetch` and others read and write one attribute
 where a lock of their own would cost more than the rest. So a free-threaded Python is refused here, where all begins.

@@ -1,4 +1,4 @@
-"""The one door to the blocks: reserve, lease, match, touch, delete, and the accounts that must always add up.
+"""The one interface to the blocks: reserve, lease, match, touch, delete, and the accounts that must always add up.
 
 The store is synchronous and knows no sockets. One short lock covers index, allocator and policy; it is never held
 across a copy or I/O, because callers fill and read the arena through the views of the Reservations and Leases that

@@ -3,7 +3,8 @@ runs of what is drawn by lot.
 
 A twin is a test's second run with one part exchanged. The gate tries the part that users have by default in every test,
 and the other one where the two are told apart: the event loop in BOTH_LOOPS, an engine's near memory in
-tests/backends/tiered. A test with a parameter `seed` draws its case by lot: the gate runs its first SEEDS.
+tests/backends/tiered, Redis itself in tests/backends/test_contract.py. A test with a parameter `seed` draws its case by
+lot: the gate runs its first SEEDS.
 """
 
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 TESTS = Path(__file__).parent
 BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/serve/test_serve.py"}
 """Files whose subject is what an event loop does."""
+OTHER_PARTS = {"layered", "redis", "RedisCluster"}
+"""Of an engine's troubles with what is far away; the gate has them with kvredis and no memory in between."""
 SEEDS = 2
-
 
 LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
@@ -41,7 +43,8 @@ def is_twin(item: pytest.Function) -> bool:
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     if chosen.get("loop") == "asyncio":
         return file not in BOTH_LOOPS
-    return file.startswith("faults/test_engine_") and "layered" in (chosen.get("mode"), chosen.get("kind"))
+    parts = {getattr(part, "__name__", part) for part in chosen.values() if isinstance(part, str | type)}
+    return file.startswith("faults/test_engine_") and not parts.isdisjoint(OTHER_PARTS)
 
 
 def is_later_seed(item: pytest.Function, seeds: dict[str, list[object]]) -> bool:

@@ -1,4 +1,4 @@
-"""How a client's TLS is asked for in a URL, and the context that this makes: one place, so that each door checks alike.
+"""How a client's TLS is asked for in a URL, and the context that it makes: in one place, so that clients check alike.
 
 The options are redis-py's, letter by letter, for that is how users of Redis write them. What is not asked for is safe:
 the server must show a certificate that the system's authorities have signed, for the host name that we call.

@@ -1,11 +1,10 @@
 """What does it cost to store a model's blocks, by how much is done before the answer comes? And is a SET that is
 answered early a SET?
 
-    SET one by one        answered when the value can be read; nothing is on disk
-    SET pipelined         the same, 64 in flight
+    SET pipelined         64 in flight, each answered when the value can be read; nothing is on disk
     SET + WAITAOF         the same, and after each batch of 64 the client waits until it is on disk (disk tier alone)
     SET deferred          pyzmq: a batch in one message, answered before it is copied (its sync: SET in one message)
-    GET one by one, MGET  64 keys in one request, received one after the other (pyzmq: a message per block)
+    MGET                  64 keys in one request, received one after the other (pyzmq: a message per block)
 
 In every repeat each server (kvredis, with a disk tier too, redis, memcached, and a pyzmq ROUTER that stores as the
 field's own server does) is started afresh for each operation that stores, which then finds a pool that was never
@@ -32,14 +31,13 @@ from kvredis.bench.transport.pyzmq import ZmqProcess
 
 from .transfer import BaseSample
 
-SET, SET_PIPELINED, SET_DURABLE, SET_MESSAGE, SET_DEFERRED = (
-    "SET one by one",
+SET_PIPELINED, SET_DURABLE, SET_MESSAGE, SET_DEFERRED = (
     "SET pipelined",
     "SET + WAITAOF",
     "SET in one message",
     "SET deferred",
 )
-GET, MGET = "GET one by one", "MGET"
+MGET: Final = "MGET"
 COLD: Final = "cold"
 WARM: Final = "warm"
 
@@ -81,7 +79,8 @@ def summarize_deferred(
 def deferred_lines(rows: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
     """Give the part's table, line by line; nothing when it was not measured."""
     for t0 in base:
-        own = [row for row in rows if row["shape"] == t0["where"]] if t0["part"] == "deferred" else []
+        own = [row for row in rows if row["shape"] == t0["where"] and row["op"] in _ORDER]
+        own = own if t0["part"] == "deferred" else []
         if not own:
             continue
         yield ""
@@ -92,7 +91,7 @@ def deferred_lines(rows: Sequence[Row], base: Sequence[Row]) -> Iterator[str]:
         yield from table(_COLUMNS, sorted(own, key=lambda row: (_ORDER.index(row["op"]), row["pool"] != COLD)))
 
 
-_ORDER: Final[tuple[str, ...]] = (SET, SET_PIPELINED, SET_MESSAGE, SET_DEFERRED, SET_DURABLE, GET, MGET)
+_ORDER: Final[tuple[str, ...]] = (SET_PIPELINED, SET_MESSAGE, SET_DEFERRED, SET_DURABLE, MGET)
 
 
 _COLUMNS: Final[tuple[Column, ...]] = (
@@ -137,7 +136,7 @@ class Held(Protocol):
     def cpu_s(self) -> float: ...
     def store(self, op: str, turn: Turn, shift: int) -> None: ...
     def drain(self, op: str) -> None: ...
-    def fetch(self, op: str, turn: Turn) -> None: ...
+    def fetch(self, turn: Turn) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,6 @@ class Contender:
     name: str
     start: Callable[[Blocks], Iterator[Held]]
     stores: Sequence[str]
-    fetches: Sequence[str] = (GET, MGET)
 
 
 class _WireHeld:
@@ -162,10 +160,6 @@ class _WireHeld:
         wire, keys, value = self._wire, self._blocks.keys, self._blocks.value
         wire.begin()
         for batch in turn.batches:
-            if op == SET:
-                for _, to in batch:
-                    wire.put(keys[to], value(to, shift))
-                continue
             wire.put_many([(keys[to], value(to, shift)) for _, to in batch])
             if op == SET_DURABLE:
                 self._saved()
@@ -182,15 +176,11 @@ class _WireHeld:
         for line in (b"*2", b":1", b":0"):
             self._wire.expect(line)
 
-    def fetch(self, op: str, turn: Turn) -> None:
+    def fetch(self, turn: Turn) -> None:
         wire, keys, place = self._wire, self._blocks.keys, self._blocks.place
         wire.begin()
         for batch in turn.batches:
-            if op == GET:
-                for source, to in batch:
-                    wire.get(keys[source], place(to))
-            else:
-                wire.get_many([(keys[source], place(to)) for source, to in batch])
+            wire.get_many([(keys[source], place(to)) for source, to in batch])
 
 
 class _ZmqHeld:
@@ -209,21 +199,17 @@ class _ZmqHeld:
         if op == SET_DEFERRED:
             self._client.drain()
 
-    def fetch(self, op: str, turn: Turn) -> None:
+    def fetch(self, turn: Turn) -> None:
         for batch in turn.batches:
             ids, places = [source for source, _ in batch], [self._blocks.place(to) for _, to in batch]
-            if op == MGET:
-                self._client.stream(ids, places)
-                continue
-            for block, place in zip(ids, places, strict=True):
-                self._client.stream([block], [place])
+            self._client.stream(ids, places)
 
 
 def contenders(recipes: Sequence[Recipe], with_zmq: bool) -> list[Contender]:
     """Give who takes part: every recipe, kvredis with a disk as well, and the pyzmq peer."""
     made = []
     for recipe in recipes:
-        made.append(Contender(recipe.name, _by_recipe(recipe, disk=False), (SET, SET_PIPELINED)))
+        made.append(Contender(recipe.name, _by_recipe(recipe, disk=False), (SET_PIPELINED,)))
         if recipe.name == SUBJECT:
             own = replace(recipe, name=WITH_DISK)
             made.append(Contender(WITH_DISK, _by_recipe(own, disk=True), (SET_PIPELINED, SET_DURABLE)))
@@ -294,9 +280,7 @@ class _Shape:
                 held.drain(op)
                 self._keep((contender.name, op, WARM), self._store(held, op, (turn, last, repeat)))
                 if op == contender.stores[-1]:
-                    for fetch in contender.fetches:
-                        what = (contender.name, fetch, WARM)
-                        self._keep(what, self._fetch(held, fetch, (turn, last, repeat), contender.name))
+                    self._keep((contender.name, MGET, WARM), self._fetch(held, (turn, last, repeat), contender.name))
 
     def _keep(self, what: tuple[str, str, str], sample: DeferredSample) -> None:
         self._samples.setdefault(what, []).append(sample)
@@ -311,16 +295,16 @@ class _Shape:
         server_s, client_s = held.cpu_s() - server_s, time.process_time() - client_s
         self._blocks.wipe()
         back = Turn([[(to, to) for _, to in batch] for batch in turn.batches])
-        held.fetch(MGET, back)
+        held.fetch(back)
         verified = self._blocks.verify_pairs(back.pairs, shift, op)
         took = (answered_s - start_s, drained_s - answered_s)
         return self._sample(repeat, took, (server_s, client_s), verified)
 
-    def _fetch(self, held: Held, op: str, which: tuple[Turn, int, int], who: str) -> DeferredSample:
+    def _fetch(self, held: Held, which: tuple[Turn, int, int], who: str) -> DeferredSample:
         turn, shift, repeat = which
         self._blocks.wipe()
         server_s, client_s, start_s = held.cpu_s(), time.process_time(), time.perf_counter()
-        held.fetch(op, turn)
+        held.fetch(turn)
         took_s = time.perf_counter() - start_s
         server_s, client_s = held.cpu_s() - server_s, time.process_time() - client_s
         verified = self._blocks.verify_pairs(turn.pairs, shift, who)

@@ -34,7 +34,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
-from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import BarPanel, Captions, bar, bars
@@ -51,9 +50,9 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.servers import ServerProcess
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios, rotated
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratios
 
 from .engine import (
     DTYPES,
@@ -65,15 +64,19 @@ from .engine import (
     TCP,
     TINY,
     EngineProcess,
+    Rounds,
+    Setting,
     Where,
     connector_of,
     facts_of,
+    forget,
     launching,
     model_config,
     room_bytes,
+    server_for,
     weight_bytes,
 )
-from .run import ANSWER_TOKENS, rounds
+from .run import ANSWER_TOKENS
 from .worker import Opening, Together
 
 SCHEMA: Final = "kvredis.bench.vllm-concurrency/1"
@@ -130,48 +133,16 @@ class ConcurrencyResult(Result):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """A plan with its open ends tied to what there is to compute on."""
+class ManySetting(Setting):
+    """The same with many prompts of one length."""
 
-    plan: ConcurrencyPlan
-    shape: ModelShape
-    chunk_tokens: int
     tokens: int
-    arms: tuple[str, ...]
-    together: int
-    facts: dict[str, Any]  # as the worker says them
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether there is one."""
-        return bool(self.facts["memory_bytes"])
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether steps of few tokens are CUDA graphs."""
-        return self.is_gpu and not self.plan.eager
+    plan: ConcurrencyPlan
 
     @property
     def decode_steps(self) -> int:
         """Of a round that moves nothing."""
         return _STEPS if self.is_gpu else _CPU_STEPS
-
-    def options(self) -> dict[str, Any]:
-        """Give what a reader must know to repeat it."""
-        return {
-            "shape": self.shape.name,
-            "bytes_per_token": self.shape.bytes_per_token(),
-            "chunk_tokens": self.chunk_tokens,
-            "prompt_tokens": self.tokens,
-            "answer_tokens": ANSWER_TOKENS,
-            "concurrency": self.plan.concurrency,
-            "tensor_parallel": self.plan.ranks,
-            "arms": list(self.arms),
-            "repeats": self.plan.repeats,
-            "together": self.together,
-            "graphs": self.has_graphs,
-            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
-        }
 
 
 def kv_bytes(shape: ModelShape, tokens: int, plan: ConcurrencyPlan) -> int:
@@ -179,7 +150,7 @@ def kv_bytes(shape: ModelShape, tokens: int, plan: ConcurrencyPlan) -> int:
     return plan.concurrency * shape.block_bytes(tokens + ANSWER_TOKENS + 64) // plan.ranks
 
 
-def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> Setting:
+def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> ManySetting:
     """Tie a plan to what computes. Raises BenchError for what does not fit it."""
     memory, arms = int(facts["memory_bytes"]), tuple(dict.fromkeys(plan.arms))
     shape = plan.shape or (SHAPES["8b"] if memory else TINY)
@@ -203,55 +174,21 @@ def setting_of(plan: ConcurrencyPlan, facts: dict[str, Any]) -> Setting:
     if not fitting:
         raise BenchError(f"an engine of shape {shape.name} takes {each / 1e9:.0f} GB")
     together = min(plan.together or fitting, fitting, len(arms))
-    return Setting(plan, shape, chunk, tokens, arms, together, facts)
+    return ManySetting(shape, chunk, arms, together, plan.repeats, plan.eager, facts, tokens, plan)
 
 
-class Measuring:
-    """The engines of one round after the other, the server, and what they have said."""
+class Batches:
+    """The Work of this bench: many prompts at once, by all kinds of rounds."""
 
-    def __init__(self, setting: Setting, where: Where, server: ServerProcess | None, began_s: float) -> None:
+    def __init__(self, setting: ManySetting, where: Where, server: ServerProcess | None) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
-        self.counters: dict[str, dict[str, float]] = {}
-        self.notes: list[str] = []
+        self.turns = (setting.tokens,)
         self._setting, self._where, self._server = setting, where, server
         self._answers: dict[tuple[int, str], list[list[int]]] = {}
-        self._until_s = began_s + setting.plan.limit_s
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is begun."""
-        return time.monotonic() > self._until_s
-
-    def serve(self, number: int, arms: list[str], folder: Path, progress: Progress) -> None:
-        """Open some arms together, and measure all repeats."""
-        with ExitStack() as stack:
-            loading = [stack.enter_context(EngineProcess(arm, self._where, folder)) for arm in arms]
-            engines = {}
-            for engine in loading:  # opened one by one: each measures what memory is free
-                if self.is_over:
-                    break
-                try:
-                    engine.open(self._opening(engine.arm, folder / f"{engine.arm}-{number}"))
-                    self._ask(engine, 0)  # to warm up
-                    engines[engine.arm] = engine
-                except BenchError as error:
-                    self.notes.append(f"Left out: {error}")
-            for repeat in range(self._setting.plan.repeats):
-                for arm in rotated(list(engines), repeat):
-                    if self.is_over:
-                        self.notes.append(f"Time was over in repeat {repeat + 1} of {', '.join(engines)}.")
-                        return
-                    progress(arm)
-                    try:
-                        served = self._ask(engines[arm], repeat + 1)
-                    except BenchError as error:
-                        self.notes.append(f"Given up: {error}")
-                        del engines[arm]
-                        continue
-                    self._take(arm, repeat, number * self._setting.plan.repeats + repeat, served)
-            for arm, engine in engines.items():
-                if counters := engine.counters():
-                    self.counters[arm] = counters
+    def warm_up(self, engine: EngineProcess) -> None:
+        """As Work.warm_up."""
+        self._ask(engine, 0)
 
     def _ask(self, engine: EngineProcess, seed: int) -> Together:
         setting = self._setting
@@ -259,15 +196,15 @@ class Measuring:
             seed=seed, count=setting.plan.concurrency, tokens=setting.tokens, answer=ANSWER_TOKENS,
             steps=setting.decode_steps,
         )  # fmt: skip
-        if self._server is not None and engine.arm.split("+")[0] in (LANE, TCP):
-            with Connection.open(self._server.address) as connection:
-                connection.call(b"FLUSHALL")  # so that the server need not be larger than for one arm
+        forget(self._server, engine.arm)
         return served
 
-    def _take(self, arm: str, repeat: int, place: int, served: Together) -> None:
+    def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
+        """As Work.take."""
+        served = self._ask(engine, repeat + 1)
         for kind, batch in served["batches"].items():
             expected = self._answers.setdefault((repeat, kind), batch["answers"])
-            row = self.rows.setdefault((arm, kind), row_of(arm, kind))
+            row = self.rows.setdefault((engine.arm, kind), row_of(engine.arm, kind))
             row["samples"].append(
                 Sample(
                     repeat=place,
@@ -278,8 +215,8 @@ class Measuring:
                 )
             )
 
-    def _opening(self, arm: str, folder: Path) -> Opening:
-        """`folder` is the model's, and so in the keys: arms find nothing of each other's."""
+    def opening(self, arm: str, folder: Path) -> Opening:
+        """As Work.opening."""
         setting, plan = self._setting, self._setting.plan
         port = self._server.address.port if self._server is not None else 0
         length = setting.tokens + ANSWER_TOKENS + 48
@@ -305,7 +242,7 @@ class Measuring:
         )
 
 
-def room_of(setting: Setting) -> int:
+def room_of(setting: ManySetting) -> int:
     """What a tier is given: all that one arm stores in a repeat."""
     return room_bytes(setting.shape, setting.plan.concurrency * (setting.tokens + ANSWER_TOKENS))
 
@@ -319,32 +256,25 @@ def run(plan: ConcurrencyPlan, where: Where, progress: Progress) -> ConcurrencyR
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
         setting = setting_of(plan, facts_of(where, folder))
-        server = None
-        if {arm.split("+")[0] for arm in setting.arms} & {LANE, TCP}:
-            recipe = kvredis_recipe("vllm", "--max-local-cpu-size", f"{room_of(setting) >> 20}MiB")
-            server = stack.enter_context(ServerProcess(recipe, "tcp"))
-        facts, measuring = machine_facts(), Measuring(setting, where, server, began_s)
-        if setting.is_gpu:
-            measuring.notes.append("Weights are vLLM's dummy ones: what is generated depends little on the KV.")
-        else:
-            measuring.notes.append(
-                "There is no GPU: a tiny model computes on the CPU, and rates say nothing of others."
-            )
-        for number, arms in enumerate(rounds(setting.arms, setting.together)):
-            if measuring.is_over:
-                measuring.notes.append(f"There was no time for {', '.join(arms)}.")
-            else:
-                measuring.serve(number, arms, folder, progress)
-    if not measuring.rows:
-        raise BenchError("nothing was measured. " + " ".join(measuring.notes))
+        server = stack.enter_context(server_for(setting.arms, room_of(setting)))
+        facts, batches = machine_facts(), Batches(setting, where, server)
+        rounds = Rounds(batches, setting, where, began_s + plan.limit_s)
+        rounds.serve(folder, progress)
+    if not batches.rows:
+        raise BenchError("nothing was measured. " + " ".join(rounds.notes))
     order = {arm: place for place, arm in enumerate(setting.arms)}
     result = ConcurrencyResult(
         schema=SCHEMA,
         machine=facts,
-        options=setting.options(),
-        notes=measuring.notes,
-        rows=sorted(measuring.rows.values(), key=lambda row: (KINDS.index(row["kind"]), order[row["arm"]])),
-        counters=measuring.counters,
+        options=setting.options(
+            prompt_tokens=setting.tokens,
+            answer_tokens=ANSWER_TOKENS,
+            concurrency=plan.concurrency,
+            tensor_parallel=plan.ranks,
+        ),
+        notes=rounds.notes,
+        rows=sorted(batches.rows.values(), key=lambda row: (KINDS.index(row["kind"]), order[row["arm"]])),
+        counters=rounds.counters,
         gate=[],
         verified_bytes=0,
         seconds=time.monotonic() - began_s,

@@ -1,24 +1,34 @@
-"""The engines of `kvredis bench vllm`: an arm's settings in vLLM's words, and a child process that has such one."""
+"""How does `kvredis bench vllm` get its engines? An arm's settings in vLLM's words, a child process that has such one,
+and rounds of them, open together and served in turns.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
+from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.compute import WIDTHS
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.line_process import LineProcess
-from kvredis.bench.core.servers import child_environment
+from kvredis.bench.core.result import Progress
+from kvredis.bench.core.servers import ServerProcess, child_environment, kvredis_recipe
 from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.core.statistics import rotated
 
 from .worker import Opening, Served, Together
 
 NONE, OFFLOADING, MEMORY, LANE, TCP = "none", "offloading", "memory", "lane", "tcp"
 LAYERS, AUTO = "layers", "auto"
+REFERENCES: Final = (NONE, OFFLOADING)
+"""What others are compared with: open beside each of them where there is room."""
 
 
 ANSWER_S: Final = 240.0
@@ -183,3 +193,149 @@ class EngineProcess(LineProcess):
         if "error" in answer:
             raise self.failed(answer["error"])
         return answer
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A plan with its open ends tied to what there is to compute on; `facts` are the worker's."""
+
+    shape: ModelShape
+    chunk_tokens: int
+    arms: tuple[str, ...]
+    together: int
+    repeats: int
+    eager: bool
+    facts: dict[str, Any]
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is one."""
+        return bool(self.facts["memory_bytes"])
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether short passes are CUDA graphs."""
+        return self.is_gpu and not self.eager
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Give what a reader must know to repeat it."""
+        return {
+            "shape": self.shape.name,
+            "bytes_per_token": self.shape.bytes_per_token(),
+            "chunk_tokens": self.chunk_tokens,
+            **more,
+            "arms": list(self.arms),
+            "repeats": self.repeats,
+            "together": self.together,
+            "graphs": self.has_graphs,
+            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
+        }
+
+
+def rounds(arms: Sequence[str], together: int) -> list[list[str]]:
+    """Which arms are open at a time: what is compared with beside some of the others, where there is room for that."""
+    fixed = [arm for arm in arms if arm in REFERENCES]
+    others = [arm for arm in arms if arm not in REFERENCES]
+    if not others or len(fixed) >= together:
+        return [list(arms[at : at + together]) for at in range(0, len(arms), together)]
+    beside = together - len(fixed)
+    return [[*fixed, *others[at : at + beside]] for at in range(0, len(others), beside)]
+
+
+class Work(Protocol):
+    """What engines are measured by, turn by turn."""
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Of a repeat: tokens of the prompts."""
+        ...
+
+    def opening(self, arm: str, folder: Path) -> Opening:
+        """How an arm's engine is made. `folder` is the model's, and so in the keys: arms find nothing of others'."""
+        ...
+
+    def warm_up(self, engine: EngineProcess) -> None:
+        """Have it serve something that does not count."""
+        ...
+
+    def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
+        """Measure; `place` is the same for what ran in the same repeat of the same round."""
+        ...
+
+
+@contextmanager
+def server_for(arms: Sequence[str], room: int) -> Iterator[ServerProcess | None]:
+    """Run a server with so many bytes, where one of the arms needs it."""
+    if not {arm.split("+")[0] for arm in arms} & {LANE, TCP}:
+        yield None
+        return
+    with ServerProcess(kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB"), "tcp") as server:
+        yield server
+
+
+def forget(server: ServerProcess | None, arm: str) -> None:
+    """Empty the server behind an arm that uses it, so that it need not be larger than for one."""
+    if server is not None and arm.split("+")[0] in (LANE, TCP):
+        with Connection.open(server.address) as connection:
+            connection.call(b"FLUSHALL")
+
+
+class Rounds:
+    """The engines of one round after the other; nothing more is begun after `until_s` (time.monotonic)."""
+
+    def __init__(self, work: Work, setting: Setting, where: Where, until_s: float) -> None:
+        self.counters: dict[str, dict[str, float]] = {}
+        """Of our connector, by arm."""
+        what = "Weights are vLLM's dummy ones: what is generated depends little on the KV."
+        if not setting.is_gpu:
+            what = "There is no GPU: a tiny model computes on the CPU, and its figures say nothing of others."
+        self.notes = [what]
+        self._work, self._setting, self._where, self._until_s = work, setting, where, until_s
+
+    @property
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._until_s
+
+    def serve(self, folder: Path, progress: Progress) -> None:
+        """Serve all arms, so many together as there is room for."""
+        for number, arms in enumerate(rounds(self._setting.arms, self._setting.together)):
+            if self._is_over:
+                self.notes.append(f"There was no time for {', '.join(arms)}.")
+                continue
+            with ExitStack() as stack:
+                loading = [stack.enter_context(EngineProcess(arm, self._where, folder)) for arm in arms]
+                engines = self._opened(number, loading, folder)
+                if self._measured(number, engines, progress):
+                    for arm, engine in engines.items():
+                        if counters := engine.counters():
+                            self.counters[arm] = counters
+
+    def _opened(self, number: int, loading: Sequence[EngineProcess], folder: Path) -> dict[str, EngineProcess]:
+        """One by one: each measures what memory is free."""
+        engines = {}
+        for engine in loading:
+            if self._is_over:
+                break
+            try:
+                engine.open(self._work.opening(engine.arm, folder / f"{engine.arm}-{number}"))
+                self._work.warm_up(engine)
+                engines[engine.arm] = engine
+            except BenchError as error:
+                self.notes.append(f"Left out: {error}")
+        return engines
+
+    def _measured(self, number: int, engines: dict[str, EngineProcess], progress: Progress) -> bool:
+        """Whether there was time for all repeats; an engine that fails is given up."""
+        for repeat in range(self._setting.repeats):
+            for turn in self._work.turns:
+                for arm in rotated(list(engines), repeat):
+                    if self._is_over:
+                        self.notes.append(f"Time was over in repeat {repeat + 1} of {', '.join(engines)}.")
+                        return False
+                    progress(f"{arm}, {turn} tokens")
+                    try:
+                        self._work.take(engines[arm], turn, repeat, number * self._setting.repeats + repeat)
+                    except BenchError as error:
+                        self.notes.append(f"Given up: {error}")
+                        del engines[arm]
+        return True

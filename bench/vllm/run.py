@@ -28,14 +28,13 @@ Figures: medians over the samples, _min and _max the spread
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
-from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import Captions, LinePanel, lines
@@ -52,9 +51,9 @@ from kvredis.bench.core.result import (
     summed,
     table,
 )
-from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.servers import ServerProcess
 from kvredis.bench.core.shapes import SHAPES, ModelShape
-from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio, rotated
+from kvredis.bench.core.statistics import GB, by_repeat, middle, paired_ratio
 
 from .engine import (
     AUTO,
@@ -67,13 +66,17 @@ from .engine import (
     TCP,
     TINY,
     EngineProcess,
+    Rounds,
+    Setting,
     Where,
     connector_of,
     engine_bytes,
     facts_of,
+    forget,
     launching,
     model_config,
     room_bytes,
+    server_for,
 )
 from .worker import Opening, Served
 
@@ -81,9 +84,6 @@ SCHEMA: Final = "kvredis.bench.vllm/1"
 ARMS: Final = (
     NONE, OFFLOADING, LANE, MEMORY, TCP, f"{LANE}+{LAYERS}", f"{MEMORY}+{LAYERS}", f"{LANE}+{AUTO}",
 )  # fmt: skip
-REFERENCES: Final = (NONE, OFFLOADING)
-"""What others are compared with: open beside each of them where there is room."""
-
 RATIO_MOST: Final = 1.05
 FACTOR_LEAST: Final = 6.5
 FACTOR_TOKENS: Final = 15_000
@@ -251,47 +251,17 @@ class VLLMPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """A plan with its open ends tied to what there is to compute on."""
+class PromptSetting(Setting):
+    """The same with prompts of several lengths."""
 
-    plan: VLLMPlan
-    shape: ModelShape
-    chunk_tokens: int
     prompt_tokens: tuple[int, ...]
-    arms: tuple[str, ...]
-    together: int
-    facts: dict[str, Any]  # as the worker says them
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether there is one."""
-        return bool(self.facts["memory_bytes"])
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether short passes are CUDA graphs."""
-        return self.is_gpu and not self.plan.eager
 
     def can_hit(self, arm: str, tokens: int) -> int:
         """Tokens of a prompt that an arm can load: whole chunks."""
         return 0 if arm == NONE else tokens // self.chunk_tokens * self.chunk_tokens
 
-    def options(self) -> dict[str, Any]:
-        """Give what a reader must know to repeat it."""
-        return {
-            "shape": self.shape.name,
-            "bytes_per_token": self.shape.bytes_per_token(),
-            "chunk_tokens": self.chunk_tokens,
-            "prompt_tokens": list(self.prompt_tokens),
-            "arms": list(self.arms),
-            "repeats": self.plan.repeats,
-            "together": self.together,
-            "graphs": self.has_graphs,
-            **{name: self.facts[name] for name in ("device", "vllm", "torch")},
-        }
 
-
-def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> Setting:
+def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> PromptSetting:
     """Tie a plan to what computes. Raises BenchError for what does not fit it."""
     memory, arms = int(facts["memory_bytes"]), tuple(dict.fromkeys(plan.arms))
     shape = plan.shape or (SHAPES["8b"] if memory else TINY)
@@ -307,84 +277,36 @@ def setting_of(plan: VLLMPlan, facts: dict[str, Any]) -> Setting:
     together = min(plan.together or fitting, fitting, len(arms))
     if not together:
         raise BenchError("no arm is left: offloading needs a GPU")
-    return Setting(plan, shape, chunk, tokens, arms, together, facts)
+    return PromptSetting(shape, chunk, arms, together, plan.repeats, plan.eager, facts, tokens)
 
 
-def rounds(arms: Sequence[str], together: int) -> list[list[str]]:
-    """Which arms are open at a time: what is compared with beside some of the others, where there is room for that."""
-    fixed = [arm for arm in arms if arm in REFERENCES]
-    others = [arm for arm in arms if arm not in REFERENCES]
-    if not others or len(fixed) >= together:
-        return [list(arms[at : at + together]) for at in range(0, len(arms), together)]
-    beside = together - len(fixed)
-    return [[*fixed, *others[at : at + beside]] for at in range(0, len(others), beside)]
+class Prompts:
+    """The Work of this bench: one prompt at a time, of each length."""
 
-
-class Measuring:
-    """The engines of one round after the other, the server, and what they have said."""
-
-    def __init__(self, setting: Setting, where: Where, server: ServerProcess | None, began_s: float) -> None:
+    def __init__(self, setting: PromptSetting, where: Where, server: ServerProcess | None) -> None:
         self.rows: dict[tuple[str, int], Row] = {}
-        self.counters: dict[str, dict[str, float]] = {}
-        self.notes: list[str] = []
+        self.turns = setting.prompt_tokens
         self._setting, self._where, self._server = setting, where, server
         self._answers: dict[tuple[int, int], list[list[int]]] = {}
-        self._until_s = began_s + setting.plan.limit_s
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing more is begun."""
-        return time.monotonic() > self._until_s
+    def warm_up(self, engine: EngineProcess) -> None:
+        """As Work.warm_up."""
+        for place, tokens in enumerate(self.turns):
+            engine.measure(place, tokens)
+            forget(self._server, engine.arm)
 
-    def serve(self, number: int, arms: list[str], folder: Path, progress: Progress) -> None:
-        """One round: its arms open together, all repeats."""
-        with ExitStack() as stack:
-            loading = [stack.enter_context(EngineProcess(arm, self._where, folder)) for arm in arms]
-            engines = {}
-            for engine in loading:  # opened one by one: each measures what memory is free
-                if self.is_over:
-                    break
-                try:
-                    engine.open(self._opening(engine.arm, folder / f"{engine.arm}-{number}"))
-                    for place, tokens in enumerate(self._setting.prompt_tokens):
-                        engine.measure(place, tokens)  # to warm up
-                        self._forget(engine.arm)
-                    engines[engine.arm] = engine
-                except BenchError as error:
-                    self.notes.append(f"Left out: {error}")
-            for repeat in range(self._setting.plan.repeats):
-                for tokens in self._setting.prompt_tokens:
-                    for arm in rotated(list(engines), repeat):
-                        if self.is_over:
-                            self.notes.append(f"Time was over in repeat {repeat + 1} of {', '.join(engines)}.")
-                            return
-                        progress(f"{arm}, {tokens} tokens")
-                        try:
-                            self._sample(engines[arm], tokens, repeat, number)
-                        except BenchError as error:
-                            self.notes.append(f"Given up: {error}")
-                            del engines[arm]
-            for arm, engine in engines.items():
-                if counters := engine.counters():
-                    self.counters[arm] = counters
+    def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
+        """As Work.take."""
+        seed = _SEED * (repeat + 1) + self.turns.index(turn)  # no prompt begins as another
+        served = engine.measure(seed, turn, 0 if repeat else ANSWER_TOKENS)
+        forget(self._server, engine.arm)
+        expected = self._answers.setdefault((turn, repeat), served["answers"])
+        which = engine.arm, turn
+        row = self.rows.setdefault(which, row_of(*which, self._setting.can_hit(*which)))
+        row["samples"].append(_sample_of(served, expected, place))
 
-    def _sample(self, engine: EngineProcess, tokens: int, repeat: int, number: int) -> None:
-        seed = _SEED * (repeat + 1) + self._setting.prompt_tokens.index(tokens)  # no prompt begins as another
-        served = engine.measure(seed, tokens, 0 if repeat else ANSWER_TOKENS)
-        self._forget(engine.arm)
-        expected = self._answers.setdefault((tokens, repeat), served["answers"])
-        place = engine.arm, tokens
-        row = self.rows.setdefault(place, row_of(*place, self._setting.can_hit(*place)))
-        row["samples"].append(_sample_of(served, expected, number * self._setting.plan.repeats + repeat))
-
-    def _forget(self, arm: str) -> None:
-        """Empty the server, so that it need not be larger than for one prompt."""
-        if self._server is not None and arm.split("+")[0] in (LANE, TCP):
-            with Connection.open(self._server.address) as connection:
-                connection.call(b"FLUSHALL")
-
-    def _opening(self, arm: str, folder: Path) -> Opening:
-        """`folder` is the model's, and so in the keys: arms find nothing of each other's."""
+    def opening(self, arm: str, folder: Path) -> Opening:
+        """As Work.opening."""
         setting, longest = self._setting, max(self._setting.prompt_tokens) + ANSWER_TOKENS
         room = room_bytes(setting.shape, longest)
         port = self._server.address.port if self._server is not None else 0
@@ -435,33 +357,21 @@ def run(plan: VLLMPlan, where: Where, progress: Progress) -> VLLMResult:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvbench-")))
         setting = setting_of(plan, facts_of(where, folder))
-        server = None
-        if {arm.split("+")[0] for arm in setting.arms} & {LANE, TCP}:
-            room = room_bytes(setting.shape, max(setting.prompt_tokens) + ANSWER_TOKENS)
-            recipe = kvredis_recipe("vllm", "--max-local-cpu-size", f"{room >> 20}MiB")
-            server = stack.enter_context(ServerProcess(recipe, "tcp"))
-        facts, measuring = machine_facts(), Measuring(setting, where, server, began_s)
-        if setting.is_gpu:
-            measuring.notes.append("Weights are vLLM's dummy ones: what is generated depends little on the KV.")
-        else:
-            measuring.notes.append(
-                "There is no GPU: a tiny model computes on the CPU, and times say nothing of others."
-            )
-        for number, arms in enumerate(rounds(setting.arms, setting.together)):
-            if measuring.is_over:
-                measuring.notes.append(f"There was no time for {', '.join(arms)}.")
-            else:
-                measuring.serve(number, arms, folder, progress)
-    if not measuring.rows:
-        raise BenchError("nothing was measured. " + " ".join(measuring.notes))
+        room = room_bytes(setting.shape, max(setting.prompt_tokens) + ANSWER_TOKENS)
+        server = stack.enter_context(server_for(setting.arms, room))
+        facts, prompts = machine_facts(), Prompts(setting, where, server)
+        rounds = Rounds(prompts, setting, where, began_s + plan.limit_s)
+        rounds.serve(folder, progress)
+    if not prompts.rows:
+        raise BenchError("nothing was measured. " + " ".join(rounds.notes))
     order = {arm: place for place, arm in enumerate(ARMS)}
     result = VLLMResult(
         schema=SCHEMA,
         machine=facts,
-        options=setting.options(),
-        notes=measuring.notes,
-        rows=sorted(measuring.rows.values(), key=lambda row: (row["tokens"], order[row["arm"]])),
-        counters=measuring.counters,
+        options=setting.options(prompt_tokens=list(setting.prompt_tokens)),
+        notes=rounds.notes,
+        rows=sorted(prompts.rows.values(), key=lambda row: (row["tokens"], order[row["arm"]])),
+        counters=rounds.counters,
         gate=[],
         verified_bytes=0,
         seconds=time.monotonic() - began_s,

@@ -35,7 +35,7 @@ from .commands.registry import Command
 from .commands.slowlog import SlowLog
 from .commands.transactions import mark_changed, mark_flushed, unwatch_all
 from .http.server import HttpServer
-from .metrics.stats import KINDS, NO_LIMIT, ServerStats, Traffic
+from .metrics.stats import KINDS, NO_LIMIT, Exchanging, ServerStats, Traffic
 from .multipart import Parts
 from .net.io_threads import Senders
 from .net.listeners import Listeners
@@ -309,7 +309,7 @@ class Context:
     def exchanged(self) -> tuple[int, int, int]:
         """Bytes received and sent, and times that bytes were received: one pass, as each client costs a cache miss."""
         received = sent = reads = 0
-        every: Iterable[Client | Traffic] = chain(self.stats.gone.values(), self.sessions.values())
+        every: Iterable[Exchanging] = chain(self.stats.gone.values(), self.sessions.values())
         for each in every:
             received += each.input_bytes
             sent += each.output_bytes

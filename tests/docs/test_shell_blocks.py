@@ -30,9 +30,12 @@ from tests.docs.blocks import (
     prose_of,
 )
 from tests.docs.stage import play, rewritten
+from tests.gate import nightly
 
 PROGRAMS = ("redis-cli", "curl", "openssl")
 """What pages use that not every machine has; scripts/system-packages installs them."""
+LONG = {"engines.md", "performance.md"}
+"""Pages whose blocks run an engine or a benchmark; README and quickstart run both in the gate."""
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 NOT_RUN = [block for block in BLOCKS if block.language in ("sh", "console") and not block.runs]
 INLINE = [(f"{page.relative_to(ROOT)}:{line}", text) for page in PAGES for line, text in inline_commands(page)]
@@ -42,7 +45,11 @@ def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.runs for b in blocks_of(page))], ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [nightly(page) if page.name in LONG else page for page in PAGES if any(b.runs for b in blocks_of(page))],
+    ids=page_name,
+)
 def test_what_a_page_says_to_type_works(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page)
     needs = {word for block in blocks if block.runs for word in PROGRAMS if word in block.text}

@@ -21,6 +21,7 @@ from kvredis.storage.entry import INLINE_BYTES_MAX
 from kvredis.storage.store import Store
 from tests.faults.crash_model import VALUE_BYTES_MIN, Held, Name, Writes, value
 from tests.faults.disk_store import KIB, bury, look, look_at_all, open_store, run_jobs, save, tiering_of
+from tests.gate import nightly
 from tests.storage.fake_files import FakeFiles, Fault, Killed, Plan, at
 from tests.storage.small_store import Clock
 
@@ -211,8 +212,15 @@ def play(folder: Path, seed: int, plan: Plan | None, *, segments: int, power: bo
     return files.words
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "power lost"])
-@pytest.mark.parametrize("segments", [ROOMY, TIGHT], ids=["roomy", "evicting"])
+@pytest.mark.parametrize(
+    ("segments", "power"),
+    [
+        pytest.param(ROOMY, True, id="roomy-power lost"),
+        pytest.param(TIGHT, False, id="evicting-killed"),
+        nightly(ROOMY, False, id="roomy-killed"),
+        nightly(TIGHT, True, id="evicting-power lost"),
+    ],
+)
 def test_a_store_comes_back_right_whichever_step_was_its_last(folder: Path, segments: int, power: bool) -> None:
     seed = 10 + segments + power
     steps = play(folder, seed, None, segments=segments, power=power)
@@ -221,7 +229,7 @@ def test_a_store_comes_back_right_whichever_step_was_its_last(folder: Path, segm
         play(folder, seed, at(number, Fault.TEAR), segments=segments, power=power)
 
 
-@pytest.mark.parametrize("segments", [ROOMY, TIGHT], ids=["roomy", "evicting"])
+@pytest.mark.parametrize("segments", [nightly(ROOMY, id="roomy"), pytest.param(TIGHT, id="evicting")])
 def test_a_store_survives_a_fault_at_any_step_without_a_wrong_byte(folder: Path, segments: int) -> None:
     steps = play(folder, 30, None, segments=segments, power=False)
     faults = (Fault.EIO, Fault.ENOSPC, Fault.HALF, Fault.FLIP)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.served import ServedProcess
+from tests.gate import nightly
 from tests.server.feed import request
 from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on
 
@@ -142,7 +143,7 @@ def test_three_hundred_slow_lorises_are_served_and_keep_nobody_waiting(loop: str
     run_on(loop, story())
 
 
-@pytest.mark.parametrize("sent", [b"", b"x" * 1000], ids=["nothing more", "1000 bytes"])
+@pytest.mark.parametrize("sent", [nightly(b"", id="nothing more"), pytest.param(b"x" * 1000, id="1000 bytes")])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_hundred_clients_that_announce_512_mb_cost_no_key_and_no_memory(
     loop: str, sent: bytes, tmp_path: Path
@@ -203,7 +204,9 @@ def test_slow_readers_cost_bounded_memory(loop: str, length: int, tmp_path: Path
             assert caller.ask(b"", len(head) + 9000) == head + pattern(length)[:9000]
 
 
-@pytest.mark.parametrize("words", [("COMMAND",), ("COMMAND", "DOCS"), ("INFO", "everything"), ("CONFIG", "GET", "*")])
+@pytest.mark.parametrize(
+    "words", [("COMMAND", "DOCS"), *map(nightly, [("COMMAND",), ("INFO", "everything"), ("CONFIG", "GET", "*")])]
+)
 def test_short_commands_with_long_replies_cost_a_slow_reader_no_more(words: tuple[str, ...], tmp_path: Path) -> None:
     with ServedProcess(tmp_path, "uvloop") as served, crowd_of(served, 6) as (keeper, *crowd):
         assert keeper.ping()

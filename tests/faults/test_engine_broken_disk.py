@@ -61,7 +61,8 @@ def assert_told(caplog: pytest.LogCaptureFixture) -> None:
     assert all(line.startswith("Disk tier: ") for line in said)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(Fault.EIO, marks=pytest.mark.nightly), Fault.ENOSPC], ids=str)
+@pytest.mark.nightly  # a real disk that is full: test_an_engine_whose_own_disk_is_full_keeps_what_its_memory_can_hold
+@pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC], ids=str)
 def test_a_disk_that_takes_nothing_leaves_the_engine_its_memory(
     tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_master_that_is_killed_costs_misses_until_its_replica_is_promoted(
         sentinels.wait_for_replica()
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_demoted_while_it_lives_is_left_for_the_new_one(
     sentinels: Sentinels, mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:

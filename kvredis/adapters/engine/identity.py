@@ -1,10 +1,10 @@
-"""Everything but tokens that the bits of a position's KV depend on, and what each door does about it.
+"""Everything but tokens that the bits of a position's KV depend on, and what each adapter does about it.
 
 Two positions with equal tokens before them have equal KV only if all of this is equal too. So each of it is in the key,
 or refused, or computed without the store, or harmless, which a test proves; or it is told apart by the name that the
 operator gives the model, and by nothing else. What is none of these is marked as open.
 
-`tests/adapters/transformers/test_identity.py` walks the list: it makes each change at the transformers door, and at
+`tests/adapters/transformers/test_identity.py` walks the list: it makes each change at the transformers adapter, and at
 vLLM's where its configuration can be made without vLLM. docs/engines.md shows the list as a table.
 """
 
@@ -23,7 +23,7 @@ WORDS: Final[Mapping[How, str]] = MappingProxyType(
         "open": "not told apart yet: keep such engines on stores of their own",
     }
 )
-DOORS: Final = ("transformers", "vllm", "sglang", "engine")
+ADAPTERS: Final = ("transformers", "vllm", "sglang", "engine")
 
 _VLLM = "tests/adapters/vllm/test_config.py::"
 _VIEWS = "tests/adapters/vllm/test_kv_layout.py::"
@@ -49,7 +49,7 @@ _RANKS = "tests/adapters/engine/test_keys.py::test_ranks_share_one_chain_and_dif
 
 
 class Answer(NamedTuple):
-    """What a door does about a dependence, in a few words, and which test shows it ("" where it is by name or open)."""
+    """What an adapter does about a dependence, in a few words, and which test shows it ("" where by name or open)."""
 
     how: How
     what: str
@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 
 class Dependence(NamedTuple):
-    """One thing that KV depends on, why, and the answer of each door."""
+    """One thing that KV depends on, why, and the answer of each adapter."""
 
     name: str
     why: str

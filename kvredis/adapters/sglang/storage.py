@@ -385,8 +385,8 @@ def _groups_boundary(transfer: Any, there: Sequence[bool]) -> int:
 
 
 def _served(usual: Mapping[str, Any]) -> dict[str, str] | None:
-    """Of the engine's arguments named in `usual` those that are given and are another. None where this SGLang has
-    another door to its arguments."""
+    """Of the engine's arguments named in `usual` those that are given and are another. None where this SGLang
+    gives its arguments elsewhere."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

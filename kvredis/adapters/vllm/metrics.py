@@ -1,4 +1,4 @@
-"""What vLLM's door tells of itself: in vLLM's log, and in /metrics under our names and under LMCache's.
+"""What the vLLM connector tells of itself: in vLLM's log, and in /metrics under our names and under LMCache's.
 
 Every counter of the connector is vllm:kvredis_NAME_total. Those of LMCache's metrics that are true here stand beside
 them under LMCache's own names and types, so that its dashboards go on; labels are vLLM's (model_name, engine).

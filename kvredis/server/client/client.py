@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 from kvredis.server.acl.rules import User
 from kvredis.server.commands.registry import Command
@@ -23,6 +23,9 @@ from kvredis.storage.entry import Lease, Reservation
 from kvredis.storage.store import Store
 
 from .blocked import Answer, Blocked, BlockedClients, Reason
+
+NO_NAMES: Final = cast("set[Any]", frozenset())
+"""What a client watches or listens to that does neither, as most: who adds a name makes a set first."""
 
 OBJECTS_BYTES: Final = 8 * 1024
 """What a connection costs without its buffers: the session, its parser and the loop's transport."""

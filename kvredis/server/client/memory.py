@@ -45,7 +45,8 @@ class ClientMemory:
         self._measured: dict[Client, tuple[int, int]] = {}  # total and beside
         self._total = self._beside = 0
         self._round: Iterator[Client] = iter(())
-        self._most = 0  # clients since memory was last given back
+        self._most = self._last = 0  # clients: the most since memory was last given back, those of a second ago
+        self._falling = False
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's, as musl has none
 
     @property
@@ -77,11 +78,15 @@ class ClientMemory:
     def give_back(self) -> None:
         """Give the kernel what the C library keeps of buffers of clients that have gone: a crowd that leaves would else
         be paid for until the next one. Called every second or so; takes milliseconds when there is much."""
-        present = len(self._server.sessions)
-        self._most = max(self._most, present)
-        if self._most - present < max(GONE_MIN, present):
+        last, self._last = self._last, len(self._server.sessions)
+        self._most = max(self._most, self._last)
+        if self._most - self._last >= max(GONE_MIN, self._last):
+            self._falling = True
+        elif not self._falling:
             return
-        self._most = present
+        else:
+            self._falling = self._last < last  # and once more when the last of the crowd has gone
+        self._most = self._last
         self._server.scratches.spare.clear()
         # Thousands of freed objects that the interpreter keeps for reuse each hold a page of many others. Only a full
         # collection lets go of them: made with nothing to walk, it takes no time.

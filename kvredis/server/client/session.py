@@ -51,7 +51,7 @@ from kvredis.storage.entry import Lease, Reservation
 
 from .admission import Room
 from .blocked import Answer, Blocked, Reason, waits_for
-from .client import WATCHED_BYTES, Held, Tracking, Transaction
+from .client import NO_NAMES, WATCHED_BYTES, Held, Tracking, Transaction
 from .process_command import answer_gets, call, process_command
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,11 @@ SLICE_BYTES: Final = 256 * 1024
 
 PUSH_BYTES_MAX: Final = 32 * 1024 * 1024
 """What may wait for a client that is sent messages and does not read, if client-output-buffer-limit sets no bound."""
+
+NO_BACKLOG: Final[deque[Buffer]] = deque(maxlen=0)
+"""Of transports that lend, and before there is one."""
+
+NO_COMMANDS: Final[Iterator[list[Argument]]] = iter(())
 
 
 class Session(asyncio.BufferedProtocol):
@@ -116,12 +121,12 @@ class Session(asyncio.BufferedProtocol):
         """How this client's reads find a value; CLIENT NO-TOUCH exchanges it."""
         self.at_end: list[Callable[[], None]] = []
         """What others want done once the connection has gone and every byte of it has been dealt with."""
-        self.watching: set[tuple[int, bytes]] = set()
-        self.watched_alive: set[tuple[int, bytes]] = set()
+        self.watching: set[tuple[int, bytes]] = NO_NAMES
+        self.watched_alive: set[tuple[int, bytes]] = NO_NAMES
         """Those of the watched keys that were there: one that is gone has changed, even if no command saw it go."""
-        self.channels: set[bytes] = set()
-        self.patterns: set[bytes] = set()
-        self.shard_channels: set[bytes] = set()
+        self.channels: set[bytes] = NO_NAMES
+        self.patterns: set[bytes] = NO_NAMES
+        self.shard_channels: set[bytes] = NO_NAMES
         self.observed = False  # a client wants to know of changes: keyspace events or client-side caches
         self.waiting: Blocked | None = None
         """What this client waits for; until then nothing of it is run."""
@@ -133,12 +138,12 @@ class Session(asyncio.BufferedProtocol):
         self._parser = Parser(self._open_payload, takes_payload=takes_payload, scratches=server.scratches)
         self.get_buffer = self._parser.buffer  # type: ignore[method-assign]  # asked for each read: no frame in between
         self._low_water = LowWater()
-        self._commands: Iterator[list[Argument]] = iter(())  # parsed and not yet run
+        self._commands = NO_COMMANDS  # parsed and not yet run
         self._replies: list[Buffer] = []
         self._lent: list[Lease] = []
         self._pushes: list[bytes] = []
         self._unsent = bytearray()  # what goes out behind the rest that the transport keeps, in one write
-        self._backlog: deque[Buffer] = deque()  # only for transports that copy
+        self._backlog = NO_BACKLOG  # only for transports that copy
         self._lends = server.transport_lends
         self._tiered = server.store.tiering is not None
         self._checks = None if server.cluster is None else server.cluster.checks
@@ -804,6 +809,8 @@ class Session(asyncio.BufferedProtocol):
         self._transport = transport
         self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
         self._lends = self._lends and not encrypted
+        if not self._lends:
+            self._backlog = deque()
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
         transport.set_write_buffer_limits(high=1 if encrypted else 0)
         sock = transport.get_extra_info("socket")
@@ -837,7 +844,7 @@ class Session(asyncio.BufferedProtocol):
             self._release()
         else:
             self.sending.end()  # its leases end with it
-        self._backlog.clear()
+        self._backlog = NO_BACKLOG
         self._unsent.clear()
         self._pushes.clear()
         self._push_bytes = 0

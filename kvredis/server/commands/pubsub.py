@@ -50,15 +50,18 @@ class PubSub:
 
     def subscribe(self, session: Client, channel: bytes) -> None:
         """Add a channel; a second time changes nothing."""
+        session.channels = session.channels or set()
         self._add(self.channels, session.channels, session, channel)
 
     def psubscribe(self, session: Client, pattern: bytes) -> None:
         """Add a pattern."""
+        session.patterns = session.patterns or set()
         self._add(self.patterns, session.patterns, session, pattern)
         self._fits.setdefault(pattern, matcher(pattern))
 
     def ssubscribe(self, session: Client, channel: bytes) -> None:
         """Add a shard channel."""
+        session.shard_channels = session.shard_channels or set()
         self._add(self.shard_channels, session.shard_channels, session, channel)
 
     def unsubscribe(self, session: Client, channel: bytes) -> None:

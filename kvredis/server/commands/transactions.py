@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvredis.server.acl.state import Acl
 from kvredis.server.client.blocked import Blocked
-from kvredis.server.client.client import Client, ClientOf, Host, Transaction
+from kvredis.server.client.client import NO_NAMES, Client, ClientOf, Host, Transaction
 from kvredis.server.protocol.replies import NULL, OK, Buffer, Reply, array, error
 from kvredis.server.protocol.request import Argument
 from kvredis.storage.entry import Reservation
@@ -105,6 +105,7 @@ def watch(session: Caller, args: list[bytes]) -> Reply:
     server = session.server
     alive = {key for key in args[1:] if session.store.find(key, session.space) is not None}
     server.drain_journal(None)  # what happened before now is not a change, nor that an expired key was just collected
+    session.watching, session.watched_alive = session.watching or set(), session.watched_alive or set()
     for key in args[1:]:
         name = (session.space, key)
         if name not in session.watching and key in alive:
@@ -140,8 +141,7 @@ def unwatch_all(server: _Server, session: Client) -> None:
             sessions.discard(session)
             if not sessions:
                 del watchers[name]
-    session.watching.clear()
-    session.watched_alive.clear()
+    session.watching = session.watched_alive = NO_NAMES
     session.watch_broken = False
 
 

@@ -5,7 +5,7 @@ of equal commands, and what a run's commands took each is its mean. Everything f
 """
 
 import time
-from collections import deque
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Final, Protocol
@@ -67,18 +67,20 @@ class CommandStats(Times):
 class Rate:
     """How much a counter grows in a second, over the last SAMPLES samples."""
 
-    __slots__ = ("_last_s", "_last_value", "_samples")
+    __slots__ = ("_at", "_last_s", "_last_value", "_samples")
 
     def __init__(self) -> None:
         self._last_s = 0.0
         self._last_value = 0
-        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._samples = array("d", bytes(8 * SAMPLES))  # no objects, each of which would hold a page of others
+        self._at = 0
 
     def sample(self, now_s: float, value: int) -> None:
         """Note what the counter is now. One that has gone back has been reset: then that much has come since."""
         if self._last_s and now_s > self._last_s:
             grown = value - self._last_value if value >= self._last_value else value
-            self._samples.append(grown / (now_s - self._last_s))
+            self._samples[self._at % SAMPLES] = grown / (now_s - self._last_s)
+            self._at += 1
         self._last_s, self._last_value = now_s, value
 
     @property

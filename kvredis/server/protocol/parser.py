@@ -70,20 +70,17 @@ class Scratches:
     def __init__(self) -> None:
         self.holder: Parser | None = None
         """The client that has received last."""
-        self.spare: list[tuple[bytearray, memoryview, memoryview]] = []
+        self.spare: list[bytearray] = []
 
-    def keep(self, scratch: bytearray, view: memoryview, head_view: memoryview) -> None:
+    def keep(self, scratch: bytearray) -> None:
         """Take back one that no client needs, if it has the usual size."""
         if len(scratch) == SCRATCH_BYTES and len(self.spare) < SPARE_MAX:
-            self.spare.append((scratch, view, head_view))
+            self.spare.append(scratch)
 
-    def get(self) -> tuple[bytearray, memoryview, memoryview]:
-        """Give one, and its first SCRATCH_BYTES and HEAD_BYTES."""
-        if self.spare:
-            return self.spare.pop()
-        scratch = bytearray(SCRATCH_BYTES)
-        view = memoryview(scratch)
-        return scratch, view, view[:HEAD_BYTES]
+    def get(self) -> tuple[bytearray, memoryview]:
+        """Give one, and a view of it."""
+        scratch = self.spare.pop() if self.spare else bytearray(SCRATCH_BYTES)
+        return scratch, memoryview(scratch)
 
 
 class Parser:
@@ -97,7 +94,7 @@ class Parser:
 
     __slots__ = (
         "_after_payload", "_arena_bytes", "_args", "_body", "_body_hold", "_end", "_filled", "_gather_tries",
-        "_gathered", "_head_view", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch",
+        "_gathered", "_held_bytes", "_length", "_open_payload", "_plain", "_remaining", "_scratch",
         "_scratches", "_start", "_takes_payload", "_view", "authenticated", "bulk_bytes_max", "query_bytes_max",
     )  # fmt: skip
 
@@ -118,7 +115,7 @@ class Parser:
         self.authenticated = True
         """While False, counts and lengths are held to what an AUTH needs, as Redis does."""
         self._scratches = scratches or Scratches()
-        self._scratch, self._view, self._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
+        self._scratch, self._view = NO_SCRATCH, _NO_VIEW
         self._after_payload = False  # the last command brought a payload, so the next one probably will
         self._start = 0  # unread bytes of the scratch: [_start, _end)
         self._end = 0
@@ -147,7 +144,7 @@ class Parser:
                 self._take_scratch()
             if not self._plain or (len(self._scratch) > SCRATCH_BYTES and not self._gathered):
                 self._renew()
-            return self._head_view if self._after_payload else self._view
+            return self._view[:HEAD_BYTES] if self._after_payload else self._view
         if self._end == len(self._scratch):
             unread = self._end - self._start
             if unread == len(self._scratch):
@@ -252,17 +249,17 @@ class Parser:
         scratches = self._scratches
         last, scratches.holder = scratches.holder, self
         if last is not None and last._start == last._end and len(last._scratch) == SCRATCH_BYTES:
-            scratches.keep(last._scratch, last._view, last._head_view)
-            last._scratch, last._view, last._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
+            scratches.keep(last._scratch)
+            last._scratch, last._view = NO_SCRATCH, _NO_VIEW
         if not self._scratch:
-            self._scratch, self._view, self._head_view = scratches.get()
+            self._scratch, self._view = scratches.get()
 
     def _let_scratch_go(self) -> None:
         """Lend the scratch, in which nothing is left, to whichever client receives next."""
         if self._scratches.holder is self:
             self._scratches.holder = None
-        self._scratches.keep(self._scratch, self._view, self._head_view)
-        self._scratch, self._view, self._head_view = NO_SCRATCH, _NO_VIEW, _NO_VIEW
+        self._scratches.keep(self._scratch)
+        self._scratch, self._view = NO_SCRATCH, _NO_VIEW
 
     # ---- the quick reader ----------------------------------------------------------------------------------------
 
@@ -467,4 +464,4 @@ class Parser:
         """Everything is read: the next bytes may be plain again, and a scratch that had to grow is given up."""
         self._plain = True
         if len(self._scratch) > SCRATCH_BYTES:
-            self._scratch, self._view, self._head_view = self._scratches.get()
+            self._scratch, self._view = self._scratches.get()

@@ -27,6 +27,7 @@ from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.tiny_models import SHAPE, tiny
+from tests.gate import nightly
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -375,7 +376,7 @@ def test_a_cache_of_another_kind_is_refused(llama: PreTrainedModel) -> None:
         greedy(cached_over(llama, FakeBackend()), prompt(8), **{CACHE: static})
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [nightly("llama"), "gemma3"])
 def test_calls_of_a_thread_pool_give_each_prompt_its_own_tokens(kind: str) -> None:
     model, backend = tiny(kind), FakeBackend()
     shapes = ((1, 20), (1, 200), (2, 50), (3, 130), (1, 64), (1, 17))

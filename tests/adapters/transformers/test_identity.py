@@ -15,7 +15,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvredis.adapters.engine.engine import CacheEngine
-from kvredis.adapters.engine.identity import DEPENDENCES, DOORS, WORDS, Dependence, table
+from kvredis.adapters.engine.identity import ADAPTERS, DEPENDENCES, WORDS, Dependence, table
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.transformers.cache import CACHE
 from kvredis.adapters.transformers.generate import CachedModel, layout_of
@@ -321,12 +321,12 @@ def test_each_dependence_is_treated_as_the_list_says(dependence: Dependence) -> 
         assert cached.last_loaded == 64, "what was stored first is found again"
 
 
-def test_the_list_has_an_answer_of_each_door_and_a_case_or_a_test_of_its_own_here() -> None:
+def test_the_list_has_an_answer_of_each_adapter_and_a_case_or_a_test_of_its_own_here() -> None:
     assert list(CASES) == NAMES
     assert len(set(NAMES)) == len(NAMES)
     for each in DEPENDENCES:
-        for door in DOORS:
-            found = getattr(each, door)
+        for adapter in ADAPTERS:
+            found = getattr(each, adapter)
             assert found.how in WORDS
             assert found.what
         assert each.transformers.how != "open", each.name
@@ -336,7 +336,7 @@ def test_the_list_has_an_answer_of_each_door_and_a_case_or_a_test_of_its_own_her
 
 
 def test_each_proof_that_the_list_names_is_there() -> None:
-    proofs = {getattr(each, door).proof for each in DEPENDENCES for door in DOORS} - {""}
+    proofs = {getattr(each, adapter).proof for each in DEPENDENCES for adapter in ADAPTERS} - {""}
     for proof in proofs:
         path, _, name = proof.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), proof

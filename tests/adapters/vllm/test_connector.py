@@ -25,7 +25,7 @@ from tests.adapters.vllm.test_config import engine, request
 from tests.backends.nodes import free_ports
 
 SEVERAL = dict(zip(names(2), (SlidingWindowSpec(), FullAttentionSpec()), strict=True))
-DOORS = ("connector", "metrics")
+MODULES = ("connector", "metrics")
 
 
 class Half:
@@ -69,12 +69,12 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     put(f"{above}.metrics", KVConnectorPromMetrics=Named, KVConnectorStats=Named)
     put("vllm.distributed.kv_events", BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace)
     put("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: 0)
-    for name in DOORS:
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, f"kvredis.adapters.vllm.{name}", raising=False)
     import kvredis.adapters.vllm.connector as found
 
     yield found
-    for name in DOORS:
+    for name in MODULES:
         sys.modules.pop(f"kvredis.adapters.vllm.{name}", None)
 
 

@@ -25,8 +25,7 @@ from kvredis.bench.vllm.concurrency import (
     setting_of,
     table_lines,
 )
-from kvredis.bench.vllm.engine import TINY, Where
-from kvredis.bench.vllm.run import rounds
+from kvredis.bench.vllm.engine import TINY, Where, rounds
 from kvredis.cli.bench.command import bench
 
 H200 = {"device": "NVIDIA H200", "memory_bytes": 150_000_000_000, "devices": 1, "vllm": "0.26.0", "torch": "2.11"}

@@ -18,7 +18,7 @@ from kvredis.adapters.vllm.config import configured
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import new_result
 from kvredis.bench.core.shapes import SHAPES
-from kvredis.bench.vllm.engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes
+from kvredis.bench.vllm.engine import TINY, Where, connector_of, engine_bytes, model_config, room_bytes, rounds
 from kvredis.bench.vllm.run import (
     ANSWER_TOKENS,
     ARMS,
@@ -26,7 +26,6 @@ from kvredis.bench.vllm.run import (
     VLLMResult,
     conclude,
     gate_of,
-    rounds,
     row_of,
     run,
     setting_of,
@@ -253,9 +252,8 @@ def test_bars_are_judged_for_long_prompts_of_the_8b_model_and_pairs_before_media
     assert rows["lane"]["factor"] == pytest.approx(400 / 62)
     assert rows["lane+layers"]["factor"] == pytest.approx(800 / 101)
     assert rows["tcp"]["factor"] == 2.0
-    result = VLLMResult(
-        **new_result("", setting_of(VLLMPlan(), H200).options()), rows=list(rows.values()), counters={},
-    )  # fmt: skip
+    options = setting_of(VLLMPlan(), H200).options(prompt_tokens=[1024, 8192, 15_400])
+    result = VLLMResult(**new_result("", options), rows=list(rows.values()), counters={})
     judged = {line["name"]: line["passed"] for line in gate_of(result)}
     assert judged["/ offloading   lane, 15400 tokens"] is True
     assert judged["cold / warm    lane, 15400 tokens"] is False  # 6.45

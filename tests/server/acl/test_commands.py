@@ -1,22 +1,14 @@
 """The ACL family on sessions without a connection."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvredis.server.acl.rules import CATEGORIES
 from kvredis.server.commands.registry import every_command
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 
 HASH = b"2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
 
 
 def become(session: FakeSession, name: bytes) -> None:

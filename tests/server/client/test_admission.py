@@ -190,6 +190,28 @@ def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(loop: 
     run_on(loop, story())
 
 
+def test_who_has_gone_waits_no_longer_for_its_turn(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            queue = live.server.admission.queue
+            first, whole, half = await live.connect(), await live.connect(), await live.connect()
+            large = pattern(8 * MIB)
+            await first.send_raw(header("large", 8 * MIB) + large[:10_000])
+            await until(lambda: live.store.reserved_bytes)
+            for client, sent in ((whole, 200_000), (half, 100_000)):
+                await client.send_raw((header("short", 200_000) + pattern(200_000) + b"\r\n")[: sent + 60])
+            await until(lambda: len(queue) == 2)
+            await until(lambda: all(unread_bytes(session.fd) >= 50_000 for session in queue))
+            half.half_close()
+            whole.half_close()
+            await until(lambda: len(queue) == 1)
+            await first.send_raw(large[10_000:] + b"\r\n")
+            assert await first.read_line() == b"+OK\r\n"
+            assert await whole.read_all() == b"+OK\r\n"
+
+    run_on(loop, story())
+
+
 def test_a_set_without_room_ends_a_connection_that_never_said_hello(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path, ARENA) as live:

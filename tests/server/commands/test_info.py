@@ -1,20 +1,12 @@
 """INFO: the sections asked for, with figures that are those of the store and the server."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.commands.info import DEFAULT_SECTIONS, SECTIONS, _listeners, human_bytes, report
 from kvredis.server.metrics.stats import CommandStats, Traffic
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 
 
 def facts(session: FakeSession, line: str = "INFO everything") -> dict[str, str]:
@@ -148,6 +140,7 @@ def test_rates_are_the_mean_of_the_last_samples(session: FakeSession) -> None:
     for tick in range(17):
         stats.ticks += 1
         stats.commands_processed = tick * 100
+        stats.ticks += 1
         stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200, reads=tick * 4)
     found = facts(session, "INFO stats")
     assert found["eventloop_cycles"] == "17"  # the session of this test reads nothing

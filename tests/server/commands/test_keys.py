@@ -2,22 +2,13 @@
 
 import random
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.protocol import glob
 from kvredis.server.protocol.glob import matcher
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.check_integrity()
-    server.store.close()
 
 
 def test_looking_at_a_block_does_not_save_it_from_eviction(session: FakeSession) -> None:

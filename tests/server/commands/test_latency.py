@@ -1,20 +1,12 @@
 """LATENCY: spikes that are remembered, distributions that are counted, and what is said of both."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.commands.latency import EVENTS_MAX, SAMPLES_MAX, LatencyMonitor, Spikes, graph, report
 from kvredis.server.metrics.stats import CommandStats
-from tests.server.fake_session import FakeSession, make_server
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
+from tests.server.fake_session import FakeSession
 
 
 @pytest.fixture

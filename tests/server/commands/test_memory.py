@@ -1,18 +1,7 @@
 """MEMORY: figures that add up, under Redis' names."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from kvredis.server.commands.memory import figures, report
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 
 
 def test_a_key_costs_what_it_holds_and_its_bookkeeping(session: FakeSession) -> None:

@@ -1,22 +1,12 @@
 """MONITOR: the line that is told, what it hides, and who is told when."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-import pytest
-
 from kvredis.server.client.session import Session
 from kvredis.server.commands.monitor import ARG_BYTES_MAX, ARGS_MAX, feed, monitor_line
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.live import LiveServer, pattern, run_on
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
 
 
 def line_of(session: FakeSession, *words: object, at: float = 1700000000.123456) -> bytes:

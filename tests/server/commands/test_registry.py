@@ -1,6 +1,5 @@
 """The command table: how a command line finds its command, and what it says of every command."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from kvredis.server.commands import load_families
 from kvredis.server.commands.command import Argument, has_keys, parse
 from kvredis.server.commands.registry import COMMANDS, SPELLINGS, Command, every_command, lookup
 from kvredis.server.protocol.arguments import INT64_MAX, parse_cursor, parse_integer
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 
 load_families()
 
@@ -204,13 +203,6 @@ ABSENT = {name: reason for reason, names in LEFT_OUT.items() for name in names.s
 
 
 WITH_KEYS = [each for each in IMPLEMENTED.values() if has_keys(each)]
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
 
 
 def told(session: FakeSession, line: str) -> Any:

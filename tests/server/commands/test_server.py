@@ -1,23 +1,15 @@
 """The small commands: what a server says that keeps nothing on disk, has no replicas and no cluster."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvredis.server.commands.registry import COMMANDS
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.live import LiveServer, run_on, until
 
 DISABLED = b"-ERR This instance has cluster support disabled\r\n"
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
 
 
 def test_time_is_unix_time_in_seconds_and_microseconds(session: FakeSession) -> None:

@@ -1,6 +1,5 @@
 """SLOWLOG: what is kept of a slow command, for how long, and what nobody may read there."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -8,15 +7,8 @@ import pytest
 
 from kvredis.server.client.session import Session
 from kvredis.server.commands.slowlog import NEVER_NS, SlowLog, kept_args
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.live import LiveServer, pattern, run_on
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
 
 
 def note(session: FakeSession, *words: bytes, microseconds: int = 20_000) -> None:

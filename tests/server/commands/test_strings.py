@@ -3,50 +3,28 @@
 tests/compat holds the same commands next to a real redis-server; here is what has to do with where values lie.
 """
 
-from collections.abc import Iterator
+import random
+from contextlib import closing
+from fractions import Fraction
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from kvredis.server.client.session import Session
-from kvredis.server.commands.registry import Handler
-from kvredis.server.commands.strings import expiry_ms, get, mset, msetnx, set_, setnx
-from kvredis.server.protocol.replies import joined
-from kvredis.server.server import Server
-from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from kvredis.server.commands.compat.long_double import TEXT_BYTES_MAX, add, parse, printed, rounded
+from kvredis.server.commands.strings import expiry_ms, get
+from kvredis.storage.disk.tier import DiskOptions
+from kvredis.storage.entry import INLINE_BYTES_MAX, Lease
+from kvredis.storage.memory.arena import HugepageMode
+from kvredis.storage.options import StoreOptions
+from kvredis.storage.store import Store
+from tests.server.fake_session import ARENA_BYTES, FakeSession
+from tests.server.handlers import LARGE, OOM, bulk, received, run
+from tests.server.live import LiveServer, pattern, run_on
 
-LARGE = 100_000
-OOM = b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
 SYNTAX = b"-ERR syntax error\r\n"
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    assert server.store.reserved_bytes == 0
-    assert server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
-
-
-@pytest.fixture
-def session(server: Server) -> FakeSession:
-    return FakeSession(server)
-
-
-def received(session: FakeSession, key: bytes, fill: bytes = b"v", length: int = LARGE) -> Reservation:
-    """A payload as the parser leaves it: complete and not yet published."""
-    reservation = session.store.reserve(key, length, session.space)
-    assert reservation is not None
-    reservation.view[:] = fill * length
-    return reservation
-
-
-def run(session: FakeSession, handler: object, *args: object) -> bytes:
-    """A handler's reply to arguments that may be Reservations."""
-    return joined(handler(cast(Session, session), list(args)))  # type: ignore[operator]
+VALUE = b"v" * LARGE
 
 
 @pytest.mark.parametrize("length", [0, 1, INLINE_BYTES_MAX - 1, INLINE_BYTES_MAX, LARGE])
@@ -79,11 +57,11 @@ def test_large_values_are_lent_not_copied(session: FakeSession) -> None:
 
 
 def test_a_received_payload_is_published(session: FakeSession) -> None:
-    assert run(session, set_, b"SET", b"k", received(session, b"k")) == b"+OK\r\n"
+    assert run(session, b"SET", b"k", received(session, b"k", VALUE)) == b"+OK\r\n"
     assert session.ask("STRLEN k") == b":100000\r\n"
-    assert run(session, setnx, b"SETNX", b"n", received(session, b"n")) == b":1\r\n"
-    pair = received(session, b"a"), b"small"
-    assert run(session, mset, b"MSET", b"a", pair[0], b"b", pair[1]) == b"+OK\r\n"
+    assert run(session, b"SETNX", b"n", received(session, b"n", VALUE)) == b":1\r\n"
+    pair = received(session, b"a", VALUE), b"small"
+    assert run(session, b"MSET", b"a", pair[0], b"b", pair[1]) == b"+OK\r\n"
     assert session.ask("EXISTS k n a b") == b":4\r\n"
 
 
@@ -105,20 +83,20 @@ def test_a_received_payload_is_published(session: FakeSession) -> None:
 )
 def test_a_payload_that_is_not_wanted_is_given_back(session: FakeSession, options: list[bytes], reply: bytes) -> None:
     session.ask("SET k old")
-    assert run(session, set_, b"SET", b"k", received(session, b"k"), *options) == reply
+    assert run(session, b"SET", b"k", received(session, b"k", VALUE), *options) == reply
     assert session.ask("GET k") == b"$3\r\nold\r\n"
     assert session.store.reserved_bytes == 0
 
 
 def test_an_option_that_is_a_payload_is_a_syntax_error(session: FakeSession) -> None:
-    odd = received(session, b"k")
-    assert run(session, set_, b"SET", b"k", b"v", odd) == SYNTAX
+    odd = received(session, b"k", VALUE)
+    assert run(session, b"SET", b"k", b"v", odd) == SYNTAX
     odd.abort()
 
 
 def test_setnx_gives_the_payload_back_when_the_key_exists(session: FakeSession) -> None:
     session.ask("SET k old")
-    assert run(session, setnx, b"SETNX", b"k", received(session, b"k")) == b":0\r\n"
+    assert run(session, b"SETNX", b"k", received(session, b"k", VALUE)) == b":0\r\n"
     assert session.ask("GET k") == b"$3\r\nold\r\n"
 
 
@@ -157,9 +135,9 @@ def test_mset_sets_all_or_nothing(session: FakeSession) -> None:
     assert session.ask("EXISTS a b c") == b":3\r\n"
 
 
-@pytest.mark.parametrize(("handler", "done"), [(mset, b"+OK\r\n"), (msetnx, b":1\r\n")])
+@pytest.mark.parametrize(("command", "done"), [(b"MSET", b"+OK\r\n"), (b"MSETNX", b":1\r\n")])
 def test_small_values_that_find_no_room_beside_one_another_are_refused_together(
-    handler: Handler, done: bytes, session: FakeSession
+    command: bytes, done: bytes, session: FakeSession
 ) -> None:
     store = session.server.store
     store.evicts = False
@@ -167,26 +145,26 @@ def test_small_values_that_find_no_room_beside_one_another_are_refused_together(
     while store.put(b"fill%d" % fills, bytes(10_000)):
         fills += 1
     store.delete([b"fill0"])
-    payload = received(session, b"large")
-    told = run(session, handler, b"MSET", b"a", bytes(9_000), b"large", payload, b"b", bytes(9_000))
+    payload = received(session, b"large", VALUE)
+    told = run(session, command, b"a", bytes(9_000), b"large", payload, b"b", bytes(9_000))
     assert told == OOM
     assert not any(store.find(key) for key in (b"a", b"large", b"b"))
     assert store.reserved_bytes == 0
-    assert run(session, handler, b"MSET", b"a", bytes(9_990)) == done
+    assert run(session, command, b"a", bytes(9_990)) == done
     same = [b"MSET", b"fill1", bytes(10_000), b"a", bytes(9_990)]
-    assert run(session, mset, *same) == b"+OK\r\n", "who needs no more than is there needs no room"
+    assert run(session, *same) == b"+OK\r\n", "who needs no more than is there needs no room"
     store.check_integrity()
 
 
 def test_mset_with_a_value_missing_gives_its_payloads_back(session: FakeSession) -> None:
     odd = b"-ERR wrong number of arguments for 'mset' command\r\n"
-    assert run(session, mset, b"MSET", b"a", received(session, b"a"), b"b") == odd
+    assert run(session, b"MSET", b"a", received(session, b"a", VALUE), b"b") == odd
     assert session.ask("DBSIZE") == b":0\r\n"
 
 
 def test_the_last_value_of_a_repeated_key_wins(session: FakeSession) -> None:
-    first, second = received(session, b"k", b"1"), received(session, b"k", b"2")
-    assert run(session, mset, b"MSET", b"k", first, b"k", second) == b"+OK\r\n"
+    first, second = received(session, b"k", b"1" * LARGE), received(session, b"k", b"2" * LARGE)
+    assert run(session, b"MSET", b"k", first, b"k", second) == b"+OK\r\n"
     assert session.ask("GETRANGE k 0 0") == b"$1\r\n2\r\n"
 
 
@@ -249,3 +227,304 @@ def test_mget_keeps_the_head_of_a_prefix_longest(session: FakeSession) -> None:
 )
 def test_expiry_is_unix_ms_or_redis_error(text: bytes, unit_ms: int, now_ms: int, wanted: int | bytes) -> None:
     assert expiry_ms(text, unit_ms, now_ms, "x") == wanted
+
+
+# Commands that read and change at once, and those that set several keys or none: every payload ends well.
+
+
+def test_a_received_payload_is_published_by_each_command_that_takes_one(session: FakeSession) -> None:
+    assert run(session, b"GETSET", b"a", received(session, b"a", VALUE)) == b"$-1\r\n"
+    assert run(session, b"SETEX", b"b", b"100", received(session, b"b", VALUE)) == b"+OK\r\n"
+    assert run(session, b"PSETEX", b"c", b"100000", received(session, b"c", VALUE)) == b"+OK\r\n"
+    pairs = (b"d", received(session, b"d", VALUE), b"e", b"small", b"f", received(session, b"f", VALUE))
+    assert run(session, b"MSETNX", *pairs) == b":1\r\n"
+    assert [session.ask(f"STRLEN {key}") for key in "abcdf"] == [b":%d\r\n" % LARGE] * 5
+
+
+def test_msetnx_gives_every_payload_back_when_one_key_is_there(session: FakeSession) -> None:
+    session.ask("SET b old")
+    pairs = (b"a", received(session, b"a", VALUE), b"b", received(session, b"b", VALUE))
+    assert run(session, b"MSETNX", *pairs) == b":0\r\n"
+    odd = (b"a", received(session, b"a", VALUE), b"b")
+    assert run(session, b"MSETNX", *odd) == b"-ERR wrong number of arguments for 'msetnx' command\r\n"
+    assert session.store.reserved_bytes == 0
+    assert session.ask("DBSIZE") == b":1\r\n"
+
+
+def test_several_values_find_room_or_none_of_them_is_set(session: FakeSession) -> None:
+    half = b"x" * (ARENA_BYTES // 2)
+    assert session.ask([b"MSETNX", b"a", half, b"b", half]) == OOM
+    assert session.ask("DBSIZE") == b":0\r\n"
+
+
+def test_the_old_value_is_answered_and_the_new_one_is_there(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", VALUE, b"EX", b"100"])
+    assert session.ask("GETSET k new") == bulk(VALUE)
+    assert session.ask("TTL k") == b":-1\r\n"
+    assert session.ask("GETDEL k") == bulk(b"new")
+    assert session.ask("GETDEL k") == b"$-1\r\n"
+
+
+def test_getex_changes_the_end_only_of_a_value_that_it_returns(session: FakeSession) -> None:
+    assert session.ask("GETEX k EX x") == b"$-1\r\n"
+    session.ask([b"SET", b"k", VALUE])
+    assert session.ask("GETEX k EX x") == b"-ERR value is not an integer or out of range\r\n"
+    assert session.ask("GETEX k EX 0") == b"-ERR invalid expire time in 'getex' command\r\n"
+    assert session.ask("GETEX k PERSIST EX 5") == b"-ERR syntax error\r\n"
+    assert session.ask("TTL k") == b":-1\r\n"
+    assert session.ask("GETEX k EX 100") == bulk(VALUE)
+    assert session.ask("TTL k") == b":100\r\n"
+    assert session.ask("GETEX k PXAT 1") == bulk(VALUE)
+    assert session.ask("EXISTS k") == b":0\r\n"
+
+
+@pytest.mark.parametrize("line", [("GETDEL", "k"), ("GETSET", "k", "new"), ("GETEX", "k", "PXAT", "1")])
+def test_a_slow_reader_gets_all_of_what_his_command_has_taken_away(
+    loop: str, tmp_path: Path, line: tuple[str, ...]
+) -> None:
+    value = pattern(6_000_000)
+
+    async def story() -> None:
+        async with LiveServer(tmp_path) as live:
+            reader, writer = await live.connect(receive_bytes=4096), await live.connect()
+            await writer.send("SET", "k", value)
+            assert await writer.read_line() == b"+OK\r\n"
+            await reader.send(*line)
+            assert await writer.ask("PING") == b"+PONG\r\n"
+            for number in range(3):
+                await writer.send("SET", f"other:{number}", pattern(4_000_000, number + 1))
+                assert await writer.read_line() == b"+OK\r\n"
+            assert await reader.read_bulk() == value
+
+    run_on(loop, story())
+
+
+# INCR and its kin, and the arithmetic of a long double behind INCRBYFLOAT.
+
+NOT_AN_INTEGER = b"-ERR value is not an integer or out of range\r\n"
+
+
+OVERFLOW = b"-ERR increment or decrement would overflow\r\n"
+
+
+def test_a_counter_begins_at_nothing_and_keeps_its_end(session: FakeSession) -> None:
+    assert session.ask("INCR k") == b":1\r\n"
+    session.ask("EXPIRE k 1000")
+    assert session.ask("INCRBY k 41") == b":42\r\n"
+    assert session.ask("DECRBY k 50") == b":-8\r\n"
+    assert session.ask("INCRBYFLOAT k 0.5") == b"$4\r\n-7.5\r\n"
+    assert session.ask("TTL k") == b":1000\r\n"
+
+
+def test_a_sum_beyond_64_bits_is_refused_and_changes_nothing(session: FakeSession) -> None:
+    session.ask("SET high 9223372036854775807")
+    session.ask("SET low -9223372036854775808")
+    assert session.ask("INCR high") == session.ask("DECR low") == OVERFLOW
+    assert session.ask("DECRBY low 1") == session.ask("INCRBY high 9223372036854775807") == OVERFLOW
+    assert session.ask("DECRBY high -9223372036854775808") == b"-ERR decrement would overflow\r\n"
+    assert session.ask("MGET high low") == b"*2\r\n$19\r\n9223372036854775807\r\n$20\r\n-9223372036854775808\r\n"
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b" 1", b"1 ", b"01", b"+1", b"-0", b"1.0", b"9" * 20, b"1" * 100_000])
+def test_what_is_no_integer_is_left_alone(session: FakeSession, value: bytes) -> None:
+    session.ask([b"SET", b"k", value])
+    assert session.ask("INCR k") == NOT_AN_INTEGER
+    assert session.ask("STRLEN k") == b":%d\r\n" % len(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "amount", "total"),
+    [
+        (b"10.5", b"0.1", b"10.6"),
+        (b"3.0e3", b"0", b"3000"),
+        (b"5.0e3", b"2.0e2", b"5200"),
+        (b"0.1", b"0.2", b"0.3"),
+        (b"1", b"-1", b"0"),
+        (b"-0", b"-0", b"0"),
+        (b"-1e-30", b"0", b"0"),
+        (b"1e-17", b"0", b"0.00000000000000001"),
+        (b"9223372036854775807", b"1", b"9223372036854775808"),
+        (b"18446744073709551616", b"1", b"18446744073709551616"),
+        (b"0x10", b"0x.8", b"16.5"),
+    ],
+)
+def test_decimal_sums_are_printed_as_people_write_them(value: bytes, amount: bytes, total: bytes) -> None:
+    first, second = parse(value), parse(amount)
+    assert first is not None
+    assert second is not None
+    result = add(first, second)
+    assert result is not None
+    assert printed(result) == total
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b".", b"-", b"e5", b"1e", b"0x", b" 1", b"1 ", b"nan", b"1\0", b"1_0", b"1e4933", b"1e-5000",
+    b"1e99999999999",
+     b"-1e-99999999999", b"0x1p99999999999", b"1" * TEXT_BYTES_MAX, b"\xef\xbc\x91"],
+)  # fmt: skip
+def test_what_is_no_number_to_redis_is_none_here(text: bytes) -> None:
+    assert parse(text) is None
+
+
+def test_infinity_is_a_number_that_no_sum_may_become(session: FakeSession) -> None:
+    infinite = b"-ERR increment would produce NaN or Infinity\r\n"
+    assert session.ask("INCRBYFLOAT k inf") == infinite
+    session.ask("SET k 1e4932")
+    assert session.ask("INCRBYFLOAT k 1e4932") == infinite
+    assert session.ask("INCRBYFLOAT k x") == b"-ERR value is not a valid float\r\n"
+    assert session.ask("GET k") == b"$6\r\n1e4932\r\n"
+
+
+def test_rounding_keeps_64_bits_and_takes_ties_to_even() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        value = Fraction(rng.getrandbits(200) | 1) * Fraction(2) ** rng.randint(-400, 400)
+        nearest = rounded(value)
+        assert nearest is not None
+        assert abs(nearest - value) * 2**64 <= value
+        significand = nearest.numerator // (nearest.numerator & -nearest.numerator)
+        assert significand.bit_length() <= 64
+        assert nearest.denominator & (nearest.denominator - 1) == 0
+    one = Fraction(1)
+    assert rounded(one + Fraction(1, 2**64)) == one
+    assert rounded(one + Fraction(3, 2**64)) == one + Fraction(1, 2**62)
+
+
+def test_the_longest_numbers_are_read_and_printed(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"0" * 5000 + b"1" + b"0" * 15])
+    assert session.ask("INCRBYFLOAT k 1") == b"$16\r\n1000000000000001\r\n"
+    session.ask("SET k 1e4930")
+    assert session.ask("INCRBYFLOAT k 0")[:7] == b"$4931\r\n"
+
+
+# APPEND and SETRANGE where values are large: who reads keeps the old bytes, and what finds no room changes nothing.
+
+TOO_LONG = b"-ERR string exceeds maximum allowed size (proto-max-bulk-len)\r\n"
+
+
+@pytest.mark.parametrize("length", [0, 1, INLINE_BYTES_MAX - 4, INLINE_BYTES_MAX - 3, INLINE_BYTES_MAX, LARGE])
+def test_appended_bytes_stand_behind_the_old_ones(session: FakeSession, length: int) -> None:
+    old = bytes(n % 251 for n in range(length))
+    session.ask([b"SET", b"k", old])
+    assert session.ask("APPEND k end") == b":%d\r\n" % (length + 3)
+    assert session.ask("GET k") == bulk(old + b"end")
+
+
+@pytest.mark.parametrize("offset", [0, 5, 99_999, LARGE, LARGE + 1, 3_000_000])
+def test_a_range_is_laid_over_the_old_value_and_a_gap_is_zero(session: FakeSession, offset: int) -> None:
+    session.store.arena.view[:] = b"\xff" * session.store.arena.nbytes
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    wanted = bytearray(b"x" * LARGE).ljust(offset, b"\0")
+    wanted[offset : offset + 5] = b"patch"
+    assert session.ask([b"SETRANGE", b"k", b"%d" % offset, b"patch"]) == b":%d\r\n" % len(wanted)
+    assert session.ask("GET k") == bulk(bytes(wanted))
+
+
+@pytest.mark.parametrize("edit", [[b"APPEND", b"k", b"more"], [b"SETRANGE", b"k", b"0", b"other"]])
+def test_a_reader_keeps_the_bytes_that_he_was_given(session: FakeSession, edit: list[bytes]) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    lease = session.store.fetch(b"k")
+    assert isinstance(lease, Lease)
+    with lease:
+        session.ask(edit)
+        assert bytes(lease.view) == b"x" * LARGE
+
+
+def test_an_end_stays_what_it_was(session: FakeSession) -> None:
+    for length in (1, LARGE):
+        session.ask([b"SET", b"k", b"x" * length, b"EX", b"1000"])
+        session.ask("APPEND k more")
+        session.ask("SETRANGE k 0 y")
+        assert session.ask("TTL k") == b":1000\r\n"
+
+
+def test_what_finds_no_room_changes_nothing(session: FakeSession) -> None:
+    value = b"x" * (ARENA_BYTES // 2)
+    session.ask([b"SET", b"k", value])
+    lease = session.store.peek(b"k")
+    assert lease is not None
+    with lease:
+        assert session.ask([b"APPEND", b"k", b"more"]) == OOM
+    assert session.ask([b"SETRANGE", b"k", b"%d" % ARENA_BYTES, b"more"]) == OOM
+    assert session.ask([b"APPEND", b"new", b"x" * ARENA_BYTES]) == OOM
+    assert session.ask("GET k") == bulk(value)
+    assert session.ask("EXISTS new") == b":0\r\n"
+
+
+def test_no_value_grows_beyond_what_a_request_may_hold(session: FakeSession) -> None:
+    session.server.bulk_bytes_max = 1000
+    session.ask([b"SET", b"k", b"x" * 990])
+    assert session.ask([b"APPEND", b"k", b"x" * 11]) == TOO_LONG
+    assert session.ask([b"APPEND", b"k", b"x" * 10]) == b":1000\r\n"
+    assert session.ask("SETRANGE k 1000 x") == TOO_LONG
+    assert session.ask("SETRANGE k 999 y") == b":1000\r\n"
+
+
+def test_an_edited_value_is_raw_until_it_is_set_anew(session: FakeSession) -> None:
+    session.ask("SET k 12")
+    session.ask("APPEND k 3")
+    assert session.ask("OBJECT ENCODING k") == b"$3\r\nraw\r\n"
+    session.ask("RENAME k l")
+    assert session.ask("OBJECT ENCODING l") == b"$3\r\nraw\r\n"
+    session.ask("SET l 456")
+    assert session.ask("OBJECT ENCODING l") == b"$3\r\nint\r\n"
+
+
+@pytest.mark.parametrize("left_ms", range(1, 8))
+def test_what_ends_while_it_is_appended_to_leaves_nothing_behind(session: FakeSession, left_ms: int) -> None:
+    now_ms = session.store.now_ms()
+
+    def hurrying() -> int:
+        nonlocal now_ms
+        now_ms += 1
+        return now_ms
+
+    session.ask("SET k old-value!")
+    session.store.now_ms._clock_ms = hurrying
+    session.store.expire(b"k", now_ms + left_ms)
+    length = session.ask("APPEND k new")
+    assert length in (b":3\r\n", b":13\r\n")
+    session.store.now_ms._clock_ms = lambda: now_ms
+    assert (
+        session.ask("GET k") in ({b":3\r\n": [bulk(b"new")], b":13\r\n": [bulk(b"old-value!new"), b"$-1\r\n"]}[length])
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_value_that_is_appended_to_is_copied_a_few_times_and_not_each_time(session: FakeSession, kept: int) -> None:
+    for n in range(kept):  # with nothing, something, and a value of its own kind behind it
+        session.ask([b"SET", b"kept%d" % n, b"z" * LARGE])
+    piece = bytes(range(1, 251)) * 4
+    places = set()
+    for n in range(1000):
+        assert session.ask([b"APPEND", b"k", piece]) == b":%d\r\n" % ((n + 1) * len(piece))
+        entry = session.store.find(b"k")
+        assert entry is not None
+        places.add(entry.extent.offset)
+        session.store.check_integrity()
+    assert session.ask("GET k") == bulk(piece * 1000)
+    assert len(places) <= 22  # from 16 KiB to 1 MB by quarters, were there never room behind it
+
+
+def test_an_edit_in_place_is_a_change_that_others_are_told_of(session: FakeSession) -> None:
+    session.ask([b"SET", b"k", b"x" * LARGE])
+    session.ask("APPEND k y")
+    session.store.keep_journal(True)
+    for edit in ([b"APPEND", b"k", b"z"], [b"SETRANGE", b"k", b"1", b"z"]):
+        session.ask(edit)
+        assert session.store.take_journal() == [("set", b"k", 0)]
+
+
+def test_a_value_that_grew_in_place_goes_to_disk_as_it_is_and_what_is_there_is_not_written_over(tmp_path: Path) -> None:
+    options = StoreOptions(ARENA_BYTES, HugepageMode.OFF, disk=DiskOptions(tmp_path, 4 * ARENA_BYTES, direct=False))
+    store = Store.open(options)
+    store.put(b"k", b"x" * LARGE)
+    assert store.patch(b"k", LARGE, b"more")
+    store.close()
+    store = Store.open(options)
+    with closing(store):
+        entry = store.find(b"k")
+        assert entry is not None
+        assert (entry.length, entry.tier) == (LARGE + 4, "disk")
+        assert not store.patch(b"k", 0, b"y")

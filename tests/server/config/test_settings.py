@@ -2,7 +2,6 @@
 
 import logging
 import resource
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,14 +10,7 @@ from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    server.store.close()
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 
 
 def test_several_patterns_name_a_setting_once(session: FakeSession) -> None:

@@ -1,12 +1,13 @@
 """The parser without a network: where bytes are received, what commands they make, and every way to be refused."""
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvredis.server.protocol.inline import split_words
-from kvredis.server.protocol.parser import Parser
+from kvredis.server.protocol.parser import Parser, Scratches
 from kvredis.server.protocol.request import (
     EVIDENCE_BYTES_MAX,
     LINE_BYTES_MAX,
@@ -371,3 +372,47 @@ def test_the_bulk_limit_can_be_lowered() -> None:
 )
 def test_inline_words_are_split_as_in_redis_cli(line: bytes, words: list[bytes] | None) -> None:
     assert split_words(line) == words
+
+
+# ---- one scratch for many ----------------------------------------------------------------------------------------
+
+
+def test_clients_whose_commands_come_whole_have_one_scratch_between_them() -> None:
+    scratches = Scratches()
+    parsers = [Parser(no_payload, scratches=scratches) for _ in range(20)]
+    for parser in parsers * 2:
+        assert receive(parser, PING) == [[b"PING"]]
+    assert sum(parser.memory()[1] for parser in parsers) == SCRATCH_BYTES
+    parsers[-1].abandon()
+    assert receive(parsers[0], PING) == [[b"PING"]]
+    assert sum(parser.memory()[1] for parser in parsers) == SCRATCH_BYTES
+
+
+def test_what_is_left_in_a_scratch_stays_while_other_clients_receive(store: Store) -> None:
+    scratches = Scratches()
+    data = [
+        request("SET", f"k{n}", pattern(PAYLOAD_BYTES_MIN + n)) + request("ECHO", b"%d" % n * 50) + PING
+        for n in range(9)
+    ]
+    parsers = [Parser(Door(store), scratches=scratches) for _ in data]
+    found: list[list[list[Argument]]] = [[] for _ in data]
+    sent = [0] * len(data)
+    rng = random.Random(7)
+    while left := [n for n in range(len(data)) if sent[n] < len(data[n])]:
+        n = rng.choice(left)
+        buffer = parsers[n].buffer()
+        piece = data[n][sent[n] : sent[n] + min(len(buffer), rng.choice([1, 20, 300, 5000]))]
+        buffer[: len(piece)] = piece
+        sent[n] += len(piece)
+        commands = parsers[n].take(len(piece))
+        while commands:
+            found[n] += commands
+            commands = parsers[n].take()
+        if rng.random() < 0.1:
+            parsers[n].rest()
+    for n, commands in enumerate(found):
+        _, _, reservation = commands[0]
+        assert isinstance(reservation, Reservation)
+        assert bytes(reservation.view_with_slack[: PAYLOAD_BYTES_MIN + n]) == pattern(PAYLOAD_BYTES_MIN + n)
+        reservation.abort()
+        assert commands[1:] == [[b"ECHO", b"%d" % n * 50], [b"PING"]]

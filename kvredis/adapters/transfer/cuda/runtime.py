@@ -1,4 +1,4 @@
-"""The CUDA runtime that torch has loaded, called for what torch has no door to: many copies in one call.
+"""The CUDA runtime that torch has loaded, called for what torch has no call for: many copies in one call.
 
 Measured on an H200: a cudaMemcpyAsync of half a megabyte leaves 2 us to the next one, a fifth of PCIe;
 cudaMemcpyBatchAsync leaves none. Its signature is that of the CUDA Runtime API: since 13.0 without, in 12.8 and 12.9

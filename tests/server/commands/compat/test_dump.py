@@ -1,27 +1,17 @@
 """DUMP and RESTORE without another server: where payloads lie and go, what is refused, and the checksum."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.commands.compat.dump import MULTIPLE, PACKED_BYTES_MAX, crc64, crc64_by_table, decompress, dump
 from kvredis.storage.entry import INLINE_BYTES_MAX
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM, bulk, received, run
 
 POLYNOMIAL = 1 << 64 | 0xAD93D23594C935A9
 BAD_DATA = b"-ERR Bad data format\r\n"
 WRONG = b"-ERR DUMP payload version or checksum are wrong\r\n"
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    assert server.store.reserved_bytes == server.store.retired_bytes == server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 def dumped(session: FakeSession, key: bytes = b"k") -> bytes:

@@ -1,22 +1,12 @@
 """LCS against the plain table that its bits stand for, and its bounds."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from kvredis.server.commands.compat.lcs import LENGTH_MAX, table, walk_back
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.handlers import LARGE
-
-
-@pytest.fixture
-def session() -> Iterator[FakeSession]:
-    server = make_server()
-    yield FakeSession(server)
-    assert server.store.reserved_bytes == server.store.retired_bytes == server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 def plain_table(a: bytes, b: bytes) -> list[list[int]]:
