@@ -135,7 +135,7 @@ def waitaof(session: Caller, args: list[bytes]) -> Answer:
         return NO_AOF
     if session.transaction is not None or (not replicas and (not local or not session.unsaved_since)):
         return _reached(session)
-    pending = in_time(session, int(args[3]), array([ZERO, ZERO]))
+    pending = in_time(session, int(args[3]), _reached(session))
     assert isinstance(pending, Blocked)
     if tiering is not None and session.unsaved_since:
 

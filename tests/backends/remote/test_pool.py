@@ -1,5 +1,9 @@
 """The connections to one server: which of them a loss ends, and what they may say afterwards."""
 
+import hashlib
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,8 +13,9 @@ from kvredis.backends.remote.health import Link
 from kvredis.backends.remote.pool import Node
 from kvredis.backends.resp.connection import Connection
 from kvredis.storage.errors import BackendError
-from tests.backends.conftest import Clock
+from tests.backends.conftest import EXIT_S, ROOT, Clock, ServerProcess
 from tests.backends.fake_server import FakeServer, Leave, polite
+from tests.backends.verbs import content
 
 PATIENT_S = 20.0
 
@@ -129,3 +134,28 @@ def test_no_more_connections_stay_idle_than_a_load_and_what_is_stored_use(node: 
     node.bring_back(several)
     assert node.stats()["connections"] == 4
     assert [connection.usable for connection in several] == [True] * 4 + [False] * 2
+
+
+# What a client needs to read many blocks one after the other: memory for fewer than two of them.
+
+BLOCKS = 16
+
+
+BLOCK_BYTES = 4 << 20
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+def test_a_stream_of_blocks_takes_less_memory_than_two_of_them(way: str, kvredis_server: ServerProcess) -> None:
+    url = kvredis_server.url if way == "unix" else kvredis_server.tcp_url
+    values = [content(b"stream:%d" % n, BLOCK_BYTES) for n in range(BLOCKS)]
+    with Connection.open(kvredis_server.url) as writer:
+        for n, value in enumerate(values):
+            writer.send_set(b"stream:%d" % n, value)
+            assert writer.read() == "OK"
+    command = [sys.executable, "-m", "tests.backends.remote.stream_client", url, str(BLOCKS), str(BLOCK_BYTES)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=EXIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["digests"] == [hashlib.sha256(value).hexdigest() for value in values]
+    assert BLOCK_BYTES <= told["arena_bytes"] <= 2 * BLOCK_BYTES
+    assert BLOCK_BYTES // 2 < told["grown_bytes"] < 2 * BLOCK_BYTES

@@ -8,9 +8,10 @@ import pytest
 
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from tests.server.feed import request
-from tests.server.live import Client, run_on, until
+from tests.server.live import OOM, Client, run_on, until
 from tests.server.tiered_server import DISK_BYTES, TieredServer, block, bulk, info
 from tests.storage.fake_files import Fault, on
+from tests.storage.small_store import ARENA_BYTES, content
 
 MIB = 1024 * 1024
 SAFE, UNSAFE = b"*2\r\n:1\r\n:0\r\n", b"*2\r\n:0\r\n:0\r\n"
@@ -196,6 +197,7 @@ def test_replicas_never_come_and_the_disk_is_told_of_when_the_time_is_up(loop: s
         async with TieredServer(tmp_path) as live:
             client = await live.connect()
             assert await client.ask("SET", "a", block("a")) == b"+OK\r\n"
+            assert await waitaof(client) == SAFE  # however long the disk takes
             assert await waitaof(client, 1, 1, 50) == SAFE
             live.hold()
             assert await client.ask("SET", "a", block("b")) == b"+OK\r\n"
@@ -338,3 +340,48 @@ def test_without_a_time_the_answer_comes_with_the_disks(loop: str, tmp_path: Pat
             assert await client.read(len(SAFE) + 7) == SAFE + bulk(b"1")
 
     run_on(loop, story())
+
+
+# A server that was started again with less memory than it had: what is too long for that is still on disk.
+
+LITTLE_BYTES = ARENA_BYTES // 4
+
+
+LONG = content(1, ARENA_BYTES // 2)
+
+
+ANSWERS = [
+    (("GET", "long"), b"$-1\r\n"),
+    (("GETRANGE", "long", "0", "1"), b"$0\r\n\r\n"),
+    (("MGET", "a", "long", "b"), b"*3\r\n%b$-1\r\n%b" % (bulk(block("a")), bulk(block("b")))),
+    (("LCS", "long", "a", "LEN"), b":0\r\n"),
+    (("APPEND", "long", "x"), OOM),
+    (("COPY", "long", "to"), OOM),
+]
+
+
+@pytest.mark.parametrize(("words", "answer"), ANSWERS)
+def test_nobody_waits_for_a_block_that_memory_could_never_hold(
+    loop: str, words: tuple[str, ...], answer: bytes, tmp_path: Path
+) -> None:
+    async def with_much() -> None:
+        async with TieredServer(tmp_path) as live:
+            live.put_away("a", "b")
+            assert live.store.put(b"long", LONG)
+            live.saved()
+
+    async def with_little() -> None:
+        async with TieredServer(tmp_path, arena_bytes=LITTLE_BYTES) as live:
+            client = await live.connect()
+            await client.say_hello()
+            await client.send(*words)
+            assert await client.read(len(answer)) == answer
+            assert live.tier("long") == "disk"
+
+    async def with_much_again() -> None:
+        async with TieredServer(tmp_path) as live:
+            client = await live.connect()
+            assert await client.get("long") == LONG
+
+    for story in (with_much, with_little, with_much_again):
+        run_on(loop, story())
