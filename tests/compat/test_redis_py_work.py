@@ -91,7 +91,7 @@ def test_keys_are_renamed_copied_moved_and_carried_away(client: Any) -> None:
         client.restore("e", 0, image)
     assert client.move("e", 9) is True
     assert sorted(client.keys()) == [b"c", b"d"]
-    assert client.ttl("d") == client.ttl("c") == 1000
+    assert all(900 < client.ttl(key) <= 1000 for key in "cd")
     assert client.expireat("c", client.expiretime("c") + 50, gt=True) is True
     assert client.object("idletime", "c") == 0
     assert client.swapdb(0, 9) is True
