@@ -12,15 +12,18 @@ rate's prefix is the beginning of a larger one's, and fewer prompts are the firs
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypedDict
 
 from .errors import BenchError
 
+SCHEMA: Final = "kvredis.bench.workload/1"
 VOCABULARY: Final = 32_000
-_VOCABULARY_MAX: Final = 2**32
+_VOCABULARY_MAX: Final = 2**32  # the digest writes a token as four bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,22 @@ class PromptPlan:
         return self.input_len - self.shared_tokens
 
 
+class Workload(TypedDict):
+    """What `kvredis bench workload --json` writes. `prompts` may be left out: the rest says how to make them."""
+
+    schema: str
+    input_len: int
+    hit_rate: float
+    num_prompts: int
+    seed: int
+    vocab_size: int
+    shared_tokens: int
+    full_blocks_shared: int  # blocks of `block_tokens` tokens that lie wholly in the shared prefix
+    block_tokens: int
+    sha256: str  # see digest()
+    prompts: list[list[int]]
+
+
 def prompts(plan: PromptPlan) -> Iterator[list[int]]:
     """Yield the plan's prompts, each a new list of `input_len` tokens from 0 to vocab_size - 1."""
     source = random.Random(plan.seed)
@@ -74,6 +93,32 @@ def prompts(plan: PromptPlan) -> Iterator[list[int]]:
             own[0] = int(source.random() * plan.vocab_size)
         firsts.update(own[:1])
         yield shared + own
+
+
+def digest(made: Iterable[Sequence[int]]) -> str:
+    """Give the SHA-256 of prompts: each as its length and then its tokens, little-endian unsigned 32-bit numbers."""
+    digested = hashlib.sha256()
+    for prompt in made:
+        digested.update(struct.pack(f"<{len(prompt) + 1}I", len(prompt), *prompt))
+    return digested.hexdigest()
+
+
+def workload(plan: PromptPlan, block_tokens: int) -> Workload:
+    """Make the prompts and what is worth knowing of them."""
+    made = list(prompts(plan))
+    return Workload(
+        schema=SCHEMA,
+        input_len=plan.input_len,
+        hit_rate=plan.hit_rate,
+        num_prompts=plan.num_prompts,
+        seed=plan.seed,
+        vocab_size=plan.vocab_size,
+        shared_tokens=plan.shared_tokens,
+        full_blocks_shared=plan.shared_tokens // block_tokens,
+        block_tokens=block_tokens,
+        sha256=digest(made),
+        prompts=made,
+    )
 
 
 def _tokens(source: random.Random, count: int, vocab_size: int) -> list[int]:

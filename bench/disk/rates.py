@@ -1,6 +1,6 @@
 """How many blocks a second go to and from one directory: by the device, by a plain loop, and by the disk tier? They
-take turns: in each repeat, for each number of threads, every arm writes all its blocks, then every arm reads all of
-them.
+take turns: in each repeat, for each mode and number of threads, every arm writes all its blocks, then every arm reads
+all of them. Buffered files are read twice: cold, and out of the page cache.
 
 fio says what the device does, as a tool that everybody knows. The loop is the fairer neighbour: the same threads,
 images and memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import mmap
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, Protocol, TypedDict
 
@@ -40,10 +42,12 @@ from kvredis.storage.disk.files import RealFiles
 from kvredis.storage.disk.segment import HEADER_BYTES, Facts, record_bytes
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.memory.arena import PREFAULT_THREADS_MAX, Arena
+from kvredis.storage.memory.page_lock import c_library
 
 DEVICE, LOOP, TIER = "device", "loop", "tier"
 Mode = Literal["direct", "buffered"]
-Op = Literal["write", "read"]
+Op = Literal["write", "read", "read warm"]
+MODES: Final[tuple[Mode, ...]] = ("direct", "buffered")
 
 
 class RateSample(TypedDict):
@@ -172,6 +176,23 @@ def forget_pages(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def cached_share(path: Path) -> float:
+    """Give the share of a file's pages that are in the page cache, 0.0 to 1.0; 0.0 of an empty one."""
+    nbytes = path.stat().st_size
+    if not nbytes:
+        return 0.0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_PRIVATE) as mapping:
+        held = ctypes.c_char.from_buffer(mapping)
+        try:
+            pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+            address = ctypes.c_void_p(ctypes.addressof(held))
+            if c_library().mincore(address, ctypes.c_size_t(nbytes), pages):
+                raise BenchError(f"mincore: {os.strerror(ctypes.get_errno())}")
+        finally:
+            del held
+    return sum(page & 1 for page in pages) / len(pages)
 
 
 class Loop:
@@ -438,6 +459,7 @@ def _key(shift: int, index: int) -> bytes:
 
 
 HUGEPAGES = "hugetlb-2MiB"
+_CACHED_SHARE_MOST = 0.01
 _WARM_UP_PASSES = 2  # the second pass fills what the first left of a tier's room
 
 
@@ -447,6 +469,7 @@ class RatePlan:
 
     repeats: int = 5
     threads: Sequence[int] = (1, 2, 4, 8)
+    modes: Sequence[Mode] = ("direct",)
     block_bytes: int = 2 * MIB
     cell_bytes: int = 512 * MIB
     seed: int = 20250103
@@ -459,12 +482,12 @@ class RatePlan:
 
     def steps(self) -> int:
         """Give how often `run_rates` calls its progress."""
-        return self.repeats * len(self.threads)
+        return self.repeats * len(self.modes) * len(self.threads)
 
     def disk_bytes(self) -> int:
         """Give the room that the files of all arms take."""
         nbytes = self.count * self.block_bytes
-        return 2 * nbytes + tier_bytes(nbytes + 64 * self.block_bytes)
+        return 2 * nbytes + len(self.modes) * tier_bytes(nbytes + 64 * self.block_bytes)
 
 
 @dataclass(slots=True)
@@ -496,9 +519,9 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
         rates.notes.append(
             f"{name}: its buffers lie on small pages, ours on hugepages; the loop is the fairer neighbour"
         )
-    mode: Mode = "direct"
-    if (obstacle := RealFiles().direct_obstacle(directory)) is not None:
-        mode = "buffered"
+    modes = plan.modes
+    if "direct" in modes and (obstacle := RealFiles().direct_obstacle(directory)) is not None:
+        modes = ("buffered",)
         rates.notes.append(f"direct: skipped, {obstacle}")
     arms: list[RateArm] = [Loop(directory / "loop.data", blocks), TierArm(directory, blocks)]
     if tool is not None:
@@ -507,19 +530,22 @@ def _measured(plan: RatePlan, directory: Path, blocks: Blocks, progress: Progres
     with ExitStack() as stack:
         for arm in arms:
             stack.callback(arm.close)
-        shift = _warm_up(arms, mode)
+        shift = _warm_up(arms, modes)
+        if "buffered" in modes:
+            rates.notes += _still_cached(arms, directory)
         for repeat in range(plan.repeats):
-            for threads in plan.threads:
-                progress(counted(threads, "thread"))
+            for mode, threads in product(modes, plan.threads):
+                progress(f"{mode}, {counted(threads, 'thread')}")
                 shift += 1
                 for arm in rotated(arms, repeat):
                     arm.forget_pages()
                     timing = arm.write(mode, threads, shift)
                     _keep(samples, (mode, "write", threads), arm, _sample(plan, timing, repeat, 0))
                 for arm in rotated(arms, repeat):
-                    sample = _read(plan, arm, blocks, mode, threads, repeat)
-                    _keep(samples, (mode, "read", threads), arm, sample)
-    for cell in sorted(samples, key=lambda cell: (cell[1] == "read", cell[2])):
+                    for op in _reads(mode):
+                        sample = _read(plan, arm, blocks, (mode, op, threads), repeat)
+                        _keep(samples, (mode, op, threads), arm, sample)
+    for cell in sorted(samples, key=_cell_order):
         rates.rows += summarize(plan.block_bytes, cell, samples[cell])
     return rates
 
@@ -547,16 +573,38 @@ def _middle(samples: Sequence[RateSample], figure: Literal["p50_ms", "p99_ms"]) 
     return middle(found) if found else None
 
 
-def _warm_up(arms: Sequence[RateArm], mode: Mode) -> int:
+def _warm_up(arms: Sequence[RateArm], modes: Sequence[Mode]) -> int:
     """Lay out every file, untimed; gives the last pass."""
-    for arm in arms:
+    for mode, arm in product(modes, arms):
         for shift in range(_WARM_UP_PASSES):
             arm.write(mode, 1, shift)
     return _WARM_UP_PASSES
 
 
-def _read(plan: RatePlan, arm: RateArm, blocks: Blocks, mode: Mode, threads: int, repeat: int) -> RateSample:
-    arm.forget_pages()
+def _still_cached(arms: Sequence[RateArm], directory: Path) -> list[str]:
+    """Say so when this file system keeps pages that it is told to drop: then a cold read there is none."""
+    for arm in arms:
+        arm.forget_pages()
+    share = max(cached_share(path) for path in directory.glob("*.data"))
+    if share <= _CACHED_SHARE_MOST:
+        return []
+    return [f"cold reads are not cold: {share:.0%} of a file stays in the page cache after POSIX_FADV_DONTNEED"]
+
+
+def _reads(mode: Mode) -> tuple[Op, ...]:
+    """Give the reads of a mode in their order: what a cold one leaves in the page cache, the warm one finds there."""
+    return ("read", "read warm") if mode == "buffered" else ("read",)
+
+
+def _cell_order(cell: tuple[Mode, Op, int]) -> tuple[int, int, int]:
+    mode, op, threads = cell
+    return MODES.index(mode), ("write", "read", "read warm").index(op), threads
+
+
+def _read(plan: RatePlan, arm: RateArm, blocks: Blocks, cell: tuple[Mode, Op, int], repeat: int) -> RateSample:
+    mode, op, threads = cell
+    if op == "read":
+        arm.forget_pages()
     blocks.wipe()
     timing = arm.read(mode, threads)
     return _sample(plan, timing, repeat, arm.verify(mode))

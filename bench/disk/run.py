@@ -11,17 +11,17 @@ the kernel's own write-back threads are in no account.
 The file, kvredis.bench.disk/1, has beside what every result has
     device   what stood for the device            memory   pages that the loop and the tier moved blocks to and from
     rates    arm (device: fio; loop: preadv and pwrite from Python threads; tier: DiskTier on IoThreads), mode (direct,
-             or buffered where a file system has no O_DIRECT), op, threads, block_bytes, samples; ratios to device and
-             loop. A write ends when the device has confirmed all of it; a read is of files that were dropped from the
-             page cache a moment before. p50 and p99 are over single blocks. Older files have both modes, and warm reads
+             buffered), op, threads, block_bytes, samples; ratios to device and loop. A write ends when the device has
+             confirmed all of it; a read is of files that were dropped from the page cache a moment before, `read warm`
+             (buffered alone) comes right after it and reads the same again. p50 and p99 are over single blocks
     gets     transport, size_bytes, mode (of the preadv), samples; ratio_spilled is spilled / preadv, ratio_spilled_net
              (spilled - resident) / preadv, ratio_prefetched prefetched / prefetched again
     pings    server (disk, memory), transport, samples, counters, missing; ratio_p99 is busy / quiet, ratio_busy_p99 and
              ratio_set are to the server without a disk
 
 The gate judges rates at the same number of threads, against the device as fio sees it and against a plain loop, which
-has the tier's own memory. A GET crosses a socket, which a preadv does not: a second line leaves the socket out by
-taking off what the same GET takes from memory.
+has the tier's own memory; a warm read touches no device and is not judged. A GET crosses a socket,
+which a preadv does not: a second line leaves the socket out by taking off what the same GET takes from memory.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ class DiskPlan:
             "parts": list(self.parts),
             "transports": list(self.transports),
             "threads": list(self.rates.threads),
+            "modes": list(self.rates.modes),
             "repeats": self.rates.repeats,
             "block_bytes": self.rates.block_bytes,
             "cell_bytes": self.rates.count * self.rates.block_bytes,

@@ -33,11 +33,13 @@ from .lmcache import lmcache
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
 from .plot import plot
+from .profile import profile
 from .slow_remote import slow_remote
 from .store_overhead import store_overhead
 from .swap import swap
 from .transport import transport
 from .vllm import vllm
+from .workload import prompts
 
 
 def _sizes(_context: click.Context, _parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -61,7 +63,9 @@ bench.add_command(lmcache)
 bench.add_command(long_prefill)
 bench.add_command(memory)
 bench.add_command(plot)
+bench.add_command(profile)
 bench.add_command(prefill)
+bench.add_command(prompts)
 bench.add_command(slow_remote)
 bench.add_command(store_overhead)
 bench.add_command(swap)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from kvredis.bench.disk.rates import MODES
 from kvredis.bench.disk.run import PARTS, QUICK, DiskPlan, own_directory, run, table_lines
 
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
@@ -28,6 +29,12 @@ Example: kvredis bench disk --dir /mnt/nvme/bench --threads 1,4 --parts rates --
 )
 @click.option("--parts", callback=words_of(PARTS), metavar="LIST", help="Any of rates,gets,pings; default all.")
 @click.option("--threads", callback=counts_of, metavar="LIST", help="Threads of the rates; default 1,2,4,8.")
+@click.option(
+    "--modes",
+    callback=words_of(MODES),
+    metavar="LIST",
+    help="Of the rates: direct (O_DIRECT) and buffered, which is read cold and warm; default direct.",
+)
 @click.option("--transport", callback=words_of(("tcp", "unix")), metavar="LIST", help="tcp,unix.")
 @click.option("--repeats", type=click.IntRange(1, 1000), help="Repeats of everything; default 5, with --quick 2.")
 @json_option
@@ -38,8 +45,9 @@ def disk(
 ) -> None:
     """Measure the disk tier: GB/s against fio on the same directory, GETs from disk, PINGs while it spills.
 
-    The device, a plain pread and pwrite loop and the tier take turns within each repeat, with O_DIRECT where there is
-    such. Every byte that comes back is compared. Prints medians and paired ratios; the JSON file holds every sample.
+    The device, a plain pread and pwrite loop and the tier take turns within each repeat; what is read was dropped from
+    the page cache before, but for warm reads. A file system without O_DIRECT is measured buffered. Every byte that
+    comes back is compared. Prints medians and paired ratios; the JSON file holds every sample.
     """
     plan = _plan(QUICK if quick else DiskPlan(), shape)
     with measuring(plan.steps(), "laying out files") as step, own_directory(directory, Path.cwd()) as place:
@@ -48,13 +56,15 @@ def disk(
 
 
 def _plan(plan: DiskPlan, shape: dict[str, Any]) -> DiskPlan:
-    """Narrow `plan` by each of parts, threads, transport and repeats that was given."""
+    """Narrow `plan` by each of parts, threads, modes, transport and repeats that was given."""
     if shape["parts"]:
         plan = replace(plan, parts=shape["parts"])
     if shape["transport"]:
         plan = replace(plan, transports=shape["transport"])
     if shape["threads"]:
         plan = replace(plan, rates=replace(plan.rates, threads=shape["threads"]))
+    if shape["modes"]:
+        plan = replace(plan, rates=replace(plan.rates, modes=shape["modes"]))
     if shape["repeats"]:
         every: Any = {"repeats": shape["repeats"]}
         plan = replace(

@@ -1,8 +1,9 @@
-"""`kvredis bench swap`: it runs without a GPU, sees a wrong byte, and judges by the bars."""
+"""`kvredis bench swap` and `bench profile`: they run without a GPU, see a wrong byte, and judge by the bars."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.bench import swap as arms
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.result import new_result
 from kvredis.bench.core.shapes import ModelShape
+from kvredis.bench.profile import ProfilePlan, ProfileResult, gaps, joined, phase_row, profile_gate, shared, table_lines
+from kvredis.bench.profile import run as profile_run
 from kvredis.bench.swap import (
     ARMS,
     COPY_BYTES,
@@ -104,6 +109,33 @@ def test_blocks_are_overwritten_before_each_store_so_that_what_was_there_before_
     host.close()
 
 
+def test_a_trace_that_could_not_be_written_is_an_error_of_the_bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plan = ProfilePlan(step_tokens=32, chunk_tokens=16, steps=1)
+    with pytest.raises(BenchError, match=r"gone/trace\.json: cannot write the trace: "):
+        profile_run(plan, tmp_path / "gone" / "trace.json", lambda step: None)
+
+
+def test_what_fails_behind_a_traced_model_is_an_error_of_the_bench(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    loading = threading.Event()
+
+    def failed(self: HostTransfer, parts: Any, **_: Any) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        loading.set()
+        raise RuntimeError("fallen off the bus")
+
+    monkeypatch.setattr(HostTransfer, "load", failed)
+    plan = ProfilePlan(step_tokens=32, chunk_tokens=16, steps=2)
+    with pytest.raises(BenchError, match="load: nothing was moved: fallen off the bus"):
+        profile_run(plan, tmp_path / "trace.json", lambda step: None)
+    assert loading.is_set()
+
+
 def sample(percent: float) -> SwapSample:
     return SwapSample(repeat=0, seconds=1.0, gb_per_s=percent, percent=percent, verified_bytes=1)
 
@@ -185,8 +217,15 @@ def test_an_engine_s_copies_are_timed_alone_beside_copies_in_a_row_and_beside_ou
         copies_beside(swap, (lambda parts, way: None, link), parts, direction, 1)
 
 
-def test_the_command_runs_and_writes_what_it_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_commands_run_and_write_what_they_print(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path, trace = tmp_path / "profile.json", tmp_path / "trace.json"
+    sizes = ("--step-tokens", "32", "--chunk-tokens", "16", "--steps", "2")
+    done = CliRunner().invoke(main, ("bench", "profile", "--out", str(trace), *sizes, "--json", str(path)))
+    assert done.exit_code == 0, done.output
+    assert "no overlap to measure" in done.output
+    assert json.loads(path.read_text())["rows"] == []
+    assert any(event.get("cat") == "cpu_op" for event in json.loads(trace.read_text())["traceEvents"])
     path = tmp_path / "swap.json"
     words = ("--tokens", "32", "--chunk-tokens", "32", "--shape", "3b", "--repeats", "1", "--beside-copies")
     done = CliRunner().invoke(main, ("bench", "swap", *words, "--json", str(path)))
@@ -196,3 +235,48 @@ def test_the_command_runs_and_writes_what_it_prints(monkeypatch: pytest.MonkeyPa
     done = CliRunner().invoke(main, ("bench", "swap", "--tokens", "48", "--chunk-tokens", "32", "--shape", "3b"))
     assert done.exit_code == 1
     assert "not whole chunks" in done.output
+
+
+def kernel(stream: int, ts: float, dur: float) -> dict[str, Any]:
+    return {"cat": "kernel", "name": "k", "ts": ts, "dur": dur, "args": {"stream": stream}}
+
+
+def memcpy(stream: int, ts: float, dur: float, name: str = "Memcpy DtoH", nbytes: int = 1 << 20) -> dict[str, Any]:
+    return {"cat": "gpu_memcpy", "name": name, "ts": ts, "dur": dur, "args": {"stream": stream, "bytes": nbytes}}
+
+
+def test_a_trace_is_read_by_streams_ours_are_those_that_the_model_does_not_use() -> None:
+    events = [
+        kernel(7, 0, 400), kernel(7, 500, 500), kernel(20, 100, 10), memcpy(7, 5, 50),  # the model, a gather, its copy
+        memcpy(21, 350, 100), memcpy(21, 950, 100), memcpy(20, 90, 1, "Memcpy HtoD", 512),
+    ]  # fmt: skip
+    row = phase_row("store", events, 1024)
+    assert (row["copies"], row["copies_per_1024"]) == (3, 3.0)
+    assert row["copy_ms"] == pytest.approx(0.2)
+    assert row["beside_forward_percent"] == pytest.approx(75.0)  # 50 us of the second come behind the last kernel
+    assert row["beside_kernels_percent"] == pytest.approx(50.0)
+    assert [line["passed"] for line in profile_gate([row])] == [True, False]
+    assert row["gap_beside_us"] is None  # no copy of ours has a whole one
+    nothing = phase_row("load", [], 1024)
+    assert [line["passed"] for line in profile_gate([nothing])] == [False, False]
+
+
+def test_gaps_between_a_model_s_kernels_are_told_alone_and_within_copies() -> None:
+    events = [kernel(7, at, 98 - 3 * (4 <= at // 100 < 8)) for at in range(0, 1200, 100)]
+    events += [memcpy(21, 390, 400, "Memcpy HtoD"), kernel(20, 796, 5)]
+    row = phase_row("load", events, 1024)
+    assert (row["gap_alone_us"], row["gap_beside_us"]) == (2, 5)
+    assert row["copies"] == 1
+    head = new_result("", {"shape": "tiny", "step_tokens": 32})
+    result = ProfileResult(**head, torch="2", device="a GPU", trace="t", rows=[row])
+    assert any(line.split()[-2:] == ["2.0", "5.0"] for line in table_lines(result))
+    told = [(0.0, 4.0), (3.0, 6.0), (8.0, 9.0), (11.0, 12.0)]  # the first two overlap; then a gap of 2, and another
+    assert gaps(told, [], []) == ([0.0, 2.0, 2.0], [])
+    assert gaps(told, [(5.0, 8.0)], [(5.0, 8.0), (10.0, 20.0)]) == ([0.0], [2.0])
+    assert gaps(told, [(7.0, 20.0)], [(7.0, 20.0)]) == ([0.0], [2.0])
+
+
+def test_spans_are_joined_over_gaps_and_shared_by_their_overlap() -> None:
+    assert joined([(5, 6), (0, 2), (1, 3)], 0) == [(0, 3), (5, 6)]
+    assert joined([(5, 6), (0, 2), (1, 3)], 2) == [(0, 6)]
+    assert shared([(2, 7)], [(0, 3), (5, 6)]) == 2

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
+import json
+import os
+import subprocess
+import sys
 from itertools import combinations, takewhile
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.prompts import PromptPlan, prompts
+from kvredis.bench.core.prompts import PromptPlan, digest, prompts
+from kvredis.cli.bench.command import bench
 
 PINNED = PromptPlan(input_len=1000, hit_rate=0.5, num_prompts=20, seed=7, vocab_size=152_064)
-PINNED_SHA256 = "0da0906b3a276bab676567611bcb2ecbf37339336892bbc3f3bbf2c785faa84c"
+PINNED_SHA256 = "631183f03986a38d50c562db6008e0a73badc70b1ca12febc564a9b59999c3ca"
+CALL = ("workload", "--input-len", "40", "--hit-rate", "0.8", "--num-prompts", "5", "--seed", "3")
 
 
 def test_the_tokens_of_a_seed_never_change() -> None:
-    assert sha256(repr(list(prompts(PINNED))).encode()).hexdigest() == PINNED_SHA256
+    assert digest(prompts(PINNED)) == PINNED_SHA256
     assert list(prompts(PromptPlan(4, 0.5, 2, seed=1, vocab_size=100))) == [[13, 84, 76, 25], [13, 84, 49, 44]]
 
 
+def test_another_process_makes_the_same_tokens() -> None:
+    program = (
+        "from kvredis.bench.core.prompts import PromptPlan, digest, prompts\n"
+        "print(digest(prompts(PromptPlan(1000, 0.5, 20, 7, 152064))))"
+    )
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == PINNED_SHA256
+
+
 def test_another_seed_makes_other_tokens() -> None:
-    assert list(prompts(PINNED)) != list(prompts(PromptPlan(1000, 0.5, 20, 8, 152_064)))
+    assert digest(prompts(PINNED)) != digest(prompts(PromptPlan(1000, 0.5, 20, 8, 152_064)))
 
 
 @pytest.mark.parametrize("hit_rate", [0, 0.005, 0.5, 0.8, 0.999, 1])
@@ -70,3 +88,24 @@ def test_numbers_that_make_no_workload_are_refused(numbers: tuple[int, float, in
 
 def test_more_prompts_than_tokens_are_fine_when_nothing_tells_them_apart() -> None:
     assert len(list(prompts(PromptPlan(8, 1, 11, 0, 10)))) == 11
+
+
+def test_the_command_writes_the_prompts_and_what_they_are() -> None:
+    done = CliRunner().invoke(bench, [*CALL, "--json", "-"])
+    assert done.exit_code == 0, done.output
+    made = json.loads(done.output)
+    assert made["schema"] == "kvredis.bench.workload/1"
+    assert made["prompts"] == list(prompts(PromptPlan(40, 0.8, 5, 3)))
+    assert (made["shared_tokens"], made["full_blocks_shared"], made["sha256"]) == (32, 2, digest(made["prompts"]))
+
+
+def test_the_command_tells_what_it_made(tmp_path: Path) -> None:
+    done = CliRunner().invoke(bench, [*CALL, "--json", str(tmp_path / "prompts.json")])
+    assert "shared prefix: 32 tokens, 2 full blocks of 16" in done.output
+    assert json.loads((tmp_path / "prompts.json").read_text())["sha256"] in done.output
+
+
+def test_the_command_refuses_what_makes_no_workload() -> None:
+    done = CliRunner().invoke(bench, [*CALL, "--vocab-size", "4"])
+    assert done.exit_code == 1
+    assert "5 prompts cannot all go on differently with a vocabulary of 4 tokens" in done.output

@@ -35,8 +35,9 @@ def test_without_a_tool_the_rate_is_held_against_the_loop_alone() -> None:
     assert (row["name"], row["measured"], row["passed"]) == ("spill, direct, 4 threads: rate / a plain loop", 0.9, True)
 
 
-def test_other_arms_are_shown_but_not_judged() -> None:
+def test_warm_reads_and_other_arms_are_shown_but_not_judged() -> None:
     rows = [
+        rate("read warm", device=0.1, mode="buffered"),
         rate("write", device=0.1, arm="loop"),
         rate("read", device=1.0, arm="device"),
     ]

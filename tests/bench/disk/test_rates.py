@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvredis.bench.core.errors import BenchError, VerificationError
-from kvredis.bench.disk.rates import Blocks, RatePlan, RateSample, TierArm, run_rates, summarize
+from kvredis.bench.disk.rates import (
+    Blocks,
+    Loop,
+    Mode,
+    RatePlan,
+    RateSample,
+    TierArm,
+    Timing,
+    cached_share,
+    run_rates,
+    summarize,
+)
 from kvredis.storage.disk.segment import HEADER_BYTES, Record
 from kvredis.storage.disk.tier import DiskTier
 
 TINY = RatePlan(repeats=1, threads=(1, 2), block_bytes=256 * 1024, cell_bytes=2 * 1024**2)
 
 
-def test_a_tiny_run_measures_every_arm_in_every_cell_and_compares_all_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("modes", [("direct",), ("buffered",), ("direct", "buffered")])
+def test_a_tiny_run_measures_every_arm_in_every_cell_and_compares_all_bytes(
+    tmp_path: Path, modes: tuple[Mode, ...]
+) -> None:
     steps: list[str] = []
-    rates = run_rates(TINY, tmp_path, steps.append)
+    rates = run_rates(replace(TINY, modes=modes), tmp_path, steps.append)
     skipped = any(note.startswith("direct: skipped") for note in rates.notes)
-    mode = "buffered" if skipped else "direct"
+    modes = ("buffered",) if skipped else modes
     arms = {row["arm"] for row in rates.rows}
     assert {"loop", "tier"} <= arms
-    wanted = [(mode, op, threads) for op in ("write", "read") for threads in (1, 2)]
+    wanted = [
+        (mode, op, threads)
+        for mode in modes
+        for op in ("write", "read", *(("read warm",) if mode == "buffered" else ()))
+        for threads in (1, 2)
+    ]
     for arm in arms:
         assert [(row["mode"], row["op"], row["threads"]) for row in rates.rows if row["arm"] == arm] == wanted
     for row in rates.rows:
@@ -33,7 +53,24 @@ def test_a_tiny_run_measures_every_arm_in_every_cell_and_compares_all_bytes(tmp_
         assert row["ratio_to_loop"] is not None
         if row["arm"] in ("loop", "tier"):
             assert 0 < row["p50_ms"] <= row["p99_ms"]
-    assert len(steps) == 2
+    assert len(steps) == 2 * len(modes)
+
+
+def test_a_cold_read_finds_nothing_in_the_page_cache_and_a_warm_one_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[float] = []
+    honest = Loop.read
+
+    def read(loop: Loop, mode: Mode, threads: int) -> Timing:
+        before.append(cached_share(tmp_path / "loop.data"))
+        return honest(loop, mode, threads)
+
+    monkeypatch.setattr(Loop, "read", read)
+    rates = run_rates(replace(TINY, modes=("buffered",), threads=(1,)), tmp_path, lambda _: None)
+    cold, warm = before
+    assert warm == 1.0
+    assert cold < 0.01 or any("cold reads are not cold" in note for note in rates.notes)
 
 
 def test_a_tier_that_returns_another_byte_stops_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,17 @@ def call(*arguments: str) -> Result:
 
 def test_a_tiny_run_prints_a_table_and_writes_the_result_and_leaves_nothing_else(tmp_path: Path) -> None:
     path, place = tmp_path / "result.json", tmp_path / "place"
-    done = call(*TINY, "--parts", "rates", "--threads", "2", "--dir", str(place), "--json", str(path))
+    done = call(
+        *TINY, "--parts", "rates", "--threads", "2", "--modes", "buffered", "--dir", str(place), "--json", str(path)
+    )
     assert done.exit_code == 0, done.output
     measured = json.loads(path.read_text())
     assert measured["schema"] == "kvredis.bench.disk/1"
     assert measured["options"]["threads"] == [2]
     assert {row["arm"] for row in measured["rates"]} >= {"loop", "tier"}
     assert measured["verified_bytes"] > 0
-    assert "read, " in done.output
+    assert measured["options"]["modes"] == ["buffered"]
+    assert "read warm, buffered, " in done.output
     assert f"Result: {path}" in done.output
     assert list(tmp_path.iterdir()) == [path]
 
