@@ -140,7 +140,6 @@ def test_rates_are_the_mean_of_the_last_samples(session: FakeSession) -> None:
     for tick in range(17):
         stats.ticks += 1
         stats.commands_processed = tick * 100
-        stats.ticks += 1
         stats.sample(1 + tick / 10, tick * 1024 * 100, tick * 1024 * 200, reads=tick * 4)
     found = facts(session, "INFO stats")
     assert found["eventloop_cycles"] == "17"  # the session of this test reads nothing
