@@ -4,8 +4,10 @@ Room for a value is contiguous, so it must be had before the value comes, and wh
 bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
 All values on their way together get a share of the arena, and a client that comes too late for it waits its turn
 unread, which TCP turns into back-pressure. And a value whose bytes stop coming is given up after a time from when they
-stop, also while the value waits for its turn: many writers that stall together cost the others one such time, not
-one each.
+stop, also while the value waits for its turn: many writers that stall cost the others one such time, not one each.
+
+A client that waits is silent for one of two reasons: it has stopped, or the kernel takes no more of it while the server
+does not read. Signs tells them apart as far as the kernel does. One that has stopped lets the others go first.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ import asyncio
 import fcntl
 import logging
 import select
+import socket
 import sys
 import termios
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
@@ -50,8 +54,17 @@ UNREAD_BYTES_MIN: Final = 16 * 1024
 """What a client that waits for its turn must have sent of its value, unless less is missing: about as much as the
 smallest socket buffer in use takes while the server does not read."""
 
+UNREAD_BYTES_FULL: Final = 96 * 1024
+"""With so much unread, a sender over a unix socket may be unable to send on: half of what Linux takes by default."""
+
+TLS_BYTES_MAX: Final = 512 * 1024
+"""What of a client may lie in the buffers of TLS, where it is not seen."""
+
 TURN_S: Final = 1.0
-"""What a client that has waited for its turn has at least for sending on, once it is its turn."""
+"""How long a client that waits may be silent before others go first; and once it is its turn, what a client has at
+least for sending on."""
+
+_SEGMENTS_AT: Final = 140  # where struct tcp_info of linux/tcp.h has tcpi_segs_in
 
 LOOKED_AT_MIN: Final = 100
 LOOKED_AT_PART: Final = 10
@@ -149,6 +162,73 @@ class DiskRoom:
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
+class Signs:
+    """What tells of a client that waits for its turn, unread, whether it sends on.
+
+    Bytes that arrive in its socket do. When that is full none can; then a sender over TCP that has more asks again and
+    again whether there is room (zero-window probes, RFC 9293, 3.8.6.1), each time after twice the time, which counts as
+    segments received. Over a unix socket nothing tells, and a full one is given the benefit of the doubt.
+    """
+
+    __slots__ = ("_segments", "_sent_bytes", "_session", "_sign_s", "_unread_bytes", "heard_s")
+
+    def __init__(self, session: Client, now_s: float) -> None:
+        self._session = session
+        self.heard_s = self._sign_s = now_s
+        """When bytes were last seen to arrive; when anything was."""
+        self._unread_bytes, self._segments = unread_bytes(session.fd), self._segments_in()
+        self._sent_bytes = session.input_bytes + self._unread_bytes
+
+    def look(self, now_s: float) -> None:
+        """See what has arrived since the last time."""
+        self._unread_bytes = unread_bytes(self._session.fd)
+        sent_bytes, segments = self._session.input_bytes + self._unread_bytes, self._segments_in()
+        if sent_bytes != self._sent_bytes:
+            self.heard_s = self._sign_s = now_s
+        elif segments != self._segments and self._is_blocked(UNREAD_BYTES_MIN):  # else it has answered a keepalive
+            self._sign_s = now_s
+        self._sent_bytes, self._segments = sent_bytes, segments
+
+    def silent_s(self, now_s: float) -> float:
+        """How long ago the next sign was due of a client that has more to send."""
+        return now_s - self._sign_s - (self._sign_s - self.heard_s)
+
+    def is_whole(self, length: int) -> bool:
+        """Whether all of a value of this length may have been sent."""
+        hidden = TLS_BYTES_MAX if self._session.encrypted else 0
+        return self._session.held().qbuf + self._unread_bytes + hidden >= length
+
+    def is_lagging(self, length: int, now_s: float) -> bool:
+        """Whether the client most likely has stopped in the middle of a value of this length."""
+        if self.silent_s(now_s) <= TURN_S or self.is_whole(length):
+            return False
+        return self._segments is not None or not self._is_blocked(UNREAD_BYTES_FULL)
+
+    def is_gone(self, length: int, now_s: float, limit_s: float) -> bool:
+        """Whether it certainly has, and been silent for `limit_s`."""
+        if self.silent_s(now_s) <= limit_s or self.is_whole(length):
+            return False
+        return self._segments is not None or not self._is_blocked(UNREAD_BYTES_MIN)
+
+    def _is_blocked(self, enough_bytes: int) -> bool:
+        return self._session.encrypted or self._unread_bytes >= enough_bytes
+
+    def _segments_in(self) -> int | None:
+        return None if self._session.kind == "unix" else segments_received(self._session.fd)
+
+
+@dataclass(slots=True)
+class _Receiving:
+    """A client that has been given room for a value."""
+
+    received_bytes: int
+    """Received by `since_s`."""
+    since_s: float
+    trial_until_s: float = 0.0
+    """The client was silent when its turn came: what lay in socket buffers arrives at once then and proves nothing, but
+    bytes after this time do; 0 = it was not, or has proved it."""
+
+
 class _Server(Host, Protocol):
     parts: Parts
 
@@ -164,10 +244,13 @@ class Admission:
         self._store = server.store
         self.queue: OrderedDict[Client, int] = OrderedDict()
         """Clients whose value waits for its turn, with its length."""
-        self._queued_s: dict[Client, float] = {}  # since when those wait whose value comes over their connection
+        self._signs: dict[Client, Signs] = {}  # of those in the queue whose value comes over their connection
+        self._lagging: set[Client] = set()  # of the queue, who let others go first
+        self._next: Client | None = None  # of the queue; None when it is to be found
+        self._newest_first = False  # the last whose turn it was has stalled
         self._round: Iterator[Client] = iter(())  # of the queue
         self._called: set[Client] = set()  # whose turn it is
-        self._receiving: dict[Client, tuple[int, float]] = {}  # bytes received by then, and when that was
+        self._receiving: dict[Client, _Receiving] = {}
         self.disk_room = DiskRoom(server)
         self.given_up = 0
         """Values whose bytes stopped coming."""
@@ -210,11 +293,12 @@ class Admission:
             if room is REFUSED:
                 session.refuse_payload(OUT_OF_MEMORY)
         if isinstance(room, Blocked):
-            self._queued_s.setdefault(session, self._server.now_s())
+            if session not in self._signs:
+                self._signs[session] = Signs(session, self._server.now_s())
         else:
-            began_s = self._began_s(session)
+            signs = self._signs.pop(session, None)
             if isinstance(room, Reservation) and session not in self._receiving:
-                self._receiving[session] = session.input_bytes, began_s
+                self._begin_receiving(session, signs)
         return room
 
     def reserve(self, session: Client, key: bytes, length: int) -> Room:
@@ -238,10 +322,11 @@ class Admission:
             self._called.discard(session)
         return self.disk_room.reserve(session, key, length) or self._wait_for_reader(session, length)
 
-    def _began_s(self, session: Client) -> float:
-        """Since when a client whose turn has come may be taken to send nothing: since it began to wait."""
+    def _begin_receiving(self, session: Client, signs: Signs | None) -> None:
         now_s = self._server.now_s()
-        return max(self._queued_s.pop(session, now_s), now_s - self._server.body_timeout_s + TURN_S)
+        entry = self._receiving[session] = _Receiving(session.input_bytes, now_s)
+        if signs is not None and now_s - signs.heard_s > TURN_S:
+            entry.trial_until_s = now_s + TURN_S
 
     def _out_of_turn(self, session: Client, length: int) -> Refused | Blocked | None:
         """What a client is told whose value of `length` bytes may not come in beside the others that do; None when it
@@ -263,43 +348,77 @@ class Admission:
         """Let those ask again whose turn has come, in their order."""
         held = self._store.reserved_bytes
         while self.queue:
-            session, length = next(iter(self.queue.items()))
-            wanted = extent_length(length)
+            session = self._next or self._find_next()
+            wanted = extent_length(self.queue[session])
             if held and held + wanted > self.share_bytes:
                 return
-            del self.queue[session]
+            self._leave_queue(session)
+            self._newest_first = False
             self._called.add(session)
             held += wanted
             if session.waiting is not None:
                 session.waiting.unblock(b"")
 
+    def _find_next(self) -> Client:
+        """Find whose turn is next: the first of those that are not lagging, if there is one. When a client has stalled
+        in its turn it is the last: those that have stalled with it came before, and each would cost its own time."""
+        in_order = reversed(self.queue) if self._newest_first else iter(self.queue)
+        keen = (session for session in in_order if session not in self._lagging)
+        self._next = next(keen, None) or next(iter(self.queue))
+        return self._next
+
+    def _leave_queue(self, session: Client) -> None:
+        self.queue.pop(session, None)
+        self._lagging.discard(session)
+        if self._next is session:
+            self._next = None
+
     def forget(self, session: Client) -> None:
         """A client has gone, and with it all that it held."""
         self._receiving.pop(session, None)
         self._called.discard(session)
-        self._queued_s.pop(session, None)
+        self._signs.pop(session, None)
         self.disk_room.forget(session)
-        self.queue.pop(session, None)
+        self._leave_queue(session)
         self._server.blocked.unblock_all(Reason.READER)
         self.admit()
 
     def give_up_stalled(self) -> None:
-        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body."""
+        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body; find
+        those that wait and have most likely stopped, before which others go."""
         now_s = self._server.now_s()
-        limit_s = self._server.body_timeout_s
-        for session, (received, since_s) in list(self._receiving.items()):
+        for session, entry in list(self._receiving.items()):
             if not session.reservations:
                 del self._receiving[session]
-            elif session.input_bytes - received >= PROGRESS_BYTES_MIN:
-                self._receiving[session] = session.input_bytes, now_s
-            elif now_s - since_s > limit_s:
-                self._give_up(session, now_s - since_s)
+            else:
+                self._judge(session, entry, now_s)
         some = self._some_of_queue()
         self._let_go_of_gone(some)
         for session in some:
-            length, waited_s = self.queue[session], now_s - self._queued_s.get(session, now_s)
-            if waited_s > limit_s and unread_bytes(session.fd) < min(UNREAD_BYTES_MIN, length - session.pending_bytes):
-                self._give_up(session, waited_s)
+            signs, length = self._signs.get(session), self.queue[session]
+            if signs is None:
+                continue
+            signs.look(now_s)
+            if signs.is_gone(length, now_s, self._server.body_timeout_s):
+                self._give_up(session, now_s - signs.heard_s)
+            if signs.is_lagging(length, now_s):
+                self._lagging.add(session)
+            else:
+                self._lagging.discard(session)
+        self._next = None
+
+    def _judge(self, session: Client, entry: _Receiving, now_s: float) -> None:
+        """Note what a client that has room has sent, or close it."""
+        sent_bytes = session.input_bytes - entry.received_bytes
+        on_trial = bool(entry.trial_until_s and self.queue)
+        limit_s = self._server.body_timeout_s
+        if sent_bytes >= (1 if on_trial else PROGRESS_BYTES_MIN):
+            entry.received_bytes, entry.since_s = session.input_bytes, now_s
+            if now_s > entry.trial_until_s:
+                entry.trial_until_s = 0.0
+        elif now_s - entry.since_s > (min(TURN_S, limit_s) if on_trial else limit_s):
+            self._newest_first = True
+            self._give_up(session, now_s - entry.since_s)
 
     def _some_of_queue(self) -> list[Client]:
         """Give some of the clients that wait for their turn; in about a second it was all of them."""
@@ -319,7 +438,7 @@ class Admission:
             if events & ~select.POLLRDHUP:
                 session.close()
                 continue
-            whole = session.encrypted or session not in self._queued_s  # what came over TLS may be in its own buffers
+            whole = session.encrypted or session not in self._signs  # what came over TLS may be in its own buffers
             if not whole and session.held().qbuf + unread_bytes(fd) < self.queue[session]:
                 session.close()
 
@@ -331,9 +450,12 @@ class Admission:
     def _wait_for_turn(self, session: Client, length: int) -> Blocked:
         self.disk_room.forget(session)  # or it would be called there while it waits here
         self.queue[session] = length
+        if self._newest_first or self._next in self._lagging:
+            self._next = None
         if session in self._called:  # others were quicker: it stays the next
             self._called.discard(session)
             self.queue.move_to_end(session, last=False)
+            self._next = None
         return session.wait(Reason.TURN)
 
     def _wait_for_reader(self, session: Client, length: int) -> Refused | Blocked:
@@ -352,3 +474,18 @@ class Admission:
 def unread_bytes(fd: int) -> int:
     """Give how many bytes of a client wait in its socket, as FIONREAD of tcp(7) and unix(7) counts them."""
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def segments_received(fd: int) -> int | None:
+    """Give how many TCP segments a socket has received (`tcpi_segs_in` of Linux), or None where the kernel does not
+    count them."""
+    sock = socket.socket(fileno=fd)
+    try:
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS_AT + 4)
+    except OSError:
+        return None
+    finally:
+        sock.detach()
+    if len(told) < _SEGMENTS_AT + 4:
+        return None
+    return int.from_bytes(told[_SEGMENTS_AT:], sys.byteorder) or None  # a connection has received one at least

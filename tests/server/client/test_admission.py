@@ -3,9 +3,16 @@
 import asyncio
 from pathlib import Path
 
-from kvredis.server.client.admission import UNREAD_BYTES_MIN, unread_bytes
+import pytest
+
+from kvredis.server.client.admission import (
+    UNREAD_BYTES_FULL,
+    UNREAD_BYTES_MIN,
+    segments_received,
+    unread_bytes,
+)
 from tests.server.feed import request
-from tests.server.live import MIB, OOM, LiveServer, pattern, run_on, until
+from tests.server.live import MIB, OOM, Client, LiveServer, pattern, run_on, until
 
 ARENA = 16 * MIB
 
@@ -145,6 +152,174 @@ def test_many_writers_that_stall_together_cost_the_others_one_time_limit(loop: s
             live.complaints.clear()
 
     run_on(loop, story())
+
+
+async def connected(live: LiveServer, kind: str = "unix") -> Client:
+    """Give a new client that is the last of the server's sessions."""
+    count = len(live.server.sessions)
+    client = await live.connect(kind)
+    await until(lambda: len(live.server.sessions) > count)
+    return client
+
+
+def at_time(live: LiveServer, now_s: float) -> None:
+    """Let a standing clock show this, and the server look at who has sent what by then."""
+    live.server.now_s = lambda: now_s
+    live.server.admission.give_up_stalled()
+
+
+async def stall(live: LiveServer, client: Client, sent_bytes: int) -> None:
+    """Have this client, the last that has connected, stop in the middle of a value of 3 MiB, which with another one is
+    more than values may take at once."""
+    session = live.sessions()[-1]
+    head = header(f"stalled:{session.id}", 3 * MIB)
+    await client.send_raw(head + bytes(sent_bytes))
+    await until(lambda: session.input_bytes + unread_bytes(session.fd) == len(head) + sent_bytes)
+    await until(lambda: session in live.server.admission.queue or session.is_receiving)
+
+
+async def fill_socket(live: LiveServer, client: Client, value: bytes) -> "asyncio.Task[None]":
+    """Have this client, the last that has connected, send a SET of `k` until its socket takes no more."""
+    session = live.sessions()[-1]
+    sending = asyncio.create_task(client.send("SET", "k", value))
+    await until(lambda: session in live.server.admission.queue and unread_bytes(session.fd) >= UNREAD_BYTES_FULL)
+    return sending
+
+
+@pytest.mark.parametrize("sent_bytes", [20_000, 65_000])
+def test_what_stalled_writers_have_left_in_their_sockets_gives_none_a_time_of_its_own(
+    loop: str, sent_bytes: int, tmp_path: Path
+) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            at_time(live, 1000.0)
+            for _ in range(8):
+                await stall(live, await connected(live, "tcp"), sent_bytes)
+            assert len(live.server.admission.queue) == 7
+            honest, value = await connected(live), pattern(3 * MIB)
+            sending = await fill_socket(live, honest, value)
+            at_time(live, 1001.0)
+            at_time(live, 1029.0)
+            assert live.server.admission.given_up == 0
+            at_time(live, 1032.0)
+            assert live.server.admission.given_up == 8
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_who_most_likely_has_stopped_lets_the_others_go_first(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            at_time(live, 1000.0)
+            value = pattern(3 * MIB)
+            first = await connected(live)
+            await first.send_raw(header("first", len(value)) + value[:1000_000])
+            await until(lambda: live.store.reserved_bytes)
+            for kind in ("tcp", "unix"):
+                await stall(live, await connected(live, kind), 65_000)
+            honest = await connected(live)
+            sending = await fill_socket(live, honest, value)
+            at_time(live, 1001.0)
+            at_time(live, 1003.0)
+            await first.send_raw(value[1000_000:] + b"\r\n")
+            assert await first.read_line() == b"+OK\r\n"
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+            assert live.server.admission.given_up == 0
+
+    run_on(loop, story())
+
+
+def test_after_a_writer_has_stalled_those_that_stalled_with_it_do_not_come_first(loop: str, tmp_path: Path) -> None:
+    """They have filled their sockets, so that from there nothing tells them from an honest writer."""
+
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            at_time(live, 1000.0)
+            value = pattern(3 * MIB)
+            tasks = []
+            await stall(live, await connected(live), 1000_000)
+            for _ in range(3):
+                tasks.append(await fill_socket(live, await connected(live), value))
+                tasks[-1].cancel()
+                await until(tasks[-1].done)
+            honest = await connected(live)
+            sending = await fill_socket(live, honest, value)
+            at_time(live, 1001.0)
+            at_time(live, 1032.0)
+            assert live.server.admission.given_up == 1
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_who_was_silent_when_its_turn_came_has_a_second_while_others_wait(loop: str, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            at_time(live, 1000.0)
+            value = pattern(3 * MIB)
+            await stall(live, await connected(live), 1000_000)
+            honest = await connected(live)
+            sending = await fill_socket(live, honest, value)
+            silent = await fill_socket(live, await connected(live), value)
+            silent.cancel()
+            await until(silent.done)
+            at_time(live, 1001.0)
+            at_time(live, 1032.0)  # the first is closed, and the silent one's turn comes
+            await until(lambda: len(live.sessions()) == 2)
+            session = live.sessions()[1]
+            await until(lambda: session.is_receiving and not unread_bytes(session.fd))
+            at_time(live, 1032.5)  # what lay in its socket has come
+            assert live.server.admission.given_up == 1
+            at_time(live, 1034.0)
+            assert live.server.admission.given_up == 2
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+            live.complaints.clear()
+
+    run_on(loop, story())
+
+
+def test_who_asks_over_tcp_whether_there_is_room_is_not_taken_for_silent(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with LiveServer(tmp_path, ARENA, body_timeout=30.0) as live:
+            at_time(live, 1000.0)
+            value = pattern(3 * MIB)
+            first = await connected(live)
+            await first.send_raw(header("first", len(value)) + value[:1000_000])
+            await until(lambda: live.store.reserved_bytes)
+            honest = await connected(live, "tcp")
+            session = live.sessions()[-1]
+            sending = asyncio.create_task(honest.send("SET", "k", value))
+            await until(lambda: session in live.server.admission.queue)
+
+            async def sign() -> None:
+                before = segments_received(session.fd)
+                assert before
+                await until(lambda: before != segments_received(session.fd))
+
+            unread = -1
+            while unread != unread_bytes(session.fd):  # until its socket is full
+                unread = unread_bytes(session.fd)
+                await sign()
+            at_time(live, 1010.0)
+            await sign()
+            at_time(live, 1020.0)
+            await first.send_raw(value[1000_000:-1000])
+            await until(lambda: unread_bytes(live.sessions()[0].fd) == 0)
+            at_time(live, 1049.0)
+            assert live.server.admission.given_up == 0
+            await first.send_raw(value[-1000:] + b"\r\n")
+            assert await first.read_line() == b"+OK\r\n"
+            assert await honest.read_line() == b"+OK\r\n"
+            await sending
+
+    run_on("uvloop", story())
 
 
 def test_who_waits_for_room_without_sending_a_value_is_not_taken_for_stalled(loop: str, tmp_path: Path) -> None:
