@@ -384,8 +384,8 @@ class Admission:
         self.admit()
 
     def give_up_stalled(self) -> None:
-        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body; find
-        those that wait and have most likely stopped, before which others go."""
+        """Close clients that hold room, or wait for it, and have sent next to nothing for the time limit of a body;
+        find those that wait and have most likely stopped, before which others go."""
         now_s = self._server.now_s()
         for session, entry in list(self._receiving.items()):
             if not session.reservations:
