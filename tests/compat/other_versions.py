@@ -14,7 +14,7 @@ def passed(tests: Sequence[str], core: str, variables: Mapping[str, str], within
     """How many of the tests that `core` selects, as -k, have passed with these environment variables. Raises
     AssertionError with what pytest said where one has not."""
     # Warnings of an old version's own are not ours to mend.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
     done = subprocess.run(
         [*command, "-k", core, *tests],
         cwd=ROOT,

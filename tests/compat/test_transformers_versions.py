@@ -14,7 +14,8 @@ pytestmark = pytest.mark.nightly
 
 VERSIONS = sorted((Path(__file__).parent / "transformers_versions").glob("*.txt"))
 TESTS = tuple(
-    f"tests/adapters/test_transformers{kind}.py" for kind in ("", "_kinds", "_other", "_layout", "_identity", "_types")
+    f"tests/adapters/transformers/test_{name}.py"
+    for name in ("generate", "kinds", "other", "layout", "identity", "types")
 )
 CORE = (
     "second_process or restored or shorter_prefix or batch_of_several or what_the_engine_has or roomy or in_its_room"

@@ -150,7 +150,7 @@ def test_a_tiny_model_keeps_what_its_configuration_is_read_to_say(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ALL_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in ALL_TYPES if kind != "blt"])  # which takes 23 GB, however small
 def test_any_tiny_model_that_the_adapter_serves_keeps_what_is_read(tmp_path: Path, kind: str) -> None:
     try:
         model = tiny_of(kind)
