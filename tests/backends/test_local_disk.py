@@ -188,7 +188,7 @@ def test_a_load_overtakes_the_prefetch_of_the_same_blocks(backend: LocalBackend)
     assert promoted(backend) == 8
 
 
-# A block that memory will never hold: it is refused as ever, and whoever wonders why there are no hits is told.
+# A block that memory will never hold: it is refused as ever, and the log tells an operator why there are no hits.
 
 MEMORY = 32 << 20
 

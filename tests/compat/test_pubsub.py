@@ -191,7 +191,7 @@ def test_info_counts_who_tracks_and_listens(caching: Any, writer: Any) -> None:
 
 
 # Sessions of several clients with Debian's redis-server and with ours: what each client is sent must be equal byte
-# for byte, messages that nobody asked for included. When is a client done reading? After each step every client
+# for byte, messages that no client asked for included. When is a client done reading? After each step every client
 # asks for something whose answer cannot be taken for another: what comes before it was sent because of the step. It
 # is a subcommand of CLIENT, since those leave CLIENT CACHING alone.
 

@@ -415,7 +415,7 @@ def test_a_pause_with_the_same_weights_loses_nothing_and_with_others_finds_nothi
     failed = first.ask("stats")["worker"]["failed_chunks"]
     assert asked(first) == (changed, 0)
     assert asked(first) == (changed, 960), "what was computed first is stored"
-    assert first.ask("stats")["worker"]["failed_chunks"] == failed, "nobody has begun to load the other's"
+    assert first.ask("stats")["worker"]["failed_chunks"] == failed, "no engine has begun to load the other's"
 
 
 def test_a_reset_forgets_for_this_engine_alone_and_needs_no_server(first: VLLMProcess, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a real server makes of a directory that somebody has been at, that is not its own, or that cannot be used.
+"""What a real server makes of a directory that an operator has changed, that is not its own, or that cannot be used.
 
 A cache may lose blocks to that, never serve a wrong byte, and it says so: by its counters, or by not starting.
 """
@@ -317,7 +317,7 @@ def test_stores_go_on_while_the_disk_takes_nothing_and_spills_resume_when_it_doe
             assert await info(client, "tier_spilled") > len(MANY) / 2
             later = range(60, 90)
             await store_blocks(client, later)
-            assert await found(client, later) == list(later), "nobody leaves unwritten any more"
+            assert await found(client, later) == list(later), "no block leaves unwritten any more"
         assert live.warnings
 
     run_on(LOOP, story())

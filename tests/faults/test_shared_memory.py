@@ -339,7 +339,7 @@ def test_a_server_without_descriptors_says_so_and_serves_on(loop: str, tmp_path:
     run_on(loop, story())
 
 
-# Clients of the lane that are killed in whatever state, and a server that is: nothing stays held, nobody is hurt.
+# Clients of shared memory that are killed in whatever state, and a server that is: nothing stays held.
 
 KEPT, BIG = pattern(2 * MIB, 1), pattern(9 * MIB, 2)
 

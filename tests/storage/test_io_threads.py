@@ -415,7 +415,7 @@ def test_the_next_job_is_always_the_one_that_a_naive_model_names(seed: int) -> N
             io.drop_overdue()
         else:
             io.run_next()
-        for entry in list(model):  # whoever was dropped while others were submitted or run
+        for entry in list(model):  # those that were dropped while others were submitted or run
             future = futures[entry[2]]
             if future.done() and future.exception(0) is not None:
                 assert entry[3] is not None

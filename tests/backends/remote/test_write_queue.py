@@ -282,7 +282,7 @@ def test_when_the_server_is_lost_all_that_waits_is_dropped_and_later_stores_arri
     assert (stats["queued"], store.used_bytes) == (0, 0)
     assert backend.match(keys_of(FIT)) == 0
     assert backend.room(BLOCK) == 0
-    assert not put(backend, b"k", b"x"), "nobody takes it while the server is lost"
+    assert not put(backend, b"k", b"x"), "no server takes it meanwhile"
     assert len(lost_lines(caplog)) == 1
     fake.answer = shelf = Shelf()
     clock.now_s += RETRY_S_MAX

@@ -422,7 +422,7 @@ def test_after_an_interruption_nothing_is_taken_for_an_answer_that_came_before_i
 @contextmanager
 def interrupted(connection: Connection) -> Iterator[threading.Semaphore]:
     """Let a timer strike a hundred times a second, as those of sampling profilers do; each stroke can be waited for.
-    Whoever then waits for ever is let go, with another error than that of a timeout."""
+    A caller that would then wait for ever is let go, with another error than that of a timeout."""
     strokes = threading.Semaphore(0)
     patience = threading.Timer(10.0, connection.interrupt)
     before = signal.signal(signal.SIGALRM, lambda number, frame: strokes.release())

@@ -76,7 +76,7 @@ def test_a_value_larger_than_the_share_has_its_turn_when_it_is_alone(loop: str, 
             await large.send_raw(header("two", 12 * MIB) + two[:10_000])
             await until(lambda: len(live.server.admission.queue) == 1)
             await late.send_raw(header("three", MIB) + three[:1000])
-            await until(lambda: len(live.server.admission.queue) == 2)  # nobody overtakes
+            await until(lambda: len(live.server.admission.queue) == 2)  # no client overtakes
             await small.send_raw(one[1000:] + b"\r\n")
             assert await small.read_line() == b"+OK\r\n"
             await large.send_raw(two[10_000:] + b"\r\n")

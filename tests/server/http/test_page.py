@@ -378,7 +378,7 @@ def test_an_expired_key_is_not_told_of_and_not_removed_by_looking(store: Store) 
     assert store.stats.expired == 0
 
 
-# ---- looking costs nobody anything -----------------------------------------------------------------------------------
+# ---- looking costs no client anything --------------------------------------------------------------------------------
 def test_looking_is_not_using(server: Server) -> None:
     store = server.store
     for number in range(20):

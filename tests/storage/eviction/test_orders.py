@@ -418,7 +418,7 @@ def zipf(seed: int, first: int = 0) -> list[int]:
 
 
 def with_scans(trace: list[int]) -> Iterator[int]:
-    """`trace` with a long prompt that nobody asks for again after each thousand uses."""
+    """`trace` with a long prompt that no client asks for again after each thousand uses."""
     fresh = 10**6
     for at in range(0, len(trace), 1000):
         yield from trace[at : at + 1000]

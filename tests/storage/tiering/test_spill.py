@@ -329,7 +329,7 @@ def test_a_disk_smaller_than_memory_is_not_written_over_and_over(tmp_path: Path,
 
 
 def leave(tiers: TieredStore, count: int) -> None:
-    """Make room for `count` more blocks than there is, as somebody does who waits for the disk."""
+    """Make room for `count` more blocks than there is, as a client does that waits for the disk."""
     for number in range(count):
         key = b"new:%d" % number
         while (room := tiers.store.reserve(key, len(content(0)), drop=False)) is None:
