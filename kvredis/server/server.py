@@ -14,8 +14,9 @@ from typing import Final
 
 from kvredis.storage.store import Store
 
-from .client.blocked import ROOM, Reason, has_hung_up, waits_for
+from .client.blocked import ROOM, Reason, waits_for
 from .client.client import Client
+from .client.hang_ups import has_hung_up
 from .client.session import Session
 from .commands import load_families
 from .config.reload import Reload
@@ -77,7 +78,7 @@ class Server(Context):
             except BaseException:
                 self.listeners.close()
                 raise
-        self.admission.disk_room.start()
+        self.admission.start()
         self._tick = loop.call_later(TICK_S, self._on_tick)
         if self.reload is not None:
             self.reload.start()
@@ -101,6 +102,7 @@ class Server(Context):
         await asyncio.sleep(0)
         await self.senders.close()
         self.splicing.close()
+        self.admission.close()
         if self.http is not None:
             await self.http.close()
         for later in (self._tick, self._expiry, self._shrinking, self._giving_back):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import select
 import socket
 import sys
 import termios
@@ -32,8 +31,9 @@ from kvredis.server.protocol.replies import OUT_OF_MEMORY
 from kvredis.server.protocol.request import REFUSED, Argument, Refused
 from kvredis.storage.entry import INLINE_BYTES_MAX, Reservation, extent_length
 
-from .blocked import Blocked, Reason, events_of, tell_loop
+from .blocked import Blocked, Reason, tell_loop
 from .client import Client, Host
+from .hang_ups import HangUps
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,8 @@ least for sending on."""
 
 _SEGMENTS_AT: Final = 140  # where struct tcp_info of linux/tcp.h has tcpi_segs_in
 
-LOOKED_AT_MIN: Final = 100
-LOOKED_AT_PART: Final = 10
-"""How many clients that wait for their turn are looked at in a tenth of a second: so many, and at least a tenth."""
+LOOKED_AT_ONCE: Final = 100
+"""How many clients that wait for their turn are looked at in a tenth of a second: a thousand in a second."""
 
 SLOW_READER_S: Final = 5.0
 """A client that has not read for so long loses the blocks lent to it when they are all that could make room."""
@@ -252,8 +251,18 @@ class Admission:
         self._called: set[Client] = set()  # whose turn it is
         self._receiving: dict[Client, _Receiving] = {}
         self.disk_room = DiskRoom(server)
+        self._hang_ups = HangUps(self._let_go)  # of those in the queue
         self.given_up = 0
         """Values whose bytes stopped coming."""
+
+    def start(self) -> None:
+        """The loop runs."""
+        self.disk_room.start()
+        self._hang_ups.start()
+
+    def close(self) -> None:
+        """Clients are told of no more."""
+        self._hang_ups.close()
 
     @property
     def share_bytes(self) -> int:
@@ -368,7 +377,8 @@ class Admission:
         return self._next
 
     def _leave_queue(self, session: Client) -> None:
-        self.queue.pop(session, None)
+        if self.queue.pop(session, None) is not None:
+            self._hang_ups.forget(session)
         self._lagging.discard(session)
         if self._next is session:
             self._next = None
@@ -392,9 +402,7 @@ class Admission:
                 del self._receiving[session]
             else:
                 self._judge(session, entry, now_s)
-        some = self._some_of_queue()
-        self._let_go_of_gone(some)
-        for session in some:
+        for session in self._some_of_queue():
             signs, length = self._signs.get(session), self.queue[session]
             if signs is None:
                 continue
@@ -421,26 +429,22 @@ class Admission:
             self._give_up(session, now_s - entry.since_s)
 
     def _some_of_queue(self) -> list[Client]:
-        """Give some of the clients that wait for their turn; in about a second it was all of them."""
-        count = max(LOOKED_AT_MIN, len(self.queue) // LOOKED_AT_PART)
-        some = [session for session in islice(self._round, count) if session in self.queue]
+        """Give some of the clients that wait for their turn, and others the next time."""
+        some = [session for session in islice(self._round, LOOKED_AT_ONCE) if session in self.queue]
         if not some:
             self._round = iter(tuple(self.queue))
-            some = list(islice(self._round, count))
+            some = list(islice(self._round, LOOKED_AT_ONCE))
         return some
 
-    def _let_go_of_gone(self, some: list[Client]) -> None:
-        """Close clients that wait for their turn, unread, and have gone: their sockets, and what these hold, would
-        wait with them. One that sends no more counts when what it has sent is not all of its value."""
-        sockets = {session.fd: session for session in some}
-        for fd, events in events_of(sockets):
-            session = sockets[fd]
-            if events & ~select.POLLRDHUP:
-                session.close()
-                continue
-            whole = session.encrypted or session not in self._signs  # what came over TLS may be in its own buffers
-            if not whole and session.held().qbuf + unread_bytes(fd) < self.queue[session]:
-                session.close()
+    def _let_go(self, session: Client, wholly: bool) -> None:
+        """Close a client that waits for its turn, unread, and has gone: its socket, and what this holds, would wait
+        with it. One that only sends no more counts when what it has sent is not all of its value."""
+        if not wholly:
+            if session.encrypted or session not in self._signs:  # what came over TLS may be in its own buffers
+                return
+            if session.held().qbuf + unread_bytes(session.fd) >= self.queue[session]:
+                return
+        session.close()
 
     def _give_up(self, session: Client, silent_s: float) -> None:
         log.warning("client %s closed: its value stopped coming %.0f s ago", session.addr, silent_s)
@@ -450,6 +454,7 @@ class Admission:
     def _wait_for_turn(self, session: Client, length: int) -> Blocked:
         self.disk_room.forget(session)  # or it would be called there while it waits here
         self.queue[session] = length
+        self._hang_ups.watch(session)
         if self._newest_first or self._next in self._lagging:
             self._next = None
         if session in self._called:  # others were quicker: it stays the next
@@ -479,7 +484,8 @@ def unread_bytes(fd: int) -> int:
 def segments_received(fd: int) -> int | None:
     """Give how many TCP segments a socket has received (`tcpi_segs_in` of Linux), or None where the kernel does not
     count them."""
-    sock = socket.socket(fileno=fd)
+    # The three are not looked at, but are asked of the kernel unless they are given.
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=fd)
     try:
         told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SEGMENTS_AT + 4)
     except OSError:

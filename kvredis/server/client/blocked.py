@@ -24,8 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import select
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from enum import Enum
 from time import perf_counter
 from typing import Final, Protocol, TypeAlias
@@ -192,20 +191,3 @@ def tell_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *arg
     """Have `call` run on the server's loop; for other threads. A loop that is closed needs to be told nothing more."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
-
-
-def has_hung_up(fd: int, *, wholly: bool) -> bool:
-    """Whether the client behind a socket that is not read from, because it waits and much lies there, has gone.
-
-    One that will send no more counts too, as it does with Redis; with `wholly` only one that takes nothing more either.
-    """
-    return any(not wholly or events & ~select.POLLRDHUP for _, events in events_of((fd,)))
-
-
-def events_of(fds: Iterable[int]) -> list[tuple[int, int]]:
-    """Give those of these sockets whose clients have gone, with what poll(2) says of them: POLLRDHUP alone of one that
-    will send no more, but may still read."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLRDHUP)
-    return poll.poll(0)

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from kvredis.server.client.blocked import Answer, Blocked, Reason, has_hung_up
+from kvredis.server.client.blocked import Answer, Blocked, Reason
+from kvredis.server.client.hang_ups import has_hung_up
 from kvredis.server.commands.client import BAD_CLIENT_ID
 from kvredis.server.commands.registry import COMMANDS, command
 from kvredis.server.commands.strings import TOO_LONG, missing, publish_if, set_options
