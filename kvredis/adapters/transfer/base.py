@@ -2,7 +2,7 @@
 
 Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
 process or mapped from the server's. cpu.py copies a part by one index operation a layer. cuda/ring.py gathers pages
-into a ring of staging buffers, which leave by few large copies on streams of their own. factory.py chooses.
+into a ring of staging buffers, which leave by few large copies on streams of their own. open_transfer chooses.
 """
 
 from collections.abc import Sequence

@@ -13,12 +13,12 @@ import xxhash
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.adapters.paged.verify import Checking
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import NO_ROW, Part, layer_parts
 from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, RingSum, digest_of
 from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingLayers, RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import TUNING, Tuning
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import CHUNK, PagedEngine, block_for, mover_on, moves_of
