@@ -30,9 +30,9 @@ from .background import Behind, Load, Save
 from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece, Probes
 from .keys import ChunkKey, RecentKeys, Tokens, algorithm_of, token_bytes
 from .layout import ChunkLayout
-from .load import Loading, Span, pieces_of
+from .load import Intake, Span, TensorLoad, pieces_of
 from .stats import EngineStats, LoadPlan
-from .store import Storing
+from .store import TensorStore
 from .tensors import KV, check_kv
 
 
@@ -228,7 +228,7 @@ class CacheEngine:
 
     def _store(self, save: Save) -> int:
         keys, request, started_s = save.keys, save.request, time.perf_counter()
-        storing = Storing(self.backend, save.layout, save.kv)
+        storing = TensorStore(self.backend, save.layout, save.kv)
         with self._forgiving("store"), save.on_stream():
             present = self.backend.match([chunk.key for chunk in keys])
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
@@ -394,15 +394,16 @@ class CacheEngine:
 
     def _load(self, load: Load) -> int:
         span, started_s = load.span, time.perf_counter()
-        loading = Loading(self.backend, load.layout, span, lambda: load.cancelled)
+        intake = Intake(self.backend, self._refuse_block)
+        loading = TensorLoad(self.backend, load.layout, span, intake, lambda: load.cancelled)
         with self._forgiving("retrieve"), load.on_stream():
             if self.config.min_retrieve_tokens == AUTO:
                 loading.run_while_worth(self.break_even)
             else:
                 loading.run()
-        if loading.damaged:  # else it would be found for ever, loaded never, and not stored again
+        if intake.damaged:
             with self._forgiving("delete"):
-                self.backend.delete(loading.damaged)
+                intake.forget()
         seconds, tokens = time.perf_counter() - started_s, loading.position - span.start
         with self._lock:
             self.stats.loaded_tokens += tokens
@@ -433,10 +434,6 @@ class CacheEngine:
         """Turns whatever the cache raises into a count and one line in the log per spell of trouble."""
         try:
             yield
-        except LayoutError as error:
-            with self._lock:
-                self.stats.refused_blocks += 1
-            logger.warning("A stored block was refused and counts as a miss: %s", error)
         except Exception as error:
             with self._lock:
                 self.stats.errors += 1
@@ -446,6 +443,11 @@ class CacheEngine:
         else:
             with self._lock:
                 self._failing = False
+
+    def _refuse_block(self, key: bytes, why: LayoutError) -> None:
+        with self._lock:
+            self.stats.refused_blocks += 1
+        logger.warning("A stored block was refused and counts as a miss: %s", why)
 
     def _log_speed(self, verb: str, tokens: int, seconds: float, request: str) -> None:
         if tokens and logger.isEnabledFor(logging.INFO):

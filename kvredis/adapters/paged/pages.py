@@ -36,6 +36,7 @@ from xxhash import xxh3_128
 from kvredis.adapters.engine.background import Behind, Later
 from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, HEADER_BYTES_MAX, LENGTH_BYTES, TENSOR_NAME
 from kvredis.adapters.engine.keys import MODEL_CHARS_MAX
+from kvredis.adapters.engine.load import Intake
 from kvredis.backends.base import Backend, Lease
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.memory.copy import copy
@@ -234,27 +235,28 @@ class PageStore:
         return come
 
     def _load(self, pages: Sequence[Page], come: list[bool], until_missing: bool) -> None:
-        with closing(self.backend.load([page.key for page in pages])) as leases:
-            for place, (page, lease) in enumerate(zip(pages, leases, strict=False)):
-                come[place] = lease is not None and self._take(page, lease)
-                if until_missing and not come[place]:
-                    break
+        intake = Intake(self.backend, self._refuse)
+        try:
+            with closing(self.backend.load([page.key for page in pages])) as leases:
+                for place, (page, lease) in enumerate(zip(pages, leases, strict=False)):
+                    come[place] = lease is not None and self._take(page, lease, intake)
+                    if until_missing and not come[place]:
+                        break
+        finally:
+            intake.forget()
 
-    def _take(self, page: Page, lease: Lease) -> bool:
+    def _take(self, page: Page, lease: Lease, intake: Intake) -> bool:
         with lease:
             try:
                 page.format.read(lease.view, page.pieces, verify=self._verify)
             except LayoutError as error:
-                if lease.held:  # else the memory was another value's already
-                    self._forget(page, error)
+                intake.refuse(page.key, lease, error)
                 return False
-            return lease.held
+            return intake.is_held(lease)
 
-    def _forget(self, page: Page, error: LayoutError) -> None:
-        """Take a damaged page away, or it would be found again and again, and never stored anew."""
-        logger.warning("%s is computed again, and deleted: %s", page.key.decode("ascii", "replace"), error)
+    def _refuse(self, key: bytes, why: LayoutError) -> None:
+        logger.warning("%s is computed again, and deleted: %s", key.decode("ascii", "replace"), why)
         self._count(corrupt=1)
-        self.backend.delete([page.key])
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

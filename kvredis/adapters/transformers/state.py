@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import Cache
 
-from kvredis.adapters.engine.block import block_bytes, checksum_of, encode_header, open_block
+from kvredis.adapters.engine.block import block_bytes, checksum_of, open_block
 from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.adapters.engine.keys import ChunkKey, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.store import ReservedBlock
 from kvredis.adapters.engine.tensors import borrow, view_tensor
 from kvredis.storage.errors import LayoutError
 
@@ -126,15 +127,12 @@ class Snapshots:
             reservation = backend.reserve(key, length)
             if reservation is None:
                 return False
-            with reservation:
-                room = reservation.view[length - layout.chunk_bytes() :]
-                block = view_tensor(room, layout, layout.chunk_tokens).view(-1)
-                block[: self._nbytes].copy_(taken)
-                block[self._nbytes :] = 0
-                header = encode_header(layout, layout.chunk_tokens, checksum_of(room))
-                reservation.view[: len(header)] = header
-                del block, room  # the room's view ends with the reservation
-                reservation.commit()
+            with ReservedBlock(reservation, layout, layout.chunk_tokens) as block:
+                room = view_tensor(block.tensor, layout, layout.chunk_tokens).view(-1)
+                room[: self._nbytes].copy_(taken)
+                room[self._nbytes :] = 0
+                del room  # its memory ends with the reservation
+                block.commit(checksum_of(block.tensor))
         except Exception as error:
             logger.warning("A state could not be stored; the engine goes on without: %s", error)
             return False
