@@ -26,7 +26,7 @@ from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from kvredis.storage.errors import ConfigError, LayoutError
 
-from .background import Behind, Load, Save
+from .background import Executor, Load, Save
 from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece, Probes
 from .keys import ChunkKey, RecentKeys, Tokens, algorithm_of, token_bytes
 from .layout import ChunkLayout
@@ -123,8 +123,8 @@ class CacheEngine:
         self.break_even = BreakEven(self.layout, clock)
         """What is known of the speeds of tiers and model."""
         self._probes = Probes(self.backend, self.break_even, clock)
-        self._loader = Behind(self._load, "kvredis loads")
-        self._saver = Behind(self._save_later, "kvredis stores", steps_aside=True)
+        self._loader = Executor(self._load, "kvredis loads")
+        self._saver = Executor(self._save_later, "kvredis stores", steps_aside=True)
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
         self._recent = self._recent_keys()
@@ -221,7 +221,7 @@ class CacheEngine:
             save.end(0)
             return save
         save.follow()
-        if not self._saver.add(save):
+        if not self._saver.submit(save):
             with self._lock:
                 self.stats.refused_saves += 1
         return save
@@ -277,7 +277,7 @@ class CacheEngine:
             load.end(start)
             return load
         load.follow()
-        if not self._loader.add(load):
+        if not self._loader.submit(load):
             with self._lock:
                 self.stats.refused_loads += 1
         return load

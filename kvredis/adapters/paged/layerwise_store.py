@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvredis.adapters.engine.background import Later
+from kvredis.adapters.engine.background import Task
 from kvredis.adapters.transfer.base import Layers, Moving, wait_for_all
 
 from .jobs import ChunkMove, JobState, MoverContext
@@ -27,7 +27,7 @@ AHEAD = 2
 """Rows of layers under way behind the one that is waited for."""
 
 
-class LayerStores(Later):
+class LayerStores(Task):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
     def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
@@ -67,7 +67,7 @@ class LayerStores(Later):
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """As Later.cancel."""
+        """As Task.cancel."""
         super().cancel()
         self.finish()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvredis.adapters.engine.background import Behind, Later
+from kvredis.adapters.engine.background import Executor, Task
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
@@ -34,7 +34,7 @@ STAND_BACK_S = 0.03
 and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
 
 
-class _Turn(Later):
+class JobTask(Task):
     """One whole job in the queue of a background thread."""
 
     def __init__(self, job: JobState, work: ChunkLoad | ChunkStore) -> None:
@@ -47,25 +47,25 @@ class _Turn(Later):
         """When it was begun, on the thread's clock; 0 before."""
 
     def cancel(self) -> None:
-        """As Later.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
+        """As Task.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
         if not self.began_s:
             super().cancel()
 
 
-Turn = _Turn | LayerStores
+MoverTask = JobTask | LayerStores
 
 
 class ChunkMover:
-    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are told of by
-    one thread, the rest is asked for by any. Nothing here raises."""
+    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are told of by one thread, the rest
+    is asked for by any. Nothing here raises."""
 
     def __init__(self, backend: Backend, groups: Sequence[PagedGroup], options: MovingOptions | None = None) -> None:
         self.options = MovingOptions() if options is None else options
         self.counters = Counters()
         bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
         self._context = MoverContext(backend, tuple(groups), self.options, bandwidth, checksums, self.counters)
-        self._loader: Behind[Turn] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
-        self._storer: Behind[Turn] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
+        self._loader: Executor[MoverTask] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._jobs: dict[str, list[JobState]] = {}
         self._chunks = {True: 0, False: 0}
@@ -94,7 +94,7 @@ class ChunkMover:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
         state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
         if self._admit(state):
-            self._submit(self._storer, _Turn(state, ChunkStore(self._context, state, after)))
+            self._submit(self._storer, JobTask(state, ChunkStore(self._context, state, after)))
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -163,9 +163,9 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
-        for behind in (self._loader, self._storer):
+        for executor in (self._loader, self._storer):
             self._cancel_all()
-            behind.close()
+            executor.close()
         self._context.checksums.close()
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
@@ -174,25 +174,25 @@ class ChunkMover:
     def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> JobState:
         state = JobState(job.request, job.moves)
         if self._admit(state):
-            self._submit(self._loader, _Turn(state, ChunkLoad(self._context, state, after, self._begin_following)))
+            self._submit(self._loader, JobTask(state, ChunkLoad(self._context, state, after, self._begin_following)))
         return state
 
     def _begin_following(self, left_bytes: int) -> None:
         """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
 
-        def accept(turn: Turn) -> bool:
-            if not isinstance(turn, _Turn):
+        def accept(task: MoverTask) -> bool:
+            if not isinstance(task, JobTask):
                 return False
             with self._changed:
-                if turn.jobs[0].over:
+                if task.jobs[0].over:
                     return False
-                turn.jobs[0].started = True
-            turn.began_s = turn.began_s or time.monotonic()
+                task.jobs[0].started = True
+            task.began_s = task.began_s or time.monotonic()
             return True
 
-        turn = self._loader.following(accept)
-        if isinstance(turn, _Turn) and isinstance(turn.work, ChunkLoad):
-            turn.work.begin(left_bytes)
+        task = self._loader.following(accept)
+        if isinstance(task, JobTask) and isinstance(task.work, ChunkLoad):
+            task.work.begin(left_bytes)
 
     def _admit(self, job: JobState) -> bool:
         """Take a job on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -214,10 +214,10 @@ class ChunkMover:
                 self._refuse(job)
             return not job.over
 
-    def _submit(self, behind: Behind[Turn], turn: Turn) -> None:
-        if not behind.add(turn):
+    def _submit(self, executor: Executor[MoverTask], task: MoverTask) -> None:
+        if not executor.submit(task):
             with self._changed:
-                for job in turn.jobs:
+                for job in task.jobs:
                     self._refuse(job)
 
     def _refuse(self, job: JobState) -> None:
@@ -230,16 +230,16 @@ class ChunkMover:
                 logger.info("Dropped %d chunks of request %s: too many wait", len(job.moves), job.request)
             self._end(job)
 
-    def _run(self, turn: Turn) -> int:
-        """One turn of a background thread; raises nothing."""
-        jobs, is_load = turn.jobs, turn.jobs[0].is_load
+    def _run(self, task: MoverTask) -> int:
+        """One task of a background thread; raises nothing."""
+        jobs, is_load = task.jobs, task.jobs[0].is_load
         with self._changed:
             for job in jobs:
                 job.started = not job.over
         began_s, has_begun = time.monotonic(), any(job.started for job in jobs)
-        if isinstance(turn, _Turn):
-            began_s = turn.began_s = turn.began_s or began_s
-        error = self._error_of(turn.run) if has_begun else None
+        if isinstance(task, JobTask):
+            began_s = task.began_s = task.began_s or began_s
+        error = self._error_of(task.run) if has_begun else None
         seconds = time.monotonic() - began_s
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
@@ -249,7 +249,7 @@ class ChunkMover:
             self._loader.stand_back(STAND_BACK_S)
         for job in jobs:
             self._log(job, seconds)
-        later_error = self._error_of(turn.clean_up) if has_begun else None
+        later_error = self._error_of(task.clean_up) if has_begun else None
         self.counters.add(errors=later_error is not None)
         error = error or later_error
         if error is not None and not self._failing[is_load]:

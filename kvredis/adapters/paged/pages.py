@@ -33,7 +33,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from xxhash import xxh3_128
 
-from kvredis.adapters.engine.background import Behind, Later
+from kvredis.adapters.engine.background import Executor, Task
 from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, HEADER_BYTES_MAX, LENGTH_BYTES, TENSOR_NAME
 from kvredis.adapters.engine.keys import MODEL_CHARS_MAX
 from kvredis.adapters.engine.load import Intake
@@ -299,7 +299,7 @@ class Done(NamedTuple):
     is_load: bool
 
 
-class _TierJob(Later):
+class _TierJob(Task):
     """Pages to be moved, or `keys` to be touched; `over` is called once, when it has ended or was turned away."""
 
     def __init__(
@@ -317,7 +317,7 @@ class _TierJob(Later):
         self._call_over = over
 
     def end(self, tokens: int) -> None:
-        """As Later.end."""
+        """As Task.end."""
         self._call_over(self)
         super().end(tokens)
 
@@ -342,8 +342,8 @@ class TierJobs:
         self.dropped_jobs = 0
         """Jobs that the bound has turned away."""
         jobs_max = pages_max + TOUCHES_MAX + 1
-        self._loads: Behind[_TierJob] = Behind(self._run, "kvredis tier loads", jobs_max, threads=load_threads)
-        self._stores: Behind[_TierJob] = Behind(self._run, "kvredis tier stores", jobs_max)
+        self._loads: Executor[_TierJob] = Executor(self._run, "kvredis tier loads", jobs_max, threads=load_threads)
+        self._stores: Executor[_TierJob] = Executor(self._run, "kvredis tier stores", jobs_max)
 
     def submit(self, number: int, pages: Sequence[Page], *, is_load: bool) -> None:
         """Have pages loaded into their memory, or stored from it, which is the engine's again when the job is in
@@ -354,7 +354,7 @@ class TierJobs:
             self._waiting[is_load] += len(pages)
         if not has_room:
             job.end(0)
-        if not has_room or not (self._loads if is_load else self._stores).add(job):
+        if not has_room or not (self._loads if is_load else self._stores).submit(job):
             self.dropped_jobs += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -363,7 +363,7 @@ class TierJobs:
             if not keys or self._touches >= TOUCHES_MAX:
                 return
             self._touches += 1
-        self._stores.add(_TierJob(self._over, -1, (), keys=keys))
+        self._stores.submit(_TierJob(self._over, -1, (), keys=keys))
 
     def take_done(self) -> list[Done]:
         """The jobs that have ended since the last call."""
