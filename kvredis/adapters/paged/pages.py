@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from xxhash import xxh3_128
 
 from kvredis.adapters.engine.background import Executor, Task
-from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, HEADER_BYTES_MAX, LENGTH_BYTES, TENSOR_NAME
+from kvredis.adapters.engine.block import safetensors_header
 from kvredis.adapters.engine.keys import MODEL_CHARS_MAX
 from kvredis.adapters.engine.load import Intake
 from kvredis.backends.base import Backend, Lease
@@ -79,11 +79,7 @@ class PageFormat:
     def __init__(self, facts: Mapping[str, str], nbytes: int) -> None:
         metadata = {"format": FORMAT, **facts, "xxh3": _BLANK_SUM}
         tensor = {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}
-        text = json.dumps({"__metadata__": metadata, TENSOR_NAME: tensor}, separators=(",", ":")).encode("ascii")
-        total = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
-        if total > HEADER_BYTES_MAX:
-            raise LayoutError(f"a page header of {total} bytes exceeds {HEADER_BYTES_MAX}: the model's name?")
-        header = (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+        header = safetensors_header(metadata, tensor)
         place = header.rindex(b'"xxh3":"') + len(b'"xxh3":"')
         self.nbytes = nbytes
         self._before, self._behind = header[:place], header[place + SUM_DIGITS :]
