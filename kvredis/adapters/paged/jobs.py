@@ -9,9 +9,9 @@ JobState of each job, and hands its MoverContext to loads and stores.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.config import Role
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.checksum import Checksums
@@ -61,8 +61,6 @@ class Moves:
     cancelled: list[str] = field(default_factory=list)
 
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-"""LMCache's and vLLM's kv_role: a producer never loads, a consumer never stores."""
 BATCH_BYTES = 32 * 1024 * 1024
 WINDOW_BYTES = 16 * BATCH_BYTES
 WINDOW_PART = 8

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvredis.adapters.engine.background import Executor, Task
+from kvredis.adapters.engine.stats import log_speed
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
@@ -248,7 +249,8 @@ class ChunkMover:
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)
         for job in jobs:
-            self._log(job, seconds)
+            verb = "Retrieved" if is_load else "Stored"
+            log_speed(logger, verb, job.tokens, job.nbytes, seconds, job.request)
         later_error = self._error_of(task.clean_up) if has_begun else None
         self.counters.add(errors=later_error is not None)
         error = error or later_error
@@ -301,12 +303,6 @@ class ChunkMover:
             self.counters.add(failed_chunks=len(missing))
             pages = self._finished.failed_pages.setdefault(job.request, [])
             pages += [(move.group, page) for move in missing for page in move.pages]
-
-    def _log(self, job: JobState, seconds: float) -> None:
-        if job.moved and logger.isEnabledFor(logging.INFO):
-            verb, gb = "Retrieved" if job.is_load else "Stored", job.nbytes / 1e9
-            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
-            logger.info(text, verb, job.tokens, job.request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
