@@ -24,7 +24,7 @@ from kvredis.adapters.engine.keys import key_of_rank
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.transfer.factory import open_transfer
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 

@@ -13,10 +13,10 @@ import torch
 import xxhash
 
 from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import NO_ROW, Part
 from kvredis.adapters.transfer.cuda import device
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.shm.arena import SharedArena
 
