@@ -31,7 +31,8 @@ def parse_size(value: str | int | float, *, key: str, source: str) -> int:
     unit = match["unit"]
     nbytes = float(match["number"]) * (GIB if unit is None else _UNITS[unit[0].lower()])
     if not math.isfinite(nbytes) or nbytes > _SIZE_BYTES_MAX:
-        raise ConfigError(key, value, source, "more than a machine can address")
+        hint = "; a number without a unit is GiB" if unit is None else ""
+        raise ConfigError(key, value, source, f"more than a machine can address{hint}")
     if nbytes < 1:
         raise ConfigError(key, value, source, "a size must be greater than 0")
     return int(nbytes)
