@@ -239,7 +239,8 @@ class Found:
         try:
             loader = Loader(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {error}"))
+            why = error.strerror if isinstance(error, OSError) else error
+            self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {why}"))
             return
         try:
             if (node := loader.get_single_node()) is not None:
