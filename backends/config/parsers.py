@@ -265,6 +265,8 @@ def directory(raw: Any, key: str, source: str) -> str | Noted:
         raise ConfigError(key, raw, source, "want a directory, or false for none")
     paths = [path.strip().removeprefix("file://") for path in text(raw, key, source).split(",")]
     first, *others = [os.path.expanduser(path) for path in paths if path] or [""]
+    if found := re.search(r"\$\{?[A-Za-z_]\w*\}?", first):
+        raise ConfigError(key, raw, source, f"want a directory: {found[0]} is not expanded here, and ~ is")
     if not first or "\0" in first:
         raise ConfigError(key, raw, source, "want a directory, or file:// and a directory")
     if not others:

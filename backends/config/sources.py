@@ -237,7 +237,9 @@ class Found:
     def read_file(self, path: Path) -> None:
         """Take a YAML file."""
         try:
-            loader = Loader(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            # JSON is YAML but for tabs, which stand in no string of JSON
+            loader = Loader(text.replace("\t", " ") if path.suffix == ".json" else text)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {why}"))
@@ -251,7 +253,7 @@ class Found:
             loader.dispose()
 
     def _take_entries(self, mapping: _Place, in_section: bool) -> None:
-        entries = list(self._entries(mapping))
+        entries = list(self._entries(mapping, SECTION if in_section else FILE_VARIABLE))
         given = [name for name, _ in entries]
         for name, place in entries:
             try:
@@ -262,14 +264,15 @@ class Found:
             except _UNREADABLE as error:
                 self._refuse(name, self._unreadable(error, name, place))
 
-    def _entries(self, mapping: _Place) -> Iterator[tuple[str, _Place]]:
-        """Yield (name, place of the value) of a mapping; an empty document or section has none."""
+    def _entries(self, mapping: _Place, named: str) -> Iterator[tuple[str, _Place]]:
+        """Yield (name, place of the value) of a mapping, in errors `named` so; of an empty document or section none."""
         loader, node, path = mapping.loader, mapping.node, mapping.path
         if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
             return
         if not isinstance(node, yaml.MappingNode):
             place = f"{path}:{node.start_mark.line + 1}"
-            self.errors.append(ConfigError(FILE_VARIABLE, str(path), place, "want a mapping of keys to values"))
+            raw = node.value if isinstance(node, yaml.ScalarNode) and named == SECTION else str(path)
+            self.errors.append(ConfigError(named, raw, place, "want a mapping of keys to values"))
             return
         loader.flatten_mapping(node)
         seen: dict[str, int] = {}
@@ -315,7 +318,7 @@ class Found:
     def _take_key(self, key: Key, place: _Place) -> None:
         entries: dict[str, str] = {}
         if isinstance(key.default, dict) and isinstance(place.node, yaml.MappingNode):
-            entries = {f"{key.name}.{name}": f"{at.path}:{at.line}" for name, at in self._entries(place)}
+            entries = {f"{key.name}.{name}": f"{at.path}:{at.line}" for name, at in self._entries(place, key.name)}
         self.take(key, place.loader.construct_object(place.node, deep=True), f"{place.path}:{place.line}", entries)
 
 

@@ -279,7 +279,7 @@ def _refuse_taken(path: str) -> None:
     """Raise OSError where another server listens at a unix socket, or no socket can be made there."""
     folder = os.path.dirname(path) or "."
     if len(os.fsencode(path)) > UNIX_PATH_MAX:
-        raise OSError(f"unix:{path}: a socket's path has at most {UNIX_PATH_MAX} bytes")
+        raise OSError(f"unix:{path}: path too long: it may have {UNIX_PATH_MAX} bytes")
     if not os.access(folder, os.W_OK | os.X_OK):
         problem = errno.EACCES if os.path.isdir(folder) else errno.ENOTDIR if os.path.exists(folder) else errno.ENOENT
         raise OSError(f"unix:{path}: {os.strerror(problem)}")

@@ -222,7 +222,7 @@ def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:
         ("max_local_cpu_size: 0\nlocal_cpu: false\n", 1, "max_local_cpu_size"),
         ("kvredis:\n  port: 6379\n  hugepages: never\n", 3, "hugepages"),
         ("kvredis:\n  bind: [1]\n", 2, "bind"),
-        ("kvredis: [1, 2]\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("kvredis: [1, 2]\n", 1, "kvredis"),
         ("- chunk_size\n", 1, "LMCACHE_CONFIG_FILE"),
         ("chunk_size: 1\n  local_cpu: true\n", 2, "LMCACHE_CONFIG_FILE"),
         ("chunk_size: !!python/name:os.system\n", 1, "chunk_size"),

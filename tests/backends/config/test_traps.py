@@ -182,6 +182,35 @@ def test_commas_alone_are_no_directory(text: str) -> None:
         Config.load(env={"LMCACHE_LOCAL_DISK": text})
 
 
+# ---- files as other tools make them
+
+
+def test_json_with_tabs_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.json"
+    file.write_text('{\n\t"chunk_size": 512,\n\t"extra_config": {"username": "a b"}\n}\n')
+    config = Config.load(file, {})
+    assert (config.chunk_size, config.extra_config["username"]) == (512, "a b")
+
+
+@pytest.mark.parametrize("text", ["true", "[a]", "5", "hello"])
+def test_a_section_that_is_none_is_named(written: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{written}:1: kvredis: want a mapping of keys to values"):
+        load(f"kvredis: {text}\n", written)
+
+
+@pytest.mark.parametrize("host", ["${REDIS_HOST}", "<NODE_IP>", "{{host}}", "$HOST", "`hostname`"])
+def test_a_host_that_a_template_was_to_put_in_is_refused(written: Path, host: str) -> None:
+    for scheme, behind in (("redis", ""), ("redis-cluster", ",b:2"), ("redis-sentinel", "/mymaster"), ("kvredis", "")):
+        with pytest.raises(ConfigError, match="is no host's name: something was to be put in its place"):
+            load(f'remote_url: "{scheme}://{host}:6379{behind}"\n', written)
+
+
+@pytest.mark.parametrize("path", ["$HOME/kv", "${HOME}/kv", "/data/$POD_NAME", "file://$HOME/kv"])
+def test_a_variable_in_a_path_is_refused_instead_of_a_folder_of_that_name(written: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"\$\{?\w+\}? is not expanded here, and ~ is"):
+        load(f"local_disk: {path}\nmax_local_disk_size: 1\n", written)
+
+
 # ---- hash algorithms
 
 
