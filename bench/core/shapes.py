@@ -35,10 +35,8 @@ _DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 _LAYERS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads")
-_KV_HEADS: Final = (
-    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "n_kv_heads", "n_kv_head"),
-    *("num_query_groups", "n_query_groups", "num_attention_groups"),
-)
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "n_kv_heads", "n_kv_head")
+_GROUPS: Final = ("num_query_groups", "n_query_groups", "num_attention_groups")
 _HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels", "dim_head")
 _WIDTH: Final = ("hidden_size", "d_model", "n_embd", "n_embed")
 """What configurations call the same size, the most telling first."""
@@ -139,7 +137,7 @@ _UNREAD: Final[Mapping[str, str]] = {
 
 _OF_KV: Final = re.compile(r"(?<!q)kv(?!_cache)|key_value|query_group|shared_head|cla_|yoco")
 _OF_KV_READ: Final = frozenset(
-    (*_KV_HEADS, *_HEAD_DIM, *_OTHER_SIZES, "kv_lora_rank", "num_kv_shared_layers", "multi_query_group_num")
+    (*_KV_HEADS, *_GROUPS, *_HEAD_DIM, *_OTHER_SIZES, "kv_lora_rank", "num_kv_shared_layers", "multi_query_group_num")
 )
 """What the names of sizes of KV hold, and those that are read here: another one may say that there is less of it."""
 
@@ -361,7 +359,7 @@ def _kv_heads(config: Mapping[str, Any], kind: str, path: Path, heads: int | Non
         return 1  # MPT, SantaCoder
     if config.get("multi_query_attention", True) and (groups := _count(config, path, "multi_query_group_num")):
         return groups  # ChatGLM
-    found = _count(config, path, *_KV_HEADS)
+    found = _count(config, path, *_KV_HEADS, *(() if kind in _SAYS_KV_HEADS else _GROUPS))
     if found is None and config.get("multi_query_attention"):
         return 1  # OLMo before transformers had it
     return heads if found is None and kind not in _SAYS_KV_HEADS else found
