@@ -77,7 +77,7 @@ class Config:
     local_cpu_use_hugepages: bool = _key(False, parsers.flag, "BOOL", "2 MiB pages, or fail with what is missing")
     local_disk: str | None = _key(
         None,
-        parsers.optional(parsers.directory),
+        parsers.optional(parsers.directory, "a directory"),
         "DIR",
         "directory of the disk tier, false = none; needs max_local_disk_size too",
     )
@@ -89,7 +89,7 @@ class Config:
     )
     remote_url: str | None = _key(
         None,
-        parsers.optional(parsers.server_url),
+        parsers.optional(parsers.server_url, "a URL"),
         "URL",
         "server that an engine stores to: redis://HOST:PORT, unix:///PATH",
     )
@@ -134,7 +134,10 @@ class Config:
     port: int = _server(6379, parsers.port("none"), "N", "TCP port; 0 takes a free one, none opens none")
     unixsocket: str | None = _server(None, parsers.optional(parsers.text), "PATH", "unix socket to listen on as well")
     unixsocketperm: str | None = _server(
-        None, parsers.optional(parsers.file_mode), "MODE", "the socket file's mode, three octal digits"
+        None,
+        parsers.optional(parsers.file_mode, "three octal digits"),
+        "MODE",
+        "the socket file's mode, three octal digits",
     )
     protected_mode: bool = _server(
         True, parsers.flag, "BOOL", "without a password take clients of this machine alone, whatever bind says"
