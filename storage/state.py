@@ -62,6 +62,9 @@ FLUSHED_AT_ONCE = 200
 HANDED_AT_ONCE = 300
 """How many entries a new policy takes over at a time: a millisecond or two."""
 
+EXPIRY_SPAN_MS = 128
+"""Ends of keys are swept so many milliseconds' worth at a time."""
+
 LONG_AGO_MS = 1
 """When what is stored too late has expired."""
 
@@ -89,7 +92,7 @@ class Discarded:
         self._policy = state.policy
         self._inline_policy = state.inline_policy
         self._unsaved = state.unsaved
-        self._expiries = state._expiries  # not looked at again, and not freed within the flush
+        self._expiries = state._expiries
 
     def drop(self, entries_max: int) -> bool:
         """Free up to `entries_max` entries; False when none is left."""
@@ -97,7 +100,7 @@ class Discarded:
         while self._entries and not self._entries[-1]:
             self._entries.pop()
         if not self._entries:
-            return bool(self._buckets)
+            return self._expiries.drop(8 * entries_max) or bool(self._buckets)
         entries = self._entries[-1]
         for _ in range(min(entries_max, len(entries))):
             _, entry = entries.popitem()
@@ -205,7 +208,7 @@ class StoreState:
         self._discarded: Discarded | None = None
         self._flushed: list[dict[bytes, Entry]] = []  # out of the index; in all else until they are given back
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
-        self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires)
+        self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires, EXPIRY_SPAN_MS)
         self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)
 
     @property
@@ -406,7 +409,7 @@ class StoreState:
         self.unsaved = {}
         policy = self.policy.new if isinstance(self.policy, Succession) else self.policy
         self.policy, self.inline_policy, self._succession = type(policy)(), type(policy)(), None
-        self._expiries = Deadlines(self.index.expires)
+        self._expiries = Deadlines(self.index.expires, EXPIRY_SPAN_MS)
 
     def _begin_succession(self, policy: Policy) -> None:
         """Let `policy` take over: at once from few entries, from many in steps."""
