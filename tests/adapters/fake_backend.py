@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from types import TracebackType
 
 from kvredis.backends.base import NothingToFetch, Tier
 
@@ -24,9 +23,7 @@ class FakeReservation:
     def __enter__(self) -> "FakeReservation":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
@@ -47,9 +44,7 @@ class FakeLease:
     def __enter__(self) -> "FakeLease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
