@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvredis.adapters.engine.background import Task
 from kvredis.adapters.engine.block import block_bytes
 from kvredis.adapters.engine.config import Role
 from kvredis.adapters.engine.layout import ChunkLayout
@@ -252,3 +253,27 @@ class MoverContext:
     def piece_bytes_max(self) -> int:
         """How much it may, where others are under way already."""
         return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))
+
+
+class MoverTask(Task):
+    """What a thread of a ChunkMover does at a time: the moves of one job, or the stores of a step layer by layer."""
+
+    def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
+        super().__init__(0)
+        self.jobs = jobs
+        """At least one where it is queued, all of them loads or all stores."""
+        self.began_s = 0.0
+        """When it was begun (time.monotonic); 0 before."""
+        self._context = context
+
+    def run(self) -> None:
+        """Move what is asked for. Raises what backend and transfer raise; when it has ended no page is read or written
+        any more."""
+        with self._context.bandwidth.row(is_load=self.jobs[0].is_load):
+            self._run()
+
+    def clean_up(self) -> None:
+        """Do what the engine does not wait for; called behind `run` in any case."""
+
+    def _run(self) -> None:
+        raise NotImplementedError
