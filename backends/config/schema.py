@@ -106,6 +106,12 @@ class Config:
     max_load_chunks: int = _key(
         1024, parsers.whole(1), "N", "chunks that engines with paged KV may be loading at a time; more are computed"
     )
+    state_bytes_per_prompt: int | None = _key(
+        None,
+        parsers.optional(parsers.memory(1)),
+        "BYTES",
+        "bound on the states of recurrent layers (Mamba) that are stored of a prompt; none = as many as its KV has",
+    )
     verify_blocks: bool = _key(True, parsers.flag, "BOOL", "checksums for the blocks of engines with paged KV")
     bandwidth_gb_s: float = _key(
         0.0, parsers.gb_per_s_or_none, "GB/S", "bound on what such an engine moves, loads before stores; 0 = none"

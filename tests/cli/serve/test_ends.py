@@ -4,16 +4,12 @@ import signal
 import socket
 from pathlib import Path
 
-import pytest
-
 from tests.cli.conftest import Serve, ServeProcess
 from tests.server.feed import request
 from tests.server.live import MIB, pattern
 
 ROOMY = ("--port", "none", "--max-local-cpu-size", "256MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
 LENGTH = 64 * MIB
-
-every_loop = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 
 
 def start(serve: Serve, folder: Path, loop: str) -> tuple[ServeProcess, str]:
@@ -47,7 +43,6 @@ def wait_for_hang_up(client: socket.socket) -> None:
     client.close()
 
 
-@every_loop
 def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     words = request("SET", "k", pattern(LENGTH))
@@ -63,7 +58,6 @@ def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_p
     assert server.finish() == 0, server.stderr
 
 
-@every_loop
 def test_a_value_that_is_half_read_at_sigterm_is_sent_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     value = pattern(LENGTH)
@@ -78,7 +72,6 @@ def test_a_value_that_is_half_read_at_sigterm_is_sent_whole(serve: Serve, tmp_pa
     assert server.finish() == 0, server.stderr
 
 
-@every_loop
 def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     with connect(path) as writer, connect(path) as other:
@@ -90,7 +83,6 @@ def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(serve: Serve,
     assert not Path(path).exists()
 
 
-@every_loop
 def test_shutdown_ends_it_as_sigterm_does(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     words = request("SET", "k", pattern(LENGTH))

@@ -36,7 +36,6 @@ def test_the_file_that_was_read_is_known_to_the_server(tmp_path: Path) -> None:
     assert server_options_of(Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})).config_file == file
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_tls_is_served_beside_the_plain_port(serve: Serve, papers: Papers, loop: str) -> None:
     server = serve(
         *COLD, "--tls-port", "free", "--tls-cert-file", papers.path("server"),

@@ -40,7 +40,6 @@ def ping(address: str) -> bytes:
         return link.recv(64)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: Path, loop: str) -> None:
     path = tmp_path / "kv.sock"
     server = serve(*COLD, "--unixsocket", str(path), KVREDIS_EVENT_LOOP=loop)

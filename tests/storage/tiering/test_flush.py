@@ -78,6 +78,7 @@ def test_all_is_written_in_the_order_in_which_it_would_leave(tmp_path: Path) -> 
     with TieredStore(tmp_path) as tiers:
         tiers.put(b"a", b"b", b"c")
         lease = tiers.store.peek(b"c")
+        tiers.clock.now_s += 1
         tiers.store.touch([b"a"])
         assert tiers.save()
         assert tiers.on_disk() == [b"b", b"a", b"c"], "what is read comes last, but it comes"
@@ -93,16 +94,43 @@ def test_a_crowd_that_asks_while_a_round_is_under_way_shares_the_next_one_and_it
         def ask(name: str) -> None:
             tiers.tiering.saving.save(tiers.store.writes, lambda saved: answers.append((name, saved)))
 
+        def others() -> None:
+            for number in range(10):
+                tiers.put(b"b:%d" % number)
+                ask("second")
+
         tiers.put(b"a")
         ask("first")
-        for number in range(10):
-            tiers.put(b"b:%d" % number)
-            ask("second")
+        tiers.during("pwrite", others)
         assert not answers
         tiers.io.run()
         assert answers == [("first", True), *[("second", True)] * 10]
         assert tiers.steps("sync segment") == tiers.steps("index: durable") - at_start == 2
         assert tiers.steps("pwrite") == 11
+
+
+def test_who_asks_before_a_round_has_begun_shares_it(tmp_path: Path) -> None:
+    with TieredStore(tmp_path) as tiers:
+        answers: list[bool] = []
+        for key in (b"a", b"b"):
+            tiers.put(key)
+            tiers.tiering.saving.save(tiers.store.writes, answers.append)
+        tiers.io.run()
+        assert answers == [True, True]
+        assert tiers.steps("sync segment") == 1
+
+
+def test_more_than_are_looked_at_at_a_time_are_all_written_and_no_more(tmp_path: Path) -> None:
+    with TieredStore(tmp_path, disk_bytes=64 * MIB) as tiers:
+        for number in range(1_200):
+            assert tiers.store.put(b"old:%04d" % number, b"small")
+        since = tiers.store.writes + 1
+        for number in range(1_200):
+            assert tiers.store.put(b"new:%04d" % number, b"small")
+        assert tiers.save(since)
+        assert sorted(tiers.on_disk()) == [b"new:%04d" % number for number in range(1_200)]
+        assert tiers.save()
+        assert tiers.on_disk()[1_200:] == [b"old:%04d" % number for number in range(1_200)]
 
 
 def test_who_asks_from_within_an_answer_gets_one(tmp_path: Path) -> None:
@@ -122,14 +150,19 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
     def fails(_: object) -> Any:
         raise error
 
+    def asks_and_fails(_: object) -> Any:
+        saving.save(0, answers.append)
+        raise error
+
     with TieredStore(tmp_path) as tiers:
         answers: list[bool] = []
         saving = tiers.tiering.saving
         tiers.put(b"a")
         with monkeypatch.context() as patched:
             if where == "write":
-                patched.setattr(tiers.tiering.carrier, "write_out", fails)
-            saving.save(0, fails if where == "callback" else answers.append)
+                patched.setattr(tiers.tiering.carrier, "write_out", asks_and_fails)
+            else:
+                saving.save(0, fails)
             saving.save(0, answers.append)
             tiers.io.run(1)
         tiers.io.run()
@@ -139,13 +172,16 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
 def test_a_failed_write_is_told_to_those_whom_it_concerns(tmp_path: Path) -> None:
     with TieredStore(tmp_path) as tiers:
         answers: dict[str, bool] = {}
+
+        def others() -> None:
+            tiers.put(b"b")
+            tiers.tiering.saving.save(2, lambda saved: answers.update(early=saved))
+            tiers.tiering.saving.save(3, lambda saved: answers.update(late=saved))
+            tiers.files.plan = on("pwrite", Fault.EIO)
+
         tiers.put(b"a")
         tiers.tiering.saving.save(0, lambda _: None)  # under way, so that the others share a round
-        tiers.put(b"b")
-        tiers.tiering.saving.save(2, lambda saved: answers.update(early=saved))
-        tiers.tiering.saving.save(3, lambda saved: answers.update(late=saved))
-        tiers.io.run(1)
-        tiers.files.plan = on("pwrite", Fault.EIO)
+        tiers.during("pwrite", others)
         tiers.io.run()
         assert answers == {"early": False, "late": True}
         tiers.files.plan = None
