@@ -291,9 +291,10 @@ def calm_collector() -> None:
     """Keep Python's cycle collector from walking every stored block each time some thousands were added.
 
     Blocks, replies and ended sessions form no cycles and are freed by their counts. The young are walked a few at a
-    time, in a millisecond, and the older ones after five million have been added.
+    time, in a millisecond, and once more with the next few thousand; after that they are old, and no walk over a
+    million of them is worth a second in which no client has its turn.
     """
     gc.enable()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2_000, 2_500, 100)
+    gc.set_threshold(2_000, 5, 1_000_000)

@@ -12,13 +12,15 @@ SPACES: Final = 16
 class Database:
     """What the entries, or the records, of one database have in common."""
 
-    __slots__ = ("flushed", "number", "swapped")
+    __slots__ = ("ends", "ends_ms", "flushed", "number", "swapped")
 
     def __init__(self, number: int) -> None:
         self.number = number
         """By which clients know it, until the next SWAPDB."""
         self.flushed = False
         """Its entries were flushed: another database has the number, and they are given back by and by."""
+        self.ends = self.ends_ms = 0
+        """How many of its entries have an end, and the sum of those, in Unix ms; not kept on disk."""
         self.swapped = 0
         """When it got that number, as its owner counts: by writes in memory, by sequence numbers on disk; 0 = at the
         start."""

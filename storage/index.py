@@ -38,7 +38,13 @@ class Index:
         keys = self.spaces[space]
         old = keys.get(entry.key)
         keys[entry.key] = entry
-        entry.database = self.databases[space]
+        database = entry.database = self.databases[space]
+        if entry.expire_at_ms:
+            database.ends += 1
+            database.ends_ms += entry.expire_at_ms
+        if old is not None and old.expire_at_ms:
+            database.ends -= 1
+            database.ends_ms -= old.expire_at_ms
         if old is None:
             buckets = self._buckets[space]
             if buckets is None:
@@ -48,7 +54,16 @@ class Index:
 
     def remove(self, entry: Entry) -> None:
         """Take away a visible entry."""
+        self.set_end(entry, 0, leaves=True)
         self._discard(entry.key, entry.space)
+
+    def set_end(self, entry: Entry, at_ms: int, *, leaves: bool = False) -> None:
+        """Give a visible entry another end, in Unix ms, or 0 = none; one that `leaves` keeps its own."""
+        database, before = entry.database, entry.expire_at_ms
+        database.ends += bool(at_ms) - bool(before)
+        database.ends_ms += at_ms - before
+        if not leaves:
+            entry.expire_at_ms = at_ms
 
     def _discard(self, key: bytes, space: int) -> None:
         del self.spaces[space][key]
@@ -59,6 +74,7 @@ class Index:
     def rename(self, entry: Entry, key: bytes, space: int) -> Entry | None:
         """Make a visible entry visible under another name and no longer under its own; returns the one it replaces."""
         old_key, old_space = entry.key, entry.space
+        self.set_end(entry, 0, leaves=True)
         entry.key, entry.database = key, self.databases[space]
         replaced = self.put(entry)
         self._discard(old_key, old_space)
@@ -125,3 +141,5 @@ class Index:
                 assert entry.database is self.databases[space]
                 assert entry.space == space
                 assert key in buckets[hash(key) & (BUCKETS - 1)]
+            ends = [entry.expire_at_ms for entry in entries.values() if entry.expire_at_ms]
+            assert (self.databases[space].ends, self.databases[space].ends_ms) == (len(ends), sum(ends))

@@ -8,10 +8,11 @@ at the end, which tiers need as clients do, take it themselves.
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush, merge
 from itertools import islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from .database import Database
@@ -61,6 +62,9 @@ FLUSHED_AT_ONCE = 200
 HANDED_AT_ONCE = 300
 """How many entries a new policy takes over at a time: a millisecond or two."""
 
+EXPIRY_SPAN_MS = 128
+"""Ends of keys are swept so many milliseconds' worth at a time."""
+
 LONG_AGO_MS = 1
 """When what is stored too late has expired."""
 
@@ -88,7 +92,7 @@ class Discarded:
         self._policy = state.policy
         self._inline_policy = state.inline_policy
         self._unsaved = state.unsaved
-        self._expiries = state._expiries  # not looked at again, and not freed within the flush
+        self._expiries = state._expiries
 
     def drop(self, entries_max: int) -> bool:
         """Free up to `entries_max` entries; False when none is left."""
@@ -96,7 +100,7 @@ class Discarded:
         while self._entries and not self._entries[-1]:
             self._entries.pop()
         if not self._entries:
-            return bool(self._buckets)
+            return self._expiries.drop(8 * entries_max) or bool(self._buckets)
         entries = self._entries[-1]
         for _ in range(min(entries_max, len(entries))):
             _, entry = entries.popitem()
@@ -204,7 +208,7 @@ class StoreState:
         self._discarded: Discarded | None = None
         self._flushed: list[dict[bytes, Entry]] = []  # out of the index; in all else until they are given back
         # Keys, not entries: a deadline that is void by now must not keep a value alive that no account knows.
-        self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires)
+        self._expiries: Deadlines[tuple[bytes, Database]] = Deadlines(self.index.expires, EXPIRY_SPAN_MS)
         self._limits: Deadlines[Lease | LeaseRun] = Deadlines(lambda _, hold: hold.held)
 
     @property
@@ -405,14 +409,14 @@ class StoreState:
         self.unsaved = {}
         policy = self.policy.new if isinstance(self.policy, Succession) else self.policy
         self.policy, self.inline_policy, self._succession = type(policy)(), type(policy)(), None
-        self._expiries = Deadlines(self.index.expires)
+        self._expiries = Deadlines(self.index.expires, EXPIRY_SPAN_MS)
 
     def _begin_succession(self, policy: Policy) -> None:
         """Let `policy` take over: at once from few entries, from many in steps."""
         self.catch_up()
         one, other = Succession(self.policy, policy), Succession(self.inline_policy, type(policy)())
         self.policy, self.inline_policy = one, other
-        self._succession = self._succeed(one, other, [list(keys.values()) for keys in self.index.spaces])
+        self._succession = self._succeed(one, other)
         if len(self.index) <= SLICE_ENTRIES:
             while self._give_back():
                 pass
@@ -425,22 +429,28 @@ class StoreState:
             self._succession = None
         return self._succession is not None
 
-    def _succeed(self, one: Succession, other: Succession, spaces: list[list[Entry]]) -> Iterator[None]:
-        """Hand all entries over, coldest first, and then what was stored or used meanwhile. The entries of `spaces` are
-        sorted in runs, and these are merged."""
+    def _succeed(self, one: Succession, other: Succession) -> Iterator[None]:
+        """Hand all entries over, coldest first, and then what was stored or used meanwhile. They are sorted in runs, by
+        times as of then, and these are merged."""
         key = attrgetter("created_s" if one.name == "FIFO" else "accessed_s")
-        runs: list[list[Entry]] = []
-        for entries in spaces:
-            for at in range(0, len(entries), SLICE_ENTRIES):
-                runs.append(sorted((each for each in entries[at : at + SLICE_ENTRIES] if each.is_resident), key=key))
+        is_whole = False
+        while not is_whole:  # once more for those whose name, or database, has changed while the keys were walked
+            runs: list[Iterator[tuple[float, Entry]]] = []
+            for space in range(len(self.index.spaces)):
+                place, walked = 0, False
+                while not walked:
+                    place, keys = self.index.scan(place, SLICE_ENTRIES, space)
+                    found = map(self.index.spaces[space].__getitem__, keys)
+                    run = sorted((each for each in found if each.is_resident), key=key)
+                    runs.append(zip(array("d", map(key, run)), run, strict=True))
+                    walked = not place
+                    yield
+            for number, (_, entry) in enumerate(merge(*runs, key=itemgetter(0))):
+                (one if entry.value is None else other).hand_over(entry)
+                if number % HANDED_AT_ONCE == 0:
+                    yield
+            while not (is_whole := one.end(HANDED_AT_ONCE) & other.end(HANDED_AT_ONCE)) and (one.late or other.late):
                 yield
-        spaces.clear()
-        for number, entry in enumerate(merge(*runs, key=key)):
-            (one if entry.value is None else other).hand_over(entry)
-            if number % HANDED_AT_ONCE == 0:
-                yield
-        while not (one.end(HANDED_AT_ONCE) & other.end(HANDED_AT_ONCE)):
-            yield
         self.policy, self.inline_policy = one.new, other.new
 
     def remember_expiry(self, entry: Entry) -> None:

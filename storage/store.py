@@ -211,7 +211,7 @@ class Store(StoreState):
             entry = self._visible(key, space)
             if entry is None:
                 return False
-            entry.expire_at_ms = at_ms
+            self.index.set_end(entry, at_ms)
             if at_ms and at_ms <= self.now_ms():
                 self._remove(entry, "del")
                 self.stats.deleted += 1
@@ -527,9 +527,10 @@ class Store(StoreState):
         with self.lock:
             return [key for key in list(self.index.spaces[space]) if self._visible(key, space) is not None]
 
-    def names(self, space: int = 0) -> list[bytes]:
-        """Every key of a database in one step, expired ones that are not collected yet too: 10 ms for a million."""
-        return list(self.index.spaces[space])
+    def names(self, place: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
+        """As `scan`, but expired keys that are not collected yet are among them."""
+        with self.lock:
+            return self.index.scan(place, count, space)
 
     def count(self, space: int = 0) -> int:
         """Keys of a database; expired ones count until they are collected, as in Redis."""
@@ -548,7 +549,7 @@ class Store(StoreState):
 
     def scan(self, cursor: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
         """One step of SCAN: the next cursor (0 = done) and at least `count` keys unless the walk ends first."""
-        with self.lock:
+        with self.lock, self.now_ms.one_moment():
             following, keys = self.index.scan(cursor, count, space)
             return following, [key for key in keys if self._visible(key, space) is not None]
 
@@ -579,22 +580,8 @@ class Store(StoreState):
             return figures
 
     def ends(self) -> list[tuple[int, int]]:
-        """For each database, how many keys have an end, and the sum of those ends in Unix ms.
-
-        Blocks seldom have one, so what is walked is the list of deadlines, unless that is long: then the keys
-        cost less.
-        """
-        counts = [[0, 0] for _ in self.index.spaces]
-        deadlines = self._expiries
-        if len(deadlines) * 4 < len(self.index):
-            found = [self.index.get(key, database.number) for key, database in deadlines.held()]
-            entries = [entry for entry in found if entry is not None]
-        else:
-            entries = [entry for each in self.index.spaces for entry in list(each.values()) if entry.expire_at_ms]
-        for entry in entries:
-            counts[entry.space][0] += 1
-            counts[entry.space][1] += entry.expire_at_ms
-        return [(count, total) for count, total in counts]
+        """For each database, how many keys have an end, and the sum of those ends in Unix ms."""
+        return [(database.ends, database.ends_ms) for database in self.index.databases]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index, policies, allocator and byte accounts agree with one another."""

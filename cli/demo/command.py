@@ -28,7 +28,7 @@ import click
 from kvredis import install_line
 from kvredis.backends.config.url import parse_remote
 from kvredis.cli.bench.options import ended_as_exit
-from kvredis.cli.inspect.client import PASSWORD_VARIABLE, place_of
+from kvredis.cli.inspect.client import PASSWORD_VARIABLE, place_of, whole_url
 
 from .spec import Shape, Spec
 
@@ -119,7 +119,7 @@ def _answering(url: str) -> str:
     with place.open() as servers:
         for server in servers.each:
             server.ask("PING")
-    whole = url if "://" in url else f"redis://{url}"
+    whole = whole_url(url)
     password = os.environ.get(PASSWORD_VARIABLE, "")
     if not password or parse_remote(whole).password:
         return whole

@@ -8,10 +8,9 @@ device or the bytes there were bad. `check_integrity` adds them up.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from types import MappingProxyType
 
 from kvredis.storage.database import SPACES, Database
 from kvredis.storage.memory.allocator import Allocator, Extent
@@ -23,6 +22,9 @@ from .segment import KEY_BYTES_MAX, Name, Record, record_bytes
 EVICT_PART = 64
 EVICT_BLOCKS_MAX = 16
 """As many blocks leave at a time as make room for 16 of the one that needs it, but no more than a 64th of the disk."""
+
+UNTRUE_NAMES_MAX = 512
+"""How many names of `untrue` are told at a time."""
 
 LOOK_RECORDS_MAX = 512
 """How many of the coldest are looked at under the lock for some that lie side by side."""
@@ -60,6 +62,31 @@ class DiskStats:
         return asdict(self)
 
 
+@dataclass(slots=True, eq=False)
+class Contents:
+    """The records of one database, by key. They stay together when databases are exchanged, and when they are cleared:
+    then they leave a few at a time."""
+
+    database: Database
+    records: dict[bytes, Record] = field(default_factory=dict)
+    live_bytes: int = 0
+    superseded: int = 0
+    superseded_bytes: int = 0
+    gone: set[bytes] = field(default_factory=set)
+    """Keys whose records have left since databases were exchanged, of which the index has not learned."""
+
+
+@dataclass(slots=True)
+class Learning:
+    """What the index is learning, and what it will have when it has: see `_begin_learning`."""
+
+    batch: Batch
+    contents: list[Contents]
+    """Which database each number is."""
+    indexed: list[Contents]
+    gone: list[tuple[Contents, set[bytes]]] = field(default_factory=list)
+
+
 class DiskState:
     """What is where on one disk. Public methods take the lock, others expect it; none blocks beyond it."""
 
@@ -73,11 +100,24 @@ class DiskState:
         """Extents of records that can be read."""
         self._segments = opened.segments
         self._allocator: Allocator = free_room(opened)
-        self._spaces: list[dict[bytes, Record]] = [{} for _ in range(SPACES)]
         self._databases = [Database(number) for number in range(SPACES)]
+        self._contents = {database: Contents(database) for database in self._databases}
+        """Those of the databases, and of some that were cleared."""
+        self._spaces = [self._contents[database].records for database in self._databases]
+        self._indexed = list(self._contents.values())
+        """Whose rows the index on disk has under each number. It is another than who has the number now, from an
+        exchange on until the index learns of it."""
+        self._displaced = False  # whether it may be
+        self._cleared: list[Contents] = []
+        self._undecided = False  # there may be names that belong to `untrue` and are not yet there: see `decide`
+        self.decide: Callable[[], None] = lambda: None
+        """Called before the index learns of anything, by a thread that may block: has `wait_for` told of all names for
+        which it has to wait, and then `decided`."""
         for record in opened.records:
-            self._spaces[record.space][record.key] = record
-            record.database = self._databases[record.space]
+            contents = self._contents[self._databases[record.space]]
+            contents.records[record.key] = record
+            contents.live_bytes += record.extent.length
+            record.database = contents.database
         self._order = OrderedDict.fromkeys(opened.records)  # coldest first; a rename changes nothing here
         self._records_max = opened.records_max
         self._seq = opened.first_seq
@@ -87,7 +127,7 @@ class DiskState:
         self._coming = 0  # records that are to lie there: several in one extent until they are written together
         self._pending = Batch()  # what the index has yet to learn
         # Why the index shall not learn of it yet: see `swap` and `wait_for`, which has nothing to give up.
-        self._untrue: dict[tuple[bytes, Database], Sequence[Record] | None] = {}
+        self._untrue: dict[Database, dict[bytes, Sequence[Record] | None]] = {}
         self._generation = 1  # of the records that the pending batch brings
         self._confirmed = 0  # the last generation that survives a loss of power
         self._superseded: dict[Record, None] = {}  # the longest superseded first
@@ -129,8 +169,8 @@ class DiskState:
                 return False
             self._replace(old, *instead)
             record.rename(record.key, self._databases[record.space])
-            self._untrue.pop((record.key, record.database), None)
-            self._spaces[record.space][record.key] = record
+            self._wait_no_longer(record.key, record.database)
+            self._enter(record)
             self._order[record] = None
             record.generation = self._generation
             self._pending.note(record.name, row_of(record))
@@ -141,10 +181,6 @@ class DiskState:
         """The record of a key. It may be gone by the time that it is read: then `read` says so."""
         return self._spaces[space].get(key)
 
-    def keys(self, space: int) -> KeysView[bytes]:
-        """The keys of a database."""
-        return self._spaces[space].keys()
-
     def touch(self, record: Record) -> None:
         """Note that a record was used: it leaves last. One that has left meanwhile is nothing."""
         with self._lock:
@@ -154,7 +190,7 @@ class DiskState:
     def forget(self, key: bytes, space: int) -> bool:
         """Drop a key's record; False when there is none. Until `sync` a crash may bring it back."""
         with self._lock:
-            self._untrue.pop((key, self._databases[space]), None)
+            self._wait_no_longer(key, self._databases[space])
             record = self._spaces[space].get(key)
             if record is None:
                 return False
@@ -170,6 +206,9 @@ class DiskState:
                 self._order.move_to_end(record)  # out of the way of who looks for the coldest
                 self._superseded[record] = None
                 self.superseded_bytes += record.extent.length
+                contents = self._contents[record.database]
+                contents.superseded += 1
+                contents.superseded_bytes += record.extent.length
 
     def drop(self, records: Iterable[Record]) -> None:
         """Let records go that are there still. Until `sync` a crash may bring them back."""
@@ -180,46 +219,87 @@ class DiskState:
 
     @property
     def waits(self) -> bool:
-        """Whether there is any name in `untrue`."""
-        return bool(self._untrue)
+        """Whether there is any name in `untrue`, or there may be."""
+        return bool(self._untrue) or self._undecided
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there may be such names that `wait_for` was not told of: see `decide`."""
+        return self._undecided
 
     @property
     def untrue(self) -> list[Name]:
-        """The names whose values have to be published, or forgotten, before the index learns of anything: `settle` and
-        `sync` are False until then."""
+        """The first few hundred of the names whose values have to be published, or forgotten, before the index learns
+        of anything: `settle` and `sync` are False until then."""
         with self._lock:
-            return [(key, database.number) for key, database in self._untrue]
+            names = ((key, database.number) for database, keys in self._untrue.items() for key in keys)
+            return list(islice(names, UNTRUE_NAMES_MAX))
+
+    def _wait_no_longer(self, key: bytes, database: Database) -> tuple[bool, Sequence[Record] | None]:
+        """Take a name out of `untrue`: whether it was there, and what was given for it."""
+        keys = self._untrue.get(database)
+        if keys is None or key not in keys:
+            return False, None
+        given = keys.pop(key)
+        if not keys:
+            del self._untrue[database]
+        return True, given
 
     def rename_untrue(self, old: Name, new: Name) -> None:
         """A value that is waited for, and that memory alone has, has another name."""
         with self._lock:
-            names = [(key, self._databases[space]) for key, space in (old, new)]
-            waiting = [self._untrue.pop(name) for name in names if name in self._untrue]
-            if waiting:
-                given = [records for records in waiting if records is not None]
-                self._untrue[names[1]] = [record for records in given for record in records] if given else None
+            waiting = [self._wait_no_longer(key, self._databases[space]) for key, space in (old, new)]
+            if any(was_waited_for for was_waited_for, _ in waiting):
+                given = [records for _, records in waiting if records is not None]
+                self._untrue.setdefault(self._databases[new[1]], {})[new[0]] = list(chain(*given)) if given else None
 
-    def wait_for(self, name: Name) -> None:
-        """Have the index learn of nothing until the value of a name is published, or forgotten: what it supersedes
-        under another name is about to go."""
+    def wait_for(self, name: Name, records: Sequence[Record] | None = None) -> None:
+        """Have the index learn of nothing until the value of a name, which memory alone has, is published, or
+        forgotten: what it supersedes under another name is about to go. With `records`: an exchange of databases has
+        put the name over a record that is not its own, and these superseded records of the value under names that are
+        not theirs."""
         with self._lock:
-            self._untrue.setdefault((name[0], self._databases[name[1]]), None)
+            keys = self._untrue.setdefault(self._databases[name[1]], {})
+            before = keys.get(name[0])
+            keys[name[0]] = before if records is None else list(dict.fromkeys((*(before or ()), *records)))
+
+    def decided(self) -> None:
+        """All names that `wait_for` has to be told of are known."""
+        with self._lock:
+            self._undecided = False
+
+    def displaced(self, space: int, keys: Iterable[bytes]) -> list[bytes]:
+        """Which of `keys` the index has rows of under this number that belong to another database by now."""
+        with self._lock:
+            before = self._indexed[space]
+            if before.database is self._databases[space] or not (before.records or before.gone):
+                return []
+            return [key for key in keys if key in before.records or key in before.gone]
+
+    def has_moved(self, record: Record) -> bool:
+        """Whether the database of a record has another number than the index knows."""
+        with self._lock:
+            return not record.database.flushed and self._indexed[record.space].database is not record.database
 
     def give_up(self, name: Name | None = None) -> bool:
         """Wait no longer for the value of a name in `untrue`, or None = of all: what a crash would find there instead
         leaves. False when it was not waited for."""
         with self._lock:
-            wanted = None if name is None else (name[0], self._databases[name[1]])
-            names = list(self._untrue) if wanted is None else [wanted] if wanted in self._untrue else []
-            for each in names:
-                given = self._untrue.pop(each)
+            if name is None:
+                names = [(key, database) for database, keys in self._untrue.items() for key in keys]
+            else:
+                names = [(name[0], self._databases[name[1]])]
+            found = False
+            for key, database in names:
+                was_waited_for, given = self._wait_no_longer(key, database)
+                found = found or was_waited_for
                 if given is None:
                     continue
-                for leaving in (self._spaces[each[1].number].get(each[0]), *given):
+                for leaving in (self._contents[database].records.get(key), *given):
                     if leaving is not None and leaving.superseded and leaving in self._order:
                         self._retire(leaving)
                         self.stats.gave_way += 1
-            return bool(names)
+            return found
 
     def rename(self, old: Name, new: Name, instead: Iterable[Record] = ()) -> bool:
         """Have the record of one name be that of another, in place of the one that is there; False when there is none.
@@ -232,64 +312,58 @@ class DiskState:
             if record is None or old == new:
                 return record is not None
             self._replace(self._spaces[new[1]].get(new[0]), *instead)
-            self._untrue.pop((new[0], self._databases[new[1]]), None)
-            del self._spaces[old[1]][old[0]]
-            self._spaces[new[1]][new[0]] = record
+            self._wait_no_longer(new[0], self._databases[new[1]])
+            self._take_out(record)
             record.rename(new[0], self._databases[new[1]])
+            self._enter(record)
             record.renamed_seq = self._next_seq()
             self._pending.note(old, None)
             self._pending.note(new, row_of(record))
             return True
 
-    def swap(self, first: int, second: int, untrue: Mapping[Name, Sequence[Record]] = MappingProxyType({})) -> None:
-        """Exchange two databases. Costs no step a record, and none of I/O.
+    def swap(self, first: int, second: int, *, undecided: bool = False) -> bool:
+        """Exchange two databases; False when no record is in either. Costs no step a record, and none of I/O.
 
-        `untrue` are names, as they are afterwards, whose values memory alone has: until those are published nothing is
-        true that could be found of these names after a crash, nor of the superseded records that are given for each, so
-        the index learns of nothing.
+        With `undecided` there may be values in them that memory alone has, so that there is nothing true that could be
+        found of their names after a crash, nor of what they supersede. Then the index learns of nothing before `decide`
+        has said which, and those are published.
         """
         with self._lock:
-            spaces = self._spaces
+            spaces, databases = self._spaces, self._databases
             if first == second:
-                return
-            Database.exchange(self._databases, first, second, self._next_seq())
-            for (key, space), records in untrue.items():
-                self._untrue[key, self._databases[space]] = records
-            if not (spaces[first] or spaces[second]):
-                return
+                return False
+            as_indexed = [each for each in (first, second) if self._indexed[each].database is databases[each]]
+            Database.exchange(databases, first, second, self._next_seq())
             spaces[first], spaces[second] = spaces[second], spaces[first]
+            if not (spaces[first] or spaces[second]):
+                for each in as_indexed:  # of these the index has no row, or will have none
+                    self._indexed[each] = self._contents[databases[each]]
+                return False
             step = list(STAY)
             step[first], step[second] = second, first
             self._pending.move(tuple(step))
-            self._pending.replaces = True
+            self._pending.replaces = self._displaced = True
+            self._undecided = self._undecided or undecided
+            return True
 
-    def clear(self, space: int | None = None) -> int:
+    def clear(self, space: int | None = None, *, undecided: bool = False) -> int:
         """Drop every record, or those of one database; gives how many. Until `sync` a crash may bring them back.
 
-        The room comes back as with `forget`. Takes milliseconds for a hundred thousand records.
+        The room comes back as with `forget`. Costs no step a record: they leave a few at a time, when the index learns
+        of it. With `undecided` values may be gone, or wait to be written, that supersede records; see `swap`.
         """
         with self._lock:
+            self._undecided = self._undecided or undecided
             leaving = range(SPACES) if space is None else (space,)
-            self._untrue = {name: old for name, old in self._untrue.items() if name[1].number not in leaving}
-            count = sum(len(self._spaces[each]) for each in leaving)
-            if not count:  # then the index will have no such row either, once it knows what is pending
-                return 0
-            if count == len(self._order):
-                self._retiring += self._order
-                self._order = OrderedDict()
-                self.live_bytes = self.superseded_bytes = 0
-                self._superseded = {}
-            else:
-                order, records = self._order, list(self._spaces[leaving[0]].values())
-                for record in records:
-                    del order[record]
-                    if record.superseded:
-                        self._forget_superseded(record)
-                self.live_bytes -= sum([record.extent.length for record in records])
-                self._retiring += records
+            count = 0
             for each in leaving:
-                self._spaces[each] = {}
-            self._pending.move(tuple(None if each in leaving else each for each in STAY))
+                contents = self._contents[self._databases[each]]
+                self._untrue.pop(contents.database, None)
+                if contents.records:
+                    count += len(contents.records)
+                    self._clear(contents)
+            if count:  # else the index will have no such row either, once it knows what is pending
+                self._pending.move(tuple(None if each in leaving else each for each in STAY))
             return count
 
     def set_expiry(self, key: bytes, space: int, expire_at_ms: int) -> bool:
@@ -310,10 +384,11 @@ class DiskState:
     def records(self) -> Iterator[Record]:
         """Every record, superseded ones included, coldest first, as of now."""
         with self._lock:
-            return iter(list(self._order))
+            return iter([record for record in self._order if not record.database.flushed])
 
     def __len__(self) -> int:
-        return len(self._order) - len(self._superseded)
+        contents = [self._contents[database] for database in list(self._databases)]
+        return sum(len(each.records) - each.superseded for each in contents)
 
     @property
     def limit_bytes(self) -> int:
@@ -333,7 +408,7 @@ class DiskState:
     @property
     def unsettled(self) -> bool:
         """Whether `settle` has anything to do."""
-        return bool(self._pending or self._retiring)
+        return bool(self._pending or self._retiring or self._cleared or self._undecided)
 
     @property
     def replaces(self) -> bool:
@@ -362,9 +437,7 @@ class DiskState:
             self._allocator.check_integrity()
             assert not self._freeing
             live = [record.extent for record in self._order]
-            assert sum(extent.length for extent in live) == self.live_bytes
-            assert self._superseded.keys() == {record for record in self._order if record.superseded}
-            assert sum(record.extent.length for record in self._superseded) == self.superseded_bytes
+            self._check_contents()
             retired = [record.extent for record in (*self._retiring, *self._lingering)]
             taken = sorted(
                 [*live, *retired, *self._reserved, *self._suspects, *self._set_aside, *self._allocator.holes()]
@@ -379,7 +452,6 @@ class DiskState:
                 expected = self.geometry.segment_bytes if number in self._segments else 0
                 assert at - number * stride == expected, "a segment is not fully accounted for"
             named = {(key, space): each for space, keys in enumerate(self._spaces) for key, each in keys.items()}
-            assert len(named) == len(self._order)
             assert all(record.name == name and record in self._order for name, record in named.items())
             changes = [
                 ((key, space), row) for space, rows in self._pending.changes.items() for key, row in rows.items()
@@ -390,7 +462,87 @@ class DiskState:
             assert len(self._order) + self._coming <= self._records_max
             assert self.file_bytes <= self.limit_bytes
 
+    def _check_contents(self) -> None:
+        assert self._superseded.keys() == {record for record in self._order if record.superseded}
+        assert [self._contents[database].records for database in self._databases] == self._spaces
+        assert self._contents.keys() == {*self._databases, *(each.database for each in self._cleared)}
+        held = [record for each in self._contents.values() for record in each.records.values()]
+        assert len(held) == len(self._order)
+        assert all(record in self._order for record in held)
+        live = [self._contents[database] for database in self._databases]
+        assert self.live_bytes == sum(each.live_bytes for each in live)
+        assert self.superseded_bytes == sum(each.superseded_bytes for each in live)
+        for contents in live:
+            superseded = [record for record in contents.records.values() if record.superseded]
+            assert all(record.database is contents.database for record in contents.records.values())
+            assert contents.live_bytes == sum(record.extent.length for record in contents.records.values())
+            assert contents.superseded == len(superseded)
+            assert contents.superseded_bytes == sum(record.extent.length for record in superseded)
+
     # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, record: Record) -> None:
+        contents = self._contents[record.database]
+        contents.records[record.key] = record
+        contents.live_bytes += record.extent.length
+
+    def _take_out(self, record: Record) -> Contents:
+        contents = self._contents[record.database]
+        del contents.records[record.key]
+        if self._displaced:
+            contents.gone.add(record.key)
+        contents.live_bytes -= record.extent.length
+        return contents
+
+    def _clear(self, contents: Contents) -> None:
+        """Have a database begin anew; its records are given back by and by (`_retire_cleared`)."""
+        number = contents.database.number
+        contents.database.flushed = True
+        self._cleared.append(contents)
+        self._databases[number] = Database(number)
+        new = self._contents[self._databases[number]] = Contents(self._databases[number])
+        self._spaces[number] = new.records
+        self._indexed[number] = new  # each of its keys was absent, so that this is true of it from now on
+        self.live_bytes -= contents.live_bytes
+        self.superseded_bytes -= contents.superseded_bytes
+
+    def _retire_cleared(self, records_max: int) -> bool:
+        """Let go of some records of databases that were cleared; False when there are none left, but for those that
+        say what the index has (`displaced`)."""
+        contents = next((each for each in self._cleared if each not in self._indexed), None)
+        if contents is None:
+            return False
+        for record in list(islice(contents.records.values(), records_max)):
+            self._retire(record)
+        if not contents.records:
+            self._cleared.remove(contents)
+            del self._contents[contents.database]
+        return True
+
+    def _begin_learning(self) -> "Learning":
+        """What the index is about to learn, which is not pending any more."""
+        begun = Learning(self._pending, [self._contents[each] for each in self._databases], list(self._indexed))
+        self._pending = Batch()
+        for contents in self._contents.values():
+            if contents.gone:
+                begun.gone.append((contents, contents.gone))
+                contents.gone = set()
+        return begun
+
+    def _end_learning(self, begun: "Learning", *, learned: bool) -> None:
+        """The index has learned of it; or it has not, and it is pending again, before what has come meanwhile."""
+        if not learned:
+            begun.batch.add(self._pending)
+            self._pending = begun.batch
+            for contents, gone in begun.gone:
+                contents.gone |= gone
+            return
+        for space, (contents, before) in enumerate(zip(begun.contents, begun.indexed, strict=True)):
+            if self._indexed[space] is before:  # else it was cleared meanwhile
+                self._indexed[space] = contents
+        self._displaced = any(
+            each.database is not database for each, database in zip(self._indexed, self._databases, strict=True)
+        )
 
     def _next_seq(self) -> int:
         seq = self._seq
@@ -411,15 +563,17 @@ class DiskState:
     def _leave(self, record: Record) -> None:
         """Let a record go from memory, and soon from the index."""
         del self._order[record]
-        del self._spaces[record.space][record.key]
+        contents = self._take_out(record)
+        if record.superseded:
+            del self._superseded[record]
+            contents.superseded -= 1
+            contents.superseded_bytes -= record.extent.length
+        if record.database.flushed:  # then neither the sums nor the index know of it
+            return
         self.live_bytes -= record.extent.length
         if record.superseded:
-            self._forget_superseded(record)
+            self.superseded_bytes -= record.extent.length
         self._pending.note(record.name, None)
-
-    def _forget_superseded(self, record: Record) -> None:
-        del self._superseded[record]
-        self.superseded_bytes -= record.extent.length
 
     def _retire(self, record: Record) -> None:
         """Let a record go; its extent is free once the index knows and no reader has it."""
@@ -541,5 +695,6 @@ class DiskState:
         """Records leave to make room."""
         for record in leaving:
             self._retire(record)
-            self.stats.evicted += 1
-            self.stats.evicted_bytes += record.extent.length
+            if not record.database.flushed:
+                self.stats.evicted += 1
+                self.stats.evicted_bytes += record.extent.length

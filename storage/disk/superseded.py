@@ -13,7 +13,7 @@ until the new value's is there, and the index learns of both in one step. In par
   the new value, which is written at once. A value that is on disk changes its name in one step.
 - SWAPDB is one step for all that the two databases hold. While values in them have superseded records, or stand where
   the other database has a record, neither state is true on disk; so the index learns of nothing, the exchange included,
-  until those values are written, which is begun at once.
+  until those values are found, which takes a step for each key, and written, which is begun at once.
 - A superseded record takes room and is not evicted, so it might be in the way of the value that is to replace it. When
   neither free room nor eviction makes room for a value (noeviction: free room alone), its own superseded record gives
   way first, then, with eviction, others. A crash between that and the end of the write loses the key. What takes an
@@ -25,8 +25,8 @@ What is not promised: that two keys are of one moment. Each key by itself has a 
 moves (RENAME, SWAPDB) is never in two places, nor in none.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from kvredis.storage.entry import Entry
 from kvredis.storage.index import Index
@@ -40,8 +40,12 @@ class Superseded:
 
     def __init__(self, disk: DiskTier) -> None:
         self._disk = disk
-        self._of: dict[Entry, list[Record]] = {}
+        self._of: OrderedDict[Entry, list[Record]] = OrderedDict()
         self._by: dict[Record, Entry] = {}  # the inverse
+        # What `decide` has yet to look at: so many of those who supersede, from the front; and of a database the keys
+        # from this place of SCAN on.
+        self._unlooked = 0
+        self._places: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         """Who supersedes anything, longest first."""
@@ -92,44 +96,65 @@ class Superseded:
             self._pop(entry)
         return renamed
 
-    def swap(self, first: int, second: int, index: Index, unsaved: Mapping[Entry, object]) -> None:
-        """Two databases are about to be exchanged; those entries of `index` are given that memory alone has."""
-        others = {first: second, second: first}
-        untrue: dict[Name, Sequence[Record]] = {}
-        superseding = (entry for entry, records in self._of.items() if any(each.space in others for each in records))
-        for entry in chain(superseding, self._standing(first, second, index, unsaved)):
-            if self._disk.storable(entry.key, entry.length):
-                untrue[entry.key, others.get(entry.space, entry.space)] = tuple(self.of(entry))
-            else:  # then nothing could ever make it true
-                self._disk.drop(record for record in self.of(entry) if record.space in others)
-        self._disk.swap(first, second, untrue)
+    def swap(self, first: int, second: int, *, unsaved: bool) -> None:
+        """Two databases are about to be exchanged; `unsaved`: some entries are in memory alone."""
+        if self._disk.swap(first, second, undecided=unsaved):
+            self._unlooked = len(self._of)
+            self._places |= {first: 0, second: 0}
 
-    def _standing(self, first: int, second: int, index: Index, unsaved: Mapping[Entry, object]) -> Iterator[Entry]:
-        """The unsaved entries of two databases under whose keys the disk has a record in the other one. Looks at as
-        few entries as there are of either kind, at all keys at once where that is quicker."""
-        for here, there in ((first, second), (second, first)):
-            entries, records = index.spaces[here], self._disk.keys(there)
-            if not (entries and records):
-                continue
-            if len(unsaved) < min(len(entries), len(records)):
-                yield from (entry for entry in unsaved if entry.space == here and entry.key in records)
+    def clear(self, space: int | None) -> None:
+        """A database, or all, is about to be emptied."""
+        self._disk.clear(space, undecided=bool(self._of))
+        self._unlooked = len(self._of)
+
+    def decide(self, index: Index, unsaved: Container[Entry], entries_max: int) -> bool:
+        """Find some of the entries for which the index on disk has to wait since databases were exchanged or emptied;
+        whether there may be more.
+
+        Those that have changed since are looked at as they are: what became of them is a command like any other.
+        """
+        for _ in range(min(entries_max, self._unlooked, len(self._of))):
+            entry = next(iter(self._of))
+            self._of.move_to_end(entry)
+            self._unlooked -= 1
+            self._look_at(entry)
+        if self._unlooked and self._of:
+            return True
+        self._unlooked = 0
+        if self._places:
+            space, place = next(iter(self._places.items()))
+            following, keys = index.scan(place, entries_max, space)
+            for key in self._disk.displaced(space, keys):
+                entry = index.spaces[space][key]
+                if entry in unsaved and self._disk.storable(key, entry.length):
+                    self._disk.wait_for((key, space), ())
+            if following:
+                self._places[space] = following
             else:
-                found = (entries[key] for key in entries.keys() & records)
-                yield from (entry for entry in found if entry in unsaved)
+                del self._places[space]
+            return True
+        self._disk.decided()
+        return False
+
+    def _look_at(self, entry: Entry) -> None:
+        """Some of what an entry supersedes may be in a database that was exchanged, or emptied."""
+        if entry.database.flushed:
+            self._disk.drop(self._pop(entry))
+            return
+        records = self._of[entry]
+        moved = [record for record in records if self._disk.has_moved(record)]
+        if moved and not self._disk.storable(entry.key, entry.length):  # then nothing could ever make it true
+            self._disk.drop(moved)
+        elif moved:
+            self._disk.wait_for((entry.key, entry.space), moved)
+        elif any(record.database.flushed for record in records):
+            self._wait_for(entry)
 
     def check_integrity(self, unsaved: Mapping[Entry, object]) -> None:
         """Raise AssertionError unless each superseded record waits for an entry that memory alone has."""
-        assert self._of.keys() <= unsaved.keys()
+        assert {entry for entry in self._of if not entry.database.flushed} <= unsaved.keys()
         waiting = {record for records in self._of.values() for record in records}
         assert all(record in waiting for record in self._disk.superseded()), "a record that nothing will let go"
-
-    def clear(self, space: int | None) -> None:
-        """A database, or all, is emptied, on disk in a moment."""
-        leaving = [entry for entry in self._of if space is None or entry.space == space]
-        for entry in leaving:
-            self._disk.drop(self._pop(entry))
-        for entry in {entry for record, entry in self._by.items() if record.space == space}:
-            self._wait_for(entry)
 
     def _pop(self, entry: Entry) -> list[Record]:
         records = self._of.pop(entry, [])

@@ -52,6 +52,11 @@ class Succession:
                 self.new.restore(entry, uses)
             return not (self._late or len(self._old))
 
+    @property
+    def late(self) -> int:
+        """How many late ones there are."""
+        return len(self._late)
+
     def _uses_in_old(self, entry: Entry) -> int:
         uses = self._old.uses(entry)
         return entry.hits + 1 if uses is None else uses

@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice, takewhile
+from heapq import merge
+from itertools import islice
 from typing import Final
 
 from kvredis.storage.background import CLOSE_TIMEOUT_S, IoThreads, Priority
@@ -64,6 +65,14 @@ SYNC_TRIES: Final = 8
 
 HUNG_PART: Final = 30
 """Once it has hung, a thirtieth of that time is waited for each step that is left."""
+
+UNSAVED_AT_ONCE: Final = 500
+"""How many entries are looked at under one lock for those that a save has to write."""
+
+DECIDED_AT_ONCE: Final = 300
+DECIDE_PAUSE_S: Final = 0.0005
+"""How many entries are looked at under one lock for those that the index waits for, and how long the thread that does
+it leaves the lock to others after that."""
 
 SUPERSEDED_PART: Final = 8
 """When superseded records take more than an eighth of the disk, the values that supersede them are written."""
@@ -201,10 +210,24 @@ class Saving:
                 return
             current = self._round = _Round(self._tiering, self._asked)
             self._asked = []
-        hands = min(self._io.threads, max(1, len(current.left)))
-        begun = [self._io.submit(Priority.DEMAND, 0, self._work) for _ in range(hands)]
-        if not any(begun):  # the queue is full, or closed
+        if self._io.submit(Priority.DEMAND, 0, self._begin) is None:  # the queue is full, or closed
             self._over(current, saved=False)
+
+    def _begin(self) -> None:
+        with self._lock:
+            current = self._round
+            if current is None:
+                return
+            current.asked += self._asked  # none too late for what is about to be planned
+            self._asked = []
+        try:
+            current.plan()
+            for _ in range(min(self._io.threads, len(current.left)) - 1):
+                self._io.submit(Priority.DEMAND, 0, self._work)
+        except BaseException:  # whatever it is: those who wait must hear
+            self._over(current, saved=False)
+            raise
+        self._work()
 
     def _work(self) -> None:
         current = self._round
@@ -255,8 +278,13 @@ class _Round:
         self._lock = threading.Lock()
         self._at_it = 0
         self._over = False
-        self._numbers = dict(tiering.unsaved_since(min(since for since, _ in asked)))
-        self.left = deque(tiering.carrier.parcels(self._numbers))
+        self._numbers: dict[Entry, int] = {}
+        self.left: deque[list[Entry]] = deque()
+
+    def plan(self) -> None:
+        """Find what is to be written; blocks for a second where a million values are unsaved."""
+        self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
+        self.left = deque(self._tiering.carrier.parcels(self._numbers))
 
     def work(self) -> bool:
         """Write blocks until none is left; True for the one thread that is to finish the round."""
@@ -311,6 +339,7 @@ class Tiering:
         self._store = store
         self.stats = TierStats()
         self.superseded = Superseded(disk)
+        disk.decide = self._decide
         self.carrier = Carrier(store, disk, self.superseded, self.stats)
         self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX, disk.limit_bytes // AHEAD_DISK_PART)
         self._failing_bytes = self._ahead_bytes // LOOK_PART
@@ -358,7 +387,6 @@ class Tiering:
         """A database, or all, is emptied."""
         self.transfers.forget_all(space)
         self.superseded.clear(space)
-        self.disk.clear(space)
 
     def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
         """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
@@ -371,7 +399,7 @@ class Tiering:
         """Two databases are about to be exchanged."""
         for space in (first, second):
             self.transfers.forget_all(space)
-        self.superseded.swap(first, second, self._store.index, self._store.unsaved)
+        self.superseded.swap(first, second, unsaved=bool(self._store.unsaved))
 
     def set_expiry(self, entry: Entry) -> None:
         """An entry has another end."""
@@ -406,18 +434,36 @@ class Tiering:
 
     def _write_successors(self) -> None:
         """Have those written for whom the index waits, or who keep too much of the disk's room taken."""
-        disk = self.disk
-        waited_for = disk.untrue
-        too_much = disk.superseded_bytes * SUPERSEDED_PART > disk.limit_bytes
-        if not (waited_for or too_much) or not (self._successors is None or self._successors.done()):
-            return
-        with self._store.lock:
-            plan = self.waited_for(waited_for)
-            if too_much:
-                plan += filter(self.storable, islice(self.superseded, AHEAD_ENTRIES_MAX))
-        if plan:
-            job = partial(self._write_all, plan)
-            self._successors = self.io.submit(Priority.SPILL, sum(entry.length for entry in plan), job)
+        if (self.disk.waits or self._takes_too_much()) and (self._successors is None or self._successors.done()):
+            self._successors = self.io.submit(Priority.SPILL, 0, self._write_some_successors)
+
+    def _takes_too_much(self) -> bool:
+        return self.disk.superseded_bytes * SUPERSEDED_PART > self.disk.limit_bytes
+
+    def _write_some_successors(self) -> None:
+        self.disk.settle()  # it may have to find out first for whom it waits
+        self._write_waited_for()
+        if self._takes_too_much():
+            with self._store.lock:
+                plan = list(filter(self.storable, islice(self.superseded, AHEAD_ENTRIES_MAX)))
+            self._write_all(plan)
+
+    def _write_waited_for(self) -> None:
+        """Write the values without which the index learns of nothing."""
+        before: list[tuple[bytes, int]] = []
+        while (names := self.disk.untrue) and names != before:
+            with self._store.lock:
+                plan = self.waited_for(names)
+            self._write_all(plan)
+            before = names
+
+    def _decide(self) -> None:
+        """As DiskState's; the store's lock is held for a millisecond at a time."""
+        store = self._store
+        while self.disk.undecided:
+            with store.lock:
+                self.superseded.decide(store.index, store.unsaved, DECIDED_AT_ONCE)
+            time.sleep(DECIDE_PAUSE_S)
 
     def waited_for(self, names: Iterable[tuple[bytes, int]]) -> list[Entry]:
         """The store's lock is held: the unsaved entries of these names."""
@@ -572,24 +618,48 @@ class Tiering:
         return plan
 
     def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
-        """The entries whose write had number `since` or a later one and that the disk has not, with those numbers, and
-        those for which the index waits. All of them (0) in the order in which they would leave: if the disk is too
-        small it has the hottest in the end."""
+        """The entries whose write had number `since` or a later one and that the disk has not, with those numbers. All
+        of them (0) in the order in which they would leave: if the disk is too small it has the hottest in the end. For
+        a thread that may block; it looks at a few at a time."""
         store = self._store
-        untrue = self.disk.untrue
         with store.lock:
-            if since > 0:
-                late = takewhile(lambda each: each[1] >= since, reversed(store.unsaved.items()))
-                found = dict.fromkeys(entry for entry, _ in late)
-                found.update(dict.fromkeys(self.waited_for(untrue)))
-                swapped = {database for database in store.index.databases if database.swapped >= since}
-                if swapped:
-                    found.update(dict.fromkeys(entry for entry in store.unsaved if entry.database in swapped))
-                return [(entry, store.write_of(entry)) for entry in found if not entry.database.flushed]
-            ordered = [entry for policy in (store.inline_policy, store.policy) for entry in policy.victims()]
-            ordered = [entry for entry in ordered if store.is_unsaved(entry)]
-            leased = {entry for entry in store.unsaved if not entry.database.flushed}.difference(ordered)
-            return [(entry, store.write_of(entry)) for entry in (*ordered, *leased)]
+            swapped = since > 0 and any(database.swapped >= since for database in store.index.databases)
+            newest = list(islice(reversed(store.unsaved.items()), UNSAVED_AT_ONCE))
+            few = since > 0 and not swapped and newest[-1:] != [] and newest[-1][1] < since
+            entries = [entry for entry, _ in reversed(newest)] if few else list(store.unsaved)
+        found: list[tuple[Entry, int]] = []
+        runs: list[list[tuple[bool, bool, float, int, Entry]]] = []
+        for at in range(0, len(entries), UNSAVED_AT_ONCE):
+            some = entries[at : at + UNSAVED_AT_ONCE]
+            with store.lock:
+                if since > 0:
+                    numbers = [(entry, store.write_of(entry)) for entry in some if store.is_unsaved(entry)]
+                    found += [each for each in numbers if each[1] >= since]
+                else:
+                    runs.append(self._by_warmth(some, at))
+            time.sleep(0)
+        if not since:
+            for *_, entry in merge(*runs):
+                if (number := store.unsaved.get(entry)) is not None:
+                    found.append((entry, max(number, entry.database.swapped)))
+        return found
+
+    def _by_warmth(self, entries: Sequence[Entry], first: int) -> list[tuple[bool, bool, float, int, Entry]]:
+        """The store's lock is held: those that are unsaved still, small ones first, the coldest of each first; what is
+        read comes last. `first` is the place of the first one among all."""
+        store = self._store
+        warmths = (
+            (
+                entry.leases > 0,
+                entry.value is None,
+                (store.policy if entry.value is None else store.inline_policy).warmth(entry),
+                n,
+                entry,
+            )
+            for n, entry in enumerate(entries, first)
+            if store.is_unsaved(entry)
+        )
+        return sorted(warmths)
 
     def sync(self) -> bool:
         """Have all that has been written or deleted survive a crash; blocks. For a SWAPDB that has come meanwhile some
@@ -598,9 +668,7 @@ class Tiering:
             saved = self.disk.sync()
             if saved or not self.disk.waits:
                 return saved
-            with self._store.lock:
-                plan = self.waited_for(self.disk.untrue)
-            self._write_all(plan)
+            self._write_waited_for()
         return False
 
     def is_unsaved(self, entry: Entry) -> bool:

@@ -102,9 +102,6 @@ class FakeBackend:
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
 
-    def delete_prefix(self, prefix: bytes) -> int:
-        return self.delete([key for key in self.values if key.startswith(prefix)])
-
     def room(self, length: int, at_least: int = 1) -> int:
         return 1 << 30
 

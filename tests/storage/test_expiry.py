@@ -211,10 +211,32 @@ def test_as_many_deadlines_as_hold_are_kept() -> None:
     assert list(deadlines.due(1e9)) == list(range(10 * STALE_MAX))
 
 
-def test_what_is_held_is_each_thing_once_and_nothing_void() -> None:
-    current = {"a": 5.0, "b": 7.0}
-    deadlines: Deadlines[str] = Deadlines(lambda at, item: current.get(item) == at)
-    for at, item in ((5, "a"), (5, "a"), (3, "b"), (7, "b"), (9, "c")):
-        deadlines.add(at, item, 3)
-    assert deadlines.held() == {"a", "b"}
-    assert len(deadlines) == 5, "looking takes nothing out"
+def test_a_sweep_looks_at_some_of_the_deadlines_and_goes_on_with_others() -> None:
+    current: dict[int, float] = {}
+    looked = 0
+
+    def holds(at: float, item: int) -> bool:
+        nonlocal looked
+        looked += 1
+        return current.get(item) == at
+
+    deadlines: Deadlines[int] = Deadlines(holds, width=10)
+    most = 0
+    for turn in range(20):
+        for item in range(1_000):
+            current[item], looked = turn + item, 0
+            deadlines.add(turn + item, item, len(current))
+            most = max(most, looked)
+    assert 0 < most < 200, "a span of 10 times has 30 deadlines or so, all have 2,000"
+    assert sorted(deadlines.due(1e9)) == list(range(1_000))
+    assert len(deadlines) == 0
+
+
+def test_what_is_dropped_goes_a_few_at_a_time() -> None:
+    deadlines: Deadlines[int] = Deadlines(always, width=100)
+    for number in range(1_000):
+        deadlines.add(number, number, 1_000)
+    times = 1
+    while deadlines.drop(30):
+        times += 1
+    assert 30 <= times <= 60

@@ -87,6 +87,10 @@ class ClientMemory:
         else:
             self._falling = self._last < last  # and once more when the last of the crowd has gone
         self._most = self._last
+        self.trim()
+
+    def trim(self) -> None:
+        """Give the kernel what neither values nor clients need; no step an entry."""
         self._server.scratches.spare.clear()
         # Thousands of freed objects that the interpreter keeps for reuse each hold a page of many others. Only a full
         # collection lets go of them: made with nothing to walk, it takes no time.

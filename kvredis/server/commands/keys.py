@@ -285,6 +285,9 @@ def _uses(session: Caller, entry: Entry) -> int | None:
 KEYS_A_STEP: Final = 128
 """Names between two looks at the clock."""
 
+SCAN_A_STEP: Final = 1_000
+"""Names that are drawn at a time."""
+
 SCAN_COUNT = 10
 """How many keys SCAN aims at when it is not told."""
 
@@ -300,15 +303,33 @@ SCAN_COUNT = 10
     syntax="cursor [MATCH pattern] [COUNT count] [TYPE type]",
     summary="Walk the keys step by step; a key that is there all the while is found.",
 )
-def scan(session: Caller, args: list[bytes]) -> Reply:
-    """SCAN cursor [MATCH pattern] [COUNT n] [TYPE name]: next cursor and keys, filtered after they were drawn."""
+def scan(session: Caller, args: list[bytes]) -> Answer:
+    """SCAN cursor [MATCH pattern] [COUNT n] [TYPE name]: next cursor and keys, filtered after they were drawn. A large
+    count is worked off in steps."""
     asked = scan_options(args, (b"COUNT", b"MATCH", b"TYPE"))
     if isinstance(asked, bytes):
         return asked
+    if asked.keys > SCAN_A_STEP:
+        return _scanned(session, asked)
     following, keys = session.store.scan(asked.cursor, asked.keys, session.space)
     fits = matcher(asked.pattern)
     found = [key for key in keys if fits(key)] if asked.kind == TYPE_NAME else []
     return array([bulk(b"%d" % following), bulks(found)])
+
+
+def _scanned(session: Caller, asked: ScanOptions) -> Iterator[Reply | Blocked]:
+    fits, timer, space = matcher(asked.pattern), StepTimer(), session.space
+    cursor, left, found = asked.cursor, asked.keys, []
+    while True:
+        cursor, keys = session.store.scan(cursor, min(left, SCAN_A_STEP), space)
+        for at in range(0, len(keys), KEYS_A_STEP):
+            found += [key for key in keys[at : at + KEYS_A_STEP] if fits(key)] if asked.kind == TYPE_NAME else []
+            if timer.is_over():
+                yield from session.turns_for_others()
+        left -= len(keys)
+        if not cursor or left <= 0:
+            break
+    yield array([bulk(b"%d" % cursor), bulks(found)])
 
 
 class ScanOptions(NamedTuple):
@@ -355,21 +376,23 @@ def scan_options(args: list[bytes], names: Container[bytes]) -> ScanOptions | by
     summary="Every key that matches a glob pattern. Others have their turn in between; SCAN takes less memory.",
 )
 def keys(session: Caller, args: list[bytes]) -> Answer:
-    """KEYS pattern: of the keys that are there when it begins, in steps, those that are there when it comes to them."""
-    return _matching(session, session.space, matcher(args[1]), session.store.names(session.space))
+    """KEYS pattern: in steps, and as SCAN walks them; a key that comes or goes meanwhile may be there or not."""
+    return _matching(session, matcher(args[1]))
 
 
-def _matching(
-    session: Caller, space: int, fits: Callable[[bytes], bool], names: list[bytes]
-) -> Iterator[Reply | Blocked]:
-    store, timer = session.store, StepTimer()
-    count, lines = 0, []
-    for at in range(0, len(names), KEYS_A_STEP):
-        found = [key for key in names[at : at + KEYS_A_STEP] if fits(key) and store.find(key, space) is not None]
-        count += len(found)
-        lines.append(b"".join(map(bulk, found)))
-        if timer.is_over():
-            yield from session.turns_for_others()
+def _matching(session: Caller, fits: Callable[[bytes], bool]) -> Iterator[Reply | Blocked]:
+    store, timer, database = session.store, StepTimer(), session.store.index.databases[session.space]
+    place, walked, count, lines = 0, False, 0, []
+    while not (walked or database.flushed):
+        place, names = store.names(place, SCAN_A_STEP, database.number)  # which a SWAPDB changes
+        walked = not place
+        for at in range(0, len(names), KEYS_A_STEP):
+            space, some = database.number, names[at : at + KEYS_A_STEP]
+            found = [key for key in some if fits(key) and store.find(key, space) is not None]
+            count += len(found)
+            lines.append(b"".join(map(bulk, found)))
+            if timer.is_over():
+                yield from session.turns_for_others()
     yield b"*%d\r\n%b" % (count, b"".join(lines))
 
 
@@ -440,7 +463,7 @@ def flushall(session: Caller, args: list[bytes]) -> Answer:
     acl="keyspace write fast dangerous",
     group="server",
     since="4.0.0",
-    complexity="O(1); with a disk, O(N) in the number of values that either memory or the disk alone has",
+    complexity="O(1)",
     syntax="index1 index2",
     summary="Exchange two databases: clients of one see the keys of the other at once.",
 )

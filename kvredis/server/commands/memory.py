@@ -7,7 +7,6 @@ allocator's fragmentation is said here of the arena's holes.
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 from pathlib import Path
@@ -103,8 +102,9 @@ def memory_doctor(session: Caller, args: list[bytes]) -> Reply:
     summary="Give back what is not needed.",
 )
 def memory_purge(session: Caller, args: list[bytes]) -> Reply:
-    """MEMORY PURGE: runs Python's collector. The arena stays what it is: its pages were asked for at the start."""
-    gc.collect()
+    """MEMORY PURGE: what the interpreter and the C library keep for reuse. The arena stays what it is: its pages were
+    asked for at the start."""
+    session.server.client_memory.trim()
     return OK
 
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from kvredis import CacheEngine, Config
-from kvredis.adapters.engine.background import Behind
+from kvredis.adapters.engine.background import Executor
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.core.prompts import PromptPlan, prompts
@@ -160,7 +160,7 @@ def small_cache(engine: Engine, **settings: Any) -> CacheEngine:
 
 def test_more_prompts_than_may_wait_for_their_load_are_loaded_all_the_same(engine: Engine) -> None:
     with small_cache(engine) as cache:
-        cache._loader = Behind(cache._load, "kvredis loads", jobs_max=0)
+        cache._loader = Executor(cache._load, "kvredis loads", tasks_max=0)
         made, spent = some(), Spent()
         first = engine.batch(Tiered(cache), made, 1, 64)
         engine.settle()

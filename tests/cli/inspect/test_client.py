@@ -42,6 +42,12 @@ def line(*words: str, env: dict[str, str] | None = None, stdin: str | None = Non
     return one.removeprefix("kvredis: ")
 
 
+def test_a_number_alone_is_a_port_of_this_machine(open_server: str) -> None:
+    port = open_server.rpartition(":")[2]
+    assert run("ls", "-u", port, "--keys").exit_code == 0
+    assert f"nothing listens at redis://127.0.0.1:{(other := free_port())}" in line("ls", "-u", str(other))
+
+
 @contextmanager
 def saying(answer: bytes) -> Iterator[str]:
     """Something on a port that answers so whenever it hears something; nothing: it hangs up then."""

@@ -171,6 +171,25 @@ def test_addresses_are_bound_before_memory_is_taken(serve: Serve, tmp_path: Path
         assert os.path.exists(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("none/kv.sock", "No such file or directory"),
+        ("file/kv.sock", "Not a directory"),
+        ("k" * 110, "path too long: it may have 107 bytes"),
+        ("file", "exists and is not a socket"),
+    ],
+)
+def test_a_socket_that_cannot_be_made_is_told_before_memory_is_taken(
+    serve: Serve, tmp_path: Path, place: str, problem: str
+) -> None:
+    (tmp_path / "file").touch()
+    server = serve("--port", "none", "--unixsocket", str(tmp_path / place), "--max-local-cpu-size", "100TB")
+    assert server.finish() == 1
+    assert "cannot listen: " in server.stderr
+    assert problem in server.stderr
+
+
 def test_what_is_reserved_is_nobody_elses_and_refuses_clients_until_it_listens(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -14,6 +14,7 @@ DUMP = _BODY + footer(crc64(_BODY))
 
 LONG = {
     "KEYS": ("KEYS", "key:*"),
+    "SCAN": ("SCAN", "0", "COUNT", "100000", "MATCH", "key:*"),
     "DUMP": ("DUMP", "large"),
     "LCS": ("LCS", "left", "right"),
     "FLUSHDB": ("FLUSHDB",),
@@ -74,6 +75,10 @@ async def test_in_a_transaction_a_long_command_runs_without_a_gap(
         alone = await client.read_line()
         if name == "KEYS":
             alone += b"".join([await client.read_line() for _ in range(2 * int(alone[1:]))])
+        elif name == "SCAN":
+            alone += b"".join([await client.read_line() for _ in range(3)])
+            keys = int(alone.split(b"*")[-1])
+            alone += b"".join([await client.read_line() for _ in range(2 * keys)])
         elif alone[:1] == b"$":
             alone += await client.read(int(alone[1:]) + 2)
         monkeypatch.setattr(blocked, "STEP_S", 0.0)
@@ -82,6 +87,26 @@ async def test_in_a_transaction_a_long_command_runs_without_a_gap(
         await client.send("EXEC")
         wanted = b"+OK\r\n+QUEUED\r\n*1\r\n" + alone
         assert await client.read(len(wanted)) == wanted
+
+
+@pytest.mark.parametrize("command", ["SWAPDB 0 1", "FLUSHDB", "FLUSHALL ASYNC"])
+async def test_keys_follows_its_database_while_others_exchange_or_empty_it(
+    loop: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "STEP_S", 0.0)
+
+    async with LiveServer(tmp_path) as live:
+        await filled(live, "KEYS")
+        asking, other = await live.connect(), await live.connect()
+        await asking.send("KEYS", "*")
+        await until(lambda: any(session.waiting for session in live.sessions()))
+        assert await other.ask(*command.split()) == b"+OK\r\n"
+        assert await other.ask("SET", "new", "x") == b"+OK\r\n"
+        count = int((await asking.read_line())[1:])
+        found = {(await asking.read_line(), await asking.read_line())[1] for _ in range(count)}
+        assert len(found) == count
+        assert b"new\r\n" not in found
+        assert (count == 5003) == command.startswith("SWAPDB")
 
 
 @pytest.mark.parametrize("damaged", [False, True])

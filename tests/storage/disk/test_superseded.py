@@ -1,8 +1,9 @@
 """What a crash brings back of keys whose newer values memory alone has: never less than what was confirmed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,10 +206,83 @@ def test_an_exchange_of_databases_is_waited_for_no_longer_than_there_is_somethin
         "deleted": {},
         "flushed": {},
         "renamed": {(X, 1): NEW},
-        "swapped back": {(K, 0): NEW},
+        "swapped back": {(K, 0): OLD},
         "written over": {(K, 1): content(4)},
     }.get(what, {})
     end(case)
+
+
+def test_two_exchanges_that_the_index_hears_of_together_wait_for_what_the_second_brings(case: Case) -> None:
+    """What has come by the first may have been written, and gone on, before the second one."""
+    store = case.store
+    store.put(K, OTHER, 1)
+    store.put(K, NEW, 2)
+    store.swap(0, 1)
+    store.swap(0, 2)
+    case.tiers.tiering.spill([store.index.spaces[2][K]])
+    case.tiers.io.run()
+    store.delete([K], 1)
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K)[K, 0] == OLD, "or it would be absent, which it never was"
+    assert case.tiers.save(store.writes)
+    assert case.after_a_kill(K, spaces=3) == {(K, 0): NEW, (K, 1): None, (K, 2): OTHER}
+    end(case)
+
+
+def test_an_exchange_waits_for_a_value_though_the_record_in_its_place_has_gone_meanwhile(case: Case) -> None:
+    store = case.store
+    store.put(K, NEW, 1)
+    store.swap(0, 1)
+    store.delete([K], 1)
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): OLD, (K, 1): None}
+    case.tick()
+    case.tick()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): NEW, (K, 1): None}
+    end(case)
+
+
+def test_an_exchange_waits_for_a_value_though_the_database_that_has_its_record_was_flushed(case: Case) -> None:
+    store = case.store
+    store.put(K, NEW, 1)
+    store.swap(0, 1)
+    store.flush(1)
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): OLD, (K, 1): None}
+    case.tick()
+    case.tick()
+    assert case.after_a_kill(K, J, spaces=2) == {(K, 0): NEW, (K, 1): None, (J, 0): None, (J, 1): None}
+    case.tick()
+    assert case.tiers.disk.free_bytes == case.tiers.disk.limit_bytes - case.tiers.disk.live_bytes
+    end(case)
+
+
+class Untouched(dict[Any, Any]):
+    """A dict in which one key can be looked up, and that nothing may walk."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a walk over all")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def test_an_exchange_and_a_flush_walk_over_no_keys_and_no_records(case: Case) -> None:
+    """With a million of them that would stop the server for seconds."""
+    store, disk = case.store, case.tiers.disk
+    store.put(K, NEW)
+    store.put(K, OTHER, 1)
+    superseded = case.tiers.tiering.superseded
+    superseded._of = Untouched(superseded._of)  # type: ignore[assignment]
+    superseded._by = Untouched(superseded._by)
+    disk._order = Untouched(disk._order)  # type: ignore[assignment]
+    disk._superseded = Untouched(disk._superseded)
+    for contents in disk._contents.values():
+        contents.records = Untouched(contents.records)
+    store.unsaved = Untouched(store.unsaved)
+    store.index.spaces[:] = map(Untouched, store.index.spaces)
+    store.swap(0, 1)
+    assert store.flush(0, later=True) == 1
+    assert store.count(1) == 2
 
 
 def test_a_value_that_the_device_refuses_is_not_waited_for_and_its_old_one_is_not_found_elsewhere(case: Case) -> None:

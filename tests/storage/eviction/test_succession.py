@@ -1,12 +1,14 @@
 """A new policy that takes over step by step, while the store is read, written, emptied and given yet another one."""
 
 import random
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 
 import pytest
 
 from kvredis.storage import state
+from kvredis.storage.entry import Entry
 from kvredis.storage.eviction.base import REDIS_POLICIES, make_policy
 from kvredis.storage.eviction.succession import Succession
 from kvredis.storage.memory.arena import Arena, HugepageMode
@@ -76,6 +78,49 @@ def test_counts_are_kept_and_go_on_while_lfu_takes_over() -> None:
         assert (uses[:3], uses[4], uses[6:]) == ([1, 2, 3], 5, list(range(7, 41)))
         assert (uses[3] or 0) > 4
         assert (uses[5] or 0) > 6
+
+
+@pytest.mark.parametrize("how", ["swapped", "moved", "renamed"])
+def test_who_goes_where_the_walk_has_been_is_handed_over_too(how: str) -> None:
+    arena = Arena.create(8 * 1024 * 1024, HugepageMode.OFF)
+    with closing(Store(arena, policy=make_policy("FIFO"))) as store:
+        for number in range(60):
+            store.put(b"k%03d" % number, b"value", number % 2)
+        store.set_eviction(make_policy("LRU"))
+        for number in range(60):
+            store.give_back()
+            if how == "swapped":
+                store.swap(0, 1)
+            elif how == "moved":
+                store.move((b"k%03d" % number, number % 2), (b"k%03d" % number, 1 - number % 2))
+            else:
+                store.move((b"k%03d" % number, number % 2), (b"j%03d" % number, number % 2))
+        for _ in range(100_000):
+            if not store.give_back():
+                break
+        assert store.policy.name == "LRU"
+        assert not isinstance(store.policy, Succession)
+        store.check_integrity()
+
+
+def test_a_change_of_policy_walks_over_no_keys_at_once() -> None:
+    """With a million of them that would stop the server for a tenth of a second, and longer."""
+
+    class Untouched(dict[bytes, Entry]):
+        def __iter__(self) -> Iterator[bytes]:
+            raise AssertionError("a walk over all")
+
+        keys = values = items = __iter__  # type: ignore[assignment]
+
+    arena = Arena.create(8 * 1024 * 1024, HugepageMode.OFF)
+    with closing(Store(arena, policy=make_policy("FIFO"))) as store:
+        for number in range(60):
+            store.put(b"k%03d" % number, b"value")
+        store.index.spaces[0] = Untouched(store.index.spaces[0])
+        store.set_eviction(make_policy("LRU"))
+        while store.give_back():
+            pass
+        assert not isinstance(store.policy, Succession)
 
 
 def test_a_store_that_is_emptied_while_a_policy_takes_over_has_the_new_one() -> None:
