@@ -16,6 +16,7 @@ from typing import cast
 
 import pytest
 
+from tests.server.certificates import Papers, make_papers
 from tests.server.live import LiveServer, run_test
 
 TESTS = Path(__file__).parent
@@ -33,6 +34,12 @@ LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "ben
 def loop(request: pytest.FixtureRequest) -> str:
     """Each event loop by its name: one lends what is written to it, the other copies."""
     return cast(str, request.param)
+
+
+@pytest.fixture(scope="session")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    """Certificates."""
+    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 @pytest.fixture

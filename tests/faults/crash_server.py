@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from tests.fork_server import Forked
+
 ROOT: Final = Path(__file__).parents[2]
 END_S: Final = 30
 """A bound on what must end by itself: to save a few MiB takes no second."""
@@ -34,7 +36,7 @@ class CrashServer:
         self._log_path = directory.with_suffix(".log")
         self._log = self._log_path.open("ab")
         disk = ("--max-local-cpu-size", ARENA, "--local-disk", str(directory))
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-c", _PROGRAM, str(segment_bytes), "serve", *SMALL, *disk, *flags],
             cwd=ROOT,
             env={"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"},

@@ -26,21 +26,12 @@ from tests.faults.engine_runs import (
 
 __all__ = ["quick_retries"]
 
-MODES: list[Mode] = ["remote", "layered"]
-
 
 @pytest.fixture
 def server() -> Iterator[Node]:
     """A server that listens on a TCP port and no unix path."""
     with served("kvredis") as node:
         yield node
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
 
 
 def shared(server: Node) -> str:

@@ -18,13 +18,6 @@ PROMPTS = range(30)
 """Their 90 blocks take 36 seconds at that rate; they are computed in a few."""
 
 
-@pytest.fixture(params=["remote", "layered"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Node]:
     with served("kvredis") as node:

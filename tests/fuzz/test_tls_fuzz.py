@@ -7,11 +7,9 @@ import socket
 import ssl
 from pathlib import Path
 
-import pytest
-
 from tests.fuzz.corpus import session
 from tests.fuzz.mutator import BYTE_DAMAGES, mutate
-from tests.server.certificates import Papers, make_papers
+from tests.server.certificates import Papers
 from tests.server.live import MIB, LiveServer, pattern, until
 from tests.server.tls_client import TlsClient, connect, connect_plain
 
@@ -21,11 +19,6 @@ NOISE = {"socket.send() raised exception.", "SSL connection is closed"}
 """asyncio's TLS hands over one record after another without asking whether the client is still there, and says so."""
 
 CANARY = pattern(300_000, 3)
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:

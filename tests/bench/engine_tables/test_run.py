@@ -73,6 +73,7 @@ def some(count: int = 3, tokens: int = 50, hit_rate: float = 0.0) -> list[list[i
     return list(prompts(PromptPlan(tokens, hit_rate, count, seed=3)))
 
 
+@pytest.mark.nightly  # in this process: test_a_worker_keeps_its_cache_for_the_second_pass_and_refuses_a_missing_hit...
 def test_a_small_sweep_serves_every_arm_in_two_processes_and_gets_every_byte_back(tmp_path: Path) -> None:
     path, drawn = tmp_path / "result.json", tmp_path / "result.png"
     options = ("--rates", "0.5", "--prompts", "5", "--rows", "2", "--output", "3", "--budget", "32")

@@ -15,12 +15,7 @@ from kvredis.cli.inspect.client import mapped
 from kvredis.cli.inspect.errors import told
 from tests.backends.topologies import KvredisCluster, Sentinels
 from tests.cli.inspected import connected, free_port, plain_redis, run, serving
-from tests.server.certificates import Papers, make_papers
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
+from tests.server.certificates import Papers
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def ping(address: str) -> bytes:
 
 def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: Path, loop: str) -> None:
     path = tmp_path / "kv.sock"
-    server = serve(*COLD, "--unixsocket", str(path), KVREDIS_EVENT_LOOP=loop)
+    server = serve(*COLD, "--unixsocket", str(path), fresh=True, KVREDIS_EVENT_LOOP=loop)
     addresses = server.wait_ready()
     assert [ping(address) for address in addresses] == [b"+PONG\r\n"] * 2
     server.signal(signal.SIGTERM)
@@ -54,7 +54,7 @@ def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: 
 
 
 def test_ctrl_c_ends_it_as_well(serve: Serve) -> None:
-    server = serve(*COLD)
+    server = serve(*COLD, fresh=True)
     server.wait_ready()
     server.signal(signal.SIGINT)
     assert server.finish() == 0, server.stderr
@@ -222,7 +222,7 @@ def test_the_memory_that_will_be_taken_is_said_with_who_asked_for_it(serve: Serv
 
 
 def test_the_server_never_loads_torch_or_numpy(serve: Serve) -> None:
-    server = serve(*COLD)
+    server = serve(*COLD, fresh=True)
     server.wait_ready()
     maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "torch" not in maps

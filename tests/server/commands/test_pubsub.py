@@ -1,6 +1,5 @@
 """Publish and subscribe on sessions without connections: who gets what, and what subscribing answers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -9,21 +8,9 @@ import pytest
 from kvredis.server.client.session import Session
 from kvredis.server.commands import pubsub as pubsub
 from kvredis.server.server import Server
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.live import MIB, LiveServer, pattern, until
 from tests.server.pushes import message, read_message, speak_resp3, subscribe
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    server.store.close()
-
-
-@pytest.fixture
-def session(server: Server) -> FakeSession:
-    return FakeSession(server, 1)
 
 
 @pytest.fixture

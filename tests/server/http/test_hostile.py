@@ -44,7 +44,6 @@ async def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
         sent += 1
         await asyncio.wait([ended], timeout=0.02)
     assert await ended == b""
-    client.close()
 
 
 async def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str, live: WebServer) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from kvredis.storage.index import BUCKETS
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.commands.test_kv import KV, METADATA, block
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.http.http_client import HttpClient, WebServer, ask, basic, connect
 from tests.server.http.surveyed import CHUNK, MIB, entry_of, store, surveyed
 from tests.server.live import LiveServer, run_on
@@ -212,15 +212,6 @@ __all__ = ["store"]
 
 
 HOSTILE = [b"<script>alert(1)</script>", b"\x00\x1b[31m\r\n", bytes(range(256)), b"\\x41", b"\xe2\x80\xaeevil", b""]
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    assert server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
 
 
 # ---- bytes as text ---------------------------------------------------------------------------------------------------

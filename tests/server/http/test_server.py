@@ -22,7 +22,6 @@ async def test_health_is_answered_again_and_again_on_one_connection(loop: str, l
         answer = await client.ask(path)
         assert answer.status == 200
         assert json.loads(answer.body)["status"] == "ok"
-    client.close()
 
 
 async def test_requests_that_come_together_are_answered_in_their_order(loop: str, live: WebServer) -> None:
@@ -31,7 +30,6 @@ async def test_requests_that_come_together_are_answered_in_their_order(loop: str
     await client.send(b"".join(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode() for path in paths))
     statuses = [(await client.answer()).status for _ in paths]
     assert statuses == [200, 404, 403, 200] * 5, "x is no name of ours, which only health does not mind"
-    client.close()
 
 
 async def test_head_has_the_length_of_what_get_would_say_and_no_body(loop: str, live: WebServer) -> None:
@@ -41,7 +39,6 @@ async def test_head_has_the_length_of_what_get_would_say_and_no_body(loop: str, 
     assert (answer.status, answer.body) == (200, b"")
     assert int(answer.headers["content-length"]) == len(page.body) > 100
     assert page.headers["content-type"].startswith("text/html")
-    client.close()
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
@@ -56,7 +53,6 @@ async def test_head_that_is_refused_has_the_length_of_the_error_and_no_body(
     assert answer.status == 400
     assert int(answer.headers["content-length"]) > 0
     assert await client.read_all() == b"", "a body behind HEAD would be taken for the next answer"
-    client.close()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +85,6 @@ async def test_what_is_not_a_request_for_this_door_is_told_so_and_hung_up_on(
     assert (answer.status, answer.headers["connection"]) == (status, "close")
     assert answer.body.endswith(b"\n")
     assert await client.read_all() == b""
-    client.close()
 
 
 async def test_a_client_of_http_1_0_is_answered_and_hung_up_on(loop: str, live: WebServer) -> None:
@@ -97,7 +92,6 @@ async def test_a_client_of_http_1_0_is_answered_and_hung_up_on(loop: str, live: 
     await client.send(b"GET /health HTTP/1.0\r\n\r\n")
     assert (await client.answer()).status == 200
     assert await client.read_all() == b""
-    client.close()
 
 
 async def test_who_says_that_it_sends_no_more_is_still_answered(loop: str, live: WebServer) -> None:
@@ -105,7 +99,6 @@ async def test_who_says_that_it_sends_no_more_is_still_answered(loop: str, live:
     await client.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
     client.sock.shutdown(socket.SHUT_WR)
     assert b"kvredis_uptime_seconds" in await client.read_all()
-    client.close()
 
 
 async def test_an_absolute_address_is_taken_for_its_path(loop: str, live: WebServer) -> None:

@@ -1,14 +1,11 @@
 """The table of figures: INFO and /metrics tell the same, and a figure that is not there is not told as 0."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvredis.server.metrics.metrics import FIGURES, Kind, fields, read_all
 from kvredis.server.server import Server
-from tests.server.fake_session import make_server
 from tests.server.http.http_client import ask
 from tests.server.live import MIB, LiveServer, until
 from tests.server.net.spliced import promising
@@ -16,14 +13,6 @@ from tests.server.tiered_server import TieredServer
 
 CHANGING = ("uptime_seconds", "clients_http", "sent_bytes_", "received_bytes_", "start_time_seconds")
 """What asking changes."""
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """One without clients."""
-    made = make_server()
-    yield made
-    made.store.close()
 
 
 async def info(live: LiveServer, section: str = "kv") -> dict[str, str]:

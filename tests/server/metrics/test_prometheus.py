@@ -1,7 +1,7 @@
 """/metrics as Prometheus reads it: both formats, names by its conventions, LMCache's names, and what they say."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ from kvredis.server.metrics.prometheus import buckets
 from kvredis.server.server import Server
 from kvredis.storage.stats import Times
 from tests.deploy.promtool import promtool
-from tests.server.fake_session import make_server
 from tests.server.http.http_client import ask
 from tests.server.live import LiveServer, run_on
 from tests.server.tiered_server import TieredServer
@@ -31,14 +30,6 @@ Found = Mapping[tuple[str, tuple[str, ...]], float]
 def samples(families: Iterable[Metric]) -> Found:
     """Every sample by its name and the values of its labels."""
     return {(each.name, tuple(each.labels.values())): each.value for family in families for each in family.samples}
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    """One without clients."""
-    made = make_server()
-    yield made
-    made.store.close()
 
 
 async def scraped(live: LiveServer) -> Found:

@@ -14,16 +14,10 @@ from kvredis.server.net import listeners
 from kvredis.server.net.tls import make_context
 from kvredis.server.options import ServerOptions
 from kvredis.storage.errors import ConfigError
-from tests.server.certificates import PASSWORD, Papers, make_papers
+from tests.server.certificates import PASSWORD, Papers
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, run_on, until
 from tests.server.tls_client import TlsClient, connect, connect_plain, read_to_end
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
-
 
 # ---- work over TLS ------------------------------------------------------------------------------------------------
 
