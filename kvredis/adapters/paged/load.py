@@ -216,11 +216,12 @@ class ChunkLoad(MoverTask):
             transfer = self._context.groups[self._next[0].move.group].transfer
             parts = [chunk.part(transfer) for chunk in self._next]
             moving = transfer.load(parts, after=self._after, is_last=is_last)
-            self._under_way.append((self._next, moving))
-            for chunk in self._next:
-                chunk.checksum.begin()  # beside the copies, and behind them where there is one core for both
+            chunks = self._next
+            self._under_way.append((chunks, moving))
             self._under_way_bytes += self._next_bytes
             self._next, self._next_bytes = [], 0
+            for chunk in chunks:
+                chunk.checksum.begin()  # beside the copies, and behind them where there is one core for both
 
     def _settle(self) -> None:
         """Wait for the oldest batch, and judge it."""
