@@ -13,8 +13,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: $(VENV)/demo.stamp
 	$(BIN)/kvredis demo ttft
 
-test: $(VENV)/test.stamp
-	scripts/system-packages
+# Debian's packages come while pip installs ours.
+test:
+	scripts/system-packages & packages=$$!; $(MAKE) --no-print-directory $(VENV)/test.stamp && wait $$packages
 	scripts/check
 
 check: $(VENV)/test.stamp
@@ -68,6 +69,9 @@ $(BIN)/python:
 	@# Debian's python3 without python3-venv cannot put pip into a venv, but its own pip can.
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	    $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+
+# pip would compile 12,000 modules, and the tests import some thousands of them: these keep what they have compiled.
+$(VENV)/test.stamp: PIP += --no-compile
 
 # torch first and alone: pip then keeps the build that is found for this machine instead of pulling another's libraries.
 $(VENV)/torch.stamp: constraints.txt | $(BIN)/python

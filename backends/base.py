@@ -199,14 +199,6 @@ class Backend(Protocol):
         """Take keys away and count how many there were."""
         ...
 
-    def delete_prefix(self, prefix: bytes) -> int:
-        """Take away all keys that begin with `prefix` and count them. Walks over every key there is: for a person who
-        asks for it, never in an engine's way. What is stored meanwhile may stay.
-
-        Raises BackendError where some may be left, since a server does not answer or refuses; the others are gone.
-        """
-        ...
-
     def prefetch(self, keys: Sequence[bytes]) -> Prefetch:
         """Ask for blocks, the most urgent first, to be brought near; answers at once."""
         ...

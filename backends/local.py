@@ -9,7 +9,6 @@ from itertools import repeat
 from typing import Final
 
 from kvredis.storage.entry import Lease, Reservation, extent_length
-from kvredis.storage.errors import BackendError
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.manager import Tiering
 from kvredis.storage.tiering.prefetch import PrefetchJob
@@ -114,12 +113,6 @@ class LocalBackend:
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete."""
         return self.store.delete(keys) if self.home.is_here() else 0
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        """As Backend.delete_prefix."""
-        if not self.home.is_here():
-            raise BackendError("a forked process deletes nothing in memory that its parent opened")
-        return self.store.delete([key for key in self.store.keys_in() if key.startswith(prefix)])
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
         """As Backend.prefetch: from disk into memory. Refused where memory keeps nothing."""

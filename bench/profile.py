@@ -104,7 +104,7 @@ def run(plan: ProfilePlan, out: Path, progress: Progress) -> ProfileResult:
 
 def traced(plan: ProfilePlan, swap: Swap, out: Path, progress: Progress) -> dict[str, list[dict[str, Any]]]:
     """Run both phases under the profiler. Give each one's events; `out` holds those of both."""
-    from kvredis.adapters.transfer.factory import open_transfer
+    from kvredis.adapters.transfer import open_transfer
 
     device = swap.paged.device
     prompt = list(prompts(PromptPlan(swap.tokens + plan.step_tokens, 0.0, 1, seed=_SEED)))

@@ -353,10 +353,10 @@ def settle(device: Any) -> None:
 
 def arm_of(name: str, paged: PagedKV) -> tuple[Arm, Callable[[], None]]:
     """Make a way of moving, and what gives its memory back."""
+    from kvredis.adapters.transfer import open_transfer
     from kvredis.adapters.transfer.cpu import HostTransfer
     from kvredis.adapters.transfer.cuda.device import CudaDevice
     from kvredis.adapters.transfer.cuda.ring import RingTransfer
-    from kvredis.adapters.transfer.factory import open_transfer
 
     if name == PER_PAGE:
         return (_per_page_gpu(paged) if paged.device.type == "cuda" else _per_page_cpu(paged)), lambda: None

@@ -17,7 +17,7 @@ import click
 from kvredis import __version__, install_line
 from kvredis.storage.errors import ConfigError, KVRedisError
 
-from .manual import HELP_NAMES, Manual, dress, resolved
+from .manual import HELP_NAMES, Manual, dress, helpful, resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,7 @@ class LateGroup(click.Group):
         try:
             command = getattr(import_module(place.module), cmd_name)
         except ModuleNotFoundError as error:
-            if not place.extra or (error.name or "").startswith("kvredis"):
-                raise
-            raise click.ClickException(
-                f"{cmd_name} needs {error.name}, which is not installed: {install_line(place.extra)}"
-            ) from error
+            raise _lacking(cmd_name, error) from error
         assert isinstance(command, click.Command)
         return dress(command)
 
@@ -107,6 +103,18 @@ class LateGroup(click.Group):
         except KVRedisError as error:
             click.echo(f"kvredis: {error}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except click.UsageError as error:
+            raise helpful(error) from None
+        except ModuleNotFoundError as error:
+            raise _lacking(ctx.invoked_subcommand or "", error) from error
+
+
+def _lacking(name: str, error: ModuleNotFoundError) -> Exception:
+    """Make a subcommand's missing package a line that says what installs it; what is no extra's stays as it is."""
+    extra = SUBCOMMANDS[name].extra if name in SUBCOMMANDS else ""
+    if not extra or (error.name or "kvredis").startswith("kvredis"):
+        return error
+    return click.ClickException(f"{name} needs {error.name}, which is not installed: {install_line(extra)}")
 
 
 @click.group(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -41,11 +42,43 @@ def resolved(
         return resolve(ctx, args)
     except click.UsageError as error:
         near = difflib.get_close_matches(args[0], names, n=1) if args else []
+        if args[:1] == ["help"]:
+            near = [" ".join((ctx.command_path, *args[1:2], "--help"))]
         if (
             near and "No such command" in error.message and "Did you mean" not in error.format_message()
         ):  # click 8.4 does
             raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", error.ctx) from None
         raise
+
+
+def helpful(error: click.UsageError) -> click.UsageError:
+    """The error of a command line with what was probably meant, where that can be told: the nearest option, by what
+    other servers call it too, the subcommand that has it, or the option for a word that stands alone."""
+    from kvredis.backends.config.sources import nearest  # late: help needs no YAML
+
+    command = None if error.ctx is None else error.ctx.command
+    if command is None or error.ctx is None:
+        return error
+    options = [name for each in command.params for name in (*each.opts, *each.secondary_opts) if name[:1] == "-"]
+    if isinstance(error, click.NoSuchOption):
+        by_name = {name.lstrip("-").replace("-", "_"): name for name in options if name.startswith("--")}
+        near = nearest(error.option_name.lstrip("-").replace("-", "_"), by_name)
+        below = command.commands if isinstance(command, click.Group) else {}
+        having = [name for name, each in below.items() if any(error.option_name in param.opts for param in each.params)]
+        meant = ""
+        if near is not None:
+            meant = f" Did you mean {by_name[near]!r}?"
+        elif having:
+            meant = f" It belongs behind: {', '.join(f'{error.ctx.command_path} {name}' for name in having)}"
+        return click.UsageError(error.message + meant, error.ctx)
+    extra = re.match(r"Got unexpected extra arguments? \((.*)\)", error.message)
+    if extra is not None:
+        word = extra[1]
+        if "--url" in options and ("://" in word or re.fullmatch(r"[\w.-]+:\d+", word)):
+            return click.UsageError(f"{error.message}. -u names the server: -u {word}", error.ctx)
+        if "--config-file" in options and ("/" in word or "." in word):
+            return click.UsageError(f"{error.message}. A file is named by --config-file {word}", error.ctx)
+    return error
 
 
 class _Nearest(click.Group):

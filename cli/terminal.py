@@ -64,7 +64,8 @@ def progress(what: str, total: int | None, unit: str = "keys", *, is_shown: bool
         TextColumn("{task.fields[counted]}"),
         TimeElapsedColumn(),
     ]
-    is_drawn = is_shown and screen.is_terminal and not screen.is_dumb_terminal
+    # whatever FORCE_COLOR makes of a pipe: a log is no place for a bar that moves
+    is_drawn = is_shown and screen.file.isatty() and not screen.is_dumb_terminal
     with Progress(*columns, console=screen, transient=True, disable=not is_drawn) as shown:
         yield Moving(shown, what, total, unit)
 

@@ -27,12 +27,20 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return load_public(home, f"{__name__}.{name}", "engine")
+
+
+def load_public(home: str, public: str, extra: str) -> Any:
+    """Return what a public import path names, out of the module `home`.
+
+    Raises ModuleNotFoundError that names the `extra` where a package that it needs is not installed.
+    """
     try:
-        return getattr(import_module(home), name)
+        return getattr(import_module(home), public.rpartition(".")[2])
     except ModuleNotFoundError as error:
-        if (error.name or "kvredis").startswith("kvredis"):
+        if "." in (error.name or ".") or error.name == "kvredis":  # a part that another version of a package has
             raise
-        text = f"kvredis.{name} needs {error.name}, which is not installed: {install_line('engine')}"
+        text = f"{public} needs {error.name}, which is not installed: {install_line(extra)}"
         raise ModuleNotFoundError(text, name=error.name) from error
 
 

@@ -11,12 +11,13 @@ from .memory.arena import HugepageMode
 GIB = 1024**3
 
 _UNITS = {"b": 1, "k": 1024, "m": 1024**2, "g": GIB, "t": 1024**4}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(?P<unit>[kmgt](?:i?b)?|b)?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e[+-]?\d+)?|\.\d+)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGNORECASE)
 _SIZE_BYTES_MAX = 2**57  # the address space of x86-64 with five-level page tables
 
 
 def parse_size(value: str | int | float, *, key: str, source: str) -> int:
-    """Give the bytes that a size means: a bare number is GiB (as LMCache's), a unit a power of 1024 (as redis.conf's).
+    """Give the bytes that a size means: a bare number is GiB (as LMCache's), a unit a power of 1024 (redis.conf's gb,
+    Kubernetes' Gi).
 
     Raises ConfigError naming `key` and `source` for anything else, and for sizes that are not positive.
     """
@@ -31,7 +32,8 @@ def parse_size(value: str | int | float, *, key: str, source: str) -> int:
     unit = match["unit"]
     nbytes = float(match["number"]) * (GIB if unit is None else _UNITS[unit[0].lower()])
     if not math.isfinite(nbytes) or nbytes > _SIZE_BYTES_MAX:
-        raise ConfigError(key, value, source, "more than a machine can address")
+        hint = "; a number without a unit is GiB" if unit is None else ""
+        raise ConfigError(key, value, source, f"more than a machine can address{hint}")
     if nbytes < 1:
         raise ConfigError(key, value, source, "a size must be greater than 0")
     return int(nbytes)

@@ -5,21 +5,47 @@ A twin is a test's second run with one part exchanged. The gate tries the part t
 and the other one where the two are told apart: the event loop in BOTH_LOOPS, an engine's near memory in
 tests/backends/tiered, Redis itself in tests/backends/test_contract.py. A test with a parameter `seed` draws its case by
 lot: the gate runs its first SEEDS.
+
+A test that is a coroutine runs on the event loop that its `loop` names, uvloop without one, and the servers that it
+asks for have started (tests/server/live.py).
 """
 
+import inspect
 from pathlib import Path
+from typing import cast
 
 import pytest
+
+from tests.server.certificates import Papers, make_papers
+from tests.server.live import LiveServer, run_test
 
 TESTS = Path(__file__).parent
 BOTH_LOOPS = {"server/client/test_session.py", "server/test_server.py", "cli/serve/test_serve.py"}
 """Files whose subject is what an event loop does."""
 OTHER_PARTS = {"layered", "redis", "RedisCluster"}
 """Of an engine's troubles with what is far away; the gate has them with kvredis and no memory in between."""
-SEEDS = 2
+SEEDS = 1
 
 LONGEST = ("compat/test_vllm_", "compat/test_sglang", "compat/", "faults/", "bench/", "cli/", "docs/", "browser/")
 """What takes longest comes first, in this order, so that the processes that share the tests end together."""
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop(request: pytest.FixtureRequest) -> str:
+    """Each event loop by its name: one lends what is written to it, the other copies."""
+    return cast(str, request.param)
+
+
+@pytest.fixture(scope="session")
+def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+    """Certificates."""
+    return make_papers(tmp_path_factory.mktemp("papers"))
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> LiveServer:
+    """A server with its settings as they are, which has started when a test that is a coroutine begins."""
+    return LiveServer(tmp_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by mark
@@ -30,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and (is_twin(item) or is_later_seed(item, seeds)):
             item.add_marker(pytest.mark.nightly)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine; None leaves the others to pytest."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run_test(pyfuncitem.obj, {name: pyfuncitem.funcargs[name] for name in names})
+    return True
 
 
 def longest_first(file: str) -> int:

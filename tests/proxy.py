@@ -6,7 +6,6 @@ import socket
 import struct
 import threading
 import time
-from types import TracebackType
 from typing import Final, Literal, Self
 
 HOST: Final = "127.0.0.1"
@@ -92,9 +91,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _begin(self, trouble: Trouble, after_bytes: int) -> None:

@@ -67,6 +67,8 @@ _FALSE = frozenset({"false", "0", "no", "off"})
 _ABSENT = frozenset({"", "none", "null", "false", "no", "off"})
 LOSSY_SERDES = ("cachegen", "kivi")
 """What LMCache calls its encodings that compress with loss."""
+FORMER_SERDES = ("torch", "safetensor", "fast")
+"""Its encodings without loss that it has given up, and that people's files still name."""
 _SECRET = re.compile(r"pass|secret|token\b|access_key|account_key|connection_string|credential", re.IGNORECASE)
 
 
@@ -175,6 +177,9 @@ def size_gib(raw: Any, key: str, source: str) -> float:
     """Read a size greater than 0 and return it in GiB, exactly: a division by a power of two loses no bit."""
     if not isinstance(raw, str | int | float) or isinstance(raw, bool):
         raise ConfigError(key, raw, source, "want a size: GiB as a number, or with a unit such as 512MB")
+    if re.fullmatch(r"0*\.?0*", str(raw).strip() or "-"):
+        reason = "a size must be greater than 0: all that is stored and loaded passes through it, kept or not"
+        raise ConfigError(key, raw, source, reason)
     return parse_size(raw, key=key, source=source) / GIB
 
 
@@ -199,12 +204,12 @@ def text(raw: Any, key: str, source: str) -> str:
     raise ConfigError(key, raw, source, "want a string: put it in quotes")
 
 
-def optional(inner: Parser) -> Parser:
-    """Let nothing at all, "", "none" and every word for false mean None; true is an error, since it names nothing."""
+def optional(inner: Parser, what: str = "text") -> Parser:
+    """Let nothing at all, "", "none" and every word for false mean None; true is an error, since it names no `what`."""
 
     def parse(raw: Any, key: str, source: str) -> Any:
         if raw is True or (isinstance(raw, str) and raw.strip().lower() in ("true", "yes", "on")):
-            raise ConfigError(key, raw, source, "is no switch: want its value, or false for none")
+            raise ConfigError(key, raw, source, f"is no switch: want {what}, or false for none")
         return None if _is_absent(raw) else inner(raw, key, source)
 
     return parse
@@ -230,14 +235,15 @@ def choice(*names: str, absent: str | None = None) -> Parser:
 
 
 def serde(raw: Any, key: str, source: str) -> str | Noted:
-    """Read how values are encoded: as they are. LMCache's lossy encodings are noted, so that its examples start."""
-    try:
-        return str(choice("naive", absent="naive")(raw, key, source))
-    except ConfigError:
-        name = raw.strip().lower() if isinstance(raw, str) else ""
-        if name not in LOSSY_SERDES:
-            raise
-    return Noted("naive", f"kvredis has no {name} and stores values as they are (naive): a value takes its full size")
+    """Read how values are encoded: as they are. LMCache's other encodings are noted, so that its examples start."""
+    name = raw.strip().lower() if isinstance(raw, str) else ""
+    if _is_absent(raw) or name == "naive":
+        return "naive"
+    if name not in LOSSY_SERDES + FORMER_SERDES:
+        known = ", ".join(LOSSY_SERDES + FORMER_SERDES)
+        raise ConfigError(key, raw, source, f"want naive, as which LMCache's others ({known}) are taken")
+    size = ": a value takes its full size" if name in LOSSY_SERDES else ""
+    return Noted("naive", f"kvredis has no {name} and stores values as they are (naive){size}")
 
 
 def server_url(raw: Any, key: str, source: str) -> str:
@@ -259,6 +265,8 @@ def directory(raw: Any, key: str, source: str) -> str | Noted:
         raise ConfigError(key, raw, source, "want a directory, or false for none")
     paths = [path.strip().removeprefix("file://") for path in text(raw, key, source).split(",")]
     first, *others = [os.path.expanduser(path) for path in paths if path] or [""]
+    if found := re.search(r"\$\{?[A-Za-z_]\w*\}?", first):
+        raise ConfigError(key, raw, source, f"want a directory: {found[0]} is not expanded here, and ~ is")
     if not first or "\0" in first:
         raise ConfigError(key, raw, source, "want a directory, or file:// and a directory")
     if not others:

@@ -38,8 +38,8 @@ class Entry:
 ENTRIES: Final[Mapping[str, Entry]] = {
     "use_odirect": Entry(parsers.flag, "disk_direct"),
     "disk_io_threads": Entry(parsers.whole(1, 64), "disk_io_threads"),
-    "remote_storage_plugin.redis.redis_url": Entry(parsers.optional(parsers.server_url), "remote_url"),
-    "redis_url": Entry(parsers.optional(parsers.server_url), "remote_url"),
+    "remote_storage_plugin.redis.redis_url": Entry(parsers.optional(parsers.server_url, "a URL"), "remote_url"),
+    "redis_url": Entry(parsers.optional(parsers.server_url, "a URL"), "remote_url"),
     "max_load_chunks": Entry(parsers.whole(1), "max_load_chunks"),
     "verify_blocks": Entry(parsers.flag, "verify_blocks"),
     "kvredis_bandwidth_gb_s": Entry(parsers.gb_per_s_or_none, "bandwidth_gb_s"),
@@ -95,7 +95,7 @@ def _check(found: Found, name: str) -> None:
     elif name in found.keys:
         _remark(found, name, f"is a key of its own and has no effect under {NAME}")
     else:
-        _remark(found, name, "unknown entry", nearest(name, (*ENTRIES, *FOREIGN_ENTRIES)))
+        _remark(found, name, "unknown entry", nearest(name, ENTRIES))
 
 
 def _stand(found: Found, name: str, stands_for: str) -> None:

@@ -77,7 +77,7 @@ class Config:
     local_cpu_use_hugepages: bool = _key(False, parsers.flag, "BOOL", "2 MiB pages, or fail with what is missing")
     local_disk: str | None = _key(
         None,
-        parsers.optional(parsers.directory),
+        parsers.optional(parsers.directory, "a directory"),
         "DIR",
         "directory of the disk tier, false = none; needs max_local_disk_size too",
     )
@@ -89,7 +89,7 @@ class Config:
     )
     remote_url: str | None = _key(
         None,
-        parsers.optional(parsers.server_url),
+        parsers.optional(parsers.server_url, "a URL"),
         "URL",
         "server that an engine stores to: redis://HOST:PORT, unix:///PATH",
     )
@@ -105,6 +105,12 @@ class Config:
     )
     max_load_chunks: int = _key(
         1024, parsers.whole(1), "N", "chunks that engines with paged KV may be loading at a time; more are computed"
+    )
+    state_bytes_per_prompt: int | None = _key(
+        None,
+        parsers.optional(parsers.memory(1)),
+        "BYTES",
+        "bound on the states of recurrent layers (Mamba) that are stored of a prompt; none = as many as its KV has",
     )
     verify_blocks: bool = _key(True, parsers.flag, "BOOL", "checksums for the blocks of engines with paged KV")
     bandwidth_gb_s: float = _key(
@@ -128,7 +134,10 @@ class Config:
     port: int = _server(6379, parsers.port("none"), "N", "TCP port; 0 takes a free one, none opens none")
     unixsocket: str | None = _server(None, parsers.optional(parsers.text), "PATH", "unix socket to listen on as well")
     unixsocketperm: str | None = _server(
-        None, parsers.optional(parsers.file_mode), "MODE", "the socket file's mode, three octal digits"
+        None,
+        parsers.optional(parsers.file_mode, "three octal digits"),
+        "MODE",
+        "the socket file's mode, three octal digits",
     )
     protected_mode: bool = _server(
         True, parsers.flag, "BOOL", "without a password take clients of this machine alone, whatever bind says"

@@ -24,7 +24,9 @@ from .lmcache import BEFORE_V1, BEFORE_V1_PREFIX, EC_PREFIX, FOREIGN_ENV, FOREIG
 from .parsers import Loader, Noted, Parser
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
-OTHER_VARIABLES = frozenset({FILE_VARIABLE, "KVREDIS_EVENT_LOOP", "LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD"})
+OTHER_VARIABLES = frozenset(
+    {FILE_VARIABLE, "KVREDIS_EVENT_LOOP", "KVREDIS_NATIVE", "LMCACHE_RESP_USERNAME", "LMCACHE_RESP_PASSWORD"}
+)
 """Read elsewhere and no keys."""
 SECTION = "kvredis"
 NO_MEANING = "a setting of LMCache without a meaning in kvredis"
@@ -127,14 +129,16 @@ class Found:
 
     def _unknown(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
         """Keep a remark about a name that nothing here has, which may be another program's. It is an error where a
-        server would be open to all without what was meant: KVREDIS_PASSWORD, KVREDIS_REQUIREPAS."""
-        if self.server and near and _GUARD.fullmatch(near.removeprefix("KVREDIS_").lower()):
-            self._misspelt(source, name, "unknown", near, raw)
+        server would be open to all without what was meant: KVREDIS_PASSWORD, KVREDIS_REQUIREPAS, KVREDIS_TLS_KEY."""
+        is_guard = near is not None and _GUARD.fullmatch(near.removeprefix("KVREDIS_").lower())
+        if self.server and (is_guard or _LIKE_GUARDS.match(name)):
+            text = "unknown" if is_guard else "unknown, and looks like one of those that decide who may come in"
+            self._misspelt(source, name, text, near, raw)
         else:
             self.remark(source, name, text, near)
 
     def _misspelt(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
-        is_secret = values.is_secret(name) or (near is not None and values.is_secret(near))
+        is_secret = any(values.is_secret(each) for each in (name, near or "")) or _LIKE_GUARDS.match(name) is not None
         reason = text + (f"; did you mean {near}?" if near else "")
         self.errors.append(ConfigError(name, "***" if is_secret else values.shown(raw), source, reason))
 
@@ -179,25 +183,30 @@ class Found:
 
     def _service_variables(self, env: Mapping[str, str]) -> frozenset[str]:
         """Return the variables that Kubernetes sets in each pod of a namespace with a Service named like a prefix of
-        ours (kvredis, kvredis-metrics, lmcache-server); one remark for all of them.
+        ours (kvredis, kvredis-metrics, lmcache-server), or `docker run --link` for a container of such a name; one
+        remark for all of them.
 
         They are those of kubelet's envvars.FromServices: PREFIX_SERVICE_HOST, PREFIX_SERVICE_PORT and _PORT_NAME, and
-        Docker's links, PREFIX_PORT=tcp://HOST:PORT and PREFIX_PORT_6379_TCP with _PROTO, _PORT, _ADDR. PREFIX_PORT with
-        a number is what the pod's own specification sets, and stays.
+        Docker's links, PREFIX_PORT=tcp://HOST:PORT and PREFIX_PORT_6379_TCP with _PROTO, _PORT, _ADDR, to which Docker
+        adds PREFIX_NAME and PREFIX_ENV_*. PREFIX_PORT with a number is what the pod's own specification sets: it stays.
         """
-        hosts = [name for name in sorted(env) if _SERVICE_HOST.fullmatch(name)]
-        if not hosts:
+        marks = {found[1]: name for name in sorted(env) if (found := _SERVICE_MARK.fullmatch(name))}
+        prefixes = sorted(marks)
+        if not prefixes:
             return frozenset()
-        prefixes = [host.removesuffix("_SERVICE_HOST") for host in hosts]
         named = re.compile(rf"({'|'.join(prefixes)})_({_SERVICE_VARIABLE})")
-        theirs = [name for name in env if named.fullmatch(name)]
-        theirs += [name for name in env if name.endswith("_PORT") and _LINK.fullmatch(env[name].strip())]
+        linked = re.compile(rf"({'|'.join(_OURS)})(_[A-Z0-9_]+)?_PORT")
+        theirs = {name for name in env if named.fullmatch(name)}
+        theirs |= {name for name in env if linked.fullmatch(name) and _LINK.fullmatch(env[name].strip())}
         services = ", ".join(prefix.lower().replace("_", "-") for prefix in prefixes)
+        is_docker = not any(f"{prefix}_SERVICE_HOST" in env for prefix in prefixes)
         one_of = "Service" if len(prefixes) == 1 else "Services"
         text = (
             f"skipped {len(theirs)} variables of Kubernetes' {one_of} {services} (enableServiceLinks: false ends them)"
         )
-        self.remark(f"env {hosts[0]}", hosts[0], text)
+        if is_docker:
+            text = f"skipped {len(theirs)} variables of Docker's links to {services}"
+        self.remark(f"env {marks[prefixes[0]]}", marks[prefixes[0]], text)
         return frozenset(theirs)
 
     def read_overrides(self, overrides: Mapping[str, Any]) -> None:
@@ -230,9 +239,12 @@ class Found:
     def read_file(self, path: Path) -> None:
         """Take a YAML file."""
         try:
-            loader = Loader(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            # JSON is YAML but for tabs, which stand in no string of JSON
+            loader = Loader(text.replace("\t", " ") if path.suffix == ".json" else text)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {error}"))
+            why = error.strerror if isinstance(error, OSError) else error
+            self.errors.append(ConfigError(FILE_VARIABLE, str(path), str(path), f"cannot be read: {why}"))
             return
         try:
             if (node := loader.get_single_node()) is not None:
@@ -243,7 +255,7 @@ class Found:
             loader.dispose()
 
     def _take_entries(self, mapping: _Place, in_section: bool) -> None:
-        entries = list(self._entries(mapping))
+        entries = list(self._entries(mapping, SECTION if in_section else FILE_VARIABLE))
         given = [name for name, _ in entries]
         for name, place in entries:
             try:
@@ -254,14 +266,15 @@ class Found:
             except _UNREADABLE as error:
                 self._refuse(name, self._unreadable(error, name, place))
 
-    def _entries(self, mapping: _Place) -> Iterator[tuple[str, _Place]]:
-        """Yield (name, place of the value) of a mapping; an empty document or section has none."""
+    def _entries(self, mapping: _Place, named: str) -> Iterator[tuple[str, _Place]]:
+        """Yield (name, place of the value) of a mapping, in errors `named` so; of an empty document or section none."""
         loader, node, path = mapping.loader, mapping.node, mapping.path
         if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
             return
         if not isinstance(node, yaml.MappingNode):
             place = f"{path}:{node.start_mark.line + 1}"
-            self.errors.append(ConfigError(FILE_VARIABLE, str(path), place, "want a mapping of keys to values"))
+            raw = node.value if isinstance(node, yaml.ScalarNode) and named == SECTION else str(path)
+            self.errors.append(ConfigError(named, raw, place, "want a mapping of keys to values"))
             return
         loader.flatten_mapping(node)
         seen: dict[str, int] = {}
@@ -307,7 +320,7 @@ class Found:
     def _take_key(self, key: Key, place: _Place) -> None:
         entries: dict[str, str] = {}
         if isinstance(key.default, dict) and isinstance(place.node, yaml.MappingNode):
-            entries = {f"{key.name}.{name}": f"{at.path}:{at.line}" for name, at in self._entries(place)}
+            entries = {f"{key.name}.{name}": f"{at.path}:{at.line}" for name, at in self._entries(place, key.name)}
         self.take(key, place.loader.construct_object(place.node, deep=True), f"{place.path}:{place.line}", entries)
 
 
@@ -345,8 +358,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     meant = _ELSEWHERE.get(name.lower().replace("-", "_"))
     if meant in by_lower:
         return by_lower[meant]
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=_ALIKE)
-    return by_lower[near[0]] if near else None
+    for near in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=_ALIKE_PART):
+        said = name.lower()
+        ratio = difflib.SequenceMatcher(None, near, said).ratio()  # in the order of get_close_matches
+        if ratio >= _ALIKE or near in said or said in near or sorted(near) == sorted(said):
+            return by_lower[near]
+    return None
 
 
 def nearest_variable(name: str, known: Iterable[str]) -> str | None:
@@ -356,10 +373,12 @@ def nearest_variable(name: str, known: Iterable[str]) -> str | None:
     return full[near] if near else None
 
 
-_ALIKE = 0.75
-"""How alike two names must be; a lower bound makes azure_connection_string of max_connections."""
+_ALIKE, _ALIKE_PART = 0.8, 0.75
+"""How alike two names must be; and a name and a part of it, or two of the same letters. Lower bounds make
+azure_connection_string of max_connections, chunk_size of cpu_size and redis_service_name of redis_username."""
 
 _ELSEWHERE: Mapping[str, str] = {
+    "auth": "requirepass",
     "host": "bind",
     "listen": "bind",
     "log_level": "loglevel",
@@ -368,14 +387,21 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_memory": "max_local_cpu_size",
     "maxmemory": "max_local_cpu_size",
     "memory": "max_local_cpu_size",
+    "pass": "requirepass",
+    "passwd": "requirepass",
     "password": "requirepass",
+    "redis_password": "password",
+    "redis_username": "username",
     "socket": "unixsocket",
 }
 """What a key is called by other servers, or by who has not looked -> its name here."""
 
 _GUARD = re.compile(r"requirepass|aclfile|protected_mode|tls_\w+")
 """Keys that decide who may come in."""
+_LIKE_GUARDS = re.compile(r"KVREDIS_\w*(PASS|SECRET|AUTH|CREDENTIAL|ACL|TLS|SSL|CERT)")
+"""Variables that can have meant nothing else."""
 
-_SERVICE_HOST = re.compile(r"(KVREDIS|LMCACHE)(_[A-Z0-9_]+)?_SERVICE_HOST")
-_SERVICE_VARIABLE = r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
+_OURS = ("KVREDIS", "LMCACHE", BEFORE_V1_PREFIX.rstrip("_"))
+_SERVICE_MARK = re.compile(rf"((?:{'|'.join(_OURS)})(?:_[A-Z0-9_]+?)?)_(?:SERVICE_HOST|PORT_\d+_(?:TCP|UDP|SCTP)_ADDR)")
+_SERVICE_VARIABLE = r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|NAME|ENV_\w+"
 _LINK = re.compile(r"(tcp|udp|sctp)://\S+:\d+", re.IGNORECASE)

@@ -46,6 +46,8 @@ FORMS: Final[dict[Shape, str]] = {
 
 _URL: Final = re.compile(r"([a-z][a-z0-9-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.IGNORECASE | re.DOTALL)
 _HOST: Final = re.compile(r"(?:\[([0-9a-f:.]+(?:%[^\]\s]+)?)\]|([^:\[\]\s]+))(?::([0-9]{1,5}))?", re.IGNORECASE)
+_NO_HOST: Final = re.compile(r"[$<>{}\"'`|\\^*]")
+"""What a template leaves of a host that it was to put in."""
 _SECRETS: Final = ("password", "sentinel_password", "ssl_password")
 _SECRET: Final = re.compile(r"(password=).*", re.IGNORECASE | re.DOTALL)
 """A password in a query that was cut wrongly: behind a second question mark, or a number sign."""
@@ -288,6 +290,8 @@ def _host(word: str, port_default: int) -> tuple[str, int]:
     found = _HOST.fullmatch(word)
     if found is None:
         raise ValueError("want HOST or HOST:PORT" if word else "no host")
+    if _NO_HOST.search(found[1] or found[2]):
+        raise ValueError(f"{found[1] or found[2]} is no host's name: something was to be put in its place")
     port = int(found[3] or port_default)
     if not 0 < port < 65536:
         raise ValueError(f"a port is from 1 to 65535, not {port}")

@@ -17,7 +17,6 @@ names and values here, since we speak RESP2.
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -45,8 +44,6 @@ QUESTION_KEYS: Final = 4096
 """Keys in one command."""
 EXISTS_KEYS: Final = 256
 """EXISTS in one round; a long prompt that is not stored costs no more than one such round."""
-SCAN_COUNT: Final = b"1000"
-"""Keys that a server looks at for one answer."""
 COUNTERS: Final = ("hits", "misses", "no_room", "given_up")
 
 
@@ -123,33 +120,6 @@ class RemoteBlocks:
             return 0
         self._outbox.wait_for(keys)
         return self._sum(b"UNLINK", keys)
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        """As Backend.delete_prefix: SCAN on every server, and the others are asked though one has not answered."""
-        if not self._home.is_here():
-            raise BackendError("a forked process deletes nothing by way of its parent's connections")
-        self._routes.await_first()
-        pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", prefix) + b"*"
-        count, failed = 0, list[Reply]()
-        for node in self._routes.nodes():
-            cursor = b"0"
-            while True:
-                reply = node.pipeline([(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT)])[0]
-                if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
-                    self._count(node, reply)
-                    failed.append(reply)
-                    break
-                cursor, found = reply[0], reply[1]
-                keys = [key for key in found if isinstance(key, bytes)] if isinstance(found, list) else []
-                answers = self._ask(b"UNLINK", self._routes.parts(keys, QUESTION_KEYS))
-                count += sum(self._count(*answer) for answer in answers)
-                failed += [deleted for _, deleted in answers if not isinstance(deleted, int)]
-                if cursor == b"0":
-                    break
-        if failed or not self._routes.nodes():
-            why = next((str(reply) for reply in failed if isinstance(reply, BackendError)), "a server does not answer")
-            raise BackendError(f"keys under the prefix may be left at {self._name}: {why}")
-        return count
 
     def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:
         """As Backend.prefetch; a server that does not know KV.PREFETCH or PREFETCH has queued nothing."""

@@ -146,11 +146,6 @@ class LayeredBackend:
         elsewhere = [key for key in keys if find(key) is None]
         return self.far.delete(elsewhere) + self._passage.delete(keys)
 
-    def delete_prefix(self, prefix: bytes) -> int:
-        """As Backend.delete_prefix."""
-        here = [key for key in self.near.store.keys_in() if key.startswith(prefix)]
-        return self.delete(here) + self.far.delete_prefix(prefix)
-
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def room(self, length: int, at_least: int = 1) -> int:

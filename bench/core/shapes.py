@@ -10,6 +10,7 @@ header (`kvredis.adapters.engine.block`) is not in them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ _DTYPE_BYTES: Final[Mapping[str, int]] = {
 
 _LAYERS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _HEADS: Final = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads")
-_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads")
+_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "n_kv_heads", "n_kv_head")
+_GROUPS: Final = ("num_query_groups", "n_query_groups", "num_attention_groups")
 _HEAD_DIM: Final = ("attention_head_dim", "head_dim", "kv_channels", "dim_head")
 _WIDTH: Final = ("hidden_size", "d_model", "n_embd", "n_embed")
 """What configurations call the same size, the most telling first."""
@@ -49,8 +51,11 @@ _KEPT: Final = frozenset(
 _NOT_KEPT: Final = frozenset(("linear_attention", "conv", "mamba", "mamba2", "mlp", "moe", "M", "-", "E"))
 """Kinds of layer that keep K and V by token, and those that keep a state of all tokens or nothing."""
 
-_STATES: Final = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "linear_key_head_dim", "conv_L_cache", "lru_width")
-"""How keys begin that only models with recurrent layers have."""
+_STATES: Final = (
+    *("mamba_", "ssm_", "linear_num_", "linear_attn_", "linear_key_head_dim", "conv_L_cache", "lru_width"),
+    *("hyena_", "attn_mode", "use_short_conv", "expand_k", "decay_low_rank_dim"),
+)
+"""How keys begin that only models with recurrent layers have; the last ones are those of flash-linear-attention."""
 
 _HYBRIDS_NAMES: Final = """
 bailing_hybrid bamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 minimax nemotron_h olmo_hybrid qwen3_5
@@ -71,7 +76,7 @@ _ENCODERS: Final = frozenset(_ENCODERS_NAMES.split())
 
 _REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
-        ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "xlstm"),
+        ("falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm"),
         "its layers keep a state of all tokens, which does not grow with them",
     ),
     **dict.fromkeys(
@@ -82,6 +87,16 @@ _REFUSED: Final[Mapping[str, str]] = {
     ),
 }
 """Types that no adapter stores, and why."""
+
+_GENERATES: Final = re.compile(r"CausalLM|LMHead|Generation|VisionText2Text|ChatModel")
+_DOES_ELSE: Final = re.compile(r"For[A-Z]\w*$|EncoderModel$")
+"""What the names in `architectures` hold of models that make text, and how those of others end."""
+
+_ENCODERS_KEYS: Final = ("type_vocab_size", "projection_dim", "num_channels", "num_mel_bins", "conv_stride")
+"""Keys of models that read text, pictures or sound and make no text."""
+
+_MULTI_QUERY: Final = frozenset(("falcon", "gpt_bigcode"))
+"""Types with one head of K and V unless their file says otherwise."""
 
 _SAYS_KV_HEADS_NAMES: Final = """
 beam bitnet cwm dbrx dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flint gemma gemma2 gemma3 gemma3_text
@@ -119,6 +134,12 @@ _UNREAD: Final[Mapping[str, str]] = {
     "index_topk": "an index is kept beside K and V, in a form of the engine's own",
 }
 """Keys with which a token's bytes follow from no formula here, and why."""
+
+_OF_KV: Final = re.compile(r"(?<!q)kv(?!_cache)|key_value|query_group|shared_head|cla_|yoco")
+_OF_KV_READ: Final = frozenset(
+    (*_KV_HEADS, *_GROUPS, *_HEAD_DIM, *_OTHER_SIZES, "kv_lora_rank", "num_kv_shared_layers", "multi_query_group_num")
+)
+"""What the names of sizes of KV hold, and those that are read here: another one may say that there is less of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +230,7 @@ def shape_from_config(path: Path) -> ModelShape:
             raise _lacking(path, num_hidden_layers=layers, qk_rope_head_dim=rope)
         return ModelShape(name, layers, 1, latent + rope, nbytes, planes=1)
     kv_heads = _kv_heads(config, kind, path, heads)
-    head_dim = _count(config, path, *_HEAD_DIM)
+    head_dim = _count(config, path, *(_HEAD_DIM[:1] if kind == "zamba2" else _HEAD_DIM))
     if head_dim is None and kind not in _SAYS_HEAD_DIM and heads and width:
         head_dim = width // heads or None
     if layers is None or kv_heads is None or head_dim is None:
@@ -243,12 +264,38 @@ def _refuse(config: Mapping[str, Any], kind: str, path: Path) -> None:
         raise BenchError(f"{path}: {kind} is an encoder, which keeps no KV without is_decoder")
     if config.get("is_encoder_decoder"):
         raise BenchError(f"{path}: {kind}: an encoder-decoder's KV depends on what its encoder has read")
+    if why := _makes_no_text(config):
+        raise BenchError(f"{path}: {why}: a model that makes no text keeps no KV")
     for key, reason in _UNREAD.items():
         if config.get(key):
             raise BenchError(f"{path}: {key}: {reason}")
+    for key, value in config.items():
+        if _OF_KV.search(key) and key not in _OF_KV_READ and _is_size(value):
+            raise BenchError(f"{path}: {key}: tells of KV in a form that is not known here")
     for layer, own in (config.get("per_layer_config") or {}).items():
         if isinstance(own, dict) and own.keys() & {*_KV_HEADS, *_HEAD_DIM, "kv_lora_rank", "qk_rope_head_dim"}:
             raise BenchError(f"{path}: per_layer_config: layer {layer} has KV of another size than others")
+
+
+def _makes_no_text(config: Mapping[str, Any]) -> str:
+    """Name what says that the model reads text, pictures or sound and makes no text; "" where nothing does."""
+    if config.get("is_decoder"):
+        return ""
+    names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    if any(map(_GENERATES.search, names)):
+        return ""
+    if others := [name for name in names if _DOES_ELSE.search(name)]:
+        return others[0]
+    is_nested = any(isinstance(config.get(part), dict) for part in _NESTED)
+    if not names and is_nested:
+        return ""
+    return next((key for key in _ENCODERS_KEYS if key in config), "")
+
+
+def _is_size(value: Any) -> bool:
+    """Say whether a key has numbers: a switch says nothing of how much KV there is."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return (is_number and value > 0) or (isinstance(value, list | dict) and bool(value))
 
 
 def _refuse_other_sizes(config: Mapping[str, Any], path: Path, sizes: Mapping[str, int]) -> None:
@@ -306,13 +353,15 @@ def _attention_layers(config: Mapping[str, Any], kind: str, path: Path, layers: 
 
 def _kv_heads(config: Mapping[str, Any], kind: str, path: Path, heads: int | None) -> int | None:
     """How many heads of K and V a layer keeps."""
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+    if config.get("multi_query", kind in _MULTI_QUERY) and not config.get("new_decoder_architecture"):
         return 1  # Falcon, whatever its num_kv_heads is, and GPT BigCode
-    if config.get("attn_type") == "multiquery_attention":  # MPT
-        return 1
+    if config.get("attn_type") == "multiquery_attention" or config.get("attention_head_type") == "multiquery":
+        return 1  # MPT, SantaCoder
     if config.get("multi_query_attention", True) and (groups := _count(config, path, "multi_query_group_num")):
         return groups  # ChatGLM
-    found = _count(config, path, *_KV_HEADS)
+    found = _count(config, path, *_KV_HEADS, *(() if kind in _SAYS_KV_HEADS else _GROUPS))
+    if found is None and config.get("multi_query_attention"):
+        return 1  # OLMo before transformers had it
     return heads if found is None and kind not in _SAYS_KV_HEADS else found
 
 

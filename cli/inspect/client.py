@@ -324,6 +324,12 @@ def on_server(command: Decorated) -> Decorated:
     return wrapped  # type: ignore[return-value]
 
 
+def whole_url(word: str) -> str:
+    """The URL that -u means: HOST:PORT is one without its scheme, and a number alone a port of this machine."""
+    where = f"127.0.0.1:{word}" if word.isdecimal() else word
+    return where if "://" in where else f"redis://{where}"
+
+
 def place_of(url: str | None, timeout_s: float) -> Place:
     """The place of a URL as `-u` takes it, without questions to the user; what completion uses."""
     return Place(_logged_in(_address(url, None), None, False), timeout_s)
@@ -364,7 +370,7 @@ def _value(value: Any) -> Any:
 
 def _address(url: str | None, config_file: Path | None) -> RemoteAddress:
     if url is not None:
-        return parse_remote(url if "://" in url else f"redis://{url}", key="url", source="-u")
+        return parse_remote(whole_url(url), key="url", source="-u")
     return parse_remote(load_config(config_file, server=False).remote_url or URL_DEFAULT)
 
 

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from kvredis.cli.terminal import console, duration, json_text, key_bytes, printable, progress, size
+from kvredis.cli.terminal import console, duration, json_text, key_bytes, printable, progress, shortened, size
 
 from .client import TOGETHER, Place, Servers, mapped, on_server
 from .key_options import match_option
-from .ls_tree import as_json, drawn
+from .ls_tree import NARROW_COLUMNS, as_json, drawn
 from .prefix_tree import SORTS, Forest
 
 if TYPE_CHECKING:
     from kvredis.cli.terminal import Moving
 
 LIMIT_DEFAULT: Final = 20
+NARROW_FIGURES: Final = 18
+"""Columns before the name with --long in a narrow terminal."""
 KEYS_LIMIT_DEFAULT: Final = 1000
 
 
@@ -197,11 +199,17 @@ def _print_rows(rows: Iterator[tuple[bytes, dict[str, Any]]], wanted: _Wanted) -
         click.echo("[]" if between == "[\n" else "\n]")
         return
     is_terminal = sys.stdout.isatty()  # and not whatever FORCE_COLOR makes of a pipe
+    columns_left = console().width - NARROW_FIGURES if is_terminal else 0
+    is_narrow = is_terminal and columns_left + NARROW_FIGURES < NARROW_COLUMNS
     for key, facts in rows:
         # A terminal must not obey a key; a pipe wants it as it is.
         name = printable(key) if is_terminal else key
         if wanted.is_long:
             tokens = facts.get("tokens")
+            if is_narrow:  # what tells least is left out, so that a line is a line
+                click.echo(f"{size(facts.get('nbytes') or 0):>8}  {facts.get('tier') or '-':6}  ", nl=False)
+                click.echo(shortened(printable(key), max(columns_left, 8)))
+                continue
             columns = (
                 f"{size(facts.get('nbytes') or 0):>9}  {'-' if tokens is None else f'{tokens:,}':>7}"
                 f"  {facts.get('tier') or '-':6}  {facts.get('hits', '-')!s:>6}"

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Generator, Sequence
-from types import TracebackType
 
 from kvredis.backends.base import NothingToFetch, Tier
 
@@ -24,9 +23,7 @@ class FakeReservation:
     def __enter__(self) -> "FakeReservation":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
 
@@ -47,9 +44,7 @@ class FakeLease:
     def __enter__(self) -> "FakeLease":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -106,9 +101,6 @@ class FakeBackend:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return sum(self.values.pop(key, None) is not None for key in keys)
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        return self.delete([key for key in self.values if key.startswith(prefix)])
 
     def room(self, length: int, at_least: int = 1) -> int:
         return 1 << 30

@@ -16,6 +16,7 @@ from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
+from tests.fork_server import Forked
 from tests.server.certificates import make_papers
 
 from .fake_server import FakeServer, Shelf
@@ -45,7 +46,7 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start, and wait until it says that it is ready."""
-        self._process = subprocess.Popen(
+        self._process = Forked(
             self._command,
             cwd=ROOT,
             env={"PATH": "/usr/bin:/bin"},

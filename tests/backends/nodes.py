@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import redis
 
+from tests.fork_server import Forked
 from tests.server.certificates import Papers
 
 ROOT: Final = Path(__file__).parents[2]
@@ -94,7 +95,7 @@ class Node:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = Forked(
                 self.command,
                 cwd=ROOT,
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "PYTHONDONTWRITEBYTECODE": "1"},

@@ -168,16 +168,6 @@ def test_presence_is_said_for_each_key_whatever_is_missing_before_it(backend: Ba
     assert backend.present([]) == []
 
 
-def test_deleting_a_prefix_leaves_what_only_looks_like_it(backend: Backend, at_rest: AtRest) -> None:
-    names = [b"kv*[1]:a", b"kv*[1]:b", b"kv*[1", b"kvx1:a", b"other"]
-    for name in names:
-        put(backend, name, content(name, 20_000))
-    at_rest()
-    assert backend.delete_prefix(b"kv*[1]:") == 2
-    assert backend.present(names) == [False, False, True, True, True]
-    assert backend.delete_prefix(b"kv*[1]:") == 0
-
-
 def test_touch_and_delete_count_what_exists(backend: Backend) -> None:
     keys = fresh_keys(4)
     for key in keys[:3]:

@@ -12,17 +12,12 @@ from redis.crc import key_slot
 from redis.exceptions import AskError, MovedError
 from redis.sentinel import Sentinel
 
-from tests.server.certificates import Papers, make_papers
+from tests.server.certificates import Papers
 
 from .nodes import HOST, Node, PortTakenError, free_ports, wait_until, with_free_ports
 from .topologies import SERVICE, KvredisCluster, RedisCluster, Sentinels, needs_redis, redis_command
 
 PASSWORD = "open-sesame"
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 def client_of(cluster: RedisCluster | KvredisCluster) -> "ClusterClient":

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.fork_server import Forked
+
 from .inspected import ROOT as ROOT
 from .inspected import serving
 
@@ -16,10 +18,11 @@ EXIT_S = 30
 
 
 class ServeProcess:
-    """A `kvredis serve` process and the lines it has printed so far; `program` is the module that is kvredis."""
+    """A `kvredis serve` process and the lines it has printed so far; `program` is the module that is kvredis. A fresh
+    one has imported all that it has imported itself."""
 
-    def __init__(self, args: list[str], env: dict[str, str], program: str) -> None:
-        self.process = subprocess.Popen(
+    def __init__(self, args: list[str], env: dict[str, str], program: str, fresh: bool = False) -> None:
+        self.process = (subprocess.Popen if fresh else Forked)(
             [sys.executable, "-m", program, "serve", *args],
             cwd=ROOT,
             env=env,
@@ -69,10 +72,10 @@ def serve() -> Iterator[Serve]:
     """Give a function that starts `kvredis serve ARGS` with only the environment that it is given."""
     started: list[ServeProcess] = []
 
-    def start(*args: str, program: str = "kvredis", **env: str) -> ServeProcess:
+    def start(*args: str, program: str = "kvredis", fresh: bool = False, **env: str) -> ServeProcess:
         base = {"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1"}
         base |= {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
-        started.append(ServeProcess(list(args), base | env, program))
+        started.append(ServeProcess(list(args), base | env, program, fresh))
         return started[-1]
 
     yield start

@@ -21,6 +21,7 @@ from kvredis.adapters.engine.block import checksum_of, encode_header
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.cli.main import main
+from tests.fork_server import Forked
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--max-local-cpu-size", "32MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
@@ -46,7 +47,7 @@ LMCACHE_KEYS = tuple(f"Mistral-7B@2@{worker}@{'-' * worker}6c4f18f9b2e02e8{worke
 @contextmanager
 def serving(*flags: str, port: bool = True) -> Iterator[str]:
     """`kvredis serve` on a free port; gives its first address, HOST:PORT or the socket's path."""
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, "-m", "kvredis", "serve", *(("--port", "0") if port else ()), *SMALL, *flags],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"},

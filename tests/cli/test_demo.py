@@ -19,7 +19,9 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.cli.demo import command as demo_module
 from kvredis.cli.demo import text as demo_text
 from kvredis.cli.demo.command import demo
+from tests.backends.nodes import wait_until
 from tests.cli.inspected import serving
+from tests.gate import nightly
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -138,16 +140,25 @@ def test_a_missing_password_is_lss_error_and_rediscli_auth_serves(monkeypatch: p
         assert demo_module._answering(f"redis://:hush@{address}/1") == f"redis://:hush@{address}/1"
 
 
+def test_a_server_that_cannot_hold_the_prompt_is_told_so_before_anything_is_computed() -> None:
+    with serving() as address:
+        done = run("--url", address, "--prompt-tokens=4000", "--layers=40", "--head-dim=128", "--kv-heads=4")
+        assert "computing" not in done.stderr
+        assert done.returncode == 1
+        assert f"redis://{address} holds 32 MiB and the prompt's KV is " in done.stderr
+        assert "give it more (max_local_cpu_size)" in done.stderr
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, *map(nightly, (signal.SIGTERM, signal.SIGHUP))])
 def test_no_process_and_no_file_is_left_behind_when_it_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
     env = ENV | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([*COMMAND, "--prompt-tokens", "3000"], cwd=ROOT, env=env, stderr=subprocess.PIPE) as process:
-        while not (children := children_of(process.pid)):
-            assert process.poll() is None
+        wait_until(lambda: bool(children_of(process.pid)) or process.poll() is not None, "a process of its own")
+        children = children_of(process.pid)
         process.send_signal(number)
         assert process.wait(30) != 0
         assert process.stderr is not None

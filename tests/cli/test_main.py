@@ -1,5 +1,6 @@
 """The command's table: help without imports, exit statuses, and what is missing said by name."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -101,12 +102,42 @@ def test_help_needs_no_extra(words: str) -> None:
     assert "Example: " in done.stdout
 
 
-def test_the_engines_door_names_the_extra_that_it_needs() -> None:
-    code = "import sys; sys.modules['torch'] = None\nfrom kvredis import CacheEngine"
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [
+        ("kvredis", "CacheEngine", "engine"),
+        ("kvredis.adapters.vllm", "KVRedisConnector", "vllm"),
+        ("kvredis.adapters.vllm_tier", "KVRedisTier", "vllm"),
+        ("kvredis.adapters.sglang", "KVRedisHiCache", "sglang"),
+        ("kvredis.adapters.transformers", "CachedModel", "demo"),
+    ],
+)
+def test_a_public_import_path_names_the_extra_that_it_needs(module: str, name: str, extra: str) -> None:
+    code = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "vllm", "sglang", "transformers"):
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent())
+from {module} import {name}
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: kvredis.CacheEngine needs torch, which is not installed: pip install ")
-    assert "[engine]" in last
+    assert re.match(rf"ModuleNotFoundError: {module}.{name} needs \w+, which is not installed: pip install ", last)
+    assert f"[{extra}]" in last
+
+
+def test_a_package_that_lacks_a_part_is_not_said_to_be_missing() -> None:
+    code = "from kvredis import load_public\nload_public('json.nothing', 'a.b', 'c')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'json.nothing'"
+
+
+def test_a_package_that_a_command_misses_as_it_runs_is_said_with_the_line_that_installs_it() -> None:
+    done = without_extras("bench", "swap")
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"bench needs torch, which is not installed: pip install '{ROOT}[bench]'\n")
 
 
 def test_outside_of_a_clone_a_hint_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,6 +151,30 @@ def test_a_mistyped_command_is_answered_with_the_nearest(words: str) -> None:
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 2
     assert result.output.count("Did you mean") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("serve --prot 1", "Did you mean '--port'?"),
+        ("ls --sortt bytes", "Did you mean '--sort'?"),
+        ("serve --requirepas x", "Did you mean '--requirepass'?"),
+        ("serve --maxmemory 5GB", "Did you mean '--max-local-cpu-size'?"),
+        ("serve --password x", "Did you mean '--requirepass'?"),
+        ("serve --no-prefaul", "Did you mean '--no-prefault'?"),
+        ("serve --save x", "No such option '--save'."),
+        ("demo -u 127.0.0.1:1", "It belongs behind: kvredis demo ttft"),
+        ("ls redis://127.0.0.1:1", "-u names the server: -u redis://127.0.0.1:1"),
+        ("top 127.0.0.1:1", "-u names the server: -u 127.0.0.1:1"),
+        ("serve /etc/kvredis.yaml", "A file is named by --config-file /etc/kvredis.yaml"),
+        ("help", "Did you mean 'kvredis --help'?"),
+        ("help serve", "Did you mean 'kvredis serve --help'?"),
+    ],
+)
+def test_a_mistyped_line_is_answered_with_what_was_meant_and_nothing_else(words: str, meant: str) -> None:
+    result = CliRunner().invoke(main, words.split(), prog_name="kvredis")
+    assert result.exit_code == 2
+    assert result.output.strip().endswith(meant)
 
 
 @pytest.mark.parametrize("words", ["", "serve", "ls", "bench server", "doctor memory"])

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -113,9 +112,7 @@ class Terminal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exit: object) -> None:
         subprocess.run([*self._tmux, "kill-server"], capture_output=True, check=False, timeout=WAIT_S)
         ended, *_ = select.select([self._shell_ends], [], [], WAIT_S)
         os.close(self._shell_ends)

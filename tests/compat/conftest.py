@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.compat.wire import Wire
+from tests.fork_server import Forked
 
 SERVE = "from kvredis.cli.main import main; main()"
 STOP_S = 30
@@ -33,7 +34,7 @@ def start_kvredis(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], Run
     path = str(folder / "kvredis.sock")
     common = ("--port", "0", "--unixsocket", path, "--max-local-cpu-size", "64MB", "--hugepages", "off")
     flags = (*common, "--io-threads", "1", *flags)
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, "-c", SERVE, "serve", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -42,6 +42,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     places = [folder, ROOT]
     if version := (os.environ | variables).get("VLLM_UNDER_TEST"):
         places.insert(0, packages(HERE / "versions" / f"{version}.txt", "vllm"))
+    places.append(HERE / "stand_ins")  # behind all else
     return clean | COMPILED_ONCE | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, places))} | variables
 
 

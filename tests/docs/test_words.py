@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvredis.server.commands.connection import REDIS_VERSION
 from tests.docs.blocks import PAGES, ROOT
 
 TOURS = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
@@ -23,6 +24,16 @@ def test_no_document_leaves_out_who_acts() -> None:
         if ACTORLESS.search(QUOTES.sub("", line))  # what the program says is its own affair
     ]
     assert found == []
+
+
+def test_documents_compare_with_the_version_of_redis_that_hello_and_info_name() -> None:
+    version = ".".join(REDIS_VERSION.split(".")[:2])
+    pages = [ROOT / "README.md", ROOT / "docs" / "redis.md", ROOT / "docs" / "index.md"]
+    named = {
+        page: re.findall(r"(?:as|of|Of|letter of) Redis (\d+\.\d+)", page.read_text(encoding="utf-8")) for page in pages
+    }
+    assert all(named.values())
+    assert {each for found in named.values() for each in found} == {version}
 
 
 @pytest.mark.parametrize("page", TOURS, ids=lambda page: page.name)

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
+
+from tests.fork_server import Forked
 
 ROOT: Final = Path(__file__).parents[2]
 END_S: Final = 30
@@ -35,7 +36,7 @@ class CrashServer:
         self._log_path = directory.with_suffix(".log")
         self._log = self._log_path.open("ab")
         disk = ("--max-local-cpu-size", ARENA, "--local-disk", str(directory))
-        self.process = subprocess.Popen(
+        self.process = Forked(
             [sys.executable, "-c", _PROGRAM, str(segment_bytes), "serve", *SMALL, *disk, *flags],
             cwd=ROOT,
             env={"PATH": os.environ.get("PATH", ""), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"},
@@ -93,9 +94,7 @@ class CrashServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from kvredis.storage.disk.files import File
@@ -47,9 +46,7 @@ class DiskServer(LiveServer):
         await super().__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         self.warnings = [each for each in self.complaints if each.startswith("Disk tier: ")]
         self.complaints[:] = [each for each in self.complaints if not each.startswith("Disk tier: ")]
         await super().__aexit__(kind, error, trace)

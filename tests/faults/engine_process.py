@@ -5,7 +5,6 @@ To load torch takes longer than all else that such a process does: so these are 
 
 import multiprocessing
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.backends.nodes import WAIT_S
@@ -53,9 +52,7 @@ class EngineProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         self._process.close()
         self._said.close()

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from tests.faults.crash_client import LIMIT_S, Load, Wire, figure, look
 from tests.faults.crash_server import CrashServer
 
-ROUNDS: Final = int(os.environ.get("CRASH_ROUNDS", "10"))
+ROUNDS: Final = int(os.environ.get("CRASH_ROUNDS", "6"))
 SEED: Final = int(os.environ.get("CRASH_SEED", "0")) or random.randrange(1, 2**32)
-DYNASTY_ROUNDS: Final = 5
+DYNASTY_ROUNDS: Final = 3
 AT_ONCE: Final = 2
 CLIENTS: Final = 4
 MIB: Final = 1024 * 1024

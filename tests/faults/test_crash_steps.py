@@ -32,6 +32,9 @@ PATIENCE: Final = 20
 ROOMY, TIGHT = 10, 2
 """Segments: room for all that the keys can hold and more, and for half of it."""
 
+STRIDE: Final = pytest.mark.parametrize("stride", [pytest.param(5, id="each fifth"), nightly(1, id="each")])
+"""Of the steps the gate takes each fifth, which meets every kind of step, and the night all of them."""
+
 VERBS: Final = {
     **{"set": 30, "small": 6, "delete": 5, "rename": 7, "expire": 5, "swap": 3, "flush": 1},
     **{"look": 12, "prefetch": 4, "save": 10, "tick": 14, "later": 5},
@@ -221,18 +224,22 @@ def play(folder: Path, seed: int, plan: Plan | None, *, segments: int, power: bo
         nightly(TIGHT, True, id="evicting-power lost"),
     ],
 )
-def test_a_store_comes_back_right_whichever_step_was_its_last(folder: Path, segments: int, power: bool) -> None:
+@STRIDE
+def test_a_store_comes_back_right_whichever_step_was_its_last(
+    folder: Path, segments: int, power: bool, stride: int
+) -> None:
     seed = 10 + segments + power
     steps = play(folder, seed, None, segments=segments, power=power)
     assert {step.split()[0] for step in steps} >= {"pwrite", "pread", "sync", "allocate", "index:"}
-    for number in range(1, len(steps) + 1):
+    for number in range(1, len(steps) + 1, stride):
         play(folder, seed, at(number, Fault.TEAR), segments=segments, power=power)
 
 
 @pytest.mark.parametrize("segments", [nightly(ROOMY, id="roomy"), pytest.param(TIGHT, id="evicting")])
-def test_a_store_survives_a_fault_at_any_step_without_a_wrong_byte(folder: Path, segments: int) -> None:
+@STRIDE
+def test_a_store_survives_a_fault_at_any_step_without_a_wrong_byte(folder: Path, segments: int, stride: int) -> None:
     steps = play(folder, 30, None, segments=segments, power=False)
     faults = (Fault.EIO, Fault.ENOSPC, Fault.HALF, Fault.FLIP)
-    for number, what in enumerate(steps, 1):
+    for number, what in list(enumerate(steps, 1))[::stride]:
         fault = faults[number % 4] if what.startswith("pwrite") else faults[number % 2]
         play(folder, 30, at(number, fault), segments=segments, power=False, ends=False)

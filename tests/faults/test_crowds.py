@@ -15,7 +15,7 @@ import pytest
 from tests.fuzz.served import ServedProcess
 from tests.gate import nightly
 from tests.server.feed import request
-from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on
+from tests.server.live import MIB, LiveServer, pattern
 
 CLIENTS = 1000
 IDLE = 10_000
@@ -80,7 +80,6 @@ def wait_until_received(served: ServedProcess, received: int) -> None:
         assert time.monotonic() < deadline_s, served.ask()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_thousand_clients_at_once_each_read_their_own_bytes(loop: str, tmp_path: Path, many_files: int) -> None:
     need_files(CLIENTS + SPARE_FILES, many_files)
 
@@ -118,33 +117,28 @@ def test_a_thousand_clients_at_once_each_read_their_own_bytes(loop: str, tmp_pat
         assert (state["leases"], state["reserved"], state["retired"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_three_hundred_slow_lorises_are_served_and_keep_nobody_waiting(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, 32 * MIB) as live:
-            quick = await live.connect()
-            crowd = [await live.connect(("unix", "tcp")[n % 2]) for n in range(300)]
-            whole = [request("SET", f"l{n:03}", pattern(20, n)) for n in range(300)]
-            value = pattern(100_000)
-            times_s = []
-            for at in range(len(whole[0])):
-                for client, data in zip(crowd, whole, strict=True):
-                    await client.send_raw(data[at : at + 1])
-                began_s = time.monotonic()
-                assert await quick.ask("SET", "q", value) == b"+OK\r\n"
-                assert await quick.get("q") == value
-                times_s.append(time.monotonic() - began_s)
-            for client in crowd:
-                assert await client.read_line() == b"+OK\r\n"
-            for n in range(300):
-                assert await quick.get(f"l{n:03}") == pattern(20, n)
-            assert sorted(times_s)[-2] < 0.5, "what Redis keeps to; one hiccup of the machine is not ours"
-
-    run_on(loop, story())
+async def test_three_hundred_slow_lorises_are_served_and_keep_nobody_waiting(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, 32 * MIB) as live:
+        quick = await live.connect()
+        crowd = [await live.connect(("unix", "tcp")[n % 2]) for n in range(300)]
+        whole = [request("SET", f"l{n:03}", pattern(20, n)) for n in range(300)]
+        value = pattern(100_000)
+        times_s = []
+        for at in range(len(whole[0])):
+            for client, data in zip(crowd, whole, strict=True):
+                await client.send_raw(data[at : at + 1])
+            began_s = time.monotonic()
+            assert await quick.ask("SET", "q", value) == b"+OK\r\n"
+            assert await quick.get("q") == value
+            times_s.append(time.monotonic() - began_s)
+        for client in crowd:
+            assert await client.read_line() == b"+OK\r\n"
+        for n in range(300):
+            assert await quick.get(f"l{n:03}") == pattern(20, n)
+        assert sorted(times_s)[-2] < 0.5, "what Redis keeps to; one hiccup of the machine is not ours"
 
 
 @pytest.mark.parametrize("sent", [nightly(b"", id="nothing more"), pytest.param(b"x" * 1000, id="1000 bytes")])
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_hundred_clients_that_announce_512_mb_cost_no_key_and_no_memory(
     loop: str, sent: bytes, tmp_path: Path
 ) -> None:
@@ -169,7 +163,6 @@ def test_a_hundred_clients_that_announce_512_mb_cost_no_key_and_no_memory(
             assert keeper.ask(request("GET", f"small{n}"), 108) == b"$100\r\n" + pattern(100, n) + b"\r\n"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_hundred_clients_that_hold_much_of_an_echo_are_bounded_by_what_they_sent(loop: str, tmp_path: Path) -> None:
     with ServedProcess(tmp_path, loop) as served, crowd_of(served, 101) as (keeper, *crowd):
         assert keeper.ping()
@@ -188,7 +181,6 @@ of requests holds some 740 GETs."""
 
 
 @pytest.mark.parametrize("length", READER_BYTES_MAX)
-@pytest.mark.parametrize("loop", LOOPS)
 def test_slow_readers_cost_bounded_memory(loop: str, length: int, tmp_path: Path) -> None:
     with ServedProcess(tmp_path, loop, arena_mib=128) as served, crowd_of(served, 51) as (keeper, *crowd):
         assert keeper.ask(request("SET", "k", pattern(length)), 5) == b"+OK\r\n"
@@ -218,7 +210,6 @@ def test_short_commands_with_long_replies_cost_a_slow_reader_no_more(words: tupl
         assert served.memory_bytes() - memory < len(crowd) * 6 * MIB
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 def test_ten_thousand_idle_clients_take_less_than_a_gibibyte(loop: str, tmp_path: Path, many_files: int) -> None:
     need_files(IDLE + SPARE_FILES, many_files)
     with ServedProcess(tmp_path, loop, maxclients=IDLE + 100) as served, crowd_of(served, IDLE) as crowd:

@@ -21,7 +21,8 @@ from tests.faults.crash_model import Name, value
 from tests.faults.crash_server import CrashServer
 from tests.faults.disk_live import DiskServer, StuckFiles, found, info, store_blocks, wait_saved
 from tests.faults.disk_store import bury, open_store, run_jobs, save, tiering_of
-from tests.server.live import MIB, run_on, until
+from tests.gate import nightly
+from tests.server.live import MIB, until
 from tests.storage.fake_files import FakeFiles, Fault, on
 from tests.storage.small_store import Clock
 
@@ -109,6 +110,11 @@ def turn_bits(path: Path, rng: random.Random, count: int) -> None:
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
 
 
+@pytest.fixture
+def live(tmp_path: Path) -> DiskServer:
+    return DiskServer(tmp_path)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_bits_that_turned_are_misses_that_are_counted_and_never_wrong_bytes(disk: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -175,14 +181,9 @@ def age_index(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("hurt", "kept"),
     [
-        *((remove_segment, True), (cut_segment, True), (tear_segment, True), (add_wal, True)),
-        *(
-            (exchange_segments, False),
-            (damage_index, False),
-            (cut_index, False),
-            (remove_index, False),
-            (age_index, False),
-        ),
+        *((remove_segment, True), nightly(cut_segment, True), (tear_segment, True), (add_wal, True)),
+        *(nightly(exchange_segments, False), (damage_index, False), nightly(cut_index, False)),
+        *(nightly(remove_index, False), (age_index, False)),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -298,118 +299,101 @@ MANY = range(60)
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC], ids=str)
-def test_stores_go_on_while_the_disk_takes_nothing_and_spills_resume_when_it_does(tmp_path: Path, fault: Fault) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path, disk_bytes=32 * MIB) as live:
-            client = await live.connect()
-            live.files.plan = on("pwrite", fault)
-            await store_blocks(client, MANY)
-            there = await found(client, MANY)
-            assert there[-10:] == list(MANY)[-10:], "the coldest have gone"
-            assert len(there) < len(MANY)
-            assert await wait_saved(client) == [0, 0]
-            assert await info(client, "tier_spill_failed") > 0
-            assert await info(client, "tier_spill_dropped") > 0
-            assert await info(client, "tier_spilled") == 0
-            live.files.plan = None
-            await store_blocks(client, MANY)
-            assert await wait_saved(client) == [1, 0]
-            assert await info(client, "tier_spilled") > len(MANY) / 2
-            later = range(60, 90)
-            await store_blocks(client, later)
-            assert await found(client, later) == list(later), "no block leaves unwritten any more"
-        assert live.warnings
-
-    run_on(LOOP, story())
-
-
-def test_a_block_that_cannot_be_read_is_a_miss_and_counted_and_the_others_are_served(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path) as live:
-            client = await live.connect()
-            await store_blocks(client, MANY)
-            assert await wait_saved(client) == [1, 0]
-            away = [
-                n for n in MANY if (entry := live.store.find(b"block:%d" % n)) is not None and not entry.is_resident
-            ]
-            live.files.plan = on("pread", Fault.EIO)
-            assert await found(client, range(3)) == []
-            live.files.plan = None
-            assert away[:3] == [0, 1, 2]
-            assert await found(client, MANY) == list(MANY)[3:]
-            assert await info(client, "tier_lost") == await info(client, "disk_quarantined") == 3
-            assert await info(client, "disk_read_errors") == 3
-            await store_blocks(client, range(3))
-            assert await found(client, range(3)) == [0, 1, 2]
-
-    run_on(LOOP, story())
+async def test_stores_go_on_while_the_disk_takes_nothing_and_spills_resume_when_it_does(
+    tmp_path: Path, fault: Fault
+) -> None:
+    async with DiskServer(tmp_path, disk_bytes=32 * MIB) as live:
+        client = await live.connect()
+        live.files.plan = on("pwrite", fault)
+        await store_blocks(client, MANY)
+        there = await found(client, MANY)
+        assert there[-10:] == list(MANY)[-10:], "the coldest have gone"
+        assert len(there) < len(MANY)
+        assert await wait_saved(client) == [0, 0]
+        assert await info(client, "tier_spill_failed") > 0
+        assert await info(client, "tier_spill_dropped") > 0
+        assert await info(client, "tier_spilled") == 0
+        live.files.plan = None
+        await store_blocks(client, MANY)
+        assert await wait_saved(client) == [1, 0]
+        assert await info(client, "tier_spilled") > len(MANY) / 2
+        later = range(60, 90)
+        await store_blocks(client, later)
+        assert await found(client, later) == list(later), "no block leaves unwritten any more"
+    assert live.warnings
 
 
-def test_writes_that_half_arrive_are_misses_and_never_wrong_bytes(tmp_path: Path) -> None:
-    async def story() -> None:
-        files = FakeFiles(lambda step, what: (Fault.HALF, Fault.FLIP, None)[step % 3] if "pwrite" in what else None)
-        async with DiskServer(tmp_path, files) as live:
-            client = await live.connect()
-            await store_blocks(client, MANY)
-            there = await found(client, MANY)
-            assert 0 < len(there) < len(MANY)
-            assert await info(client, "disk_quarantined") == len(MANY) - len(there)
-
-    run_on(LOOP, story())
-
-
-def test_a_device_that_has_once_refused_to_sync_confirms_nothing_more(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path) as live:
-            client = await live.connect()
-            await store_blocks(client, range(10))
-            assert await wait_saved(client) == [1, 0]
-            await store_blocks(client, range(10, 20))
-            live.files.plan = on("sync segment", Fault.EIO)
-            assert await wait_saved(client) == [0, 0]
-            live.files.plan = None
-            assert await wait_saved(client) == [0, 0], "what the kernel did with those pages is not known"
-            await store_blocks(client, range(20, 60))
-            assert await wait_saved(client) == [0, 0]
-            assert await info(client, "disk_sync_errors") > 0
-            assert await found(client, MANY) == list(MANY), "they are served all the same"
-
-    run_on(LOOP, story())
+async def test_a_block_that_cannot_be_read_is_a_miss_and_counted_and_the_others_are_served(live: DiskServer) -> None:
+    client = await live.connect()
+    await store_blocks(client, MANY)
+    assert await wait_saved(client) == [1, 0]
+    away = [n for n in MANY if (entry := live.store.find(b"block:%d" % n)) is not None and not entry.is_resident]
+    live.files.plan = on("pread", Fault.EIO)
+    assert await found(client, range(3)) == []
+    live.files.plan = None
+    assert away[:3] == [0, 1, 2]
+    assert await found(client, MANY) == list(MANY)[3:]
+    assert await info(client, "tier_lost") == await info(client, "disk_quarantined") == 3
+    assert await info(client, "disk_read_errors") == 3
+    await store_blocks(client, range(3))
+    assert await found(client, range(3)) == [0, 1, 2]
 
 
-def test_others_are_served_while_a_client_waits_for_a_stuck_disk_and_then_it_stores_all_the_same(
+async def test_writes_that_half_arrive_are_misses_and_never_wrong_bytes(tmp_path: Path) -> None:
+    files = FakeFiles(lambda step, what: (Fault.HALF, Fault.FLIP, None)[step % 3] if "pwrite" in what else None)
+    async with DiskServer(tmp_path, files) as live:
+        client = await live.connect()
+        await store_blocks(client, MANY)
+        there = await found(client, MANY)
+        assert 0 < len(there) < len(MANY)
+        assert await info(client, "disk_quarantined") == len(MANY) - len(there)
+
+
+async def test_a_device_that_has_once_refused_to_sync_confirms_nothing_more(live: DiskServer) -> None:
+    client = await live.connect()
+    await store_blocks(client, range(10))
+    assert await wait_saved(client) == [1, 0]
+    await store_blocks(client, range(10, 20))
+    live.files.plan = on("sync segment", Fault.EIO)
+    assert await wait_saved(client) == [0, 0]
+    live.files.plan = None
+    assert await wait_saved(client) == [0, 0], "what the kernel did with those pages is not known"
+    await store_blocks(client, range(20, 60))
+    assert await wait_saved(client) == [0, 0]
+    assert await info(client, "disk_sync_errors") > 0
+    assert await found(client, MANY) == list(MANY), "they are served all the same"
+
+
+async def test_others_are_served_while_a_client_waits_for_a_stuck_disk_and_then_it_stores_all_the_same(
     tmp_path: Path,
 ) -> None:
-    async def story() -> None:
-        files = StuckFiles()
-        async with DiskServer(tmp_path, files, spill_wait_s=60) as live:
-            began_s = live.store.now_s()
-            live.server.now_s = live.store.now_s = standing_at(began_s)
-            writer, other = await live.connect(), await live.connect()
-            storing = asyncio.ensure_future(store_blocks(writer, MANY))
-            try:
-                waiting = live.server.admission.disk_room
-                await until(lambda: len(waiting) and files.stuck.is_set())
-                assert await other.ask("PING") == b"+PONG\r\n"
-                resident = [n for n in MANY if live.store.find(b"block:%d" % n) is not None]
-                assert await found(other, range(len(resident))) == resident
-                assert len(resident) < len(MANY)
-                assert len(waiting) == 1
-                assert not storing.done()
-                live.server.now_s = live.store.now_s = standing_at(began_s + 61)
-                await storing
-                assert live.store.used_bytes <= live.store.arena.nbytes
-                assert await info(other, "tier_spill_waits") == 1, "a disk that writes nothing is waited for once"
-                assert await info(other, "tier_spill_dropped") > 0
-                assert await wait_saved(writer, 50) == [0, 0]
-            finally:
-                files.released.set()
-                storing.cancel()
-            assert await wait_saved(writer) == [1, 0]
-            await store_blocks(writer, MANY)
-            assert await found(writer, MANY) == list(MANY), "it is trusted again"
-
-    run_on(LOOP, story())
+    files = StuckFiles()
+    async with DiskServer(tmp_path, files, spill_wait_s=60) as live:
+        began_s = live.store.now_s()
+        live.server.now_s = live.store.now_s = standing_at(began_s)
+        writer, other = await live.connect(), await live.connect()
+        storing = asyncio.ensure_future(store_blocks(writer, MANY))
+        try:
+            waiting = live.server.admission.disk_room
+            await until(lambda: len(waiting) and files.stuck.is_set())
+            assert await other.ask("PING") == b"+PONG\r\n"
+            resident = [n for n in MANY if live.store.find(b"block:%d" % n) is not None]
+            assert await found(other, range(len(resident))) == resident
+            assert len(resident) < len(MANY)
+            assert len(waiting) == 1
+            assert not storing.done()
+            live.server.now_s = live.store.now_s = standing_at(began_s + 61)
+            await storing
+            assert live.store.used_bytes <= live.store.arena.nbytes
+            assert await info(other, "tier_spill_waits") == 1, "a disk that writes nothing is waited for once"
+            assert await info(other, "tier_spill_dropped") > 0
+            assert await wait_saved(writer, 50) == [0, 0]
+        finally:
+            files.released.set()
+            storing.cancel()
+        assert await wait_saved(writer) == [1, 0]
+        await store_blocks(writer, MANY)
+        assert await found(writer, MANY) == list(MANY), "it is trusted again"
 
 
 # What WAITAOF and the end of a server promise while the disk, or who asked, is not as one would wish.
@@ -456,42 +440,35 @@ def test_one_who_has_gone_does_not_keep_others_waiting_for_their_save(tmp_path: 
     assert answers == [True, True]
 
 
-def test_a_client_that_leaves_while_it_waits_for_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path) as live:
-            leaver, other = await live.connect(), await live.connect()
-            await store_blocks(leaver, range(20))
-            live.tiering.io.pause()
-            await leaver.send("WAITAOF", "1", "0", "0")
-            await leaver.send("GET", "block:0")
-            await until(lambda: live.tiering.saving._round is not None)
-            leaver.reset()
-            await until(lambda: len(live.server.sessions) == 1)
-            live.tiering.io.resume()
-            assert await wait_saved(other) == [1, 0]
-            assert await found(other, range(20)) == list(range(20))
-
-    run_on(LOOP, story())
+async def test_a_client_that_leaves_while_it_waits_for_the_disk_leaves_nothing_behind(live: DiskServer) -> None:
+    leaver, other = await live.connect(), await live.connect()
+    await store_blocks(leaver, range(20))
+    live.tiering.io.pause()
+    await leaver.send("WAITAOF", "1", "0", "0")
+    await leaver.send("GET", "block:0")
+    await until(lambda: live.tiering.saving._round is not None)
+    leaver.reset()
+    await until(lambda: len(live.server.sessions) == 1)
+    live.tiering.io.resume()
+    assert await wait_saved(other) == [1, 0]
+    assert await found(other, range(20)) == list(range(20))
 
 
-def test_a_spell_of_failed_writes_costs_none_of_what_the_disk_has(tmp_path: Path) -> None:
-    async def story() -> None:
-        old, new = range(60), range(100, 160)
-        async with DiskServer(tmp_path, disk_bytes=10 * MIB) as live:
-            client = await live.connect()
-            await store_blocks(client, old)
-            assert await wait_saved(client) == [1, 0]
-            live.files.plan = on("pwrite", Fault.EIO)
-            for _ in range(3):
-                await store_blocks(client, new)
-            live.files.plan = None
-            kept = await found(client, old)
-            await store_blocks(client, range(10))
-            saved = await wait_saved(client)
-        assert kept == list(old)
-        assert saved == [1, 0], "the disk is well again"
-
-    run_on(LOOP, story())
+async def test_a_spell_of_failed_writes_costs_none_of_what_the_disk_has(tmp_path: Path) -> None:
+    old, new = range(60), range(100, 160)
+    async with DiskServer(tmp_path, disk_bytes=10 * MIB) as live:
+        client = await live.connect()
+        await store_blocks(client, old)
+        assert await wait_saved(client) == [1, 0]
+        live.files.plan = on("pwrite", Fault.EIO)
+        for _ in range(3):
+            await store_blocks(client, new)
+        live.files.plan = None
+        kept = await found(client, old)
+        await store_blocks(client, range(10))
+        saved = await wait_saved(client)
+    assert kept == list(old)
+    assert saved == [1, 0], "the disk is well again"
 
 
 @pytest.mark.parametrize(
@@ -504,31 +481,24 @@ def test_a_spell_of_failed_writes_costs_none_of_what_the_disk_has(tmp_path: Path
     ],
     ids=lambda each: each[0] if isinstance(each, tuple) else "",
 )
-def test_waitaof_covers_a_block_of_another_client_that_this_one_has_changed(
+async def test_waitaof_covers_a_block_of_another_client_that_this_one_has_changed(
     tmp_path: Path, words: tuple[str, ...], renamed: str
 ) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path) as live:
-            writer, other = await live.connect(), await live.connect()
-            await store_blocks(writer, range(3))
-            assert (await other.ask(*words)) in (b"+OK\r\n", b":1\r\n")
-            assert await wait_saved(other) == [1, 0]
-            unsaved = {entry.key.decode() for entry in live.store.unsaved}
-        assert renamed not in unsaved
-
-    run_on(LOOP, story())
+    async with DiskServer(tmp_path) as live:
+        writer, other = await live.connect(), await live.connect()
+        await store_blocks(writer, range(3))
+        assert (await other.ask(*words)) in (b"+OK\r\n", b":1\r\n")
+        assert await wait_saved(other) == [1, 0]
+        unsaved = {entry.key.decode() for entry in live.store.unsaved}
+    assert renamed not in unsaved
 
 
-def test_a_value_that_cannot_be_put_on_disk_makes_waitaof_say_so(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with DiskServer(tmp_path) as live:
-            client = await live.connect()
-            await store_blocks(client, range(3))
-            longest = "k" * 1000  # longer than a record's header can name
-            assert await client.ask("SET", longest, "v" * 100_000) == b"+OK\r\n"
-            assert await asyncio.wait_for(wait_saved(client, 500), 10) == [0, 0]
-            assert await client.ask("DEL", longest) == b":1\r\n"
-            assert await wait_saved(client) == [1, 0]
-            assert await info(client, "tier_spilled") == 3
-
-    run_on(LOOP, story())
+async def test_a_value_that_cannot_be_put_on_disk_makes_waitaof_say_so(live: DiskServer) -> None:
+    client = await live.connect()
+    await store_blocks(client, range(3))
+    longest = "k" * 1000  # longer than a record's header can name
+    assert await client.ask("SET", longest, "v" * 100_000) == b"+OK\r\n"
+    assert await asyncio.wait_for(wait_saved(client, 500), 10) == [0, 0]
+    assert await client.ask("DEL", longest) == b":1\r\n"
+    assert await wait_saved(client) == [1, 0]
+    assert await info(client, "tier_spilled") == 3

@@ -20,8 +20,8 @@ __all__ = ["full_disk"]
 
 MEMORY_BYTES = 1 << 20
 SEGMENT_BYTES = 1 << 20
-MANY = range(40)
-"""Prompts of which memory holds a third."""
+MANY = range(28)
+"""Prompts of which memory holds half."""
 LINES_MAX = 50
 """Of what a disk tier cannot write or read it logs so many, a line each, and then no more."""
 
@@ -33,7 +33,7 @@ def test_an_engine_whose_own_disk_is_full_keeps_what_its_memory_can_hold(
     with Subject(None, "layered", **disk) as subject:
         for number in MANY:
             assert subject.ask(number) == 0
-        assert subject.ask(39) == STORED
+        assert subject.ask(MANY[-1]) == STORED
         assert not subject.knows(0)
         assert 1 <= len(warnings_of(caplog)) <= 2, warnings_of(caplog)  # room is asked for again after 256 blocks
         grow(full_disk)
@@ -48,7 +48,7 @@ def test_an_engine_whose_own_disk_is_full_keeps_what_its_memory_can_hold(
 
 
 def disk_of(folder: Path, files: FakeFiles) -> LocalBackend:
-    """Memory for a third of MANY, above a disk for all."""
+    """Memory for half of MANY, above a disk for all."""
     store = Store(Arena.create(MEMORY_BYTES, HugepageMode.OFF))
     store.add_disk(DiskTier.open(DiskOptions(folder, 64 << 20, False, SEGMENT_BYTES), files), spill_wait_s=0.2)
     return LocalBackend(store)

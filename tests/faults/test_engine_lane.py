@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvredis.adapters.engine.load import Loading
+from kvredis.adapters.engine.load import TensorLoad
 from kvredis.backends.base import Lease
 from tests.backends.nodes import Node, wait_until
 from tests.backends.shm.lane_server import pass_time
@@ -26,21 +26,12 @@ from tests.faults.engine_runs import (
 
 __all__ = ["quick_retries"]
 
-MODES: list[Mode] = ["remote", "layered"]
-
 
 @pytest.fixture
 def server() -> Iterator[Node]:
     """A server that listens on a TCP port and no unix path."""
     with served("kvredis") as node:
         yield node
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
 
 
 def shared(server: Node) -> str:
@@ -65,20 +56,20 @@ def after_copy(monkeypatch: pytest.MonkeyPatch) -> Callable[[AfterCopy], None]:
     is given the number of the chunk, and the lease."""
 
     def install(then: AfterCopy) -> None:
-        take, copy = Loading._take, Loading._copy
+        take, copy = TensorLoad._take, TensorLoad._copy
         leases: list[Lease] = []
 
-        def noted(loading: Loading, chunk: Any, lease: Lease) -> bool:
+        def noted(loading: TensorLoad, chunk: Any, lease: Lease) -> bool:
             leases.append(lease)
             return take(loading, chunk, lease)
 
-        def copied(loading: Loading, chunk: Any, view: memoryview) -> int:
+        def copied(loading: TensorLoad, chunk: Any, view: memoryview) -> int:
             stop = copy(loading, chunk, view)
             then(len(leases), leases[-1])
             return stop
 
-        monkeypatch.setattr(Loading, "_take", noted)
-        monkeypatch.setattr(Loading, "_copy", copied)
+        monkeypatch.setattr(TensorLoad, "_take", noted)
+        monkeypatch.setattr(TensorLoad, "_copy", copied)
 
     return install
 
@@ -148,16 +139,16 @@ def test_bytes_that_are_no_block_any_more_are_a_miss_and_no_error(
     server: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed(server.url, 1)
-    copy, copied = Loading._copy, []
+    copy, copied = TensorLoad._copy, []
 
-    def late(loading: Loading, chunk: Any, view: memoryview) -> int:
+    def late(loading: TensorLoad, chunk: Any, view: memoryview) -> int:
         copied.append(chunk)
         if len(copied) == 2:
             server.kill()
             return copy(loading, chunk, memoryview(bytes(len(view))))  # what somebody else has written there
         return copy(loading, chunk, view)
 
-    monkeypatch.setattr(Loading, "_copy", late)
+    monkeypatch.setattr(TensorLoad, "_copy", late)
     with Subject(shared(server)) as subject:
         assert subject.ask(1) == CHUNK
         assert subject.engine.stats.refused_blocks == subject.engine.stats.errors == 0

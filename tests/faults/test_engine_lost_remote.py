@@ -21,11 +21,11 @@ from tests.faults.engine_runs import (
     served,
     warnings_of,
 )
+from tests.gate import nightly
 from tests.proxy import Proxy
 
 __all__ = ["quick_retries"]
 
-MODES: list[Mode] = ["remote", "layered"]
 KINDS: list[Kind] = ["kvredis", "redis"]
 
 
@@ -50,13 +50,6 @@ def proxy(server: Node) -> Iterator[Proxy]:
     with Proxy((HOST, server.port)) as made:
         yield made
         made.heal()
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
 
 
 def through(proxy: Proxy) -> str:
@@ -133,7 +126,7 @@ def test_a_server_that_stops_answering_is_a_miss_within_the_timeout_and_used_aga
     assert len(warnings_of(caplog)) == 2, "lost, and back"
 
 
-@pytest.mark.parametrize("after_blocks", [0.0, 1.5])
+@pytest.mark.parametrize("after_blocks", [nightly(0.0), 1.5])
 def test_a_network_that_hangs_before_or_in_the_middle_of_a_body_ends_the_load_in_time(
     server: Node, proxy: Proxy, mode: Mode, after_blocks: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,7 +144,7 @@ def test_a_network_that_hangs_before_or_in_the_middle_of_a_body_ends_the_load_in
     assert len(warnings_of(caplog)) == 2, "lost, and back"
 
 
-@pytest.mark.parametrize("after_blocks", [0.0, 1.5])
+@pytest.mark.parametrize("after_blocks", [nightly(0.0), 1.5])
 def test_garbage_for_answers_is_a_lost_server_and_never_a_wrong_token(
     server: Node, proxy: Proxy, mode: Mode, after_blocks: float, caplog: pytest.LogCaptureFixture
 ) -> None:

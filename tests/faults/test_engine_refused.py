@@ -24,19 +24,13 @@ from tests.faults.engine_runs import (
     warnings_of,
 )
 from tests.faults.small_disk import full_disk, grow
+from tests.gate import nightly
 from tests.server.feed import request
 
 __all__ = ["full_disk", "quick_retries"]
 
 PASSWORD = "open-sesame"
 ARENA_BYTES = 16 << 20
-
-
-@pytest.fixture(params=["remote", "layered"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
 
 
 @pytest.fixture(params=["kvredis", "redis"])
@@ -100,7 +94,7 @@ def test_a_kvredis_whose_arena_is_lent_out_takes_nothing_until_its_readers_have_
         assert_recovers(subject, server.url)
 
 
-@pytest.mark.parametrize(("shown", "complaint"), [("", "NOAUTH"), ("wrong", "WRONGPASS")])
+@pytest.mark.parametrize(("shown", "complaint"), [nightly("", "NOAUTH"), ("wrong", "WRONGPASS")])
 def test_a_server_that_wants_another_password_is_a_miss_until_it_wants_ours(
     kind: Kind, mode: Mode, shown: str, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +158,7 @@ def test_a_server_that_is_still_loading_is_a_miss_until_it_has_loaded(
         assert len(warnings_of(caplog)) == 2, "lost, and back"
 
 
+@pytest.mark.nightly  # a server's disk: test_disk_faults.py; an engine's: test_engine_broken_disk.py
 def test_a_server_whose_disk_is_full_serves_from_memory_and_keeps_the_engine_out_of_it(
     mode: Mode, full_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,7 +54,7 @@ def test_an_engine_killed_in_the_middle_of_its_stores_leaves_nothing_that_is_hal
 
 def test_an_engine_with_a_disk_of_its_own_is_killed_and_the_next_one_opens_that_disk(tmp_path: Path) -> None:
     disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": "64MB", "max_local_cpu_size": "1MB"}
-    numbers = list(range(40))  # three times as much as memory holds
+    numbers = list(range(28))  # twice as much as memory holds
     with EngineProcess(None, numbers, "layered", **disk) as first:
         first.wait_done()
         first.kill()

@@ -28,13 +28,6 @@ PROMPTS = range(12)
 Cluster = RedisCluster | KvredisCluster
 
 
-@pytest.fixture(params=["remote", "layered"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
-
-
 @pytest.fixture(scope="module", params=[RedisCluster, KvredisCluster])
 def shared_cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with request.param() as made:
@@ -119,6 +112,7 @@ def test_prompts_of_a_slot_that_moves_are_found_where_they_are_now(
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.nightly  # behind Sentinels: test_a_master_that_is_killed_costs_misses_until_its_replica_is_promoted
 def test_a_replica_that_is_promoted_serves_what_the_killed_master_had(
     mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,6 +133,7 @@ def test_a_replica_that_is_promoted_serves_what_the_killed_master_had(
             assert len(warnings_of(caplog)) <= 2, warnings_of(caplog)
 
 
+@pytest.mark.nightly  # of one server: test_the_first_token_comes_without_the_remote_that_is_absent_at_the_start
 def test_an_engine_starts_before_its_cluster_and_uses_it_once_it_is_there(
     cluster: Cluster, mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,18 +13,11 @@ import pytest
 from tests.backends.nodes import HOST, Node
 from tests.faults.engine_runs import Mode, Subject, assert_recovers, quick_retries, served, warnings_of
 from tests.proxy import Proxy
-from tests.server.certificates import Papers, make_papers
+from tests.server.certificates import Papers
 
 __all__ = ["quick_retries"]
 
 NAME = "cache.example.invalid"
-
-
-@pytest.fixture(params=["remote", "layered"])
-def mode(request: pytest.FixtureRequest) -> Mode:
-    """How the engine's memory and the remote are put together."""
-    mode: Mode = request.param
-    return mode
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +25,6 @@ def server() -> Iterator[Node]:
     """What the address may come to mean."""
     with served("kvredis") as node:
         yield node
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 class Names:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.faults.lane_process import LENT_BYTES, STATES
 from tests.server.lane_client import LaneClient, attached, connected, memory, open_descriptors
-from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
+from tests.server.live import MIB, LiveServer, pattern, until
 
 NOBODY: Final = 65534
 ALONE: Final = "ERR want one message of one byte with one descriptor in the side channel, and nothing else"
@@ -64,35 +64,27 @@ NOT_FOR_YOU: Final = "-NOPERM the lane is for the server's own user, and for use
 
 
 @needs_root
-@pytest.mark.parametrize("loop", LOOPS)
-def test_another_user_is_given_the_arena_only_after_a_login(loop: str) -> None:
-    async def story() -> None:
-        async with open_to_all() as live, connected(live) as admin:
-            path = str(live.server.unixsocket)
-            assert await as_another(path, "KV.ATTACH", "PING") == [NOT_FOR_YOU, "+PONG 0"]
-            await admin.ask("ACL", "SETUSER", "open", "on", "nopass", "+@all", "~*")
-            assert await as_another(path, "AUTH open x", "KV.ATTACH") == ["+OK 0", NOT_FOR_YOU], "anybody can be him"
-            await admin.ask("ACL", "SETUSER", "engine", "on", ">secret", "+@all", "~*")
-            assert await as_another(path, "AUTH engine secret", "KV.ATTACH") == ["+OK 0", "*12 1"]
-            await admin.ask("CONFIG", "SET", "requirepass", "secret")
-            assert await as_another(path, "AUTH secret", "KV.ATTACH") == ["+OK 0", "*12 1"]
-
-    run_on(loop, story())
+async def test_another_user_is_given_the_arena_only_after_a_login(loop: str) -> None:
+    async with open_to_all() as live, connected(live) as admin:
+        path = str(live.server.unixsocket)
+        assert await as_another(path, "KV.ATTACH", "PING") == [NOT_FOR_YOU, "+PONG 0"]
+        await admin.ask("ACL", "SETUSER", "open", "on", "nopass", "+@all", "~*")
+        assert await as_another(path, "AUTH open x", "KV.ATTACH") == ["+OK 0", NOT_FOR_YOU], "anybody can be him"
+        await admin.ask("ACL", "SETUSER", "engine", "on", ">secret", "+@all", "~*")
+        assert await as_another(path, "AUTH engine secret", "KV.ATTACH") == ["+OK 0", "*12 1"]
+        await admin.ask("CONFIG", "SET", "requirepass", "secret")
+        assert await as_another(path, "AUTH secret", "KV.ATTACH") == ["+OK 0", "*12 1"]
 
 
 @needs_root
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_abstract_socket_turns_every_other_user_away(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, unixsocket=None) as live:
-            name = live.server.listeners.abstract_name
-            assert name is not None
-            assert await as_another(name, "PING") == ["hung up"]
-            assert live.server.stats.connections_received == 0
-            async with connected(live, name) as own:
-                assert await own.ask("PING") == b"PONG"
-
-    run_on(loop, story())
+async def test_the_abstract_socket_turns_every_other_user_away(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, unixsocket=None) as live:
+        name = live.server.listeners.abstract_name
+        assert name is not None
+        assert await as_another(name, "PING") == ["hung up"]
+        assert live.server.stats.connections_received == 0
+        async with connected(live, name) as own:
+            assert await own.ask("PING") == b"PONG"
 
 
 # ---- what is sent instead of memory --------------------------------------------------------------------------------
@@ -150,23 +142,19 @@ WRONG: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_what_is_no_lendable_memory_is_refused_and_closed_and_what_was_lent_stays(
-    loop: str, what: str, tmp_path: Path
+async def test_what_is_no_lendable_memory_is_refused_and_closed_and_what_was_lent_stays(
+    loop: str, what: str, tmp_path: Path, live: LiveServer
 ) -> None:
     make, refusal = WRONG[what]
 
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            with memory(pattern(MIB)) as good, make(tmp_path) as fd:  # type: ignore[attr-defined]
-                await client.lend(good)
-                held = open_descriptors()
-                assert str(await client.lend(fd)) == refusal
-                await until(lambda: open_descriptors() <= held)
-                assert await client.ask("KV.PUT", "k", 0, MIB) == b"OK"
-                assert await client.ask("GET", "k") == pattern(MIB)
-
-    run_on(loop, story())
+    async with attached(live) as client:
+        with memory(pattern(MIB)) as good, make(tmp_path) as fd:  # type: ignore[attr-defined]
+            await client.lend(good)
+            held = open_descriptors()
+            assert str(await client.lend(fd)) == refusal
+            await until(lambda: open_descriptors() <= held)
+            assert await client.ask("KV.PUT", "k", 0, MIB) == b"OK"
+            assert await client.ask("GET", "k") == pattern(MIB)
 
 
 async def _nothing(client: LaneClient, fd: int) -> None:
@@ -200,143 +188,114 @@ async def _more_bytes(client: LaneClient, fd: int) -> None:
 
 
 @pytest.mark.parametrize("send", [_nothing, _resp, _two_at_once, _many_at_once, _two_messages, _more_bytes])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_anything_but_one_descriptor_with_one_byte_is_refused_and_closed(
-    loop: str, send: Callable[[LaneClient, int], object], tmp_path: Path
+async def test_anything_but_one_descriptor_with_one_byte_is_refused_and_closed(
+    loop: str, send: Callable[[LaneClient, int], object], live: LiveServer
 ) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            with memory(pattern(MIB)) as fd:
-                held = open_descriptors()
-                await send(client, fd)  # type: ignore[misc]
-                assert str(await client.ask("KV.LEND")) == ALONE
-                await until(lambda: open_descriptors() <= held)
-                assert await client.lend(fd) == MIB, "the channel goes on"
-
-    run_on(loop, story())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_flood_of_descriptors_closes_the_channel_and_nothing_leaks(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            before = open_descriptors()
-            async with attached(live) as client:
-                assert client.side is not None
-                client.side.setblocking(False)
-                with memory(b"x") as fd:
-                    sent = 0
-                    try:
-                        while sent < 1000:
-                            socket.send_fds(client.side, [b"m"], [fd] * 100)
-                            sent += 1
-                    except OSError:  # full, or too many on their way for this user
-                        pass
-                    assert sent > 16
-                    held = open_descriptors()
-                    reply = await client.ask("KV.LEND")
-                    assert "side channel, which is closed now" in str(reply)
-                    await until(lambda: open_descriptors() < held)
-                    assert str(await client.ask("KV.LEND")) == ALONE
-                    with pytest.raises(OSError, match=r"Broken pipe|reset|not connected"):
-                        socket.send_fds(client.side, [b"m"], [fd])
-                assert await client.ask("PING") == b"PONG"
-            await until(lambda: open_descriptors() <= before)
-
-    run_on(loop, story())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_closes_its_side_channel_can_still_read(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            assert client.side is not None
-            client.side.shutdown(socket.SHUT_RDWR)
+    async with attached(live) as client:
+        with memory(pattern(MIB)) as fd:
+            held = open_descriptors()
+            await send(client, fd)  # type: ignore[misc]
             assert str(await client.ask("KV.LEND")) == ALONE
-            await client.ask("SET", "k", pattern(MIB))
-            (place,) = await client.ask("KV.LEASE", 0, "k")
-            assert client.bytes_at(place) == pattern(MIB)
-
-    run_on(loop, story())
+            await until(lambda: open_descriptors() <= held)
+            assert await client.lend(fd) == MIB, "the channel goes on"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_memory_far_larger_than_the_machine_costs_nothing_to_lend(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            with memory(pattern(MIB), nbytes=1 << 50) as fd:
-                assert await client.lend(fd) == 1 << 50
-                assert await client.ask("KV.PUT", "k", 0, MIB) == b"OK"
-                assert await client.ask("GET", "k") == pattern(MIB)
-                assert await client.ask("KV.PUT", "k", (1 << 50) - MIB, MIB) == b"OK"
-                assert await client.ask("GET", "k") == bytes(MIB), "nobody has ever written there"
-
-    run_on(loop, story())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_memory_that_grows_is_lent_as_it_was(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            with memory(pattern(MIB)) as fd:
-                await client.lend(fd)
-                os.ftruncate(fd, 2 * MIB)
-                assert str(await client.ask("KV.PUT", "k", MIB, 1)).startswith("ERR bytes 1048576 to 1048577 are not")
-                assert await client.lend(fd) == 2 * MIB
-                assert await client.ask("KV.PUT", "k", MIB, 1) == b"OK"
-
-    run_on(loop, story())
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_cannot_write_to_what_it_was_given(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, attached(live) as client:
-            await client.ask("SET", "k", pattern(MIB))
-            stolen = os.open(f"/proc/self/fd/{client.arena_fd}", os.O_RDWR)
+async def test_a_flood_of_descriptors_closes_the_channel_and_nothing_leaks(loop: str, live: LiveServer) -> None:
+    before = open_descriptors()
+    async with attached(live) as client:
+        assert client.side is not None
+        client.side.setblocking(False)
+        with memory(b"x") as fd:
+            sent = 0
             try:
-                for fd in (client.arena_fd, stolen):
-                    with pytest.raises(PermissionError):
-                        mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-                    with pytest.raises(OSError, match="Errno"):
-                        os.pwrite(fd, b"x", 0)
-                    with pytest.raises(OSError, match="Errno"):
-                        os.ftruncate(fd, 0)
-            finally:
-                os.close(stolen)
+                while sent < 1000:
+                    socket.send_fds(client.side, [b"m"], [fd] * 100)
+                    sent += 1
+            except OSError:  # full, or too many on their way for this user
+                pass
+            assert sent > 16
+            held = open_descriptors()
+            reply = await client.ask("KV.LEND")
+            assert "side channel, which is closed now" in str(reply)
+            await until(lambda: open_descriptors() < held)
+            assert str(await client.ask("KV.LEND")) == ALONE
+            with pytest.raises(OSError, match=r"Broken pipe|reset|not connected"):
+                socket.send_fds(client.side, [b"m"], [fd])
+        assert await client.ask("PING") == b"PONG"
+    await until(lambda: open_descriptors() <= before)
+
+
+async def test_a_client_that_closes_its_side_channel_can_still_read(loop: str, live: LiveServer) -> None:
+    async with attached(live) as client:
+        assert client.side is not None
+        client.side.shutdown(socket.SHUT_RDWR)
+        assert str(await client.ask("KV.LEND")) == ALONE
+        await client.ask("SET", "k", pattern(MIB))
+        (place,) = await client.ask("KV.LEASE", 0, "k")
+        assert client.bytes_at(place) == pattern(MIB)
+
+
+async def test_memory_far_larger_than_the_machine_costs_nothing_to_lend(loop: str, live: LiveServer) -> None:
+    async with attached(live) as client:
+        with memory(pattern(MIB), nbytes=1 << 50) as fd:
+            assert await client.lend(fd) == 1 << 50
+            assert await client.ask("KV.PUT", "k", 0, MIB) == b"OK"
             assert await client.ask("GET", "k") == pattern(MIB)
+            assert await client.ask("KV.PUT", "k", (1 << 50) - MIB, MIB) == b"OK"
+            assert await client.ask("GET", "k") == bytes(MIB), "nobody has ever written there"
 
-    run_on(loop, story())
+
+async def test_memory_that_grows_is_lent_as_it_was(loop: str, live: LiveServer) -> None:
+    async with attached(live) as client:
+        with memory(pattern(MIB)) as fd:
+            await client.lend(fd)
+            os.ftruncate(fd, 2 * MIB)
+            assert str(await client.ask("KV.PUT", "k", MIB, 1)).startswith("ERR bytes 1048576 to 1048577 are not")
+            assert await client.lend(fd) == 2 * MIB
+            assert await client.ask("KV.PUT", "k", MIB, 1) == b"OK"
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_server_without_descriptors_says_so_and_serves_on(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live, connected(live) as client, attached(live) as lender:
-            await client.ask("PING")
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            with memory(pattern(9 * MIB)) as fd:
-                await lender.lend(fd)
-                highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-                plugs = []
-                resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+async def test_a_client_cannot_write_to_what_it_was_given(loop: str, live: LiveServer) -> None:
+    async with attached(live) as client:
+        await client.ask("SET", "k", pattern(MIB))
+        stolen = os.open(f"/proc/self/fd/{client.arena_fd}", os.O_RDWR)
+        try:
+            for fd in (client.arena_fd, stolen):
+                with pytest.raises(PermissionError):
+                    mmap.mmap(fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                with pytest.raises(OSError, match="Errno"):
+                    os.pwrite(fd, b"x", 0)
+                with pytest.raises(OSError, match="Errno"):
+                    os.ftruncate(fd, 0)
+        finally:
+            os.close(stolen)
+        assert await client.ask("GET", "k") == pattern(MIB)
+
+
+async def test_a_server_without_descriptors_says_so_and_serves_on(loop: str, live: LiveServer) -> None:
+    async with connected(live) as client, attached(live) as lender:
+        await client.ask("PING")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with memory(pattern(9 * MIB)) as fd:
+            await lender.lend(fd)
+            highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+            plugs = []
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, hard))
+            try:
                 try:
-                    try:
-                        while True:
-                            plugs.append(os.dup(0))
-                    except OSError:
-                        pass
-                    assert str(await client.attach()) == "ERR the arena cannot be lent: Too many open files"
-                    assert await lender.ask("KV.PUT", "k", 0, 9 * MIB) == b"OK", "without a thread of its own"
-                    assert str(await lender.lend(fd)) == ALONE, "the kernel could not hand it over"
-                    assert await lender.ask("KV.PUT", "k", 0, MIB) == b"OK"
-                finally:
-                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-                    for plug in plugs:
-                        os.close(plug)
-            assert isinstance(await client.attach(), list)
-
-    run_on(loop, story())
+                    while True:
+                        plugs.append(os.dup(0))
+                except OSError:
+                    pass
+                assert str(await client.attach()) == "ERR the arena cannot be lent: Too many open files"
+                assert await lender.ask("KV.PUT", "k", 0, 9 * MIB) == b"OK", "without a thread of its own"
+                assert str(await lender.lend(fd)) == ALONE, "the kernel could not hand it over"
+                assert await lender.ask("KV.PUT", "k", 0, MIB) == b"OK"
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                for plug in plugs:
+                    os.close(plug)
+        assert isinstance(await client.attach(), list)
 
 
 # Clients of shared memory that are killed in whatever state, and a server that is: nothing stays held.
@@ -356,41 +315,37 @@ def client_words(unixsocket: str, state: str) -> list[str]:
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_killed_in_any_state_frees_all(loop: str, state: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, 64 * MIB) as live:
-            keeper = await live.connect()
-            await keeper.ask("SET", "kept", KEPT)
-            await keeper.ask("SET", "big", BIG)
-            before = open_descriptors()
-            process = await asyncio.create_subprocess_exec(
-                *client_words(str(live.server.unixsocket), state), stdout=asyncio.subprocess.PIPE, cwd=ROOT
-            )
-            assert process.stdout is not None
-            assert await process.stdout.readline() == b"there\n"
-            if state == "leased":
-                assert live.store.leases == live.server.shm.leases == 3
-                assert await keeper.ask("DEL", "kept") == b":1\r\n"
-                assert live.store.retired_bytes >= len(KEPT)
-                assert await keeper.ask("SET", "kept", KEPT) == b"+OK\r\n"
-            if state == "reserved":
-                assert live.store.reserved_bytes >= 4 * MIB
-            process.kill()
-            await process.wait()
-            await until(lambda: len(live.sessions()) == 1)
-            store = live.store
-            await until(lambda: not store.reserved_bytes)  # a thread may have been copying
-            assert (store.leases, store.retired_bytes, len(live.server.shm.clients)) == (0, 0, 0)
-            store.check_integrity()
-            await until(lambda: open_descriptors() <= before)
-            assert await keeper.ask("EXISTS", "new") == b":0\r\n"
-            for name, value in (("kept", KEPT), ("big", BIG)):
-                assert await keeper.get(name) in (value, None), "it may have been evicted, and is never another"
-            for n in range(50):
-                assert await keeper.get(f"put{n}") in (None, b"lent" * 1000 + bytes(LENT_BYTES - 4000))
-
-    run_on(loop, story())
+async def test_a_client_killed_in_any_state_frees_all(loop: str, state: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, 64 * MIB) as live:
+        keeper = await live.connect()
+        await keeper.ask("SET", "kept", KEPT)
+        await keeper.ask("SET", "big", BIG)
+        before = open_descriptors()
+        process = await asyncio.create_subprocess_exec(
+            *client_words(str(live.server.unixsocket), state), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"there\n"
+        if state == "leased":
+            assert live.store.leases == live.server.shm.leases == 3
+            assert await keeper.ask("DEL", "kept") == b":1\r\n"
+            assert live.store.retired_bytes >= len(KEPT)
+            assert await keeper.ask("SET", "kept", KEPT) == b"+OK\r\n"
+        if state == "reserved":
+            assert live.store.reserved_bytes >= 4 * MIB
+        process.kill()
+        await process.wait()
+        await until(lambda: len(live.sessions()) == 1)
+        store = live.store
+        await until(lambda: not store.reserved_bytes)  # a thread may have been copying
+        assert (store.leases, store.retired_bytes, len(live.server.shm.clients)) == (0, 0, 0)
+        store.check_integrity()
+        await until(lambda: open_descriptors() <= before)
+        assert await keeper.ask("EXISTS", "new") == b":0\r\n"
+        for name, value in (("kept", KEPT), ("big", BIG)):
+            assert await keeper.get(name) in (value, None), "it may have been evicted, and is never another"
+        for n in range(50):
+            assert await keeper.get(f"put{n}") in (None, b"lent" * 1000 + bytes(LENT_BYTES - 4000))
 
 
 @pytest.fixture

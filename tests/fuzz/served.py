@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from kvredis.server.server import Server, ServerOptions
@@ -87,9 +86,7 @@ class ServedProcess:
     def __enter__(self) -> "ServedProcess":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             out, _ = self._process.communicate(timeout=STOP_S)
         finally:

@@ -11,7 +11,7 @@ from tests.fuzz.corpus import CLUSTER, LEFT_OUT, LINES, SHAPES, SWEEPING, fill, 
 from tests.fuzz.mutator import cuts, encode, mutate, shrink
 from tests.server.feed import CarefulParser as Parser
 from tests.server.feed import feed, no_payload, request
-from tests.server.live import LOOPS, LiveServer, run_on
+from tests.server.live import LiveServer, run_on
 
 load_families()
 NAMES = {f"cluster|{part}" for part in CLUSTER} | {
@@ -102,30 +102,20 @@ FOUND = {
 
 
 @pytest.mark.parametrize("found", FOUND)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_stream_that_once_did_harm_does_none(loop: str, found: str, tmp_path: Path) -> None:
+async def test_a_stream_that_once_did_harm_does_none(loop: str, found: str, live: LiveServer) -> None:
     stream, answer = FOUND[found]
 
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            await client.send_raw(stream)
-            client.half_close()
-            assert await client.read_all() == answer
-
-    run_on(loop, story())
+    client = await live.connect()
+    await client.send_raw(stream)
+    client.half_close()
+    assert await client.read_all() == answer
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_is_gone_before_it_is_taken_in_raises_nothing(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            for _ in range(200):
-                client = await live.connect("tcp")
-                client.reset()
-            assert await (await live.connect("tcp")).ask("PING") == b"+PONG\r\n"
-
-    run_on(loop, story())
+async def test_a_client_that_is_gone_before_it_is_taken_in_raises_nothing(loop: str, live: LiveServer) -> None:
+    for _ in range(200):
+        client = await live.connect("tcp")
+        client.reset()
+    assert await (await live.connect("tcp")).ask("PING") == b"+PONG\r\n"
 
 
 def test_config_get_star_is_answered_though_the_working_folder_is_gone(

@@ -16,7 +16,7 @@ import pytest
 from tests.faults.clients import last_words, sending
 from tests.fuzz.corpus import Line, payload, session
 from tests.fuzz.mutator import cuts, mutate
-from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
+from tests.server.live import MIB, LiveServer, pattern, until
 
 CASES: Final = 150
 LENGTHS: Final = (0, 5, 16_383, 16_384, 40_000, 300_000)
@@ -71,21 +71,17 @@ async def play(live: LiveServer, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("loop", LOOPS)
-def test_damaged_parts_harm_nobody_and_hold_nothing(loop: str, seed: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, 8 * MIB) as live:
-            keeper = await live.connect()
-            assert await keeper.ask("SET", "canary", CANARY) == b"+OK\r\n"
-            for number in range(CASES):
-                await play(live, random.Random(f"parts {seed} {number}"))
-                await until(lambda: len(live.server.sessions) == 1)
-                assert (live.store.reserved_bytes, len(live.server.parts), live.store.leases) == (0, 0, 0), number
-                live.store.check_integrity()
-                assert await keeper.get("canary") == CANARY, number
-                assert live.server.stats.handler_exceptions == 0
-            assert live.server.parts.committed > CASES // 5
-            assert live.server.parts.aborted > CASES // 5
-            live.complaints.clear()
-
-    run_on(loop, story())
+async def test_damaged_parts_harm_nobody_and_hold_nothing(loop: str, seed: int, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, 8 * MIB) as live:
+        keeper = await live.connect()
+        assert await keeper.ask("SET", "canary", CANARY) == b"+OK\r\n"
+        for number in range(CASES):
+            await play(live, random.Random(f"parts {seed} {number}"))
+            await until(lambda: len(live.server.sessions) == 1)
+            assert (live.store.reserved_bytes, len(live.server.parts), live.store.leases) == (0, 0, 0), number
+            live.store.check_integrity()
+            assert await keeper.get("canary") == CANARY, number
+            assert live.server.stats.handler_exceptions == 0
+        assert live.server.parts.committed > CASES // 5
+        assert live.server.parts.aborted > CASES // 5
+        live.complaints.clear()

@@ -9,7 +9,6 @@ from _pytest.mark import ParameterSet
 
 from tests.fuzz.socket_run import run_process_cases, run_socket_cases
 from tests.fuzz.strangers import PROFILES
-from tests.server.live import LOOPS
 
 CASES = 625
 """By loop and setting: 5,000 in all."""
@@ -23,12 +22,10 @@ def nightly(profile: str) -> ParameterSet:
 
 
 @pytest.mark.parametrize("profile", [each if each == "open" else nightly(each) for each in PROFILES])
-@pytest.mark.parametrize("loop", LOOPS)
 def test_strangers_do_no_harm(loop: str, profile: str) -> None:
     run_socket_cases(loop, profile, seed=0, numbers=range(CASES))
 
 
 @pytest.mark.parametrize("profile", [nightly("open"), "restricted"])
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_server_process_survives_strangers_and_keeps_no_memory_of_them(loop: str, profile: str) -> None:
     run_process_cases(loop, profile, seed=1, numbers=range(PROCESS_CASES))

@@ -7,12 +7,10 @@ import socket
 import ssl
 from pathlib import Path
 
-import pytest
-
 from tests.fuzz.corpus import session
 from tests.fuzz.mutator import BYTE_DAMAGES, mutate
-from tests.server.certificates import Papers, make_papers
-from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
+from tests.server.certificates import Papers
+from tests.server.live import MIB, LiveServer, pattern, until
 from tests.server.tls_client import TlsClient, connect, connect_plain
 
 BATCHES = 25
@@ -21,11 +19,6 @@ NOISE = {"socket.send() raised exception.", "SSL connection is closed"}
 """asyncio's TLS hands over one record after another without asking whether the client is still there, and says so."""
 
 CANARY = pattern(300_000, 3)
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
@@ -89,24 +82,20 @@ async def send(client: TlsClient, rng: random.Random, damage: bool) -> None:
     await asyncio.gather(sending, return_exceptions=True)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_strangers_at_the_tls_port_do_no_harm(loop: str, papers: Papers, tmp_path: Path) -> None:
-    async def story() -> None:
-        rng = random.Random(f"tls {loop}")
-        context = papers.client_context()
-        async with LiveServer(tmp_path, 64 * MIB, **papers.options()) as live:
-            keeper = await live.connect()
-            assert await keeper.ask("SET", "canary", CANARY) == b"+OK\r\n"
-            for _ in range(BATCHES):
-                crowd = asyncio.gather(*(visit(live, context, rng) for _ in range(BATCH)))
-                assert await keeper.ask("PING") == b"+PONG\r\n"
-                await crowd
-                await until(lambda: len(live.sessions()) == 1)
-                assert await keeper.get("canary") == CANARY
-                live.store.check_integrity()
-                assert (live.store.leases, live.store.reserved_bytes, live.store.retired_bytes) == (0, 0, 0)
-                assert live.server.stats.handler_exceptions == 0
-                assert set(live.complaints) <= NOISE
-                live.complaints.clear()
-
-    run_on(loop, story())
+async def test_strangers_at_the_tls_port_do_no_harm(loop: str, papers: Papers, tmp_path: Path) -> None:
+    rng = random.Random(f"tls {loop}")
+    context = papers.client_context()
+    async with LiveServer(tmp_path, 64 * MIB, **papers.options()) as live:
+        keeper = await live.connect()
+        assert await keeper.ask("SET", "canary", CANARY) == b"+OK\r\n"
+        for _ in range(BATCHES):
+            crowd = asyncio.gather(*(visit(live, context, rng) for _ in range(BATCH)))
+            assert await keeper.ask("PING") == b"+PONG\r\n"
+            await crowd
+            await until(lambda: len(live.sessions()) == 1)
+            assert await keeper.get("canary") == CANARY
+            live.store.check_integrity()
+            assert (live.store.leases, live.store.reserved_bytes, live.store.retired_bytes) == (0, 0, 0)
+            assert live.server.stats.handler_exceptions == 0
+            assert set(live.complaints) <= NOISE
+            live.complaints.clear()

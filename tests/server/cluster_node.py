@@ -1,9 +1,10 @@
-"""Topology files for tests, and keys by whether they are ours."""
+"""A server that is a node of a cluster, its topology files, and keys by whether they are ours."""
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvredis.server.cluster.topology import SLOTS, slot_of
+from tests.server.live import LiveServer
 
 HALF: Final = "{name: us, host: h1, port: 7001}, {name: them, host: h2, port: 7002, tls_port: 7003}"
 """Two nodes with half of the slots each."""
@@ -18,6 +19,11 @@ def topology_file(folder: Path, nodes: str) -> str:
     written.write_text(f"nodes: [{nodes}]\n")
     written.replace(path)
     return str(path)
+
+
+def node(folder: Path, nodes: str = HALF, **options: Any) -> LiveServer:
+    """A server that is the node `us` of these."""
+    return LiveServer(folder, cluster_topology=topology_file(folder, nodes), cluster_node="us", **options)
 
 
 def key_of(slots: range, prefix: str = "k") -> bytes:

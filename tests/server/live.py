@@ -8,10 +8,10 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import uvloop
 
@@ -32,6 +32,19 @@ def run_on(loop: str, story: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine on a fresh loop of that kind; it must end by itself."""
     with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
         return runner.run(asyncio.wait_for(story, LIMIT_S))
+
+
+def run_test(test: Callable[..., Coroutine[Any, Any, None]], arguments: Mapping[str, Any]) -> None:
+    """Run a test that is a coroutine on the loop that its arguments name; each LiveServer among them has started."""
+
+    async def story() -> None:
+        async with AsyncExitStack() as servers:
+            for each in arguments.values():
+                if isinstance(each, LiveServer):
+                    await servers.enter_async_context(each)
+            await test(**arguments)
+
+    run_on(arguments.get("loop", "uvloop"), story())
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -128,6 +141,13 @@ class Client:
         self._socket.close()
 
 
+class Closes(Protocol):
+    """A client of any protocol."""
+
+    def close(self) -> None:
+        """Hang up."""
+
+
 class LiveServer:
     """`async with LiveServer(folder) as live`: a store, a server, clients; at its end nothing may be held by anyone and
     no error may have been logged."""
@@ -138,7 +158,7 @@ class LiveServer:
         self.store = Store(Arena.create(arena_bytes, HugepageMode.OFF), clock_ms=lambda: self.clock_ms)
         self.server = Server(self.store, ServerOptions(**options))
         self.complaints: list[str] = []
-        self._clients: list[Client] = []
+        self.clients: list[Closes] = []
         self._log = _Complaints(self.complaints)
 
     async def connect(self, kind: str = "unix", receive_bytes: int = 0) -> Client:
@@ -149,7 +169,7 @@ class LiveServer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         address = str(self.server.unixsocket) if kind == "unix" else ("127.0.0.1", self.server.tcp_port)
         client = Client(sock)
-        self._clients.append(client)
+        self.clients.append(client)
         await asyncio.get_running_loop().sock_connect(sock, address)
         return client
 
@@ -163,10 +183,8 @@ class LiveServer:
         await self.server.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for client in self._clients:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        for client in self.clients:
             client.close()
         if error is None:
             await until(lambda: not self.server.sessions)

@@ -2,17 +2,14 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.server.client.test_memory import GROWTH_BYTES_MAX, LENGTH, ROUNDS, serving
 from tests.server.feed import request
-from tests.server.live import LOOPS, pattern
+from tests.server.live import pattern
 
 BEHIND = 30
 OK = memoryview(b"+OK\r\n")
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_large_part_is_in_memory_once(loop: str, tmp_path: Path) -> None:
     value, behind = pattern(LENGTH), pattern(BEHIND, 1)
     wanted = b"$%d\r\n%b\r\n" % (LENGTH + BEHIND, value + behind)

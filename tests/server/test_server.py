@@ -16,9 +16,7 @@ from kvredis.server.server import Server, ServerOptions
 from tests.server.fake_session import FakeSession, make_server
 from tests.server.feed import request
 from tests.server.lane_client import attached
-from tests.server.live import LOOPS, MIB, LiveServer, pattern, run_on, until
-
-every_loop = pytest.mark.parametrize("loop", LOOPS)
+from tests.server.live import MIB, LiveServer, pattern, run_on, until
 
 
 class Newcomer(FakeSession):
@@ -69,64 +67,45 @@ def test_a_full_server_says_so() -> None:
 # ---- addresses ---------------------------------------------------------------------------------------------------
 
 
-@every_loop
-def test_the_socket_file_goes_when_the_server_does(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        path = tmp_path / "kvredis.sock"
-        async with LiveServer(tmp_path) as live:
-            assert path.is_socket()
-            assert live.server.addresses == [f"127.0.0.1:{live.server.tcp_port}", f"unix:{path}"]
+async def test_the_socket_file_goes_when_the_server_does(loop: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvredis.sock"
+    async with LiveServer(tmp_path) as live:
+        assert path.is_socket()
+        assert live.server.addresses == [f"127.0.0.1:{live.server.tcp_port}", f"unix:{path}"]
+    assert not path.exists()
+    async with LiveServer(tmp_path) as live:
+        await live.server.stop()  # and a second time at the end
         assert not path.exists()
-        async with LiveServer(tmp_path) as live:
-            await live.server.stop()  # and a second time at the end
-            assert not path.exists()
-
-    run_on(loop, story())
 
 
-@every_loop
-def test_a_file_left_by_a_crash_is_taken_over(loop: str, tmp_path: Path) -> None:
+async def test_a_file_left_by_a_crash_is_taken_over(loop: str, tmp_path: Path) -> None:
     path = tmp_path / "kvredis.sock"
     with socket.socket(socket.AF_UNIX) as crashed:
         crashed.bind(str(path))
 
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
-
-    run_on(loop, story())
+    async with LiveServer(tmp_path) as live:
+        assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
 
 
-@every_loop
-def test_another_servers_socket_is_left_alone(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            late = Server(live.store, ServerOptions(port=0, unixsocket=live.server.unixsocket))
-            with pytest.raises(OSError, match="is in use by another server"):
-                await late.start()
-            await late.stop()
-            assert late.listeners.addresses == []
-            assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
-
-    run_on(loop, story())
+async def test_another_servers_socket_is_left_alone(loop: str, live: LiveServer) -> None:
+    late = Server(live.store, ServerOptions(port=0, unixsocket=live.server.unixsocket))
+    with pytest.raises(OSError, match="is in use by another server"):
+        await late.start()
+    await late.stop()
+    assert late.listeners.addresses == []
+    assert await (await live.connect()).ask("PING") == b"+PONG\r\n"
 
 
-@every_loop
-def test_a_socket_that_has_replaced_ours_is_left_alone(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            os.unlink(str(live.server.unixsocket))
-            newer = Server(live.store, ServerOptions(port=-1, unixsocket=live.server.unixsocket))
-            await newer.start()
-            await live.server.stop()
-            assert (tmp_path / "kvredis.sock").is_socket()
-            await newer.stop()
-            assert not (tmp_path / "kvredis.sock").exists()
-
-    run_on(loop, story())
+async def test_a_socket_that_has_replaced_ours_is_left_alone(loop: str, tmp_path: Path, live: LiveServer) -> None:
+    os.unlink(str(live.server.unixsocket))
+    newer = Server(live.store, ServerOptions(port=-1, unixsocket=live.server.unixsocket))
+    await newer.start()
+    await live.server.stop()
+    assert (tmp_path / "kvredis.sock").is_socket()
+    await newer.stop()
+    assert not (tmp_path / "kvredis.sock").exists()
 
 
-@every_loop
 def test_a_file_that_is_no_socket_is_left_alone(loop: str, tmp_path: Path) -> None:
     path = tmp_path / "kvredis.sock"
     path.write_text("precious")
@@ -141,111 +120,81 @@ def test_a_file_that_is_no_socket_is_left_alone(loop: str, tmp_path: Path) -> No
     assert path.read_text() == "precious"
 
 
-@every_loop
-def test_a_port_in_use_is_an_error_and_nothing_stays_bound(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            path = tmp_path / "late.sock"
-            late = Server(live.store, ServerOptions(port=live.server.tcp_port, unixsocket=str(path)))
-            with pytest.raises(OSError, match=r"(?i)in use"):
-                await late.start()
-            assert not path.exists()
-
-    run_on(loop, story())
+async def test_a_port_in_use_is_an_error_and_nothing_stays_bound(loop: str, tmp_path: Path, live: LiveServer) -> None:
+    path = tmp_path / "late.sock"
+    late = Server(live.store, ServerOptions(port=live.server.tcp_port, unixsocket=str(path)))
+    with pytest.raises(OSError, match=r"(?i)in use"):
+        await late.start()
+    assert not path.exists()
 
 
-@every_loop
-def test_every_address_gets_the_same_free_port(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, bind=("127.0.0.1", "127.0.0.2")) as live:
-            port = live.server.tcp_port
-            assert live.server.addresses[:2] == [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
-
-    run_on(loop, story())
+async def test_every_address_gets_the_same_free_port(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, bind=("127.0.0.1", "127.0.0.2")) as live:
+        port = live.server.tcp_port
+        assert live.server.addresses[:2] == [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
 
 
 # ---- the clock ---------------------------------------------------------------------------------------------------
 
 
-@every_loop
-def test_what_expires_is_gone_without_a_read(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            assert await client.ask("SET", "small", "v", "PX", "1000") == b"+OK\r\n"
-            assert await client.ask("SET", "large", pattern(MIB), "EX", "1") == b"+OK\r\n"
-            assert await client.ask("SET", "later", "v", "EX", "2") == b"+OK\r\n"
-            assert await client.ask("PTTL", "small") == b":1000\r\n"
-            live.clock_ms += 999
-            assert await client.ask("EXISTS", "small", "large", "later") == b":3\r\n"
-            live.clock_ms += 1
-            await until(lambda: live.store.count() == 1)
-            assert live.store.stats.expired == 2
-            assert live.store.allocator.free_bytes == live.store.arena.nbytes
-
-    run_on(loop, story())
+async def test_what_expires_is_gone_without_a_read(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    assert await client.ask("SET", "small", "v", "PX", "1000") == b"+OK\r\n"
+    assert await client.ask("SET", "large", pattern(MIB), "EX", "1") == b"+OK\r\n"
+    assert await client.ask("SET", "later", "v", "EX", "2") == b"+OK\r\n"
+    assert await client.ask("PTTL", "small") == b":1000\r\n"
+    live.clock_ms += 999
+    assert await client.ask("EXISTS", "small", "large", "later") == b":3\r\n"
+    live.clock_ms += 1
+    await until(lambda: live.store.count() == 1)
+    assert live.store.stats.expired == 2
+    assert live.store.allocator.free_bytes == live.store.arena.nbytes
 
 
-@every_loop
-def test_a_lease_of_an_expired_value_lasts_until_it_is_sent(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            value = pattern(8 * MIB)
-            client = await live.connect("tcp", receive_bytes=4096)
-            assert await client.ask("SET", "k", value, "EX", "1") == b"+OK\r\n"
-            await client.send("GET", "k")
-            await client.read(10)
-            live.clock_ms += 5000
-            await until(lambda: live.store.count() == 0)
-            assert (await client.read(len(value) + 2))[:-2] == value
-            assert await client.get("k") is None
-
-    run_on(loop, story())
+async def test_a_lease_of_an_expired_value_lasts_until_it_is_sent(loop: str, live: LiveServer) -> None:
+    value = pattern(8 * MIB)
+    client = await live.connect("tcp", receive_bytes=4096)
+    assert await client.ask("SET", "k", value, "EX", "1") == b"+OK\r\n"
+    await client.send("GET", "k")
+    await client.read(10)
+    live.clock_ms += 5000
+    await until(lambda: live.store.count() == 0)
+    assert (await client.read(len(value) + 2))[:-2] == value
+    assert await client.get("k") is None
 
 
 # ---- the end -----------------------------------------------------------------------------------------------------
 
 
-@every_loop
-def test_stopping_lets_replies_go_out_and_then_hangs_up(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            value = pattern(4 * MIB)
-            reader = await live.connect("tcp", receive_bytes=4096)
-            idle = await live.connect()
-            assert await reader.ask("SET", "k", value) == b"+OK\r\n"
-            await reader.send_raw(request("GET", "k") + request("SET", "after", "x"))
-            await reader.read(10)
-            stopping = asyncio.ensure_future(live.server.stop())
-            assert await idle.read_all() == b""
-            assert await reader.read_all() == value + b"\r\n"
-            await stopping
-            assert live.server.sessions == {}
-            assert live.store.count() == 1
-
-    run_on(loop, story())
+async def test_stopping_lets_replies_go_out_and_then_hangs_up(loop: str, live: LiveServer) -> None:
+    value = pattern(4 * MIB)
+    reader = await live.connect("tcp", receive_bytes=4096)
+    idle = await live.connect()
+    assert await reader.ask("SET", "k", value) == b"+OK\r\n"
+    await reader.send_raw(request("GET", "k") + request("SET", "after", "x"))
+    await reader.read(10)
+    stopping = asyncio.ensure_future(live.server.stop())
+    assert await idle.read_all() == b""
+    assert await reader.read_all() == value + b"\r\n"
+    await stopping
+    assert live.server.sessions == {}
+    assert live.store.count() == 1
 
 
-@every_loop
-def test_stopping_does_not_wait_for_a_client_that_reads_nothing(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            reader = await live.connect("tcp", receive_bytes=4096)
-            assert await reader.ask("SET", "k", pattern(8 * MIB)) == b"+OK\r\n"
-            await reader.send("GET", "k")
-            writer = await live.connect()
-            await writer.send_raw(request("SET", "half", pattern(MIB))[:500_000])
-            await until(lambda: live.store.leases and live.store.reserved_bytes)
-            live.server.drain_s = 0.1
-            await live.server.stop()
-            await asyncio.wait_for(live.server.serve_forever(), 1)
-            assert live.server.sessions == {}
-            assert (live.store.leases, live.store.reserved_bytes) == (0, 0)
-
-    run_on(loop, story())
+async def test_stopping_does_not_wait_for_a_client_that_reads_nothing(loop: str, live: LiveServer) -> None:
+    reader = await live.connect("tcp", receive_bytes=4096)
+    assert await reader.ask("SET", "k", pattern(8 * MIB)) == b"+OK\r\n"
+    await reader.send("GET", "k")
+    writer = await live.connect()
+    await writer.send_raw(request("SET", "half", pattern(MIB))[:500_000])
+    await until(lambda: live.store.leases and live.store.reserved_bytes)
+    live.server.drain_s = 0.1
+    await live.server.stop()
+    await asyncio.wait_for(live.server.serve_forever(), 1)
+    assert live.server.sessions == {}
+    assert (live.store.leases, live.store.reserved_bytes) == (0, 0)
 
 
-@every_loop
 def test_a_session_that_has_ended_is_freed_without_the_collector(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live:
@@ -262,7 +211,6 @@ def test_a_session_that_has_ended_is_freed_without_the_collector(loop: str, tmp_
         gc.enable()
 
 
-@every_loop
 def test_a_session_that_was_attached_and_reserved_is_freed_so_too(loop: str, tmp_path: Path) -> None:
     async def story() -> None:
         async with LiveServer(tmp_path) as live, attached(live) as client:
@@ -278,18 +226,12 @@ def test_a_session_that_was_attached_and_reserved_is_freed_so_too(loop: str, tmp
         gc.enable()
 
 
-@every_loop
-def test_refused_calls_and_failed_ones_are_counted_apart(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            for words in (("GET",), ("GET", "k"), ("EXPIRE", "k", "x"), ("NOSUCH",), ("CLIENT", "NO-TOUCH", "x")):
-                await client.ask(*words)
-            counted = {
-                name: (each.calls, each.rejected_calls, each.failed_calls)
-                for name, each in live.server.stats.commands.items()
-            }
-            assert counted == {"get": (1, 1, 0), "expire": (1, 0, 1), "client|no-touch": (1, 0, 1)}
-            assert live.server.stats.error_replies == 4
-
-    run_on(loop, story())
+async def test_refused_calls_and_failed_ones_are_counted_apart(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    for words in (("GET",), ("GET", "k"), ("EXPIRE", "k", "x"), ("NOSUCH",), ("CLIENT", "NO-TOUCH", "x")):
+        await client.ask(*words)
+    counted = {
+        name: (each.calls, each.rejected_calls, each.failed_calls) for name, each in live.server.stats.commands.items()
+    }
+    assert counted == {"get": (1, 1, 0), "expire": (1, 0, 1), "client|no-touch": (1, 0, 1)}
+    assert live.server.stats.error_replies == 4

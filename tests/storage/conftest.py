@@ -9,6 +9,9 @@ import pytest
 
 from kvredis.storage.memory.arena import Machine
 from kvredis.storage.memory.hugepages import HugepagePool
+from kvredis.storage.store import Store
+
+from .small_store import Clock, small_store
 
 POOL_FILES = {
     "nr_hugepages": "total",
@@ -21,6 +24,20 @@ NR_HUGEPAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 HUGEPAGES_WANTED = 8
 
 MakeMachine = Callable[..., Machine]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Time that passes when the test says so."""
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[Store]:
+    store = small_store(clock)
+    yield store
+    store.check_integrity()
+    store.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import random
 import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,19 +9,6 @@ from kvredis.storage.expiry import STALE_MAX, Deadlines
 from kvredis.storage.store import Store
 
 from .small_store import BLOCK_BYTES, Clock, content, read, small_store
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(clock: Clock) -> Iterator[Store]:
-    store = small_store(clock)
-    yield store
-    store.check_integrity()
-    store.close()
 
 
 @pytest.mark.parametrize("length", [10, BLOCK_BYTES])

@@ -1,27 +1,12 @@
 """Renaming, moving between databases, exchanging and emptying them: names change, bytes and holds do not."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvredis.storage.entry import Lease
 from kvredis.storage.state import SLICE_ENTRIES
 from kvredis.storage.store import Store
 
-from .small_store import BLOCK_BYTES, BLOCKS, Clock, Unwalked, content, fill, present, read, small_store
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(clock: Clock) -> Iterator[Store]:
-    store = small_store(clock)
-    yield store
-    store.check_integrity()
-    store.close()
+from .small_store import BLOCK_BYTES, BLOCKS, Clock, Unwalked, content, fill, present, read
 
 
 def extent_of(store: Store, key: bytes, space: int = 0) -> object:

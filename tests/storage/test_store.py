@@ -1,7 +1,6 @@
 """The store's verbs one by one: what is stored, found, deleted, expired and counted."""
 
 import random
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -15,19 +14,6 @@ from kvredis.storage.store import Store
 from .small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read, small_store
 
 LENGTHS = [0, 1, 100, INLINE_BYTES_MAX - 1, INLINE_BYTES_MAX, BLOCK_BYTES, BLOCK_BYTES + 1, 500_000]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(clock: Clock) -> Iterator[Store]:
-    store = small_store(clock)
-    yield store
-    store.check_integrity()
-    store.close()
 
 
 # ---- storing and finding -----------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def top(interval_s: float, is_once: bool, is_json: bool, place: Place) -> None:
             _print(place, interval_s, is_once, is_json)
         return
     shown = console()
-    if not (shown.is_terminal and sys.stdin.isatty()) or shown.is_dumb_terminal:
+    if not (shown.file.isatty() and sys.stdin.isatty()) or shown.is_dumb_terminal:
         raise BackendError("`kvredis top` wants a terminal that can draw; --once prints a look, --json lines")
     _live(place, interval_s)
 
@@ -165,7 +165,7 @@ def _print(place: Place, interval_s: float, is_once: bool, is_json: bool) -> Non
 def _print_screen(place: Place, now: Figures, told: Rates, walk: Walk) -> None:
     shown = console()
     view = View(str(place.address), now, told, prompts(walk.forest))
-    width = shown.width if shown.is_terminal else 120
+    width = shown.width if shown.file.isatty() else 120
     # All of a page's lines, but for those that no list fills.
     shown.print(screen(view, min(width, 139), 50, has_keys=False), no_wrap=True, overflow="ellipsis")
 

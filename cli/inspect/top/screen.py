@@ -5,7 +5,9 @@ A small terminal shows one list at a time, a large one all four. Nothing here as
 
 from __future__ import annotations
 
+import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +31,7 @@ LAST_COLUMNS_MIN: Final = 18
 """What a list's last column, the name, has at least."""
 WIDE_COLUMNS: Final = 140
 WIDE_LINES: Final = 34
-KEYS: Final = "q quit  p pause  s sort  ←→ list  ↑↓ scroll"
+KEYS: Final = ("q quit", "p pause", "s sort", "←→ list", "↑↓ scroll")
 
 
 @dataclass(slots=True)
@@ -76,7 +78,8 @@ def screen(view: View, columns: int, lines: int, *, has_keys: bool = True) -> Re
 
     parts: list[Any] = [_head(view, columns)]
     if view.lost:
-        parts.append(Text(shortened(f"lost: {view.lost}", columns - 1), "bold white on red", no_wrap=True))
+        told = textwrap.wrap(f"lost: {view.lost}", columns - 1, max_lines=max(lines // 5, 1), placeholder=" …")
+        parts += [Text(line, "bold white on red", no_wrap=True) for line in told]
     found = view.figures
     if found is not None:
         is_ours = not found.version.startswith("Redis ")
@@ -97,8 +100,8 @@ def screen(view: View, columns: int, lines: int, *, has_keys: bool = True) -> Re
     else:
         parts += [_list(view, name, columns, max(left // len(LISTS), 3), is_padded=False) for name in LISTS]
     if has_keys:
-        foot = f"{KEYS}  {'PAUSED' if view.is_paused else ''}"
-        parts.append(Text(shortened(foot, columns - 1), "reverse", no_wrap=True))
+        mark = "  PAUSED" if view.is_paused else ""
+        parts.append(Text(_fitted(KEYS, columns - 1 - len(mark))[0] + mark, "reverse", no_wrap=True))
     return Group(*parts)
 
 
@@ -194,7 +197,7 @@ def _head(view: View, columns: int) -> Text:
     return head
 
 
-def _fitted(parts: list[str], columns: int) -> list[str]:
+def _fitted(parts: Sequence[str], columns: int) -> list[str]:
     """Parts in as few lines as they fit into, none of them broken unless it alone is longer than a line."""
     lines: list[str] = []
     for part in parts:

@@ -1,9 +1,11 @@
 """The background executor of all adapters: loads and stores that an engine does not wait for.
 
-The engine computes one prompt while the KV of the next comes, or its own leaves. `Behind` is a bounded queue with its
-threads: an engine that asks for more than comes gets a refusal at once, and computes. Loads and stores have one each,
-of one thread where loads are to come in the order in which they were asked for and not to share a link. A job is a
-`Later`; CacheEngine's are Load and Save, ChunkMover (paged/mover.py) and TierJobs (paged/pages.py) have their own.
+The engine computes one prompt while the KV of the next comes, or its own leaves. An Executor is a bounded queue with
+its threads: an engine that asks for more than comes gets a refusal at once, and computes. Loads and stores have one
+each, of one thread where loads are to come in the order in which they were asked for and not to share a link. What is
+queued is a Task: CacheEngine's are Load and Save; ChunkMover (paged/mover.py) and TierJobs (paged/pages.py) have their
+own. The disk's queue (IoThreads in storage/background.py) orders by urgency and knows no engine; threads of both begin
+with start_worker there.
 """
 
 import logging
@@ -33,8 +35,8 @@ _OWN = threading.local()
 """The streams of a thread that copies."""
 
 
-class Later:
-    """Something that was asked for. Until it is `done` the engine's tensors belong to it."""
+class Task:
+    """A load or store that was asked for. Until it is `done` the engine's tensors belong to it."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -74,7 +76,7 @@ class Later:
         self._over.set()
 
 
-class _Copied(Later):
+class _Copied(Task):
     """Something whose tensors `kv` are copied on whichever thread runs it."""
 
     def __init__(self, tokens: int, kv: KV) -> None:
@@ -119,82 +121,82 @@ class Save(_Copied):
         self.request = request
 
 
-Job = TypeVar("Job", bound=Later)
+AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-class Behind(Generic[Job]):
-    """A queue and its threads, which begin with the first job. `run` does a job and answers its tokens; it must not
+class Executor(Generic[AnyTask]):
+    """A queue and its threads, which begin with the first task. `run` does a task and answers its tokens; it must not
     raise. With `steps_aside` the engine goes first where it wakes on a thread's processor: no request waits for its
     copies."""
 
     def __init__(
         self,
-        run: Callable[[Job], int],
+        run: Callable[[AnyTask], int],
         name: str,
-        jobs_max: int = LOADS_MAX,
+        tasks_max: int = LOADS_MAX,
         *,
         threads: int = 1,
         steps_aside: bool = False,
     ) -> None:
         self._run = run
         self._name = name
-        self._jobs_max = jobs_max
+        self._tasks_max = tasks_max
         self._steps_aside = steps_aside
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._under_way: list[Job] = []
+        self._queue: deque[AnyTask] = deque()
+        self._under_way: list[AnyTask] = []
         self._threads_max = threads
         self._threads: list[threading.Thread] = []
         self._closed = False
         self._home = Home()  # a fork has the queue, and no thread that works it off
 
-    def add(self, job: Job) -> bool:
-        """Queue it; False, and it is done with what the caller has, when there is no room for it. A cancelled job
+    def submit(self, task: AnyTask) -> bool:
+        """Queue it; False, and it is done with what the caller has, when there is no room for it. A cancelled task
         takes none."""
-        unwanted: list[Job] = []
+        unwanted: list[AnyTask] = []
         if not self._home.is_here():
-            job.refused = True
-            job.end(job.tokens)
+            task.refused = True
+            task.end(task.tokens)
             return False
         with self._changed:
-            if len(self._queue) >= self._jobs_max:
+            if len(self._queue) >= self._tasks_max:
                 unwanted = [waiting for waiting in self._queue if waiting.cancelled]
                 self._queue = deque(waiting for waiting in self._queue if not waiting.cancelled)
-            is_queued = not self._closed and len(self._queue) < self._jobs_max and self._has_thread()
+            is_queued = not self._closed and len(self._queue) < self._tasks_max and self._has_thread()
             if is_queued:
-                self._queue.append(job)
+                self._queue.append(task)
                 self._changed.notify_all()
         for waiting in unwanted:
             waiting.end(waiting.tokens)
         if not is_queued:
-            job.refused = True
-            job.end(job.tokens)
+            task.refused = True
+            task.end(task.tokens)
         return is_queued
 
-    def following(self, accept: Callable[[Job], bool]) -> Job | None:
-        """Give the job that is done next, for the running one to begin it; None where there is none, or `accept`, which
-        is asked while no job can be cancelled, refuses it."""
+    def following(self, accept: Callable[[AnyTask], bool]) -> AnyTask | None:
+        """Give the task that is done next, for the running one to begin it; None where there is none, or where
+        `accept`, which is asked while no task can be cancelled, refuses it."""
         with self._changed:
-            job = self._queue[0] if self._queue and not self._closed else None
-            return job if job is not None and not job.cancelled and accept(job) else None
+            task = self._queue[0] if self._queue and not self._closed else None
+            return task if task is not None and not task.cancelled and accept(task) else None
 
     def settle(self) -> None:
         """Wait until all that was added before is done."""
         if not self._home.is_here():
             return
         with self._changed:
-            jobs = (*self._under_way, *self._queue)
-        for job in jobs:
-            job.wait()
+            tasks = (*self._under_way, *self._queue)
+        for task in tasks:
+            task.wait()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is queued or under way."""
         with self._changed:
-            return not self._queue and all(job.done for job in self._under_way)
+            return not self._queue and all(task.done for task in self._under_way)
 
     def stand_back(self, most_s: float) -> None:
-        """For a job whose request goes on: leave the interpreter to the others until the next job is there, so
+        """For a task whose request goes on: leave the interpreter to the others until the next task is there, so
         long at most."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closed, most_s)
@@ -205,8 +207,8 @@ class Behind(Generic[Job]):
             return
         with self._changed:
             self._closed = True
-            for job in (*self._queue, *self._under_way):
-                job.cancel()
+            for task in (*self._queue, *self._under_way):
+                task.cancel()
             self._changed.notify_all()
             threads = list(self._threads)
         for thread in threads:
@@ -227,16 +229,16 @@ class Behind(Generic[Job]):
             self._changed.wait_for(lambda: self._queue or self._closed)
             if not self._queue:
                 return False
-            job = self._queue.popleft()
-            self._under_way.append(job)
-        tokens = job.tokens
+            task = self._queue.popleft()
+            self._under_way.append(task)
+        tokens = task.tokens
         try:
-            tokens = job.tokens if job.cancelled else self._run(job)
+            tokens = task.tokens if task.cancelled else self._run(task)
         except BaseException:  # it ends, and the thread goes on: a caller of settle() would wait for ever
             log.exception("%s: a job ended wildly", self._name)
-            job.refused = True
-        job.end(tokens)
+            task.refused = True
+        task.end(tokens)
         with self._changed:
-            self._under_way.remove(job)
-        del job  # what it has raised may keep this frame, and so what the job holds
+            self._under_way.remove(task)
+        del task  # what it has raised may keep this frame, and so what the task holds
         return True

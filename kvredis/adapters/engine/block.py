@@ -12,6 +12,7 @@ What is read is believed only when it is what the layout says, to the byte; anyt
 
 import json
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -88,6 +89,16 @@ def open_block(view: memoryview, layout: ChunkLayout) -> Block:
     return Block(view[total:], tokens, checksum)
 
 
+def safetensors_header(metadata: Mapping[str, str], tensor: Mapping[str, object]) -> bytes:
+    """All before the bytes of the one tensor, padded to a multiple of 512 bytes. Raises LayoutError when it is longer
+    than HEADER_BYTES_MAX."""
+    text = json.dumps({"__metadata__": metadata, TENSOR_NAME: tensor}, separators=(",", ":")).encode("ascii")
+    total = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
+    if total > HEADER_BYTES_MAX:
+        raise LayoutError(f"a block header of {total} bytes exceeds {HEADER_BYTES_MAX}: the model's name is too long")
+    return (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+
+
 class _Full(NamedTuple):
     """What a block of a full chunk with a checksum looks like."""
 
@@ -127,11 +138,7 @@ def _header(layout: ChunkLayout, tokens: int, is_checked: bool) -> tuple[bytes, 
         "shape": list(layout.shape(tokens)),
         "data_offsets": [0, layout.chunk_bytes(tokens)],
     }
-    text = json.dumps({"__metadata__": metadata, TENSOR_NAME: tensor}, separators=(",", ":")).encode("ascii")
-    total = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
-    if total > HEADER_BYTES_MAX:
-        raise LayoutError(f"a block header of {total} bytes exceeds {HEADER_BYTES_MAX}: the model's name is too long")
-    header = (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+    header = safetensors_header(metadata, tensor)
     if not is_checked:
         return header, b""
     at = header.rindex(_XXH3_ENTRY) + len(_XXH3_ENTRY)  # in a model's name the quotes would be escaped

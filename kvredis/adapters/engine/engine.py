@@ -19,20 +19,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 from kvredis.backends.base import Backend, NothingToFetch, Prefetch, Tier
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from kvredis.storage.errors import ConfigError, LayoutError
 
-from .background import Behind, Load, Save
+from .background import Executor, Load, Save
 from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece, Probes
+from .config import Role
 from .keys import ChunkKey, RecentKeys, Tokens, algorithm_of, token_bytes
 from .layout import ChunkLayout
-from .load import Loading, Span, pieces_of
-from .stats import EngineStats, LoadPlan
-from .store import Storing
+from .load import Intake, Span, TensorLoad, pieces_of
+from .stats import EngineStats, LoadPlan, log_speed
+from .store import TensorStore
 from .tensors import KV, check_kv
 
 
@@ -85,8 +86,6 @@ class Job:
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-"""LMCache's kv_role: a producer never loads, a consumer never stores."""
 AUTO = "auto"
 
 
@@ -123,8 +122,8 @@ class CacheEngine:
         self.break_even = BreakEven(self.layout, clock)
         """What is known of the speeds of tiers and model."""
         self._probes = Probes(self.backend, self.break_even, clock)
-        self._loader = Behind(self._load, "kvredis loads")
-        self._saver = Behind(self._save_later, "kvredis stores", steps_aside=True)
+        self._loader = Executor(self._load, "kvredis loads")
+        self._saver = Executor(self._save_later, "kvredis stores", steps_aside=True)
         self._clock = clock
         self._lock = threading.Lock()  # of `stats` and `_failing`
         self._recent = self._recent_keys()
@@ -221,14 +220,14 @@ class CacheEngine:
             save.end(0)
             return save
         save.follow()
-        if not self._saver.add(save):
+        if not self._saver.submit(save):
             with self._lock:
                 self.stats.refused_saves += 1
         return save
 
     def _store(self, save: Save) -> int:
         keys, request, started_s = save.keys, save.request, time.perf_counter()
-        storing = Storing(self.backend, save.layout, save.kv)
+        storing = TensorStore(self.backend, save.layout, save.kv)
         with self._forgiving("store"), save.on_stream():
             present = self.backend.match([chunk.key for chunk in keys])
             missing = keys[-1].stop - (keys[present - 1].stop if present else 0)
@@ -237,14 +236,14 @@ class CacheEngine:
             if storing.tokens < missing:
                 dropped = missing - storing.tokens
                 logger.info("Dropped %d tokens of request %s: no more is taken for now", dropped, request)
-        seconds = time.perf_counter() - started_s
+        seconds, nbytes = time.perf_counter() - started_s, storing.tokens * self.layout.bytes_per_token
         with self._lock:
             self.stats.stored_tokens += storing.tokens
-            self.stats.stored_bytes += storing.tokens * self.layout.bytes_per_token
+            self.stats.stored_bytes += nbytes
             self.stats.store_seconds += seconds
             self.stats.refused_stores += storing.refused
             self.stats.dropped_stores += storing.dropped
-        self._log_speed("Stored", storing.tokens, seconds, request)
+        log_speed(logger, "Stored", storing.tokens, nbytes, seconds, request)
         return storing.tokens
 
     def retrieve(
@@ -277,7 +276,7 @@ class CacheEngine:
             load.end(start)
             return load
         load.follow()
-        if not self._loader.add(load):
+        if not self._loader.submit(load):
             with self._lock:
                 self.stats.refused_loads += 1
         return load
@@ -394,23 +393,25 @@ class CacheEngine:
 
     def _load(self, load: Load) -> int:
         span, started_s = load.span, time.perf_counter()
-        loading = Loading(self.backend, load.layout, span, lambda: load.cancelled)
+        intake = Intake(self.backend, self._refuse_block)
+        loading = TensorLoad(self.backend, load.layout, span, intake, lambda: load.cancelled)
         with self._forgiving("retrieve"), load.on_stream():
             if self.config.min_retrieve_tokens == AUTO:
                 loading.run_while_worth(self.break_even)
             else:
                 loading.run()
-        if loading.damaged:  # else it would be found for ever, loaded never, and not stored again
+        if intake.damaged:
             with self._forgiving("delete"):
-                self.backend.delete(loading.damaged)
+                intake.forget()
         seconds, tokens = time.perf_counter() - started_s, loading.position - span.start
+        nbytes = tokens * self.layout.bytes_per_token
         with self._lock:
             self.stats.loaded_tokens += tokens
-            self.stats.loaded_bytes += tokens * self.layout.bytes_per_token
+            self.stats.loaded_bytes += nbytes
             self.stats.load_seconds += seconds
             self.stats.copy_seconds += loading.copy_s
             self.stats.skipped_tokens += loading.skipped
-        self._log_speed("Retrieved", tokens, seconds, span.request)
+        log_speed(logger, "Retrieved", tokens, nbytes, seconds, span.request)
         return loading.position
 
     def _save_later(self, save: Save) -> int:
@@ -433,10 +434,6 @@ class CacheEngine:
         """Turns whatever the cache raises into a count and one line in the log per spell of trouble."""
         try:
             yield
-        except LayoutError as error:
-            with self._lock:
-                self.stats.refused_blocks += 1
-            logger.warning("A stored block was refused and counts as a miss: %s", error)
         except Exception as error:
             with self._lock:
                 self.stats.errors += 1
@@ -447,8 +444,7 @@ class CacheEngine:
             with self._lock:
                 self._failing = False
 
-    def _log_speed(self, verb: str, tokens: int, seconds: float, request: str) -> None:
-        if tokens and logger.isEnabledFor(logging.INFO):
-            gb = tokens * self.layout.bytes_per_token / 1e9
-            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
-            logger.info(text, verb, tokens, request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
+    def _refuse_block(self, key: bytes, why: LayoutError) -> None:
+        with self._lock:
+            self.stats.refused_blocks += 1
+        logger.warning("A stored block was refused and counts as a miss: %s", why)

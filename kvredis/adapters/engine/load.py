@@ -1,4 +1,5 @@
-"""One load under way: blocks into the engine's tensors, head first, for as long as they come and are worth it.
+"""Loading blocks: which of those that are lent are good, and what becomes of the others (Intake); and one load under
+way, blocks into the engine's tensors, head first, for as long as they come and are worth it (TensorLoad).
 
 Into a GPU's memory a few blocks are on their way at a time, and leases end behind their copies: while one is copied the
 next is opened.
@@ -55,23 +56,66 @@ def pieces_of(chunks: list[ChunkKey], tiers: list[Tier], layout: ChunkLayout, st
     ]
 
 
-class Loading:
-    """Loads a span. `position` says how far `out` is valid, at any time and whatever a method raises: LayoutError for a
-    block that is not what the layout says, and what the backend raises."""
+class Intake:
+    """Tells blocks that are what was stored from those that are not, for all that load. `forget` deletes what was
+    damaged: it would be found, and missed, again and again, and never stored anew."""
 
     def __init__(
-        self, backend: Backend, layout: ChunkLayout, span: Span, is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        backend: Backend,
+        on_damaged: Callable[[bytes, LayoutError], None],
+        on_expired: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_damaged` is told of a block's key and what is wrong with it, `on_expired` that a lease has ended under
+        its reader."""
+        self._backend = backend
+        self._on_damaged = on_damaged
+        self._on_expired = on_expired
+        self.damaged: list[bytes] = []
+        """Keys of blocks to be deleted."""
+
+    def refuse(self, key: bytes, lease: Lease, why: LayoutError) -> None:
+        """Note that what was read is no such block. The block is damaged only if its lease was held: else the memory is
+        another value's by now."""
+        if self.is_held(lease):
+            self.damaged.append(key)
+            self._on_damaged(key, why)
+
+    def is_held(self, lease: Lease) -> bool:
+        """Whether what was read, to the last byte, was the block."""
+        if not lease.held:
+            self._on_expired()
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Delete what was damaged."""
+        damaged, self.damaged = self.damaged, []
+        if damaged:
+            self._backend.delete(damaged)
+
+
+class TensorLoad:
+    """Loads a span. `position` says how far `out` is valid, at any time and whatever a method raises: what the backend
+    and a GPU raise. `intake` hears of blocks that are not what the layout says."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        layout: ChunkLayout,
+        span: Span,
+        intake: Intake,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.position = span.start
         self.copy_s = 0.0
         """What copies into `out` have taken."""
         self.skipped = 0
         """Tokens that were to come, but not fast enough."""
-        self.damaged: list[bytes] = []
-        """The key of what is no block of this layout, though it is stored as one."""
         self._backend = backend
         self._layout = layout
         self._span = span
+        self._intake = intake
         self._is_cancelled = is_cancelled
         self._gpus = gpus_of(span.out)
         self._copied: deque[tuple[Lease, int, list[torch.cuda.Event]]] = deque()
@@ -131,8 +175,7 @@ class Loading:
             self._backend.touch([chunk.key for chunk in self._span.chunks if chunk.start < self.position])
 
     def _take(self, chunk: ChunkKey, lease: Lease) -> bool:
-        """Give the copy of the chunk's tokens, from `_given` to the span's end. False: the bytes were not the block's
-        any more when they were looked at."""
+        """Give the copy of the chunk's tokens, from `_given` to the span's end. False: it is no such block."""
         try:
             stop = self._copy(chunk, lease.view)
             copied = [event_on(torch.cuda.current_stream(gpu)) for gpu in self._gpus]
@@ -141,11 +184,10 @@ class Loading:
                 for gpu in self._gpus:  # layers that were copied before it failed are in no event
                     with suppress(RuntimeError):  # the device is lost, and copies nothing any more
                         torch.cuda.current_stream(gpu).synchronize()
-                if isinstance(error, LayoutError) and not lease.held:
-                    return False
-            if isinstance(error, LayoutError):
-                self.damaged = [chunk.key]
-            raise
+                if not isinstance(error, LayoutError):
+                    raise
+                self._intake.refuse(chunk.key, lease, error)
+            return False
         self._copied.append((lease, stop, copied))
         self._given = stop
         return True
@@ -163,7 +205,7 @@ class Loading:
                         event.synchronize()
                 except RuntimeError as error:  # the GPU's: nothing is copied any more
                     failure = error
-                is_sound = is_sound and failure is None and lease.held
+                is_sound = is_sound and failure is None and self._intake.is_held(lease)
             if is_sound:
                 self.position = stop
         if failure is not None:

@@ -1,6 +1,16 @@
-"""One store under way: which chunks go, in which order, so that whatever eviction leaves of a prompt is a prefix."""
+"""Storing the chunks of a prompt, wherever their bytes come from: in which order, as far as there is room, and when
+they can be seen.
 
-from kvredis.backends.base import Backend
+What eviction leaves of a prompt is to be a prefix: the tail is stored before the head, and what is stored of the head
+is touched in between. No block is visible before it is whole. CacheEngine stores tensors of a whole prompt
+(TensorStore); paged/store.py and paged/layerwise_store.py store an engine's pages by the same rules.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from kvredis.backends.base import Backend, Reservation
 
 from .block import block_bytes, encode_header
 from .keys import ChunkKey
@@ -13,8 +23,89 @@ TOUCH_KEY_BYTES = 128
 """What one key of a touch costs on the wire, roughly."""
 
 
-class Storing:
-    """Writes chunks of `kv` to the backend. The counts are right at any time, whatever `run` raises."""
+class ReservedBlock:
+    """Room for one block, which `commit` makes visible with its header. Its holder commits or aborts it; leaving a
+    with-block aborts."""
+
+    def __init__(self, reservation: Reservation, layout: ChunkLayout, tokens: int) -> None:
+        self.tokens = tokens
+        self._reservation = reservation
+        self._layout = layout
+        self._room = reservation.view
+        self.tensor = self._room[self._room.nbytes - layout.chunk_bytes(tokens) :]
+        """To be filled; empty once the hold has ended."""
+
+    def commit(self, checksum: str = "") -> None:
+        """Make it visible; `tensor` has been filled."""
+        header = encode_header(self._layout, self.tokens, checksum)
+        self._room[: len(header)] = header
+        self.tensor = self._room = memoryview(b"")
+        self._reservation.commit()
+
+    def abort(self) -> None:
+        """Give the room back; after a commit it does nothing."""
+        self.tensor = self._room = memoryview(b"")
+        self._reservation.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+
+class PrefixOrder:
+    """The order in which the missing chunks of a prompt are stored. `keys` are those of all its chunks, of which
+    `present` are stored, and a block has `nbytes` bytes."""
+
+    def __init__(self, backend: Backend, keys: Sequence[bytes], present: int, nbytes: int) -> None:
+        self._backend = backend
+        self._keys = keys
+        self._present = present
+        self._nbytes = nbytes
+        self._position = present
+        self._head: Sequence[bytes] = ()
+        """Keys before the run that is being written."""
+        self._untouched_bytes = 0
+        """Written since the head was touched last."""
+
+    @property
+    def left(self) -> int:
+        """Chunks that no run has held: no more are taken for now."""
+        return len(self._keys) - self._position
+
+    def runs(self) -> Iterator[range]:
+        """Give the numbers of the chunks to be stored next, from the last to the first: all that are missing at once,
+        or from the head on as many at a time as there is room for. Who could not store one of a run asks for no other:
+        what is behind a gap is worth nothing."""
+        while count := self._room():
+            start, self._position = self._position, self._position + count
+            self._head = self._keys[:start]
+            yield range(self._position - 1, start - 1, -1)
+
+    def written(self, nbytes: int) -> None:
+        """Note that so many bytes more are, or are about to be, newer than the chunks before the run, and touch those
+        where that costs little beside all that was written since."""
+        self._untouched_bytes += nbytes
+        if self._head and self._untouched_bytes >= len(self._head) * TOUCH_KEY_BYTES * TOUCH_SHARE:
+            self._backend.touch(self._head)
+            self._untouched_bytes = 0
+
+    def finish(self) -> None:
+        """Say of what is stored now that it was all one use."""
+        if self._position > self._present:
+            self._backend.touch(self._keys[: self._position])
+
+    def _room(self) -> int:
+        """Count the chunks that can be stored now; none if so few are not worth a touch of those before them."""
+        if not self.left:
+            return 0
+        worth = 1 + self._position * TOUCH_KEY_BYTES * TOUCH_SHARE // self._nbytes
+        return min(self._backend.room(self._nbytes, min(self.left, worth)), self.left)
+
+
+class TensorStore:
+    """Stores chunks of `kv`. The counts are right at any time, whatever `run` raises."""
 
     def __init__(self, backend: Backend, layout: ChunkLayout, kv: KV) -> None:
         self.tokens = 0
@@ -27,49 +118,26 @@ class Storing:
         self._layout = layout
         self._kv = kv
 
-    def run(self, keys: list[ChunkKey], present: int) -> None:
-        """Write keys[present:], all at once or from the head on as many at a time as there is room for. Ends at the
-        first chunk that is not taken: what is behind a gap is worth nothing."""
-        head = present
-        while not self.refused and (stop := self._room(keys, head)) > head:
-            self._store_chunks(keys[:stop], head)
-            head = stop
-        self.dropped += len(keys) - head
+    def run(self, chunks: list[ChunkKey], present: int) -> None:
+        """Store chunks[present:], as far as there is room."""
+        nbytes = block_bytes(self._layout, self._layout.chunk_tokens)
+        order = PrefixOrder(self._backend, [chunk.key for chunk in chunks], present, nbytes)
+        for run in order.runs():
+            for number in run:
+                order.written(nbytes)
+                self._store_chunk(chunks[number])
+            if self.refused:
+                break
+        order.finish()
+        self.dropped += order.left
 
-    def _room(self, keys: list[ChunkKey], head: int) -> int:
-        """How many of `keys` can be stored now if the first `head` are; no more if it is not worth a touch of these."""
-        left = len(keys) - head
-        if not left:
-            return head
-        length = block_bytes(self._layout, self._layout.chunk_tokens)
-        return head + min(self._backend.room(length, min(left, self._touch_every(head))), left)
-
-    def _touch_every(self, head: int) -> int:
-        """Chunks to be written for each touch of `head` others."""
-        return 1 + head * TOUCH_KEY_BYTES * TOUCH_SHARE // self._layout.chunk_bytes()
-
-    def _store_chunks(self, keys: list[ChunkKey], present: int) -> None:
-        """Write keys[present:] from the last to the first."""
-        head = [chunk.key for chunk in keys[:present]]
-        touch_every = self._touch_every(present)
-        for count, chunk in enumerate(reversed(keys[present:])):
-            if head and count % touch_every == 0:
-                self._backend.touch(head)
-            if self._store_chunk(chunk):
-                self.tokens += chunk.stop - chunk.start
-            else:  # those nearer to the head are still worth storing
-                self.refused += 1
-        self._backend.touch([chunk.key for chunk in keys])
-
-    def _store_chunk(self, chunk: ChunkKey) -> bool:
+    def _store_chunk(self, chunk: ChunkKey) -> None:
         tokens = chunk.stop - chunk.start
         reservation = self._backend.reserve(chunk.key, block_bytes(self._layout, tokens))
-        if reservation is None:
-            return False
-        with reservation:
-            header = encode_header(self._layout, tokens)
-            reservation.view[: len(header)] = header
-            block = view_tensor(reservation.view[len(header) :], self._layout, tokens)
-            gather(self._kv, chunk.start, chunk.stop, block)
-            reservation.commit()
-        return True
+        if reservation is None:  # those nearer to the head are still worth storing
+            self.refused += 1
+            return
+        with ReservedBlock(reservation, self._layout, tokens) as block:
+            gather(self._kv, chunk.start, chunk.stop, view_tensor(block.tensor, self._layout, tokens))
+            block.commit()
+        self.tokens += tokens

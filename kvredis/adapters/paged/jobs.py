@@ -2,24 +2,25 @@
 
 A scheduler tells its workers what to move as plain values that pickle (ChunkMove, LoadJob, StoreJob, Moves): chunks by
 key, and the engine's pages that they belong to. A chunk is always made of whole pages; one of which a page is missing
-(a sliding window has let go of it) is not moved at all. The rest is the worker's: ChunkMover (mover.py) makes an Errand
-of each job, and hands its Means to loads and stores.
+(a sliding window has let go of it) is not moved at all. The rest is the worker's: ChunkMover (mover.py) makes a
+JobState of each job, and hands its MoverContext to loads and stores.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from kvredis.adapters.engine.background import Task
 from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.config import Role
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.transfer.base import Transfer
+from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 
 from .rate_limit import Bandwidth
-from .verify import Checking
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,6 @@ class Moves:
     cancelled: list[str] = field(default_factory=list)
 
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-"""LMCache's and vLLM's kv_role: a producer never loads, a consumer never stores."""
 BATCH_BYTES = 32 * 1024 * 1024
 WINDOW_BYTES = 16 * BATCH_BYTES
 WINDOW_PART = 8
@@ -98,10 +97,6 @@ class PagedGroup:
     def tokens_of(self, move: ChunkMove) -> int:
         """How many tokens the pages of a move hold."""
         return len(move.pages) * self.paged.page_tokens
-
-    def value_bytes(self, move: ChunkMove, *, is_checked: bool) -> int:
-        """Length of the block that is stored for it."""
-        return block_bytes(self.layout, self.tokens_of(move), is_checked=is_checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +160,13 @@ def _yes() -> bool:
     return True
 
 
-class Errand:
-    """One job of one request under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of
-    the prompt so far. `is_sound` says whether it may be stored, and may wait for that. `cancelled` may be read without
-    a lock, `come` and what follows it is for who does the work, and the rest the mover's."""
+class JobState:
+    """A LoadJob or StoreJob under way: `moves` in or out of the engine's pages; a store's `total` are the tokens of the
+    prompt so far. `is_sound` says whether it may be stored, and may wait for that. `cancelled` may be read without a
+    lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "come", "is_load", "is_sound", "moves", "nbytes", "over", "request", "started", "tokens"),
+        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "started", "tokens"),
         "total",
     )
 
@@ -188,11 +183,17 @@ class Errand:
         self.total = total or 0
         self.is_load = total is None
         self.is_sound: Callable[[], bool] = _yes if is_sound is None else is_sound
-        self.come = 0
+        self.moved = 0
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0
         """Of these."""
         self.cancelled = self.started = self.over = False
+
+    def count(self, chunks: int, tokens: int, nbytes: int) -> None:
+        """Note that so much more has moved."""
+        self.moved += chunks
+        self.tokens += tokens
+        self.nbytes += nbytes
 
 
 class Counters:
@@ -222,14 +223,14 @@ class Counters:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """All that a move is made with."""
+class MoverContext:
+    """All that the loads and stores of one ChunkMover share."""
 
     backend: Backend
     groups: Sequence[PagedGroup]
     options: MovingOptions
     bandwidth: Bandwidth
-    checking: Checking
+    checksums: Checksums
     counters: Counters
 
     @property
@@ -237,6 +238,11 @@ class Means:
         """The layers of the model that there are, in order."""
         found = {place for group in self.groups for place in (group.places or range(group.layout.layers))}
         return sorted(found)
+
+    def value_bytes(self, move: ChunkMove) -> int:
+        """Length of the block that is stored for a move."""
+        group = self.groups[move.group]
+        return block_bytes(group.layout, group.tokens_of(move), is_checked=self.checksums.is_on)
 
     @property
     def piece_bytes(self) -> int:
@@ -247,3 +253,27 @@ class Means:
     def piece_bytes_max(self) -> int:
         """How much it may, where others are under way already."""
         return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))
+
+
+class MoverTask(Task):
+    """What a thread of a ChunkMover does at a time: the moves of one job, or the stores of a step layer by layer."""
+
+    def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
+        super().__init__(0)
+        self.jobs = jobs
+        """At least one where it is queued, all of them loads or all stores."""
+        self.began_s = 0.0
+        """When it was begun (time.monotonic); 0 before."""
+        self._context = context
+
+    def run(self) -> None:
+        """Move what is asked for. Raises what backend and transfer raise; when it has ended no page is read or written
+        any more."""
+        with self._context.bandwidth.row(is_load=self.jobs[0].is_load):
+            self._run()
+
+    def clean_up(self) -> None:
+        """Do what the engine does not wait for; called behind `run` in any case."""
+
+    def _run(self) -> None:
+        raise NotImplementedError

@@ -6,8 +6,6 @@ together: asking for each by itself takes the interpreter, and slowed a step of 
 more (vLLM on an H200). Over a socket the bytes leave this process only then, as whole values.
 """
 
-import contextlib
-import logging
 import threading
 import time
 from collections import deque
@@ -15,13 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvredis.adapters.engine.background import Later
-from kvredis.adapters.transfer.base import Layers, Moving, Part
+from kvredis.adapters.transfer.base import Layers, Moving, wait_for_all
 
-from .jobs import ChunkMove, Errand, Means
-from .store import Filled, ReservedChunk, by_group, reserve
-
-logger = logging.getLogger(__name__)
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
+from .store import ReservedChunk, by_group, bytes_of, commit, count_present, reserve
 
 ROW_BYTES = 32 * 1024 * 1024
 """Layers behind the first leave together until they are so much, as far as they are computed ..."""
@@ -31,24 +26,22 @@ AHEAD = 2
 """Rows of layers under way behind the one that is waited for."""
 
 
-class LayerStores(Later):
+class LayerStores(MoverTask):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
-    def __init__(self, means: Means, errands: Sequence[Errand]) -> None:
-        super().__init__(0)
-        self.errands = list(errands)
+    def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
+        super().__init__(context, jobs)
         self.computed_s: dict[int, float] = {}
         """When each layer was said to be computed (time.monotonic)."""
         self.stored_s: dict[int, float] = {}
         """When each layer's bytes had left the engine's pages."""
-        self._means = means
-        self._places = means.places
+        self._places = context.places
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
         self._wanted = 1
         """How many layers leave next."""
         self._finished = False
-        self._rooms: list[tuple[Errand, ReservedChunk]] = []
+        self._reserved: list[tuple[JobState, ReservedChunk]] = []
         self._moving: deque[tuple[list[int], list[Moving]]] = deque()
         self._planned: dict[int, tuple[int, Layers]] = {}
         """Of each group, its chunks that are wanted still: how many, and their plan."""
@@ -71,24 +64,16 @@ class LayerStores(Later):
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """As Later.cancel."""
+        """As Task.cancel."""
         super().cancel()
         self.finish()
 
-    def run(self) -> None:
-        """Store what is not there yet. Raises what backend and transfer raise; when it has ended no page is read any
-        more, and no room held."""
-        with self._means.bandwidth.row(is_load=False):
-            self._run()
-
-    def behind(self) -> None:
-        """Nothing is left to do."""
-
     def _run(self) -> None:
+        """Store what is not there yet; when it has ended no room is held."""
         try:
-            for errand in self.errands:
-                for moves in by_group(errand.moves):
-                    self._reserve(errand, moves)
+            for job in self.jobs:
+                for moves in by_group(job.moves):
+                    self._reserve(job, moves)
             sent = 0
             while row := self._next():
                 places, after = [place for place, _ in row], row[-1][1]
@@ -99,43 +84,37 @@ class LayerStores(Later):
                 self._send(places, after, self._moving[-1][1])
                 self._wanted = self._together()
             is_whole = list(self.stored_s) == self._places
-            if is_whole and all(errand.is_sound() for errand in self.errands):
+            if is_whole and all(job.is_sound() for job in self.jobs):
                 self._commit()
-            elif self._rooms:
-                self._means.counters.add(dropped_stores=len(self._rooms))
+            elif self._reserved:
+                self._context.counters.add(dropped_stores=len(self._reserved))
         finally:
-            for moving in (each for _, movings in self._moving for each in movings):
-                with contextlib.suppress(RuntimeError):  # the device failed, which was told already
-                    moving.wait()
-            for _, chunk in self._rooms:
+            wait_for_all(moving for _, movings in self._moving for moving in movings)
+            for _, chunk in self._reserved:
                 chunk.abort()
-            self._rooms = []
+            self._reserved = []
 
-    def _reserve(self, errand: Errand, moves: list[ChunkMove]) -> None:
+    def _reserve(self, job: JobState, moves: list[ChunkMove]) -> None:
         """Room for what is not stored yet, from the head on as far as there is any."""
-        if errand.cancelled or self.cancelled:
+        if job.cancelled or self.cancelled:
             return
-        group = self._means.groups[moves[0].group]
-        present = self._means.backend.match([move.key for move in moves])
-        missing = sum(group.tokens_of(move) for move in moves[present:])
-        logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, errand.total, errand.request)
+        present = count_present(self._context, job, moves)
         left = len(moves) - present
-        length = group.value_bytes(moves[0], is_checked=self._means.checking.is_on)
-        count = min(self._means.backend.room(length), left) if left else 0
+        count = min(self._context.backend.room(self._context.value_bytes(moves[0])), left) if left else 0
         refused = 0
         for move in moves[present : present + count]:
-            chunk = reserve(self._means, move)
+            chunk = reserve(self._context, move)
             if chunk is None:  # what is behind a gap is worth nothing
                 refused = 1
                 break
             left -= 1
-            self._rooms.append((errand, chunk))
-        self._means.counters.add(present_chunks=present, refused_stores=refused, dropped_stores=left - refused)
+            self._reserved.append((job, chunk))
+        self._context.counters.add(present_chunks=present, refused_stores=refused, dropped_stores=left - refused)
 
     def _together(self) -> int:
         """How many layers leave together."""
-        nbytes = sum(chunk.tensor.nbytes for _, chunk in self._rooms) // len(self._places)
-        return max(min(self._means.bandwidth.piece_bytes(ROW_BYTES) // max(nbytes, 1), ROW_MAX), 1)
+        nbytes = bytes_of(chunk for _, chunk in self._reserved) // len(self._places)
+        return max(min(self._context.bandwidth.piece_bytes(ROW_BYTES) // max(nbytes, 1), ROW_MAX), 1)
 
     def _next(self) -> list[tuple[int, torch.cuda.Event | None]]:
         """The next layers that have been computed, none behind the last. Meanwhile those under way arrive."""
@@ -168,27 +147,28 @@ class LayerStores(Later):
 
     def _send(self, places: Sequence[int], after: torch.cuda.Event | None, movings: list[Moving]) -> None:
         """Let layers leave that follow each other and are computed when `after` has passed."""
-        for number, group in enumerate(self._means.groups):
+        for number, group in enumerate(self._context.groups):
             own = [layer for place in places if (layer := group.layer_of(place)) is not None]
             if not own:
                 continue
-            wanted = [chunk for errand, chunk in self._rooms if not errand.cancelled and chunk.move.group == number]
+            wanted = [chunk for job, chunk in self._reserved if not job.cancelled and chunk.move.group == number]
             if number not in self._planned or self._planned[number][0] != len(wanted):  # fewer only: some are cancelled
-                parts = [Part(chunk.move.pages, chunk.tensor, row=chunk.row_in(self._means)) for chunk in wanted]
+                parts = [chunk.part(group.transfer) for chunk in wanted]
                 self._planned[number] = len(wanted), group.transfer.layers(parts)
             if wanted:
-                nbytes = sum(chunk.tensor.nbytes for chunk in wanted) // group.layout.layers
-                self._means.bandwidth.take(nbytes * len(own), is_load=False)
+                nbytes = bytes_of(wanted) // group.layout.layers
+                self._context.bandwidth.take(nbytes * len(own), is_load=False)
                 movings.append(self._planned[number][1].store(own[0], len(own), after=after))
 
     def _commit(self) -> None:
-        """Make all visible, of each errand and group the tail first."""
-        for errand in self.errands:
-            if errand.cancelled:
+        """Make all visible, of each job and group the tail first."""
+        for job in self.jobs:
+            if job.cancelled:
                 continue
-            mine = [chunk for owner, chunk in self._rooms if owner is errand]
-            filled = Filled(self._means, errand, mine[::-1])  # may find no thread to hash them
-            self._rooms = [(owner, chunk) for owner, chunk in self._rooms if owner is not errand]
-            filled.commit()
-            for moves in by_group(errand.moves):
-                self._means.backend.touch([move.key for move in moves])
+            mine = [chunk for owner, chunk in self._reserved if owner is job][::-1]
+            for chunk in mine:
+                chunk.checksum.begin()  # may find no thread
+            self._reserved = [(owner, chunk) for owner, chunk in self._reserved if owner is not job]
+            commit(self._context, job, mine)
+            for moves in by_group(job.moves):
+                self._context.backend.touch([move.key for move in moves])

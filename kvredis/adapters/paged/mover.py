@@ -12,20 +12,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from kvredis.adapters.engine.background import Behind, Later
+from kvredis.adapters.engine.background import Executor
+from kvredis.adapters.engine.stats import log_speed
 from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
 
-from .jobs import ChunkMove, Counters, Errand, Finished, LoadJob, Means, MovingOptions, StoreJob
+from .jobs import ChunkMove, Counters, Finished, JobState, LoadJob, MoverContext, MoverTask, MovingOptions, StoreJob
 from .jobs import PagedGroup as PagedGroup
 from .layerwise_store import LayerStores
-from .load import ChunkLoading
+from .load import ChunkLoad
 from .rate_limit import Bandwidth
-from .store import ChunkStoring
-from .verify import Checking
+from .store import ChunkStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,42 +36,24 @@ STAND_BACK_S = 0.03
 and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
 
 
-class _Turn(Later):
-    """One whole errand in the queue of a background thread."""
-
-    def __init__(self, errand: Errand, work: ChunkLoading | ChunkStoring) -> None:
-        super().__init__(0)
-        self.errands = [errand]
-        self.work = work
-        self.run = work.run
-        self.behind = work.behind
-        self.began_s = 0.0
-        """When it was begun, on the thread's clock; 0 before."""
-
-    def cancel(self) -> None:
-        """As Later.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
-        if not self.began_s:
-            super().cancel()
-
-
-Turn = _Turn | LayerStores
+AnyMoverTask = TypeVar("AnyMoverTask", bound=MoverTask)
 
 
 class ChunkMover:
-    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are told of by
-    one thread, the rest is asked for by any. Nothing here raises."""
+    """Moves chunks between `backend` and `groups`; both stay the caller's. Layers are told of by one thread, the rest
+    is asked for by any. Nothing here raises."""
 
     def __init__(self, backend: Backend, groups: Sequence[PagedGroup], options: MovingOptions | None = None) -> None:
         self.options = MovingOptions() if options is None else options
         self.counters = Counters()
-        bandwidth, checking = Bandwidth(self.options.bytes_per_s), Checking(is_on=self.options.verify)
-        self._means = Means(backend, tuple(groups), self.options, bandwidth, checking, self.counters)
-        self._loader: Behind[Turn] = Behind(self._run, "kvredis loads", self.options.max_load_chunks)
-        self._storer: Behind[Turn] = Behind(self._run, "kvredis stores", self.options.max_store_chunks)
+        bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
+        self._context = MoverContext(backend, tuple(groups), self.options, bandwidth, checksums, self.counters)
+        self._loader: Executor[ChunkLoad] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
-        self._errands: dict[str, list[Errand]] = {}
+        self._jobs: dict[str, list[JobState]] = {}
         self._chunks = {True: 0, False: 0}
-        """Of errands that are not over: loads, stores."""
+        """Of jobs that are not over: loads, stores."""
         self._finished = Finished()
         self._failing = {True: False, False: False}
         """Whether the latest load, and store, has failed: one line a spell."""
@@ -85,15 +69,16 @@ class ChunkMover:
     def load_now(self, job: LoadJob) -> int:
         """The same before it returns: how many of the job's first moves have come. What has failed is in the next
         `finished`, as with `load`."""
-        errand = self._load(job, None)
-        self._wait_for([errand])
-        return errand.come
+        state = self._load(job, None)
+        with self._changed:
+            self._changed.wait_for(lambda: state.over)  # what is cleaned up behind it goes on
+        return state.moved
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
-        errand = Errand(job.request, job.moves, total=job.total, is_sound=job.is_sound)
-        if self._admit(errand):
-            self._submit(self._storer, _Turn(errand, ChunkStoring(self._means, errand, after)))
+        state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
+        if self._admit(state):
+            self._submit(self._storer, ChunkStore(self._context, state, after))
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -109,14 +94,14 @@ class ChunkMover:
     def is_storing(self, request: str) -> bool:
         """Whether a store of the request is not over."""
         with self._changed:
-            return any(not errand.is_load for errand in self._errands.get(request, ()))
+            return any(not job.is_load for job in self._jobs.get(request, ()))
 
     def cancel(self, request: str, wait_s: float = 0.0) -> bool:
         """Want no more of a request's loads and stores. True: its pages are free now. False: a copy is under way still
         when `wait_s` have passed; they are free when `finished` names the request."""
         with self._changed:
             self._cancel(request)
-            return self._changed.wait_for(lambda: request not in self._errands, wait_s)
+            return self._changed.wait_for(lambda: request not in self._jobs, wait_s)
 
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
@@ -124,16 +109,16 @@ class ChunkMover:
         """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
         the same for all layers of a step, which are said in their order; the first begins it."""
         stores = self._layer_stores
-        if stores is not None and place != self._means.places[0] and place in stores.computed_s:
+        if stores is not None and place != self._context.places[0] and place in stores.computed_s:
             return  # a draft's layer runs once for each draft
         if stores is None or not stores.computed(place, self._launched()):
             if stores is not None:
                 stores.finish()
-            errands = [Errand(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
-            errands = [errand for errand in errands if self._admit(errand)]
-            self._layer_stores = LayerStores(self._means, errands)
+            states = [JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
+            states = [state for state in states if self._admit(state)]
+            self._layer_stores = LayerStores(self._context, states)
             self._layer_stores.computed(place, self._launched())
-            if errands:
+            if states:
                 self._submit(self._storer, self._layer_stores)
 
     def end_layers(self) -> None:
@@ -152,7 +137,7 @@ class ChunkMover:
     def settle(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing that was asked for is under way, at most so long; say whether that is so."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._errands, timeout_s)
+            return self._changed.wait_for(lambda: not self._jobs, timeout_s)
 
     def stats(self) -> dict[str, int | float]:
         """Counters since the start, by name, and the chunks under way now."""
@@ -162,100 +147,93 @@ class ChunkMover:
 
     def close(self) -> None:
         """Give up what waits, end what is under way, and wait for that. Nothing may be asked for afterwards."""
-        for behind in (self._loader, self._storer):
+        for executor in (self._loader, self._storer):
             self._cancel_all()
-            behind.close()
-        self._means.checking.close()
+            executor.close()
+        self._context.checksums.close()
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
-    # ---- errands -----------------------------------------------------------------------------------------------------
+    # ---- jobs under way ----------------------------------------------------------------------------------------------
 
-    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> Errand:
-        errand = Errand(job.request, job.moves)
-        if self._admit(errand):
-            self._submit(self._loader, _Turn(errand, ChunkLoading(self._means, errand, after, self._begin_following)))
-        return errand
+    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> JobState:
+        state = JobState(job.request, job.moves)
+        if self._admit(state):
+            self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
+        return state
 
     def _begin_following(self, left_bytes: int) -> None:
         """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
 
-        def accept(turn: Turn) -> bool:
-            if not isinstance(turn, _Turn):
-                return False
+        def accept(task: ChunkLoad) -> bool:
             with self._changed:
-                if turn.errands[0].over:
+                if task.jobs[0].over:
                     return False
-                turn.errands[0].started = True
-            turn.began_s = turn.began_s or time.monotonic()
+                task.jobs[0].started = True
+            task.began_s = task.began_s or time.monotonic()
             return True
 
-        turn = self._loader.following(accept)
-        if isinstance(turn, _Turn) and isinstance(turn.work, ChunkLoading):
-            turn.work.begin(left_bytes)
+        task = self._loader.following(accept)
+        if task is not None:
+            task.begin(left_bytes)
 
-    def _wait_for(self, errands: Sequence[Errand]) -> None:
-        """Until they are over; what is done behind them goes on."""
-        with self._changed:
-            self._changed.wait_for(lambda: all(errand.over for errand in errands))
-
-    def _admit(self, errand: Errand) -> bool:
-        """Take an errand on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
-        groups = len(self._means.groups)
-        wrong = next((move for move in errand.moves if not 0 <= move.group < groups or not move.pages), None)
+    def _admit(self, job: JobState) -> bool:
+        """Take a job on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
+        groups = len(self._context.groups)
+        wrong = next((move for move in job.moves if not 0 <= move.group < groups or not move.pages), None)
         if wrong is not None:
             logger.error(
-                "Request %s: there is nothing to move as pages %s of group %d", errand.request, wrong.pages, wrong.group
+                "Request %s: there is nothing to move as pages %s of group %d", job.request, wrong.pages, wrong.group
             )
             self.counters.add(errors=1)
-        bound = self.options.max_load_chunks if errand.is_load else self.options.max_store_chunks
-        is_mine = self.options.role != ("kv_producer" if errand.is_load else "kv_consumer")
+        bound = self.options.max_load_chunks if job.is_load else self.options.max_store_chunks
+        is_mine = self.options.role != ("kv_producer" if job.is_load else "kv_consumer")
         with self._changed:
-            self._errands.setdefault(errand.request, []).append(errand)
-            self._chunks[errand.is_load] += len(errand.moves)
-            if not is_mine or not errand.moves or wrong is not None:
-                self._end(errand)
-            elif self._chunks[errand.is_load] > bound:
-                self._refuse(errand)
-            return not errand.over
+            self._jobs.setdefault(job.request, []).append(job)
+            self._chunks[job.is_load] += len(job.moves)
+            if not is_mine or not job.moves or wrong is not None:
+                self._end(job)
+            elif self._chunks[job.is_load] > bound:
+                self._refuse(job)
+            return not job.over
 
-    def _submit(self, behind: Behind[Turn], turn: Turn) -> None:
-        if not behind.add(turn):
+    def _submit(self, executor: Executor[AnyMoverTask], task: AnyMoverTask) -> None:
+        if not executor.submit(task):
             with self._changed:
-                for errand in turn.errands:
-                    self._refuse(errand)
+                for job in task.jobs:
+                    self._refuse(job)
 
-    def _refuse(self, errand: Errand) -> None:
+    def _refuse(self, job: JobState) -> None:
         """It is too much; holds the lock."""
-        if not errand.over:
-            if errand.is_load:
+        if not job.over:
+            if job.is_load:
                 self.counters.add(refused_loads=1)
             else:
-                self.counters.add(dropped_stores=len(errand.moves))
-                logger.info("Dropped %d chunks of request %s: too many wait", len(errand.moves), errand.request)
-            self._end(errand)
+                self.counters.add(dropped_stores=len(job.moves))
+                logger.info("Dropped %d chunks of request %s: too many wait", len(job.moves), job.request)
+            self._end(job)
 
-    def _run(self, turn: Turn) -> int:
-        """One turn of a background thread; raises nothing."""
-        errands, is_load = turn.errands, turn.errands[0].is_load
+    def _run(self, task: MoverTask) -> int:
+        """One task of a background thread; raises nothing."""
+        jobs, is_load = task.jobs, task.jobs[0].is_load
         with self._changed:
-            for errand in errands:
-                errand.started = not errand.over
-        began_s, has_begun = time.monotonic(), any(errand.started for errand in errands)
-        if isinstance(turn, _Turn):
-            began_s = turn.began_s = turn.began_s or began_s
-        error = self._error_of(turn.run) if has_begun else None
+            for job in jobs:
+                job.started = not job.over
+        has_begun = any(job.started for job in jobs)
+        began_s = task.began_s = task.began_s or time.monotonic()
+        error = self._error_of(task.run) if has_begun else None
         seconds = time.monotonic() - began_s
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
-            for errand in errands:
-                self._end(errand)
+            for job in jobs:
+                self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)
-        for errand in errands:
-            self._log(errand, seconds)
-        error_behind = self._error_of(turn.behind) if has_begun else None
-        self.counters.add(errors=error_behind is not None)
-        error = error or error_behind
+        for job in jobs:
+            verb = "Retrieved" if is_load else "Stored"
+            log_speed(logger, verb, job.tokens, job.nbytes, seconds, job.request)
+        later_error = self._error_of(task.clean_up) if has_begun else None
+        self.counters.add(errors=later_error is not None)
+        error = error or later_error
         if error is not None and not self._failing[is_load]:
             logger.warning("Moving KV failed; the engine goes on without: %s", error, exc_info=error)
         self._failing[is_load] = error is not None
@@ -271,51 +249,45 @@ class ChunkMover:
 
     def _cancel_all(self) -> None:
         with self._changed:
-            for request in tuple(self._errands):
+            for request in tuple(self._jobs):
                 self._cancel(request)
 
     def _cancel(self, request: str) -> None:
         """Holds the lock."""
-        for errand in tuple(self._errands.get(request, ())):
-            errand.cancelled = True
-            if not errand.started:
-                self._end(errand)
+        for job in tuple(self._jobs.get(request, ())):
+            job.cancelled = True
+            if not job.started:
+                self._end(job)
 
-    def _end(self, errand: Errand) -> None:
+    def _end(self, job: JobState) -> None:
         """It is over; holds the lock. A second call does nothing."""
-        if errand.over:
+        if job.over:
             return
-        errand.over = True
-        mine = self._errands[errand.request]
-        mine.remove(errand)
+        job.over = True
+        mine = self._jobs[job.request]
+        mine.remove(job)
         if not mine:
-            del self._errands[errand.request]
-        self._chunks[errand.is_load] -= len(errand.moves)
-        self.counters.add(cancelled_jobs=errand.cancelled, stores=not errand.is_load)
-        if errand.is_load:
-            self._end_load(errand, errand.moves[errand.come :])
+            del self._jobs[job.request]
+        self._chunks[job.is_load] -= len(job.moves)
+        self.counters.add(cancelled_jobs=job.cancelled, stores=not job.is_load)
+        if job.is_load:
+            self._end_load(job, job.moves[job.moved :])
         elif not any(not other.is_load for other in mine):
-            self._finished.stored.add(errand.request)
+            self._finished.stored.add(job.request)
         self._changed.notify_all()
 
-    def _end_load(self, errand: Errand, missing: Sequence[ChunkMove]) -> None:
+    def _end_load(self, job: JobState, missing: Sequence[ChunkMove]) -> None:
         self.counters.add(loads=1)
-        self._finished.loaded.add(errand.request)
-        if missing and not errand.cancelled:
+        self._finished.loaded.add(job.request)
+        if missing and not job.cancelled:
             self.counters.add(failed_chunks=len(missing))
-            pages = self._finished.failed_pages.setdefault(errand.request, [])
+            pages = self._finished.failed_pages.setdefault(job.request, [])
             pages += [(move.group, page) for move in missing for page in move.pages]
-
-    def _log(self, errand: Errand, seconds: float) -> None:
-        if errand.come and logger.isEnabledFor(logging.INFO):
-            verb, gb = "Retrieved" if errand.is_load else "Stored", errand.nbytes / 1e9
-            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
-            logger.info(text, verb, errand.tokens, errand.request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
         """Where the engine computes; None on the CPU."""
-        device = self._means.groups[0].paged.device
+        device = self._context.groups[0].paged.device
         return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def _launched(self) -> torch.cuda.Event | None:

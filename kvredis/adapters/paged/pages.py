@@ -33,9 +33,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from xxhash import xxh3_128
 
-from kvredis.adapters.engine.background import Behind, Later
-from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, HEADER_BYTES_MAX, LENGTH_BYTES, TENSOR_NAME
+from kvredis.adapters.engine.background import Executor, Task
+from kvredis.adapters.engine.block import safetensors_header
 from kvredis.adapters.engine.keys import MODEL_CHARS_MAX
+from kvredis.adapters.engine.load import Intake
 from kvredis.backends.base import Backend, Lease
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.memory.copy import copy
@@ -78,11 +79,7 @@ class PageFormat:
     def __init__(self, facts: Mapping[str, str], nbytes: int) -> None:
         metadata = {"format": FORMAT, **facts, "xxh3": _BLANK_SUM}
         tensor = {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}
-        text = json.dumps({"__metadata__": metadata, TENSOR_NAME: tensor}, separators=(",", ":")).encode("ascii")
-        total = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGN_BYTES) * HEADER_ALIGN_BYTES
-        if total > HEADER_BYTES_MAX:
-            raise LayoutError(f"a page header of {total} bytes exceeds {HEADER_BYTES_MAX}: the model's name?")
-        header = (total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(total - LENGTH_BYTES)
+        header = safetensors_header(metadata, tensor)
         place = header.rindex(b'"xxh3":"') + len(b'"xxh3":"')
         self.nbytes = nbytes
         self._before, self._behind = header[:place], header[place + SUM_DIGITS :]
@@ -234,27 +231,28 @@ class PageStore:
         return come
 
     def _load(self, pages: Sequence[Page], come: list[bool], until_missing: bool) -> None:
-        with closing(self.backend.load([page.key for page in pages])) as leases:
-            for place, (page, lease) in enumerate(zip(pages, leases, strict=False)):
-                come[place] = lease is not None and self._take(page, lease)
-                if until_missing and not come[place]:
-                    break
+        intake = Intake(self.backend, self._refuse)
+        try:
+            with closing(self.backend.load([page.key for page in pages])) as leases:
+                for place, (page, lease) in enumerate(zip(pages, leases, strict=False)):
+                    come[place] = lease is not None and self._take(page, lease, intake)
+                    if until_missing and not come[place]:
+                        break
+        finally:
+            intake.forget()
 
-    def _take(self, page: Page, lease: Lease) -> bool:
+    def _take(self, page: Page, lease: Lease, intake: Intake) -> bool:
         with lease:
             try:
                 page.format.read(lease.view, page.pieces, verify=self._verify)
             except LayoutError as error:
-                if lease.held:  # else the memory was another value's already
-                    self._forget(page, error)
+                intake.refuse(page.key, lease, error)
                 return False
-            return lease.held
+            return intake.is_held(lease)
 
-    def _forget(self, page: Page, error: LayoutError) -> None:
-        """Take a damaged page away, or it would be found again and again, and never stored anew."""
-        logger.warning("%s is computed again, and deleted: %s", page.key.decode("ascii", "replace"), error)
+    def _refuse(self, key: bytes, why: LayoutError) -> None:
+        logger.warning("%s is computed again, and deleted: %s", key.decode("ascii", "replace"), why)
         self._count(corrupt=1)
-        self.backend.delete([page.key])
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -297,7 +295,7 @@ class Done(NamedTuple):
     is_load: bool
 
 
-class _TierJob(Later):
+class _TierJob(Task):
     """Pages to be moved, or `keys` to be touched; `over` is called once, when it has ended or was turned away."""
 
     def __init__(
@@ -315,7 +313,7 @@ class _TierJob(Later):
         self._call_over = over
 
     def end(self, tokens: int) -> None:
-        """As Later.end."""
+        """As Task.end."""
         self._call_over(self)
         super().end(tokens)
 
@@ -340,8 +338,8 @@ class TierJobs:
         self.dropped_jobs = 0
         """Jobs that the bound has turned away."""
         jobs_max = pages_max + TOUCHES_MAX + 1
-        self._loads: Behind[_TierJob] = Behind(self._run, "kvredis tier loads", jobs_max, threads=load_threads)
-        self._stores: Behind[_TierJob] = Behind(self._run, "kvredis tier stores", jobs_max)
+        self._loads: Executor[_TierJob] = Executor(self._run, "kvredis tier loads", jobs_max, threads=load_threads)
+        self._stores: Executor[_TierJob] = Executor(self._run, "kvredis tier stores", jobs_max)
 
     def submit(self, number: int, pages: Sequence[Page], *, is_load: bool) -> None:
         """Have pages loaded into their memory, or stored from it, which is the engine's again when the job is in
@@ -352,7 +350,7 @@ class TierJobs:
             self._waiting[is_load] += len(pages)
         if not has_room:
             job.end(0)
-        if not has_room or not (self._loads if is_load else self._stores).add(job):
+        if not has_room or not (self._loads if is_load else self._stores).submit(job):
             self.dropped_jobs += 1
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -361,7 +359,7 @@ class TierJobs:
             if not keys or self._touches >= TOUCHES_MAX:
                 return
             self._touches += 1
-        self._stores.add(_TierJob(self._over, -1, (), keys=keys))
+        self._stores.submit(_TierJob(self._over, -1, (), keys=keys))
 
     def take_done(self) -> list[Done]:
         """The jobs that have ended since the last call."""

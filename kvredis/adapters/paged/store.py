@@ -1,106 +1,70 @@
-"""One store out of an engine's pages: which chunks are new, in which order they go, when they can be seen.
+"""One store out of an engine's pages: which chunks are new, how their bytes come, when they can be seen.
 
-Nothing is visible before it is whole. The tail is committed before the head, and what is stored of the head touched in
-between, so that whatever eviction leaves of a prompt is a prefix (as engine/store.py does it for tensors).
+The order and the rules of engine/store.py hold. Here chunks leave whole, in batches; layerwise_store.py has them leave
+layer by layer. Both reserve a ReservedChunk for each, and commit it when its bytes have come and its checksum is known.
 """
 
-import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
 
-from kvredis.adapters.engine.block import encode_header
-from kvredis.adapters.engine.store import TOUCH_KEY_BYTES, TOUCH_SHARE
-from kvredis.adapters.transfer.base import NO_ROW, Moving, Part, Sum
+from kvredis.adapters.engine.store import PrefixOrder, ReservedBlock
+from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Reservation
 
-from .jobs import ChunkMove, Errand, Means
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 
 logger = logging.getLogger(__name__)
 
 
-class ReservedChunk:
-    """Room for one chunk's block, which commit makes visible with its header. Its holder commits or aborts it."""
+class ReservedChunk(ReservedBlock):
+    """Room for the block of one move, and its checksum."""
 
-    __slots__ = ("_reservation", "_room", "_row", "move", "passing", "tensor", "tokens")
-
-    def __init__(self, means: Means, move: ChunkMove, reservation: Reservation) -> None:
-        group = means.groups[move.group]
+    def __init__(self, context: MoverContext, move: ChunkMove, reservation: Reservation) -> None:
+        group = context.groups[move.group]
+        super().__init__(reservation, group.layout, group.tokens_of(move))
         self.move = move
-        self.tokens = group.tokens_of(move)
-        self._reservation = reservation
-        self._room = reservation.view
-        self.tensor = self._room[self._room.nbytes - group.layout.chunk_bytes(self.tokens) :]
-        self.passing: Sum | None = None
-        """Its checksum, where the transfer finds it."""
-        self._row: int | None = None  # not decided yet
+        self.checksum = context.checksums.of(self.tensor)
 
-    def row_in(self, means: Means) -> int:
-        """Where its group's transfer, which is given it next, adds up its checksum; NO_ROW where it does not. The first
-        answer is the last: of a tensor that is on its way a sum would lack what has passed."""
-        if self._row is None:
-            self.passing = means.checking.passing(means.groups[self.move.group].transfer, self.tensor)
-            self._row = NO_ROW if self.passing is None else self.passing.row
-        return self._row
-
-    def commit(self, means: Means, checksum: str) -> None:
-        """Make it visible; `tensor` has been filled."""
-        header = encode_header(means.groups[self.move.group].layout, self.tokens, checksum)
-        self._room[: len(header)] = header
-        self.tensor = self._room = memoryview(b"")
-        self._reservation.commit()
+    def part(self, transfer: Transfer) -> Part:
+        """What its group's transfer is given next."""
+        return Part(self.move.pages, self.tensor, row=self.checksum.row_in(transfer, self.tensor))
 
     def abort(self) -> None:
-        """Give the room back; nothing is copied into it any more."""
-        if self.passing is not None:
-            self.passing.cancel()
-        self.tensor = self._room = memoryview(b"")
-        self._reservation.abort()
+        """As ReservedBlock.abort; nothing is copied into the room any more, nor hashed."""
+        self.checksum.drop()
+        super().abort()
 
 
-def reserve(means: Means, move: ChunkMove) -> ReservedChunk | None:
+def reserve(context: MoverContext, move: ChunkMove) -> ReservedChunk | None:
     """Room for a chunk, None when there is none."""
-    length = means.groups[move.group].value_bytes(move, is_checked=means.checking.is_on)
-    reservation = means.backend.reserve(move.key, length)
-    return None if reservation is None else ReservedChunk(means, move, reservation)
+    reservation = context.backend.reserve(move.key, context.value_bytes(move))
+    return None if reservation is None else ReservedChunk(context, move, reservation)
 
 
-class Filled:
-    """Chunks that are filled, and whose checksums are on their way; `commit` or `abort` ends it."""
-
-    def __init__(self, means: Means, errand: Errand, chunks: list[ReservedChunk]) -> None:
-        self.nbytes = sum(chunk.tensor.nbytes for chunk in chunks)
-        self._means = means
-        self._errand = errand
-        self._chunks = [(chunk, chunk.passing or means.checking.sum_of(chunk.tensor)) for chunk in chunks]
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `commit` waits for nothing."""
-        return all(checksum is None or checksum.done() for _, checksum in self._chunks)
-
-    def commit(self) -> None:
-        """Make them visible in their order, and count them. If one fails, those behind it are aborted."""
-        try:
-            for chunk, checksum in self._chunks:
-                nbytes = chunk.tensor.nbytes
-                chunk.commit(self._means, "" if checksum is None else checksum.result())
-                self._errand.come += 1
-                self._errand.tokens += chunk.tokens
-                self._errand.nbytes += nbytes
-                self._means.counters.add(stored_chunks=1, stored_bytes=nbytes)
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Give back the room of those that were not committed, when it is not hashed any more."""
-        for chunk, checksum in self._chunks:
-            if checksum is not None and not checksum.cancel():
-                checksum.result()
+def commit(context: MoverContext, job: JobState, chunks: Sequence[ReservedChunk]) -> None:
+    """Make filled chunks visible in their order, and count them. If one fails, those behind it are aborted."""
+    try:
+        for chunk in chunks:
+            nbytes = chunk.tensor.nbytes
+            chunk.commit(chunk.checksum.result())
+            job.count(1, chunk.tokens, nbytes)
+            context.counters.add(stored_chunks=1, stored_bytes=nbytes)
+    finally:
+        for chunk in chunks:
             chunk.abort()
+
+
+def count_present(context: MoverContext, job: JobState, moves: list[ChunkMove]) -> int:
+    """How many of one group's moves, from the head on, are stored already."""
+    group = context.groups[moves[0].group]
+    present = context.backend.match([move.key for move in moves])
+    missing = sum(group.tokens_of(move) for move in moves[present:])
+    logger.info("Storing KV cache for %d out of %d tokens for request %s", missing, job.total, job.request)
+    return present
 
 
 def by_group(moves: list[ChunkMove]) -> Iterator[list[ChunkMove]]:
@@ -109,157 +73,120 @@ def by_group(moves: list[ChunkMove]) -> Iterator[list[ChunkMove]]:
         yield list(run)
 
 
-class ChunkStoring:
-    """Stores an errand's moves behind the event `after`, if any. `run` may raise what backend and transfer raise; when
-    it has ended no page is read any more, and no room held."""
+class ChunkStore(MoverTask):
+    """Stores a job's moves behind the event `after`, if any; when `run` has ended no room is held."""
 
-    def __init__(self, means: Means, errand: Errand, after: torch.cuda.Event | None) -> None:
-        self._means = means
-        self._errand = errand
+    def __init__(self, context: MoverContext, job: JobState, after: torch.cuda.Event | None) -> None:
+        super().__init__(context, [job])
+        self._job = job
         self._after = after
         self._refused = 0
         self._next: list[ReservedChunk] = []
         self._under_way: deque[tuple[list[ReservedChunk], Moving]] = deque()
-        self._filled: deque[Filled] = deque()
+        self._filled: deque[list[ReservedChunk]] = deque()
         self._held_bytes = 0
         """Reserved for what is under way, or filled."""
-        self._head: list[bytes] = []
-        """Keys before those that are being written."""
-        self._untouched_bytes = 0
-        """Reserved and committed since the head was touched last."""
-
-    def run(self) -> None:
-        """Store what is not there yet."""
-        with self._means.bandwidth.row(is_load=False):
-            self._run()
-
-    def behind(self) -> None:
-        """Nothing is left to do."""
 
     def _run(self) -> None:
-        if not self._errand.is_sound():
-            self._means.counters.add(dropped_stores=len(self._errand.moves))
+        if not self._job.is_sound():
+            self._context.counters.add(dropped_stores=len(self._job.moves))
             return
         try:
-            for moves in by_group(self._errand.moves):
-                if self._errand.cancelled:
+            for moves in by_group(self._job.moves):
+                if self._job.cancelled:
                     break
                 self._store_group(moves)
         finally:
             self._drop()
 
     def _store_group(self, moves: list[ChunkMove]) -> None:
-        backend, group = self._means.backend, self._means.groups[moves[0].group]
-        keys = [move.key for move in moves]
-        head = present = backend.match(keys)
-        missing = sum(group.tokens_of(move) for move in moves[present:])
-        logger.info(
-            "Storing KV cache for %d out of %d tokens for request %s", missing, self._errand.total, self._errand.request
-        )
-        self._refused = 0
-        while not self._refused and not self._errand.cancelled and (stop := self._room(moves, head)) > head:
-            self._store_run(moves[head:stop], keys[:head])
-            head = stop
-        if head > present:
-            backend.touch(keys)
-        left = 0 if self._errand.cancelled else len(moves) - head
-        self._means.counters.add(present_chunks=present, refused_stores=self._refused, dropped_stores=left)
+        context, job = self._context, self._job
+        present, self._refused = count_present(context, job, moves), 0
+        order = PrefixOrder(context.backend, [move.key for move in moves], present, context.value_bytes(moves[0]))
+        for run in order.runs():
+            self._store_run((moves[number] for number in run), order)
+            if self._refused or job.cancelled:
+                break
+        order.finish()
+        left = 0 if job.cancelled else order.left
+        context.counters.add(present_chunks=present, refused_stores=self._refused, dropped_stores=left)
         if left or self._refused:
             text = "Dropped %d chunks of request %s: no more is taken for now"
-            logger.info(text, left + self._refused, self._errand.request)
+            logger.info(text, left + self._refused, job.request)
 
-    def _room(self, moves: list[ChunkMove], head: int) -> int:
-        """How many of `moves` can be stored now if the first `head` are; no more if it is not worth touching these."""
-        left = len(moves) - head
-        if not left:
-            return head
-        length = self._means.groups[moves[0].group].value_bytes(moves[0], is_checked=self._means.checking.is_on)
-        worth = 1 + head * TOUCH_KEY_BYTES * TOUCH_SHARE // length
-        return head + min(self._means.backend.room(length, min(left, worth)), left)
-
-    def _store_run(self, moves: list[ChunkMove], head: list[bytes]) -> None:
-        """Write these from the last to the first; `head` are the keys before them."""
-        self._head = head
-        for move in reversed(moves):
-            if self._errand.cancelled:
+    def _store_run(self, moves: Iterable[ChunkMove], order: PrefixOrder) -> None:
+        for move in moves:
+            if self._job.cancelled:
                 break
-            chunk = reserve(self._means, move)
+            chunk = reserve(self._context, move)
             if chunk is None:  # those nearer to the head are still worth storing
-                self._touch_head(0)
+                order.written(0)
                 self._refused += 1
                 continue
             self._next.append(chunk)  # ours to give back from here on
-            self._touch_head(chunk.tensor.nbytes)  # room is taken from who is oldest
-            if sum(each.tensor.nbytes for each in self._next) >= self._means.piece_bytes:
+            order.written(chunk.tensor.nbytes)  # room is taken from what is oldest
+            if bytes_of(self._next) >= self._context.piece_bytes:
                 self._send()
-                self._advance()
-                while self._held_bytes > self._means.options.window_bytes:
-                    self._settle()
-        if not self._errand.cancelled:
+                self._advance(order)
+                while self._held_bytes > self._context.options.window_bytes:
+                    self._settle(order)
+        if not self._job.cancelled:
             self._send()
         while self._under_way or self._filled:
-            self._settle()
+            self._settle(order)
 
     def _send(self) -> None:
         if self._next:
-            nbytes = sum(chunk.tensor.nbytes for chunk in self._next)
-            self._means.bandwidth.take(nbytes, is_load=False)
-            parts = [Part(chunk.move.pages, chunk.tensor, row=chunk.row_in(self._means)) for chunk in self._next]
-            transfer = self._means.groups[self._next[0].move.group].transfer
+            nbytes = bytes_of(self._next)
+            self._context.bandwidth.take(nbytes, is_load=False)
+            transfer = self._context.groups[self._next[0].move.group].transfer
+            parts = [chunk.part(transfer) for chunk in self._next]
             self._under_way.append((self._next, transfer.store(parts, after=self._after)))
             self._held_bytes += nbytes
             self._next = []
 
-    def _advance(self) -> None:
+    def _advance(self, order: PrefixOrder) -> None:
         """Take every step that waits for nothing."""
         while self._under_way and self._under_way[0][1].done:
             self._fill()
-        while self._filled and self._filled[0].is_known:
-            self._commit()
+        while self._filled and all(chunk.checksum.is_known for chunk in self._filled[0]):
+            self._commit(order)
 
-    def _settle(self) -> None:
+    def _settle(self, order: PrefixOrder) -> None:
         """Take one step, waiting for it: all that has moved is hashed at the same time."""
         if self._under_way:
             self._fill()
         else:
-            self._commit()
-        self._advance()
+            self._commit(order)
+        self._advance(order)
 
     def _fill(self) -> None:
         """Wait for the oldest batch to have moved, and let it be hashed."""
         chunks, moving = self._under_way[0]
         moving.wait()
-        self._filled.append(Filled(self._means, self._errand, chunks))  # may find no thread to hash them
+        for chunk in chunks:
+            chunk.checksum.begin()  # may find no thread
+        self._filled.append(chunks)
         self._under_way.popleft()
 
-    def _commit(self) -> None:
+    def _commit(self, order: PrefixOrder) -> None:
         """Make the oldest batch visible."""
-        filled = self._filled.popleft()
-        self._held_bytes -= filled.nbytes
-        try:
-            self._touch_head(filled.nbytes)
-        except BaseException:
-            filled.abort()
-            raise
-        filled.commit()
-
-    def _touch_head(self, nbytes: int) -> None:
-        """So many bytes more are to be newer than what is before them: keep that newer."""
-        self._untouched_bytes += nbytes
-        if self._head and self._untouched_bytes >= len(self._head) * TOUCH_KEY_BYTES * TOUCH_SHARE:
-            self._means.backend.touch(self._head)
-            self._untouched_bytes = 0
+        nbytes = bytes_of(self._filled[0])
+        self._held_bytes -= nbytes
+        order.written(nbytes)
+        commit(self._context, self._job, self._filled.popleft())
 
     def _drop(self) -> None:
         """Give back what is left."""
-        for chunks, moving in self._under_way:
-            with contextlib.suppress(RuntimeError):  # the device failed, which was told already
-                moving.wait()
-            self._next += chunks
-        for chunk in self._next:
-            chunk.abort()
-        for filled in self._filled:
-            filled.abort()
+        wait_for_all(moving for _, moving in self._under_way)
+        for chunks in (self._next, *(chunks for chunks, _ in self._under_way), *self._filled):
+            for chunk in chunks:
+                chunk.abort()
         self._under_way.clear()
         self._filled.clear()
         self._next = []
+
+
+def bytes_of(chunks: Iterable[ReservedChunk]) -> int:
+    """How many bytes chunks have that are reserved and not committed."""
+    return sum(chunk.tensor.nbytes for chunk in chunks)

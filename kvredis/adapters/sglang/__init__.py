@@ -5,6 +5,8 @@ SGLang is imported when the backend is named. Engines' own packages import this 
 
 from typing import TYPE_CHECKING, Any
 
+from kvredis import load_public
+
 if TYPE_CHECKING:
     from .storage import KVRedisHiCache as KVRedisHiCache
 
@@ -14,7 +16,5 @@ __all__ = ["KVRedisHiCache"]
 def __getattr__(name: str) -> Any:
     """Load the storage backend, and SGLang with it."""
     if name == "KVRedisHiCache":
-        from .storage import KVRedisHiCache
-
-        return KVRedisHiCache
+        return load_public(f"{__name__}.storage", f"{__name__}.{name}", "sglang")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,10 +2,11 @@
 
 Host memory is a block's tensor: what a reservation or a lease lends behind the block's header, in the arena of this
 process or mapped from the server's. cpu.py copies a part by one index operation a layer. cuda/ring.py gathers pages
-into a ring of staging buffers, which leave by few large copies on streams of their own. factory.py chooses.
+into a ring of staging buffers, which leave by few large copies on streams of their own. open_transfer chooses.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -83,6 +84,13 @@ class Moving(Protocol):
         """Block until the first `parts` (default all) have moved, without the GIL. Raises RuntimeError when the device
         failed: what has not moved then is undefined at its target."""
         ...
+
+
+def wait_for_all(movings: Iterable[Moving]) -> None:
+    """Wait until nothing is copied any more. What fails there is not raised: it was when the device failed first."""
+    for moving in movings:
+        with contextlib.suppress(RuntimeError):
+            moving.wait()
 
 
 class Layers(Protocol):

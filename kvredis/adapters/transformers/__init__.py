@@ -3,8 +3,9 @@
 transformers is imported when one of them is named. Only users and the command line's demo import this package.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvredis import load_public
 
 if TYPE_CHECKING:
     from .generate import CachedModel as CachedModel
@@ -18,5 +19,5 @@ _HOMES = {"CachedModel": "generate", "layout_of": "model"}
 def __getattr__(name: str) -> Any:
     """Load the module that has a public name, and transformers with it."""
     if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return load_public(f"{__name__}.{_HOMES[name]}", f"{__name__}.{name}", "demo")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,10 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import Cache
 
-from kvredis.adapters.engine.block import block_bytes, checksum_of, encode_header, open_block
+from kvredis.adapters.engine.block import block_bytes, checksum_of, open_block
 from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.adapters.engine.keys import ChunkKey, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.load import Intake
+from kvredis.adapters.engine.store import ReservedBlock
 from kvredis.adapters.engine.tensors import borrow, view_tensor
 from kvredis.storage.errors import LayoutError
 
@@ -94,7 +96,7 @@ class Snapshots:
                     if taken is not None:
                         return chunk.stop, taken
         except Exception as error:  # the cache is never the reason that an engine fails
-            logger.warning("A stored state could not be loaded and counts as a miss: %s", error)
+            tell_refused(b"", error)
         return 0, None
 
     def put(self, taken: torch.Tensor, cache: Cache) -> None:
@@ -126,15 +128,12 @@ class Snapshots:
             reservation = backend.reserve(key, length)
             if reservation is None:
                 return False
-            with reservation:
-                room = reservation.view[length - layout.chunk_bytes() :]
-                block = view_tensor(room, layout, layout.chunk_tokens).view(-1)
-                block[: self._nbytes].copy_(taken)
-                block[self._nbytes :] = 0
-                header = encode_header(layout, layout.chunk_tokens, checksum_of(room))
-                reservation.view[: len(header)] = header
-                del block, room  # the room's view ends with the reservation
-                reservation.commit()
+            with ReservedBlock(reservation, layout, layout.chunk_tokens) as block:
+                room = view_tensor(block.tensor, layout, layout.chunk_tokens).view(-1)
+                room[: self._nbytes].copy_(taken)
+                room[self._nbytes :] = 0
+                del room  # its memory ends with the reservation
+                block.commit(checksum_of(block.tensor))
         except Exception as error:
             logger.warning("A state could not be stored; the engine goes on without: %s", error)
             return False
@@ -142,19 +141,32 @@ class Snapshots:
 
     def _loaded(self, chunk: ChunkKey) -> torch.Tensor | None:
         """One snapshot in memory of our own; None when it is not there or not what its layout says."""
-        with closing(self._engine.backend.load([chunk.key])) as leases:
+        backend = self._engine.backend
+        intake = Intake(backend, tell_refused)
+        with closing(backend.load([chunk.key])) as leases:
             lease = next(leases, None)
             if lease is None:
                 return None
             with lease:
-                block = open_block(lease.view, self.layout)
-                copied = borrow(block.tensor, torch.uint8).clone()
-                is_whole = checksum_of(block.tensor) == block.checksum and block.tokens == self.layout.chunk_tokens
-                is_whole = is_whole and lease.held  # asked behind the last byte
+                try:
+                    block = open_block(lease.view, self.layout)
+                    copied = borrow(block.tensor, torch.uint8).clone()
+                    if checksum_of(block.tensor) != block.checksum or block.tokens != self.layout.chunk_tokens:
+                        raise LayoutError("its bytes do not have its checksum")
+                    is_whole = intake.is_held(lease)
+                except LayoutError as error:
+                    intake.refuse(chunk.key, lease, error)
+                    is_whole = False
+        intake.forget()
         return copied if is_whole else None
 
     def _keys(self, tokens: list[int]) -> list[ChunkKey]:
         return keys_of_bytes(token_bytes(tokens), self.layout, algorithm=self._engine.config.pre_caching_hash_algorithm)
+
+
+def tell_refused(key: bytes, why: Exception) -> None:
+    """Say that a state cannot be used."""
+    logger.warning("A stored state could not be loaded and counts as a miss: %s", why)
 
 
 def states_of(cache: Cache) -> Iterator[tuple[State, torch.Tensor]]:

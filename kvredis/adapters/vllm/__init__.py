@@ -6,6 +6,8 @@ packages import this one; no other adapter does.
 
 from typing import TYPE_CHECKING, Any
 
+from kvredis import load_public
+
 if TYPE_CHECKING:
     from .connector import KVRedisConnector as KVRedisConnector
 
@@ -15,7 +17,5 @@ __all__ = ["KVRedisConnector"]
 def __getattr__(name: str) -> Any:
     """Load the connector, and vLLM with it."""
     if name == "KVRedisConnector":
-        from .connector import KVRedisConnector
-
-        return KVRedisConnector
+        return load_public(f"{__name__}.connector", f"{__name__}.{name}", "vllm")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import KEYS, Config
 from kvredis.storage.errors import ConfigError
 
-from .kv_layout import LayerGroup, layer_groups
+from .kv_layout import LayerGroup, is_recurrent, layer_groups
 from .scheduler import Prompt
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,10 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int)
         if (value := getattr(parallel, name, 1)) != 1:
             raise ConfigError(name, str(value), "vLLM", "KVRedisConnector knows tensor_parallel_size alone")
     pages = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    chunk = math.lcm(config.chunk_size, *pages)
+    if any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
+        chunk = math.lcm(*pages)  # vLLM keeps states behind a prompt's last whole block: a longer chunk would miss it
+    else:
+        chunk = math.lcm(config.chunk_size, *pages)
     if chunk != config.chunk_size:
         text = "chunk_size %d is not made of whole blocks of %s tokens: %d is used"
         logger.warning(text, config.chunk_size, " and ".join(map(str, sorted(set(pages)))), chunk)

@@ -16,7 +16,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py, 0.26 to 0.33.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
 from .handshake import Handshake, agreed_groups, engine_facts
+from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .scheduler import Scheduling, SchedulingOptions, Step
 from .shared import Shared, join, leave
@@ -137,18 +138,19 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
-        self._groups = groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
-        self._facts = engine_facts(kv_cache_config, self._groups)
+        self._groups = self._groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._facts = engine_facts(kv_cache_config, self._groups) if self._groups else {}
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
-        self._by_layers = config.use_layerwise
+        self._by_layers = config.use_layerwise and not any(group.is_state for group in self._groups)
+        self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
         self._rank = 0 if is_scheduler or not is_apart else _rank()
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
         self._tells_events = bool(events is not None and events.enable_kv_cache_events)
         self._engine = f"{transfer.engine_id} {role.name if is_apart else ''}"
-        self._shared: Shared | None = join(self._engine, config, self._groups[0].layout)
-        if is_apart and isinstance(self._shared.backend, LayeredBackend):
+        self._shared: Shared | None = join(self._engine, config, self._groups[0].layout) if self._groups else None
+        if is_apart and self._shared is not None and isinstance(self._shared.backend, LayeredBackend):
             self._shared.backend.asks_far = True
         self._told: dict[str, float] = {}
         self._seen: dict[str, deque[float]] = {name: deque(maxlen=SEEN_MAX) for name in (LOAD_SECONDS, LOAD_SPEEDS)}
@@ -163,11 +165,25 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._worth: Worth | None = None
         self._has_told_of_no_handshake = False
 
+    @staticmethod
+    def _groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int) -> list[LayerGroup]:
+        """As groups_of; none where the engine keeps no states that could be stored, and runs without."""
+        try:
+            groups = groups_of(vllm_config, kv_cache_config, config, rank)
+            if any(group.is_state for group in groups) and not _hands_states_over():
+                raise NoStates("this vLLM does not hand over states of recurrent layers; 0.30 does: nothing is stored")
+        except NoStates as error:
+            logger.warning("KV cache: %s", error)
+            return []
+        return groups
+
     # -- the scheduler's half ----------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
         half and a worker, or two workers, know the engine differently."""
+        if not self._groups:
+            return
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
         groups = agreed_groups(self._facts, workers)
         if self._scheduling is not None and groups != self._groups:
@@ -189,6 +205,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             algorithm=config.pre_caching_hash_algorithm,
             min_load_tokens=least if isinstance(least, int) else 0,
             min_rest_tokens=least if isinstance(least, int) and least else None,  # a number given is the user's word
+            state_bytes=config.state_bytes_per_prompt,
             max_load_chunks=config.max_load_chunks,
             waits_for_shared=self._shares_pages,
         )
@@ -206,7 +223,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load behind those that vLLM has; True: while other requests are computed."""
         prompt = prompt_of(request, generated=self._config.save_decode_cache)
-        if self._scheduling is None and not self._has_told_of_no_handshake:
+        if self._scheduling is None and self._groups and not self._has_told_of_no_handshake:
             self._has_told_of_no_handshake = True
             logger.error("vLLM has not handed over what its workers tell of their layers: no KV is loaded or stored")
         if prompt is None or self._scheduling is None:
@@ -244,9 +261,24 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
                 assert longer is not None
                 self._scheduling.follow(longer)
             self._scheduling.scheduled(name, pages, computed, counts[name], anew=name in cached.resumed_req_ids)
+        block_state = getattr(scheduler_output, "kv_connector_block_state", None)
+        if block_state is not None and block_state.boundary_state_offloads:
+            gone = scheduler_output.preempted_req_ids or ()
+            self._scheduling.snapshots(self._states_of(block_state.boundary_state_offloads, gone))
         if self._worth is not None:
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
         return StepMetadata(self._scheduling.step())
+
+    def _states_of(
+        self, handed_over: Mapping[str, Sequence[tuple[int, int, int]]], gone: Container[str]
+    ) -> dict[str, Sequence[tuple[int, int, int]]]:
+        """The states that vLLM hands over, without those whose blocks may be another request's by now, or do not yet
+        hold what was accepted of a draft."""
+        found = {name: states for name, states in handed_over.items() if name not in gone}
+        for name in found.keys() & self._requests.keys() if self._has_drafts else ():
+            prompt = self._requests[name].num_prompt_tokens  # of a request whose answer is stored, too
+            found[name] = [state for state in found[name] if state[2] <= prompt]
+        return found
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers have told behind a step."""
@@ -308,9 +340,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     # -- a worker's half ---------------------------------------------------------------------------------------------
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Here are the pages. Raises LayoutError where they are not what the model's groups say."""
-        assert self._shared is not None
+        if self._shared is None:
+            return
         options = options_of(self._config, self._role_name)  # type: ignore[arg-type]
         pages = self._kv_cache_config.num_blocks
         worker = worker_of(self._vllm_config)
@@ -469,6 +502,14 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._shared is not None:
             leave(self._engine)
         self._worker = self._shared = None
+
+
+def _hands_states_over() -> bool:
+    """Whether this vLLM tells of the states of recurrent layers at block boundaries, and can be told that a load of
+    theirs has failed: since 0.30."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return hasattr(SchedulerOutput, "kv_connector_block_state") and _TransferResults is not None
 
 
 def _rank() -> int:

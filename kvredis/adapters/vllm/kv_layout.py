@@ -9,11 +9,16 @@ vLLM: a spec is read by its attributes, which are those of vllm/v1/kv_cache_inte
     (B, N, C)        MLA until 0.28                  (B, 1, N, C)     MLA since 0.30
 
 B are blocks (here pages), N tokens, H heads of this rank, D head_dim, C whatever one token has.
+
+A recurrent layer (Mamba, linear attention) has no KV by token but a state, which holds all of a prefix. With
+mamba_cache_mode "align" vLLM keeps the states behind some multiples of a block, one page each: several tensors, behind
+each other in the page. What they mean is the engine's affair; here a page is so many bytes.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +28,7 @@ from kvredis.adapters.engine.tensors import TORCH_DTYPES
 from kvredis.storage.errors import LayoutError
 
 DENSE_DTYPES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-UNSUPPORTED = ("MambaSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiSparseResidentSpec")
+UNSUPPORTED = ("CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiSparseResidentSpec")
 
 _DRAFT = "draft_model."
 """What vLLM's names of layers begin with where a model of its own drafts (v1/spec_decode/draft_model.py)."""
@@ -46,6 +51,9 @@ class LayerGroup:
     window_is_fixed: bool = False
     stored_by_another: bool = False
     """Every rank of a tensor-parallel engine has the same (MLA) and loads it, but only the first one stores it."""
+    is_state: bool = False
+    """Recurrent layers: a chunk's block is one page, the state behind the chunk's last token, and stands for all that
+    is before. Of a prefix only the last one is needed."""
 
     def first_kept(self, tokens: int) -> int:
         """The first token whose KV is still needed when the next one is number `tokens`."""
@@ -60,7 +68,8 @@ def layer_groups(groups: Sequence[Any], base: ChunkLayout, kv_dtype: str) -> lis
     """The groups that make up a model's KV, from vLLM's kv_cache_groups. `base` gives the model's name, the rank and
     the chunk's tokens; `kv_dtype` is vLLM's name of the cache's type, "auto" for the model's own.
 
-    Raises LayoutError that names a group which cannot be stored by token: recurrent state (Mamba), cross attention.
+    Raises LayoutError that names a group which cannot be stored (cross attention), NoStates for recurrent layers
+    whose states vLLM does not keep at block boundaries.
     """
     found: list[tuple[int, tuple[str, ...], Any]] = []
     for number, group in enumerate(groups):
@@ -78,8 +87,9 @@ def layer_groups(groups: Sequence[Any], base: ChunkLayout, kv_dtype: str) -> lis
         found += [(number, tuple(names), spec) for names, spec in by_spec.values()]
     if not found:
         raise LayoutError("the engine has no layers whose KV can be stored")
+    found.sort(key=lambda each: is_recurrent(each[2]))  # first those that have KV for each token
     has_drafts = any(name.startswith(_DRAFT) for _, names, _ in found for name in names)
-    whole_model = len(found) == 1 and kv_dtype in ("auto", "") and not has_drafts
+    whole_model = len(found) == 1 and kv_dtype in ("auto", "") and not has_drafts and not is_recurrent(found[0][2])
     return [
         _group(number, names, spec, base, "" if whole_model else f"{kv_dtype}:{place}:{names[0]}")
         for place, (number, names, spec) in enumerate(found)
@@ -109,6 +119,32 @@ def paged_view(tensor: torch.Tensor, group: LayerGroup, pages: int, name: str = 
     )
 
 
+def state_view(tensors: Sequence[torch.Tensor], group: LayerGroup, pages: int, name: str = "") -> torch.Tensor:
+    """A recurrent layer's tensors, which errors call `name`, as (pages, 1, 1, 1, bytes) of their page, not copied.
+
+    Each of them has a first axis of pages; in a page they follow each other without a gap (vLLM's _reshape_kv_cache).
+    Raises LayoutError where they do not.
+    """
+    first, begin = tensors[0], _offset_bytes(tensors[0])
+    step, at = first.stride(0) * first.itemsize, begin
+    for tensor in tensors:
+        is_dense = tensor.shape[0] == pages and tensor[0].is_contiguous()
+        is_next = (_offset_bytes(tensor), tensor.stride(0) * tensor.itemsize) == (at, step)
+        if not (is_dense and is_next and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()):
+            raise LayoutError(f"the states of {name or group.names[0]} do not lie behind each other in {pages} pages")
+        at += tensor[0].nbytes
+    nbytes = at - begin
+    if nbytes != group.layout.head_dim or nbytes > step:
+        raise LayoutError(f"a state of {name or group.names[0]} has {nbytes} bytes, not {group.layout.head_dim}")
+    view = torch.empty(0, dtype=torch.uint8, device=first.device)
+    view.set_(first.untyped_storage(), begin, (pages, 1, 1, 1, nbytes), (step, nbytes, nbytes, nbytes, 1))
+    return view
+
+
+def _offset_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.itemsize
+
+
 def _readings(tensor: torch.Tensor, layout: ChunkLayout) -> list[torch.Tensor]:
     """The ways in which a tensor may be meant; the more likely first where two fit, tokens and heads being as many."""
     if tensor.ndim == 3:
@@ -132,6 +168,8 @@ def _readings(tensor: torch.Tensor, layout: ChunkLayout) -> list[torch.Tensor]:
 
 
 def _group(number: int, names: tuple[str, ...], spec: Any, base: ChunkLayout, part: str) -> LayerGroup:
+    if is_recurrent(spec):
+        return _state_group(number, names, spec, base, part)
     heads, dtype = spec.num_kv_heads, spec.dtype
     size, size_v = spec.head_size, getattr(spec, "head_size_v", None)
     kind = type(spec).__name__
@@ -168,6 +206,16 @@ def _group(number: int, names: tuple[str, ...], spec: Any, base: ChunkLayout, pa
     return LayerGroup(number, names, layout, spec.block_size, window, is_fixed, is_mla and base.rank > 0)
 
 
+def _state_group(number: int, names: tuple[str, ...], spec: Any, base: ChunkLayout, part: str) -> LayerGroup:
+    nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    facts = [(list(shape), str(dtype)) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    kind = f"{getattr(spec, 'mamba_type', '')}"
+    layout = replace(
+        base, layers=len(names), kv_heads=1, head_dim=nbytes, dtype="u8", planes=1, part=f"{part}:state:{kind}:{facts}"
+    )
+    return LayerGroup(number, names, layout, spec.block_size, is_state=True)
+
+
 def _page_bytes(spec: Any) -> int:
     """Bytes of a page without padding behind it; the name has changed."""
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes", "page_size_bytes"):
@@ -177,18 +225,32 @@ def _page_bytes(spec: Any) -> int:
     raise LayoutError(f"{type(spec).__name__} does not say how long its pages are")
 
 
+class NoStates(LayoutError):
+    """The engine serves the model, and keeps no states that could be stored."""
+
+
+def is_recurrent(spec: Any) -> bool:
+    """Whether layers of this spec have a state in place of KV."""
+    return any(kind.__name__ == "MambaSpec" for kind in type(spec).__mro__)
+
+
 def _refuse(spec: Any, number: int, layer: str) -> None:
     kinds = {kind.__name__ for kind in type(spec).__mro__}
+    if is_recurrent(spec) and (mode := getattr(spec, "mamba_cache_mode", "none")) != "align":
+        raise NoStates(
+            f"layer group {number} ({layer}) is recurrent, and with mamba_cache_mode {mode!r} vLLM keeps no states at"
+            " block boundaries: enable prefix caching (--enable-prefix-caching), or nothing is stored"
+        )
     for kind in UNSUPPORTED:
         if kind in kinds:
             raise LayoutError(
-                f"layer group {number} ({layer}) is a {type(spec).__name__}: its state belongs to a whole prefix, not"
+                f"layer group {number} ({layer}) is a {type(spec).__name__}: its KV belongs to a whole prompt, not"
                 " to tokens, and cannot be stored in chunks; use this model without KVRedisConnector"
             )
 
 
 def _shape_key(spec: Any) -> str:
-    names = ("num_kv_heads", "head_size", "head_size_v", "dtype", "sliding_window", "attention_chunk_size")
+    names = ("num_kv_heads", "head_size", "head_size_v", "dtype", "sliding_window", "attention_chunk_size", "shapes")
     values = [str(getattr(spec, name, None)) for name in names]
     return " ".join([type(spec).__name__, *values, str(_page_bytes(spec)), str(spec.block_size)])
 

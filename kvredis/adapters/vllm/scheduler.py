@@ -4,8 +4,12 @@ An engine asks which prefix of a prompt is stored, gives pages, computes a part 
 away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing
 is known of the engine but numbers: tests drive it without one.
 
-A page that was given away while its content was still being stored belongs to another request. So each step lists the
-pages that are written from now on (`Step.taken`), and a worker ends whatever still reads one of them.
+A page that was given away while its content was still being stored belongs to another request, or to another group of
+layers: they share one pool. So each step lists the pages that are written from now on (`Step.taken`), and a worker ends
+whatever still reads one of them.
+
+Recurrent layers have no pages by position. The engine hands their states over, each in a page of its own with the
+number of tokens before it (`snapshots`), and what is loaded of them is the one behind the last token of a hit.
 """
 
 import logging
@@ -13,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, key_of_rank, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
@@ -45,7 +50,9 @@ class Prompt:
 class SchedulingOptions:
     """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
     fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
-    waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages."""
+    waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages. The states
+    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks; None stands for as much
+    as the prompt's KV takes. The last one is always stored."""
 
     loads: bool = True
     stores: bool = True
@@ -55,6 +62,7 @@ class SchedulingOptions:
     min_rest_tokens: int | None = None
     max_load_chunks: int = 1024
     waits_for_shared: bool = False
+    state_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +73,10 @@ class Request:
     keys: list[list[ChunkKey]]
     found: int = 0
     """Chunks of the prefix that were stored when it was asked for."""
+    ends: list[int] = field(default_factory=list)
+    """Of a model with recurrent layers, all numbers of chunks behind which their states were stored as well, rising."""
+    snapshot: int = 0
+    """Chunks before the last state that was found, or handed over for storing."""
     computed: int = 0
     """Tokens the engine had itself then."""
     answer: int = 0
@@ -87,12 +99,12 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """What one step asks of the workers: plain values that pickle. `taken` are the pages, by group, that this step's
+    """What one step asks of the workers: plain values that pickle. `taken` are the pages that this step's
     forward or loads write; `is_idle`: it computes nothing. `weights` are what its keys are of, a digest for each rank
     (weights.py), none where that is not compared; with `check_weights` each rank looks at all of its own, and tells."""
 
     moves: Moves = field(default_factory=Moves)
-    taken: set[tuple[int, int]] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
     is_idle: bool = True
     number: int = 0
     weights: tuple[str, ...] = ()
@@ -103,6 +115,9 @@ logger = logging.getLogger(__name__)
 
 NO_PAGE = 0
 """vLLM's null block: where a sliding window has let go of a page, or never had one."""
+NO_KEY = b"-{0@-}"
+"""No chunk has it."""
+Found = TypeVar("Found")
 WINDOW_QUESTIONS_MAX = 4
 """How often a shorter prefix is tried whose end a sliding window still has."""
 
@@ -147,6 +162,8 @@ class Scheduling:
         self._narrow = narrow
         self._failing = False
         self._page_tokens = max(group.page_tokens for group in groups)
+        self._states = [place for place, group in enumerate(groups) if group.is_state]
+        self._by_token = [place for place, group in enumerate(groups) if not group.is_state]
         self._requests: dict[str, Request] = {}
         self._step = Step()
         self._steps = 0
@@ -192,7 +209,7 @@ class Scheduling:
         self._step.moves.loads.append(LoadJob(name, moves))
         self._loading[name] = frozenset(move.key for move in moves)
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
-        self._step.taken |= pages
+        self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -214,7 +231,7 @@ class Scheduling:
                 begin = len(request.tables[number])
                 request.tables[number].extend(table)
             taken |= {(number, page) for page in table[max(before - begin, 0) :] if page != NO_PAGE}
-        self._step.taken |= taken
+        self._step.taken |= {page for _, page in taken}
         is_stale = self._is_stale(request, computed, anew=anew)
         self._fresh.written(name, computed, frozenset(taken), anew=anew, is_stale=is_stale)
         if request is not None and self.options.stores and not is_stale:
@@ -227,6 +244,52 @@ class Scheduling:
                 self._step.moves.stores.append(StoreJob(name, moves, done))
         if request is not None:
             request.quiet_until = self._next_stored(request)
+
+    def snapshots(self, handed_over: Mapping[str, Sequence[tuple[int, int, int]]]) -> None:
+        """States of recurrent layers, by request: the engine's group, the page, and how many tokens are before. They
+        are whole when this step's forward pass is over. Behind `scheduled` of the same step."""
+        for name, states in handed_over.items():
+            request = self._current(name)
+            if request is None or request.is_stale or not self.options.stores:
+                continue
+            stored, chunk = request.snapshot, self.groups[0].layout.chunk_tokens
+            moves: list[ChunkMove] = []
+            for number, page, tokens in sorted(states, key=lambda state: state[2]):
+                at = tokens // chunk - 1
+                if tokens % chunk or page == NO_PAGE or not self._is_worth_storing(request, at + 1, stored):
+                    continue
+                places = [place for place in self._states if self.groups[place].group == number]
+                moves += [ChunkMove(request.keys[place][at].key, place, (page,)) for place in places]
+                request.snapshot = at + 1
+            if moves:
+                moves.sort(key=lambda move: move.group)  # one group behind the other, and in each the head first
+                self._store_too(name, moves, request.snapshot * chunk)
+
+    def _store_too(self, name: str, moves: list[ChunkMove], total: int) -> None:
+        """Behind what this step stores of the request, so that a state is seen when what is before it is."""
+        for job in self._step.moves.stores:
+            if job.request == name:
+                job.moves += moves
+                return
+        self._step.moves.stores.append(StoreJob(name, moves, total))
+
+    def _is_worth_storing(self, request: Request, count: int, stored: int) -> bool:
+        """Whether the states behind the first `count` chunks are to be stored, where those behind `stored` are."""
+        keys = request.keys[self._states[0]] if self._states else []
+        if not stored < count <= len(keys):
+            return False
+        if count >= len(keys) - 1:
+            return True  # the last one; vLLM has none behind the last chunk where a model drafts
+        state_bytes = sum(self._bytes_of(place, 1) for place in self._states)
+        kv_bytes = sum(self._bytes_of(place, self.groups[0].layout.chunk_tokens) for place in self._by_token)
+        bound = self.options.state_bytes
+        gap = -(-state_bytes // (kv_bytes or state_bytes)) if bound is None else len(keys) * state_bytes / (bound or 1)
+        return count - stored >= gap
+
+    def _bytes_of(self, place: int, tokens: int) -> int:
+        """Of all ranks."""
+        layout = self.groups[place].layout
+        return layout.chunk_bytes(tokens) * layout.world_size
 
     def step(self) -> Step:
         """Everything since the last call, for the workers."""
@@ -304,12 +367,13 @@ class Scheduling:
                 whole = len(earlier.prompt.tokens) // self.groups[0].layout.chunk_tokens  # one that was not is another
                 request.tables, request.found = earlier.tables, min(earlier.found, whole)
                 request.next = [min(at, whole) for at in earlier.next]
+                request.snapshot = min(earlier.snapshot, whole)
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
                 request.is_stale, request.stale_epoch = earlier.is_stale, earlier.stale_epoch
             self._requests[prompt.request] = request
         if earlier is not None and earlier.prompt.attempt != prompt.attempt:
             request.next = [0] * len(self.groups)  # pages that were taken away may not have been stored before
-            request.quiet_until = 0
+            request.quiet_until = request.snapshot = 0
         request.prompt = prompt
         return request
 
@@ -366,10 +430,16 @@ class Scheduling:
         if (
             count
             and request.keys[0][-1].stop == total
-            and any(group.first_kept(total) == total for group in self.groups)
+            and any(group.is_state or group.first_kept(total) == total for group in self.groups)
         ):
-            count -= 1  # the last token is computed for its logits, and sees a window that is let go of behind it
-        found = self._with_windows(request, self._find_whole(request, count))
+            # The last token is computed for its logits. It sees a window that is let go of behind it, or the state
+            # before itself, which the one behind it does not tell.
+            count -= 1
+        if self._states:
+            request.ends = self._find_ends(request, count)
+            found = request.snapshot = request.ends[-1] if request.ends else 0
+        else:
+            found = self._shorter(request, self._find_whole(request, count))
         self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
         if self.events is not None and found < count and self.groups[0].window is None:
             self.events.missed([request.keys[0][found].key])
@@ -386,8 +456,39 @@ class Scheduling:
             return count
         return self._count(names) * count // len(names)
 
-    def _with_windows(self, request: Request, found: int) -> int:
-        """`found`, or the next shorter prefix whose end all sliding windows have."""
+    def _find_ends(self, request: Request, count: int) -> list[int]:
+        """All numbers of chunks, up to `count`, behind which the states of all recurrent layers are stored, and what
+        all others need of the chunks before; in one question."""
+        asked = [(place, at) for at in range(count) for place in range(len(self.groups))]
+        names = [self._of_ranks(request, place, at) for place, at in asked]
+        present = iter(self._present([name for each in names for name in each]))
+        there = {
+            where for where, each in zip(asked, names, strict=True) if sum(next(present) for _ in each) == len(each)
+        }
+        whole = [place for place in self._by_token if self.groups[place].window is None]
+        ends = []
+        for at in range(count):
+            if not all((place, at) in there for place in whole):
+                break
+            if all((place, at) in there for place in self._states) and self._has_windows(request, at, there):
+                ends.append(at + 1)
+        return ends
+
+    def _has_windows(self, request: Request, at: int, there: set[tuple[int, int]]) -> bool:
+        for place in self._by_token:
+            first = (
+                self.groups[place].first_kept(request.keys[place][at].stop) // self.groups[place].layout.chunk_tokens
+            )
+            if self.groups[place].window is not None and any(
+                (place, each) not in there for each in range(first, at + 1)
+            ):
+                return False
+        return True
+
+    def _shorter(self, request: Request, found: int) -> int:
+        """`found`, or the next shorter prefix whose end all recurrent layers and sliding windows have."""
+        if self._states:
+            return max((end for end in request.ends if end <= found), default=0)
         for _ in range(WINDOW_QUESTIONS_MAX):
             left = self._find_windows(request, found)
             if left == found:
@@ -409,15 +510,22 @@ class Scheduling:
 
     def _count(self, names: list[bytes]) -> int:
         """How many of these, from the first on, are stored; trouble is a miss."""
+        return self._asked(self._backend.match, names, 0)
+
+    def _present(self, names: list[bytes]) -> list[bool]:
+        """Which of these are stored; trouble is a miss."""
+        return self._asked(self._backend.present, names, [False] * len(names))
+
+    def _asked(self, question: Callable[[list[bytes]], Found], names: list[bytes], missing: Found) -> Found:
         try:
-            present = self._backend.match(names)
+            found = question(names) if names else missing
         except Exception as error:
             if not self._failing:
                 logger.warning("KV cache lookup failed; the engine goes on without: %s", error, exc_info=error)
             self._failing = True
-            return 0
+            return missing
         self._failing = False
-        return present
+        return found
 
     def _of_ranks(self, request: Request, place: int, at: int) -> list[bytes]:
         group, key = self.groups[place], request.keys[place][at].key
@@ -430,13 +538,13 @@ class Scheduling:
         keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
         hit = keys[request.found - 1].stop if request.found else 0
         chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
-        chosen = chosen[: self.options.max_load_chunks // len(self.groups)]
+        chosen = chosen[: (self.options.max_load_chunks - len(self._states)) // max(len(self._by_token), 1)]
         if self._narrow is not None and chosen:
             each = chosen[0].stop - chosen[0].start
             chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
         reached = keys.index(chosen[-1]) + 1 if chosen else 0
-        if reached < request.found:  # windows were looked at where the whole ends
-            left = self._with_windows(request, reached)
+        if reached < request.found:  # windows and states were looked at where the whole ends
+            left = self._shorter(request, reached)
             chosen = chosen[: max(len(chosen) - (reached - left), 0)]
         need = chosen[-1].stop - computed if chosen else 0
         found, why = max(hit - computed, 0), ""
@@ -476,7 +584,7 @@ class Scheduling:
     def _within_bounds(self, request: Request) -> int | None:
         under_way, chunk = self.chunks_loading, self.groups[0].layout.chunk_tokens
         first, stop = request.computed // chunk, -(-(request.computed + request.answer) // chunk)
-        chunks = (stop - first) * len(self.groups)
+        chunks = (stop - first) * len(self._by_token) + len(self._states)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
             return None
         if self.options.waits_for_shared and self._is_coming(request, range(first, stop)):
@@ -486,7 +594,8 @@ class Scheduling:
     def _is_coming(self, request: Request, chunks: range) -> bool:
         """Whether one load that is under way brings half of these chunks or more. When it is over the engine has them
         in its own pages: 32 requests that share a prefix load it once."""
-        wanted = {keys[at].key for keys in request.keys for at in chunks if at < len(keys)}
+        by_token = [request.keys[place] for place in self._by_token or self._states]
+        wanted = {keys[at].key for keys in by_token for at in chunks if at < len(keys)}
         return any(2 * len(wanted & coming) >= len(wanted) for coming in self._loading.values()) if wanted else False
 
     # -- chunks and pages --------------------------------------------------------------------------------------------
@@ -495,6 +604,8 @@ class Scheduling:
         """Chunks for the tokens from `computed` on. What the engine has of the first one is not written: the pages that
         a move names are the last ones of its chunk."""
         group, moves = self.groups[place], []
+        if group.is_state:
+            return [self._load_of_state(request, place, stop)]
         kept = max(request.computed, group.first_kept(stop))
         for chunk in request.keys[place]:
             if chunk.stop <= kept or chunk.stop > stop:
@@ -507,9 +618,21 @@ class Scheduling:
                 moves.append(ChunkMove(chunk.key, place, pages))
         return moves
 
+    def _load_of_state(self, request: Request, place: int, stop: int) -> ChunkMove:
+        """The state behind the first `stop` tokens, in the page that the engine has given it. Where it has given none
+        the load fails, of a key that no chunk has: what comes without its state must not be taken for computed."""
+        group, table = self.groups[place], self._table(request, self.groups[place])
+        at, slot = stop // group.layout.chunk_tokens - 1, stop // group.page_tokens - 1
+        page = table[slot] if slot < len(table) else NO_PAGE
+        is_end = stop % group.layout.chunk_tokens == 0 and page != NO_PAGE
+        return ChunkMove(request.keys[place][at].key if is_end else NO_KEY, place, (page,))
+
     def _stores(self, request: Request, place: int, computed: int, done: int) -> list[ChunkMove]:
         """Chunks that are complete with this step and have all of their pages still."""
         group, keys, moves = self.groups[place], request.keys[place], []
+        if group.is_state:
+            request.next[place] = len(keys)
+            return []
         request.next[place] = max(request.next[place], request.found)
         while request.next[place] < len(keys) and keys[request.next[place]].stop <= done:
             chunk = keys[request.next[place]]
@@ -531,6 +654,7 @@ class Scheduling:
     def _offer_again(self, request: Request) -> None:
         """What was loaded is not there: all that the request has is offered for storing."""
         request.found, request.next, request.loading = 0, [0] * len(self.groups), 0
+        request.snapshot = 0
         request.quiet_until = 0
 
     def _offer(self, events: StoredEvents, request: Request, parts: Sequence[Sequence[ChunkMove]]) -> None:
@@ -547,8 +671,11 @@ class Scheduling:
                 events.offered(request.prompt.request, blocks)
 
     def _pages(self, request: Request, group: LayerGroup, start: int, stop: int) -> tuple[int, ...]:
-        table = request.tables[group.group] if group.group < len(request.tables) else []
+        table = self._table(request, group)
         return tuple(table[start // group.page_tokens : stop // group.page_tokens])
+
+    def _table(self, request: Request, group: LayerGroup) -> list[int]:
+        return request.tables[group.group] if group.group < len(request.tables) else []
 
     def _tokens_of(self, moves: Sequence[ChunkMove]) -> int:
         return sum(len(move.pages) * self.groups[move.group].page_tokens for move in moves)

@@ -24,11 +24,11 @@ from kvredis.adapters.engine.keys import key_of_rank
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
-from kvredis.adapters.transfer.factory import open_transfer
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
-from .kv_layout import LayerGroup, in_order, paged_view
+from .kv_layout import LayerGroup, in_order, paged_view, state_view
 from .scheduler import Step
 from .weights import Check, WeightsWatch
 
@@ -74,6 +74,13 @@ def call_around_sleep(worker: Any, before: Callable[[], None], behind: Callable[
     worker.sleep, worker.wake_up = sleep_behind, wake_up_before
 
 
+def _view(cache: torch.Tensor | Sequence[torch.Tensor], group: LayerGroup, pages: int, name: str) -> torch.Tensor:
+    if not group.is_state:
+        assert isinstance(cache, torch.Tensor)
+        return paged_view(cache, group, pages, name)
+    return state_view([cache] if isinstance(cache, torch.Tensor) else cache, group, pages, name)
+
+
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
@@ -105,14 +112,15 @@ class PagedWorker:
         self,
         backend: Backend,
         groups: Sequence[LayerGroup],
-        caches: Mapping[str, torch.Tensor],
+        caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         pages: int,
         options: MovingOptions,
         weights: WeightsWatch | None = None,
         rank: int = 0,
     ) -> None:
-        """`caches` are the engine's tensors by layer name, of `pages` pages. `weights` are this rank's, which are
-        compared with those that a step's keys are of. Raises LayoutError where tensors are not what `groups` say."""
+        """`caches` are the engine's tensors by layer name, several for a recurrent layer, of `pages` pages. `weights`
+        are this rank's, which are compared with those that a step's keys are of. Raises LayoutError where tensors are
+        not what `groups` say."""
         self.groups = list(groups)
         names = sorted((name for group in groups for name in group.names), key=in_order)
         self.places = {name: place for place, name in enumerate(names)}
@@ -123,20 +131,19 @@ class PagedWorker:
         self._compared_in: Step | None = None
         self._checks: dict[str, Check] = {}  # of loads
         self._undecided: dict[str, list[tuple[int, int]]] = {}  # loads that are over, and what has failed of them
-        self._device = caches[names[0]].device
         self._ratios: list[int] = []
         paged_groups = []
         for group in groups:
-            views = [paged_view(caches[name], group, pages, name) for name in group.names]
-            paged = PagedKV(views)
+            paged = PagedKV([_view(caches[name], group, pages, name) for name in group.names])
             paged.check(group.layout)
-            self._ratios.append(group.page_tokens // paged.page_tokens)
+            self._ratios.append(1 if group.is_state else group.page_tokens // paged.page_tokens)
             places = tuple(self.places[name] for name in group.names)
             paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged, sums=options.verify), places))
+        self._device = paged_groups[0].paged.device
         self._transfers = [group.transfer for group in paged_groups]
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
-        self._storing: dict[str, set[tuple[int, int]]] = {}
+        self._storing: dict[str, set[int]] = {}
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
@@ -214,7 +221,7 @@ class PagedWorker:
                 continue
             self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
-            watched |= {(self.groups[move.group].group, page) for move in ours for page in move.pages}
+            watched |= {page for move in ours for page in move.pages}
             is_sound = None if check is None else check.holds
             jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
         return jobs

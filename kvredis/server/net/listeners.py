@@ -41,6 +41,9 @@ HANDSHAKE_S: Final = 10.0
 FAREWELL_S: Final = 5.0
 """A TLS client that does not answer our goodbye by then is hung up on without it."""
 
+UNIX_PATH_MAX: Final = 107
+"""Bytes of a socket's path, behind which sun_path has a NUL: unix(7)."""
+
 KEEPALIVE_S_MAX: Final = 32_767
 """The kernel's bound."""
 
@@ -273,11 +276,17 @@ def reserve(options: ServerOptions) -> Reserved:
 
 
 def _refuse_taken(path: str) -> None:
+    """Raise OSError where another server listens at a unix socket, or no socket can be made there."""
+    folder = os.path.dirname(path) or "."
+    if len(os.fsencode(path)) > UNIX_PATH_MAX:
+        raise OSError(f"unix:{path}: path too long: it may have {UNIX_PATH_MAX} bytes")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        problem = errno.EACCES if os.path.isdir(folder) else errno.ENOTDIR if os.path.exists(folder) else errno.ENOENT
+        raise OSError(f"unix:{path}: {os.strerror(problem)}")
     try:
         remove_stale_socket(path)
     except OSError as error:
-        if error.errno is None:  # our own words; what the folder is like shows when the socket is made
-            raise
+        raise error if error.errno is None else OSError(f"unix:{path}: {error.strerror}") from error
 
 
 def release(reserved: Reserved) -> None:

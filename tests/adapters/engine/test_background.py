@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 import pytest
 import torch
 
-from kvredis.adapters.engine.background import LOADS_MAX, Behind, Later
+from kvredis.adapters.engine.background import LOADS_MAX, Executor, Task
 from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import event_on
@@ -250,15 +250,15 @@ def test_counters_are_right_when_loads_and_calls_meet(backend: GatedBackend) -> 
 def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool) -> None:
     found: list[int] = []
 
-    def run(job: Later) -> int:
+    def run(job: Task) -> int:
         found.append(slice_ns())
         return 1
 
-    behind: Behind[Later] = Behind(run, "copies", steps_aside=steps_aside)
-    job = Later(0)
-    assert behind.add(job)
+    executor: Executor[Task] = Executor(run, "copies", steps_aside=steps_aside)
+    job = Task(0)
+    assert executor.submit(job)
     assert job.wait(WAIT_S)
-    behind.close()
+    executor.close()
     assert found == [SLICE_NS if steps_aside and has_slices() else slice_ns()]
 
 
@@ -266,18 +266,18 @@ def test_what_steps_aside_lets_the_engine_in_on_its_processor(steps_aside: bool)
 def test_a_job_that_fails_in_our_own_code_ends_refused_and_the_next_one_is_done(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(job: Later) -> int:
+    def run(job: Task) -> int:
         if job.tokens == 5:
             raise error
         return 7
 
-    behind: Behind[Later] = Behind(run, "copies")
-    bad, good = Later(5), Later(0)
-    assert behind.add(bad)
-    behind.settle()
-    assert behind.add(good)
-    behind.settle()
-    behind.close()
+    executor: Executor[Task] = Executor(run, "copies")
+    bad, good = Task(5), Task(0)
+    assert executor.submit(bad)
+    executor.settle()
+    assert executor.submit(good)
+    executor.settle()
+    executor.close()
     assert (bad.done, bad.refused, bad.tokens) == (True, True, 5)
     assert (good.done, good.refused, good.tokens) == (True, False, 7)
     assert caplog.messages == ["copies: a job ended wildly"]
@@ -285,24 +285,24 @@ def test_a_job_that_fails_in_our_own_code_ends_refused_and_the_next_one_is_done(
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
-    ended: list[tuple[Later, bool]] = []
+    ended: list[tuple[Task, bool]] = []
 
-    def run(job: Later) -> int:
+    def run(job: Task) -> int:
         job.end(1)
-        behind.stand_back(10 * WAIT_S)
-        ended.append((job, bool(behind._queue) or behind._closed))
+        executor.stand_back(10 * WAIT_S)
+        ended.append((job, bool(executor._queue) or executor._closed))
         return 1
 
-    behind: Behind[Later] = Behind(run, "copies")
-    first, second = Later(0), Later(0)
-    assert behind.add(first)
+    executor: Executor[Task] = Executor(run, "copies")
+    first, second = Task(0), Task(0)
+    assert executor.submit(first)
     assert first.wait(WAIT_S)
     assert not ended
     if not is_closed:
-        assert behind.add(second)
+        assert executor.submit(second)
         assert second.wait(WAIT_S)
         assert ended == [(first, True)]
-    behind.close()
+    executor.close()
     assert ended == [(first, True)] + [(second, True)] * (not is_closed)
 
 

@@ -12,8 +12,9 @@ import torch
 from kvredis.adapters.engine.block import block_bytes, encode_header
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.load import ON_THEIR_WAY, Loading, Span
+from kvredis.adapters.engine.load import ON_THEIR_WAY, Intake, Span, TensorLoad
 from kvredis.adapters.engine.tensors import gather, gpus_of, view_tensor
+from kvredis.storage.errors import LayoutError
 from tests.adapters.fake_backend import FakeBackend, FakeLease
 
 CHUNK = 4
@@ -82,6 +83,10 @@ def kv_of() -> torch.Tensor:
     return torch.randn(LAYOUT.shape(len(TOKENS)), generator=torch.Generator().manual_seed(4))
 
 
+def no_damage(key: bytes, why: LayoutError) -> None:
+    raise AssertionError(f"{key!r}: {why}")
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
@@ -90,10 +95,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return made
 
 
-def load(backend: FakeBackend, start: int = 0, stop: int = len(TOKENS)) -> tuple[Loading, torch.Tensor]:
+def load(backend: FakeBackend, start: int = 0, stop: int = len(TOKENS)) -> tuple[TensorLoad, torch.Tensor]:
     out = torch.full(LAYOUT.shape(len(TOKENS)), -1.0)
     first = start // CHUNK
-    made = Loading(backend, LAYOUT, Span(KEYS[: -(-stop // CHUNK)], first, out, start, stop, "r", 0))
+    span = Span(KEYS[: -(-stop // CHUNK)], first, out, start, stop, "r", 0)
+    made = TensorLoad(backend, LAYOUT, span, Intake(backend, no_damage))
     made._gpus = [torch.device("cuda")]
     return made, out
 
@@ -164,3 +170,23 @@ def test_gpus_are_those_of_all_layers_each_once() -> None:
     layers: Any = [(At(name), At(name)) for name in ("cuda:1", "cuda:1", "cpu", "cuda:0")]
     assert gpus_of(layers) == [torch.device("cuda", 1), torch.device("cuda", 0)]
     assert gpus_of(kv_of()) == []
+
+
+def test_a_block_is_damaged_if_its_lease_was_held_and_is_another_s_memory_otherwise() -> None:
+    backend, told = Lending(), list[str]()
+    intake = Intake(backend, lambda key, why: told.append(f"{key!r}: {why}"), lambda: told.append("expired"))
+    keys = [chunk.key for chunk in KEYS[:3]]
+    held, lost, good = backend.load(keys)
+    assert held is not None
+    assert lost is not None
+    assert good is not None
+    lost.held = False
+    intake.refuse(keys[0], held, LayoutError("no block"))
+    intake.refuse(keys[1], lost, LayoutError("no block either"))
+    assert intake.is_held(good)
+    assert not intake.is_held(lost)
+    assert told == [f"{keys[0]!r}: no block", "expired", "expired"]
+    assert backend.present(keys) == [True] * 3
+    intake.forget()
+    intake.forget()
+    assert backend.present(keys) == [False, True, True]

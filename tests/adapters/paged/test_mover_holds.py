@@ -78,7 +78,7 @@ def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored
     def starved(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("kvredis.adapters.paged.verify.Checking.sum_of", starved)
+    monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)
     with mover_on(local, engine) as mover:
         if by_layers:
             for place in range(4):

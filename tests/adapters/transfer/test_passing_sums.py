@@ -12,13 +12,12 @@ import torch
 import xxhash
 
 from kvredis.adapters.paged.jobs import LoadJob, StoreJob
-from kvredis.adapters.paged.verify import Checking
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import NO_ROW, Part, layer_parts
 from kvredis.adapters.transfer.cuda.checksum import BLOCK_BYTES, INITIAL, LANES, LAST_STRIPE, SECRET, RingSum, digest_of
 from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingLayers, RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import TUNING, Tuning
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.paged_engine import CHUNK, PagedEngine, block_for, mover_on, moves_of
@@ -170,7 +169,7 @@ def lazy_ring(paged: PagedKV) -> RingTransfer:
     return RingTransfer(paged, LazyGpu(paged, 5), Tuning(slot_bytes=20_000, slots=2), sums=True)
 
 
-def no_hashing(self: Checking, *_: object) -> None:
+def no_hashing(tensor: memoryview) -> None:
     raise AssertionError("a core hashes what passes the GPU")
 
 
@@ -178,7 +177,7 @@ def no_hashing(self: Checking, *_: object) -> None:
 def test_a_mover_stores_sums_that_passed_and_refuses_what_does_not_have_them(
     by_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvredis.adapters.paged.verify.checksum_of", no_hashing)
+    monkeypatch.setattr("kvredis.adapters.transfer.checksum.checksum_of", no_hashing)
     source, backend = PagedEngine(3, transfer=lazy_ring), FakeBackend()
     moves = moves_of("a", 5) + moves_of("a", 5, group=1)
     with mover_on(backend, source) as mover:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import DeviceEvent
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import Part, layer_parts
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.storage.errors import LayoutError
 from tests.adapters.paged_layouts import block_of, planes_first

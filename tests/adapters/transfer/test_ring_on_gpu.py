@@ -13,10 +13,10 @@ import torch
 import xxhash
 
 from kvredis.adapters.engine.tensors import event_on
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import NO_ROW, Part
 from kvredis.adapters.transfer.cuda import device
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.shm.arena import SharedArena
 
@@ -146,3 +146,21 @@ def test_on_a_gpu_none_of_our_memory_is_in_the_pool_in_which_an_engine_registers
     assert all(true(layers, part) for part in parts)
     assert held_in(pool) == theirs
     transfer.close()
+
+
+@pytest.mark.parametrize(("page_bytes", "state_bytes"), [(2_146_304, 2_146_304), (8192, 4097), (512, 176)])
+def test_on_a_gpu_states_move_as_bytes_and_what_is_behind_them_in_a_page_stays(
+    page_bytes: int, state_bytes: int
+) -> None:
+    raw = torch.randint(0, 256, (12, 40 * page_bytes), dtype=torch.uint8, device="cuda")
+    before = raw.clone()
+    shape, strides = (40, 1, 1, 1, state_bytes), (page_bytes, state_bytes, state_bytes, state_bytes, 1)
+    paged = PagedKV([layer.as_strided(shape, strides, layer.storage_offset()) for layer in raw])
+    held = torch.zeros(12 * state_bytes, dtype=torch.uint8, pin_memory=True)
+    with closing(open_transfer(paged, sums=True)) as transfer:
+        transfer.store([Part([7], held.numpy().data)]).wait()
+        wanted = before[:, 7 * page_bytes : 7 * page_bytes + state_bytes]
+        assert torch.equal(held.view(12, state_bytes), wanted.cpu())
+        transfer.load([Part([31], held.numpy().data)]).wait()
+    before[:, 31 * page_bytes : 31 * page_bytes + state_bytes] = wanted
+    assert torch.equal(raw, before)

@@ -181,5 +181,5 @@ def test_a_load_that_fails_within_a_chunk_gives_its_memory_back_behind_the_copie
     out: Any = []
     span = loading.Span([ChunkKey(b"k", 0, 4)], 0, out, 0, 4, "r", 4)
     with pytest.raises(RuntimeError, match="out of memory"):
-        loading.Loading(backend, layout, span).run()
+        loading.TensorLoad(backend, layout, span, loading.Intake(backend, lambda key, why: None)).run()
     assert ended == [[]]

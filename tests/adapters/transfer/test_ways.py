@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
+from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import Part, Transfer
 from kvredis.adapters.transfer.cpu import HostTransfer
 from kvredis.adapters.transfer.cuda.device import CudaDevice
 from kvredis.adapters.transfer.cuda.ring import RingTransfer
 from kvredis.adapters.transfer.cuda.tuning import Tuning
-from kvredis.adapters.transfer.factory import open_transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.bench.core.shapes import SHAPES
 from kvredis.storage.errors import LayoutError

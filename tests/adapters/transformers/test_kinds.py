@@ -290,10 +290,10 @@ def test_a_prefix_without_a_state_is_computed_once_and_has_one_then(linear: PreT
 
 
 @pytest.mark.parametrize("which", ["state", "kv", "both gone", "a bit of the state"])
-def test_a_state_or_kv_that_is_damaged_is_a_miss(linear: PreTrainedModel, which: str) -> None:
+def test_a_state_or_kv_that_is_damaged_is_a_miss_and_stored_again(linear: PreTrainedModel, which: str) -> None:
     backend, ids = FakeBackend(), prompt(100)
     expected = greedy(cached_over(linear, backend), ids)
-    state, second = backend.written[-1], backend.written[-3]
+    state, second, sound = backend.written[-1], backend.written[-3], dict(backend.values)
     if which == "both gone":
         backend.delete([state, second])
     elif which == "a bit of the state":
@@ -302,9 +302,12 @@ def test_a_state_or_kv_that_is_damaged_is_a_miss(linear: PreTrainedModel, which:
         backend.values[state] = bytes(block)
     else:
         backend.values[state if which == "state" else second] = b"damaged"
+    damaged = {key: backend.values.get(key) for key, value in sound.items() if backend.values.get(key) != value}
     warm = cached_over(linear, backend)
     assert greedy(warm, ids) == expected
     assert warm.last_loaded == 0
+    assert damaged
+    assert all(backend.values[key] != value for key, value in damaged.items())
 
 
 def test_a_broken_store_does_not_stop_a_model_with_states(linear: PreTrainedModel) -> None:

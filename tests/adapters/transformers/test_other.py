@@ -264,6 +264,7 @@ def test_what_does_not_shape_kv_leaves_the_keys_as_they_are() -> None:
     assert layout_of(model, "org/tiny") == plain, "after its use too"
 
 
+@pytest.mark.nightly  # of keys alone: tests/adapters/engine/test_keys.py
 def test_keys_are_the_same_in_another_process() -> None:
     model = changed(quantization_config=Quantization(4))  # with a set, whose order is another in each process
     code = (

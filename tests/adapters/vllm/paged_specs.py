@@ -51,9 +51,19 @@ class ChunkedLocalAttentionSpec(FullAttentionSpec):
 
 @dataclass
 class MambaSpec:
-    """A state of the whole prefix."""
+    """A state of the whole prefix: of each layer a window of inputs, and what was made of all of them."""
 
     block_size: int = 32
+    shapes: tuple[tuple[int, ...], ...] = ((3, 8), (2, 4, 4))
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    mamba_type: str = "gdn_attention"
+    mamba_cache_mode: str = "align"
+    page_size_bytes: int = 512
+
+
+@dataclass
+class CrossAttentionSpec(FullAttentionSpec):
+    """K and V of what the encoder has seen."""
 
 
 @dataclass

@@ -5,10 +5,11 @@ import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.transfer.kv_cache import PagedKV
-from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups, paged_view
+from kvredis.adapters.vllm.kv_layout import LayerGroup, NoStates, layer_groups, paged_view, state_view
 from kvredis.storage.errors import LayoutError
 from tests.adapters.vllm.paged_specs import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
     MambaSpec,
@@ -140,9 +141,37 @@ def test_an_fp8_cache_of_the_same_model_has_another_layout() -> None:
     assert plain[0].layout != fp8[0].layout
 
 
-def test_a_state_that_belongs_to_no_tokens_is_refused_with_its_group() -> None:
-    with pytest.raises(LayoutError, match=r"layer group 1 \(model.layers.2.self_attn.attn\) is a MambaSpec"):
-        groups_of(KVCacheGroup(names(2), FullAttentionSpec()), KVCacheGroup(names(1, 2), MambaSpec()))
+def test_a_recurrent_layer_has_one_page_for_all_that_is_before_and_stands_behind_those_with_kv() -> None:
+    kv, state = groups_of(KVCacheGroup(names(3, 1), MambaSpec()), KVCacheGroup(names(1), FullAttentionSpec()))
+    assert (kv.group, kv.is_state, state.group, state.is_state) == (1, False, 0, True)
+    assert (state.layout.layers, state.layout.chunk_bytes(1)) == (3, 3 * (3 * 8 * 2 + 2 * 4 * 4 * 4))
+    other = groups_of(KVCacheGroup(names(3, 1), MambaSpec(dtypes=(torch.float32, torch.float32))))[0]
+    swapped = groups_of(KVCacheGroup(names(3, 1), MambaSpec(shapes=((2, 4, 4), (3, 16)))))[0]
+    assert len({group.layout for group in (state, other, swapped)}) == 3
+
+
+def test_the_page_of_a_state_is_all_of_its_tensors_and_nothing_of_the_padding() -> None:
+    (group,) = groups_of(KVCacheGroup(names(1), MambaSpec()))
+    raw = torch.arange(4 * 512, dtype=torch.int64).to(torch.uint8)
+    window = raw.view(torch.bfloat16).as_strided((4, 3, 8), (256, 8, 1))
+    total = raw.view(torch.float32).as_strided((4, 2, 4, 4), (128, 16, 4, 1), 12)
+    view = state_view([window, total], group, 4)
+    assert view.shape == (4, 1, 1, 1, 176)
+    assert torch.equal(view[2].flatten(), raw[1024 : 1024 + 176])
+    assert view.data_ptr() == raw.data_ptr()
+    apart = raw.view(torch.float32).as_strided((4, 2, 4, 4), (128, 16, 4, 1), 16)
+    for wrong in ([window, apart], [total, window], [window], [window[:3], total[:3]]):
+        with pytest.raises(LayoutError, match="state"):
+            state_view(wrong, group, 4)
+
+
+def test_without_states_at_block_boundaries_it_is_said_what_to_do_and_what_has_no_tokens_is_refused() -> None:
+    with pytest.raises(NoStates, match=r"layer group 1 \(model.layers.2.self_attn.attn\).*enable prefix caching"):
+        groups_of(
+            KVCacheGroup(names(2), FullAttentionSpec()), KVCacheGroup(names(1, 2), MambaSpec(mamba_cache_mode="none"))
+        )
+    with pytest.raises(LayoutError, match=r"layer group 0 .* is a CrossAttentionSpec"):
+        groups_of(KVCacheGroup(names(1), CrossAttentionSpec()))
     with pytest.raises(LayoutError, match="no layers"):
         groups_of()
 

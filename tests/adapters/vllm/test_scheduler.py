@@ -2,26 +2,36 @@
 
 import pickle
 import random
+from unittest import mock
 
 import pytest
 
 from kvredis.adapters.engine.keys import chunk_keys, key_of_rank
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.paged.jobs import ChunkMove
+from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
 from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Prompt, Scheduling, SchedulingOptions, Step
 from tests.adapters.fake_backend import FakeBackend
-from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, names
+from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec, names
 
 CHUNK, PAGE = 64, 16
 PER_CHUNK = CHUNK // PAGE
 TOKENS = list(range(1000))
 
 
+STATE = -1
+"""In the place of a window: recurrent layers."""
+
+
 def groups_of(windows: tuple[int | None, ...] = (None,), world_size: int = 1) -> list[LayerGroup]:
     base = ChunkLayout(1, 1, 1, "u8", chunk_tokens=CHUNK, model="m", world_size=world_size)
     specs = [
-        SlidingWindowSpec(PAGE, sliding_window=window) if window else FullAttentionSpec(PAGE) for window in windows
+        MambaSpec(PAGE)
+        if window == STATE
+        else SlidingWindowSpec(PAGE, sliding_window=window)
+        if window
+        else FullAttentionSpec(PAGE)
+        for window in windows
     ]
     groups = [KVCacheGroup(names(2, 2 * number), spec) for number, spec in enumerate(specs)]
     return layer_groups(groups, base, "auto")
@@ -93,11 +103,11 @@ def test_what_is_found_is_loaded_behind_what_the_engine_has_and_not_stored_again
     step = engine.scheduling.step()
     (load,) = step.moves.loads
     assert [move.pages[0] for move in load.moves] == list(range(109, 141, PER_CHUNK))
-    assert step.taken == {(0, page) for page in range(109, 141)}
+    assert step.taken == set(range(109, 141))
     engine.scheduling.loaded("s")
     engine.scheduling.scheduled("s", engine.tables(1000, start=101), 640, 360, anew=True)
     step = engine.scheduling.step()
-    assert step.taken == {(0, page) for page in range(141, 164)}
+    assert step.taken == set(range(141, 164))
     assert [len(job.moves) for job in step.moves.stores] == [5]
 
 
@@ -396,7 +406,7 @@ def test_whatever_an_engine_does_no_page_is_stored_that_another_request_writes(s
     engine = Engine((rng.choice([20, 100]), None))
     free = list(range(1, 81))
     running: dict[str, tuple[list[int], list[list[int]], int]] = {}
-    reading: dict[tuple[int, int], int] = {}
+    reading: dict[int, int] = {}  # the groups share one pool
     for number in range(120):
         for name in list(running):
             tokens, tables, done = running[name]
@@ -431,5 +441,82 @@ def test_whatever_an_engine_does_no_page_is_stored_that_another_request_writes(s
             for move in job.moves:
                 assert {(move.group, page) for page in move.pages} <= written
                 assert NO_PAGE not in move.pages
-                reading |= dict.fromkeys(((move.group, page) for page in move.pages), 3)
+                reading |= dict.fromkeys(move.pages, 3)
         reading = {page: left - 1 for page, left in reading.items() if left > 1}
+
+
+def hybrid(state_bytes: int | None = None) -> tuple[Engine, list[StoreJob]]:
+    """An engine of one group with KV and two recurrent ones, and what it stores of TOKENS, whose states are handed over
+    in pages 500 and up behind every second chunk."""
+    engine, jobs = Engine((STATE, None, STATE), state_bytes=state_bytes), list[StoreJob]()
+    assert engine.match(TOKENS) == 0
+    for done in range(0, len(TOKENS), 2 * CHUNK):
+        count = min(2 * CHUNK, len(TOKENS) - done)
+        engine.scheduling.scheduled("r", engine.tables(len(TOKENS)) if not done else None, done, count, anew=not done)
+        end = done + count
+        engine.scheduling.snapshots(
+            {"r": [(group, 500 + end // CHUNK, end) for group in (0, 2)], "other": [(0, 9, 64)]}
+        )
+        jobs += engine.scheduling.step().moves.stores
+    return engine, jobs
+
+
+def test_states_are_stored_with_the_chunks_before_them_and_the_last_one_that_all_have_is_loaded() -> None:
+    engine, jobs = hybrid()
+    kv, *states = range(3)
+    assert [engine.groups[place].is_state for place in range(3)] == [False, True, True]
+    assert [[(move.group, move.pages) for move in job.moves if move.group] for job in jobs] == [
+        [(place, (500 + end,)) for place in states] for end in (2, 4, 6, 8, 10, 12, 14)
+    ] + [[]]
+    engine.put([move for job in jobs for move in job.moves])
+    engine.scheduling.finished("r")
+    with mock.patch.object(FakeBackend, "match", side_effect=AssertionError("a second question")):
+        assert engine.match(TOKENS, name="s") == 14 * CHUNK
+    table = [NO_PAGE] * (14 * PER_CHUNK - 1)
+    engine.scheduling.allocated("s", [[*table, 7], engine.tables(14 * CHUNK)[1], [*table, 8]], 14 * CHUNK)
+    (load,) = engine.scheduling.step().moves.loads
+    assert [(move.key, move.pages) for move in load.moves if move.group in states] == [
+        (move.key, (page,)) for move, page in zip(jobs[6].moves[-2:], (7, 8), strict=True)
+    ]
+    assert len(load.moves) == 14 + 2
+    # Where a single group lacks a state, the one before is the end; where the KV has a gap, the one before that.
+    engine.backend.delete([jobs[6].moves[-1].key])
+    assert engine.match(TOKENS, name="t") == 12 * CHUNK
+    engine.backend.delete([next(move.key for move in jobs[4].moves if move.group == kv)])
+    assert engine.match(TOKENS, name="u") == 8 * CHUNK
+    assert engine.match(TOKENS, 10 * CHUNK, name="v") == 0, "the engine has more itself"
+
+
+def test_a_state_for_which_the_engine_has_no_page_makes_the_load_fail() -> None:
+    engine, jobs = hybrid()
+    engine.put([move for job in jobs for move in job.moves])
+    assert engine.match(TOKENS, name="s") == 14 * CHUNK
+    tables = engine.tables(14 * CHUNK)
+    engine.scheduling.allocated("s", [[NO_PAGE] * 14 * PER_CHUNK, tables[1], tables[2]], 14 * CHUNK)
+    (load,) = engine.scheduling.step().moves.loads
+    (lost,) = [move for move in load.moves if move.pages == (NO_PAGE,)]
+    assert engine.backend.present([key_of_rank(lost.key, rank) for rank in (0, 1)]) == [False, False]
+
+
+def test_all_of_a_prompt_is_never_loaded_where_layers_are_recurrent() -> None:
+    engine = Engine((STATE, None))
+    tokens = TOKENS[: 4 * CHUNK]
+    engine.match(tokens)
+    engine.scheduling.scheduled("r", engine.tables(len(tokens)), 0, len(tokens), anew=True)
+    engine.scheduling.snapshots({"r": [(0, 50 + at, at * CHUNK) for at in (3, 4)]})
+    engine.put([move for job in engine.scheduling.step().moves.stores for move in job.moves])
+    assert engine.match(tokens, name="s") == 3 * CHUNK, "the last token is computed from the state before it"
+
+
+def test_states_of_a_prompt_are_bounded_and_the_last_ones_always_stored() -> None:
+    each = Engine((STATE, None, STATE)).groups[1].layout.chunk_bytes(1) * 2
+    for bound, ends in ((1, [14]), (3 * each, [6, 12, 14]), (10**9, [2, 4, 6, 8, 10, 12, 14])):
+        _, jobs = hybrid(state_bytes=bound)
+        assert [job.moves[-1].pages[0] - 500 for job in jobs if job.moves[-1].group] == ends
+
+
+def test_a_page_that_another_group_of_layers_takes_is_told_of() -> None:
+    engine = Engine((None, 128))
+    engine.compute(TOKENS[:200])
+    engine.scheduling.scheduled("s", [[101], [3]], 0, 16, anew=True)
+    assert engine.scheduling.step().taken == {101, 3}

@@ -222,7 +222,7 @@ def test_a_bad_value_names_key_value_and_source(name: str, text: str) -> None:
         ("max_local_cpu_size: 0\nlocal_cpu: false\n", 1, "max_local_cpu_size"),
         ("kvredis:\n  port: 6379\n  hugepages: never\n", 3, "hugepages"),
         ("kvredis:\n  bind: [1]\n", 2, "bind"),
-        ("kvredis: [1, 2]\n", 1, "LMCACHE_CONFIG_FILE"),
+        ("kvredis: [1, 2]\n", 1, "kvredis"),
         ("- chunk_size\n", 1, "LMCACHE_CONFIG_FILE"),
         ("chunk_size: 1\n  local_cpu: true\n", 2, "LMCACHE_CONFIG_FILE"),
         ("chunk_size: !!python/name:os.system\n", 1, "chunk_size"),
@@ -314,6 +314,16 @@ def test_a_server_does_not_start_open_because_its_password_or_certificate_is_mis
     assert len(Config.load(env={name: "x"}).warnings) == 1  # an engine has no door to close
 
 
+@pytest.mark.parametrize(
+    "name", ["KVREDIS_PASS", "KVREDIS_AUTH", "KVREDIS_REDIS_AUTH", "KVREDIS_TLS_KEY", "KVREDIS_SSL_CERT", "KVREDIS_ACL"]
+)
+def test_a_variable_that_looks_like_one_of_who_may_come_in_stops_a_server_and_is_not_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown") as caught:
+        Config.load(env={name: "hush"}, server=True)
+    assert "hush" not in str(caught.value)
+    assert len(Config.load(env={name: "hush"}).warnings) == 1
+
+
 SERVER_ONLY = [key for key in KEYS.values() if key.server and not key.engine and key.env != "KVREDIS_SETTINGS"]
 
 
@@ -361,8 +371,11 @@ def of_service(prefix: str, host: str = "10.96.0.7") -> dict[str, str]:
         (of_service("LMCACHE_MP"), "8 variables of Kubernetes' Service lmcache-mp"),
         (
             POD | of_service("KVREDIS_METRICS") | of_service("KVREDIS_TLS"),
-            "24 variables of Kubernetes' Services kvredis-metrics, kvredis, kvredis-tls",
+            "24 variables of Kubernetes' Services kvredis, kvredis-metrics, kvredis-tls",
         ),
+        (of_service("LM_CACHE"), "8 variables of Kubernetes' Service lm-cache"),
+        (of_service("KVREDIS_CLUSTER_NODE"), "8 variables of Kubernetes' Service kvredis-cluster-node"),
+        (POD | of_service("KUBERNETES") | of_service("POSTGRES"), "8 variables of Kubernetes' Service kvredis"),
         (
             {"KVREDIS_SERVICE_HOST": "10.96.0.7", "KVREDIS_METRICS_PORT": "tcp://10.96.0.7:9000"},
             "2 variables of Kubernetes' Service kvredis",
@@ -376,6 +389,18 @@ def test_the_variables_of_kubernetes_services_are_skipped_with_one_line(
     assert config == Config()
     (line,) = config.warnings
     assert f"skipped {said} (" in line
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_the_variables_of_dockers_links_are_skipped_with_one_line(server: bool) -> None:
+    linked = {name: value for name, value in POD.items() if "SERVICE" not in name}
+    config = Config.load(env=linked | {"KVREDIS_NAME": "/app/kvredis", "KVREDIS_ENV_PATH": "/usr/bin"}, server=server)
+    assert config == Config()
+    assert config.warnings == ("env KVREDIS_PORT_6379_TCP_ADDR: skipped 7 variables of Docker's links to kvredis",)
+
+
+def test_a_variable_that_is_read_elsewhere_is_known() -> None:
+    assert Config.load(env={"KVREDIS_NATIVE": "0", "KVREDIS_EVENT_LOOP": "asyncio"}).warnings == ()
 
 
 def test_what_is_set_for_the_pod_itself_counts_beside_those_of_a_service() -> None:

@@ -51,6 +51,63 @@ def test_an_encoding_with_loss_is_noted_once_and_values_are_stored_as_they_are(w
     )
 
 
+@pytest.mark.parametrize("name", ["torch", "SafeTensor", "fast"])
+def test_an_encoding_that_lmcache_has_given_up_is_noted_and_values_are_stored_as_they_are(
+    written: Path, name: str
+) -> None:
+    config = load(f"remote_url: redis://h:1\nremote_serde: {name}\n", written)
+    assert config.remote_serde == "naive"
+    assert config.warnings == (
+        f"{written}:2: remote_serde: kvredis has no {name.lower()} and stores values as they are (naive)",
+    )
+
+
+def test_an_encoding_that_is_none_of_lmcaches_is_refused_with_those_that_are_taken(written: Path) -> None:
+    with pytest.raises(ConfigError, match=r"want naive, as which LMCache's others \(cachegen, kivi, torch"):
+        load("remote_serde: svd_xkv\n", written)
+
+
+@pytest.mark.parametrize("word", ["0", "0.0", "00", '"0"', ".0"])
+def test_no_memory_at_all_is_refused_with_what_it_is_for(written: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="greater than 0: all that is stored and loaded passes through it"):
+        load(f"local_cpu: false\nmax_local_cpu_size: {word}\n", written)
+
+
+def test_a_number_of_bytes_where_gib_are_meant_is_told_so(written: Path) -> None:
+    with pytest.raises(ConfigError, match="more than a machine can address; a number without a unit is GiB"):
+        load("max_local_cpu_size: 512000000000\n", written)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("local_disk: true\nlocal_disk_path: /kv\n", "local_disk: is no switch: want a directory, or false for none"),
+        ("remote_url: yes\n", "remote_url: is no switch: want a URL, or false for none"),
+        ("kvredis: {unixsocketperm: on}\n", "unixsocketperm: is no switch: want three octal digits, or false for none"),
+    ],
+)
+def test_true_for_what_is_no_switch_is_told_what_belongs_there(written: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load(text, written)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("redis_username", "username"), ("redis_password", "password"), ("pool_size", None), ("fs_base_paths", None)],
+)
+def test_an_unknown_entry_is_answered_with_one_that_has_an_effect_or_none(
+    written: Path, name: str, meant: str | None
+) -> None:
+    said = f"; did you mean {meant}?" if meant else ""
+    config = load(f"extra_config: {{{name}: a}}\n", written)
+    assert config.warnings == (f"{written}:1: extra_config.{name}: unknown entry{said}",)
+
+
+@pytest.mark.parametrize("name", ["cpu_size", "pin_timeouts", "remote_port"])
+def test_a_key_that_is_only_somewhat_like_another_is_not_taken_for_it(written: Path, name: str) -> None:
+    assert load(f"{name}: 1\n", written).warnings == (f"{written}:1: {name}: unknown key",)
+
+
 @pytest.mark.parametrize("name", ["max_connections", "maxconnections", "max_conns"])
 def test_a_name_that_is_like_none_gets_no_far_fetched_suggestion(written: Path, name: str) -> None:
     config = load(f"extra_config: {{{name}: 5}}\n", written)
@@ -123,6 +180,35 @@ def test_a_comma_too_many_is_no_second_directory(text: str) -> None:
 def test_commas_alone_are_no_directory(text: str) -> None:
     with pytest.raises(ConfigError, match="want a directory"):
         Config.load(env={"LMCACHE_LOCAL_DISK": text})
+
+
+# ---- files as other tools make them
+
+
+def test_json_with_tabs_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "lmcache.json"
+    file.write_text('{\n\t"chunk_size": 512,\n\t"extra_config": {"username": "a b"}\n}\n')
+    config = Config.load(file, {})
+    assert (config.chunk_size, config.extra_config["username"]) == (512, "a b")
+
+
+@pytest.mark.parametrize("text", ["true", "[a]", "5", "hello"])
+def test_a_section_that_is_none_is_named(written: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{written}:1: kvredis: want a mapping of keys to values"):
+        load(f"kvredis: {text}\n", written)
+
+
+@pytest.mark.parametrize("host", ["${REDIS_HOST}", "<NODE_IP>", "{{host}}", "$HOST", "`hostname`"])
+def test_a_host_that_a_template_was_to_put_in_is_refused(written: Path, host: str) -> None:
+    for scheme, behind in (("redis", ""), ("redis-cluster", ",b:2"), ("redis-sentinel", "/mymaster"), ("kvredis", "")):
+        with pytest.raises(ConfigError, match="is no host's name: something was to be put in its place"):
+            load(f'remote_url: "{scheme}://{host}:6379{behind}"\n', written)
+
+
+@pytest.mark.parametrize("path", ["$HOME/kv", "${HOME}/kv", "/data/$POD_NAME", "file://$HOME/kv"])
+def test_a_variable_in_a_path_is_refused_instead_of_a_folder_of_that_name(written: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"\$\{?\w+\}? is not expanded here, and ~ is"):
+        load(f"local_disk: {path}\nmax_local_disk_size: 1\n", written)
 
 
 # ---- hash algorithms

@@ -19,7 +19,7 @@ from tests.backends.conftest import Clock, small_store
 from tests.backends.nodes import wait_until
 from tests.backends.topologies import RedisCluster
 from tests.backends.verbs import content, loaded, put, put_through
-from tests.server.certificates import Papers, make_papers
+from tests.server.certificates import Papers
 
 LENGTH = 20_000
 
@@ -29,12 +29,6 @@ def cluster() -> Iterator[RedisCluster]:
     """Three masters that the tests of this file share; who kills one starts it again."""
     with RedisCluster() as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    """Certificates."""
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 @pytest.fixture(autouse=True)

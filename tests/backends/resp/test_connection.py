@@ -15,15 +15,9 @@ from kvredis.backends.resp.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Co
 from kvredis.backends.resp.wire import DISCARD_BYTES, SCRATCH_BYTES
 from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.storage.errors import BackendError
-from tests.server.certificates import Papers, make_papers
+from tests.server.certificates import Papers
 
 from .pairs import KINDS, PEER_TIMEOUT_S, MakePair, Pair, in_background, pairs, pattern
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    """Certificates."""
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 @pytest.fixture(params=KINDS)

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from kvredis import CacheEngine, Config
-from kvredis.adapters.engine.background import Behind
+from kvredis.adapters.engine.background import Executor
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.core.prompts import PromptPlan, prompts
@@ -73,6 +73,7 @@ def some(count: int = 3, tokens: int = 50, hit_rate: float = 0.0) -> list[list[i
     return list(prompts(PromptPlan(tokens, hit_rate, count, seed=3)))
 
 
+@pytest.mark.nightly  # in this process: test_a_worker_keeps_its_cache_for_the_second_pass_and_refuses_a_missing_hit...
 def test_a_small_sweep_serves_every_arm_in_two_processes_and_gets_every_byte_back(tmp_path: Path) -> None:
     path, drawn = tmp_path / "result.json", tmp_path / "result.png"
     options = ("--rates", "0.5", "--prompts", "5", "--rows", "2", "--output", "3", "--budget", "32")
@@ -159,7 +160,7 @@ def small_cache(engine: Engine, **settings: Any) -> CacheEngine:
 
 def test_more_prompts_than_may_wait_for_their_load_are_loaded_all_the_same(engine: Engine) -> None:
     with small_cache(engine) as cache:
-        cache._loader = Behind(cache._load, "kvredis loads", jobs_max=0)
+        cache._loader = Executor(cache._load, "kvredis loads", tasks_max=0)
         made, spent = some(), Spent()
         first = engine.batch(Tiered(cache), made, 1, 64)
         engine.settle()

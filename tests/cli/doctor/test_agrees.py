@@ -18,6 +18,7 @@ import pytest
 from kvredis.storage.memory.hugepages import HugepagePool, shmem_thp_usable
 from kvredis.storage.memory.page_lock import cuda_driver
 from tests.cli.conftest import EXIT_S
+from tests.fork_server import Forked
 from tests.gate import nightly
 
 ROOT = Path(__file__).parents[3]
@@ -27,9 +28,13 @@ for name, value in json.loads(sys.argv[1]).items():
     resource.setrlimit(getattr(resource, name), (value, value))
 if sys.argv[2] == "unprivileged":
     assert ctypes.CDLL(None, use_errno=True).prctl(24, 14, 0, 0, 0) == 0 or os.geteuid(), "PR_CAPBSET_DROP CAP_IPC_LOCK"
-os.execv(sys.executable, [sys.executable, "-m", "kvredis", *sys.argv[3:]])
+    os.execv(sys.executable, [sys.executable, "-m", "kvredis", *sys.argv[3:]])
+del sys.argv[1:3]
+from kvredis.cli.main import main
+main(prog_name="kvredis")
 """
-"""Runs kvredis with less than this process may: limits, and without the right to lock memory beyond them."""
+"""Runs kvredis with less than this process may: limits, and without the right to lock memory beyond them, which is
+taken from what a process executes."""
 
 SMALL = {"LMCACHE_MAX_LOCAL_CPU_SIZE": "16MB", "KVREDIS_HUGEPAGES": "off", "KVREDIS_PREFAULT": "0", "KVREDIS_PORT": "0"}
 
@@ -166,7 +171,7 @@ def command(case: Case, *words: str) -> list[str]:
 
 def served(case: Case, env: dict[str, str]) -> str:
     """Start a server, read what it says up to the case's line or its end, and end it; checks the status."""
-    process = subprocess.Popen(
+    process = Forked(
         command(case, "serve"), cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
@@ -196,13 +201,12 @@ def test_what_the_doctor_calls_a_fault_the_server_does_not_get(name: str, tmp_pa
     (tmp_path / "link").symlink_to("not mounted")
     with socket.create_server(("127.0.0.1", 0)) as other:
         env = environment(case, tmp_path, other.getsockname()[1])
-        doctor = subprocess.run(
-            command(case, "doctor", "--json", "--quick"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert doctor.stdout, doctor.stderr
-        findings = json.loads(doctor.stdout)
+        words = command(case, "doctor", "--json", "--quick")
+        with Forked(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as doctor:
+            told, _ = doctor.communicate(timeout=60)
+        findings = json.loads(told)
         faults = [fault for fault, finding in findings.items() if finding["ok"] is False]
-        assert faults == ([] if case.fault is None else [case.fault]), doctor.stdout
+        assert faults == ([] if case.fault is None else [case.fault]), told
         assert doctor.returncode == (1 if case.fault else 0)
         said = served(case, env)
     assert case.said in said

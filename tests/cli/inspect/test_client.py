@@ -15,12 +15,7 @@ from kvredis.cli.inspect.client import mapped
 from kvredis.cli.inspect.errors import told
 from tests.backends.topologies import KvredisCluster, Sentinels
 from tests.cli.inspected import connected, free_port, plain_redis, run, serving
-from tests.server.certificates import Papers, make_papers
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
+from tests.server.certificates import Papers
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +40,12 @@ def line(*words: str, env: dict[str, str] | None = None, stdin: str | None = Non
     assert result.stdout == ""
     (one,) = [each for each in result.stderr.splitlines() if not each.startswith("Password: ")]
     return one.removeprefix("kvredis: ")
+
+
+def test_a_number_alone_is_a_port_of_this_machine(open_server: str) -> None:
+    port = open_server.rpartition(":")[2]
+    assert run("ls", "-u", port, "--keys").exit_code == 0
+    assert f"nothing listens at redis://127.0.0.1:{(other := free_port())}" in line("ls", "-u", str(other))
 
 
 @contextmanager

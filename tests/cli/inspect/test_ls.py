@@ -1,9 +1,11 @@
 """`kvredis ls` against a real server: the tree adds up, the list is what is there, and memory is bounded."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,41 @@ def test_however_narrow_the_terminal_sizes_are_seen(address: str, columns: int) 
     assert any(f"{KEYS} keys" in line and "KiB" in line for line in lines)
     (prompt,) = (line for line in lines if "80 tokens" in line)
     assert "12.5 KiB" in prompt
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_line_of_the_long_list_is_a_line_however_narrow_the_terminal_is(address: str, columns: int) -> None:
+    ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, columns))
+    words = [sys.executable, "-m", "kvredis", "ls", "-u", address, "--keys", "--long", "--limit", "3"]
+    env = {"PATH": os.environ["PATH"], "TERM": "xterm", "LC_ALL": "C.UTF-8"}
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=its, stderr=subprocess.PIPE):
+        os.close(its)
+        told = b""
+        with contextlib.suppress(OSError):  # EIO: it has ended
+            while data := os.read(ours, 4096):
+                told += data
+        os.close(ours)
+    lines = told.decode().splitlines()
+    assert len(lines) == 3
+    assert all("KiB" in line and "memory" in line for line in lines)
+    assert columns > 40 or max(map(len, lines)) <= columns
+    assert (columns > 40) == all(" 16 " in line for line in lines), "tokens, where there is room"
+
+
+def test_a_pipe_gets_no_bar_and_no_live_screen_whatever_asks_for_colour(address: str) -> None:
+    env = {"PATH": os.environ["PATH"], "FORCE_COLOR": "1", "TTY_INTERACTIVE": "1", "LC_ALL": "C.UTF-8"}
+    ours, its = os.openpty()  # a keyboard
+    for words, status in ((("ls",), 0), (("top",), 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvredis", *words, "-u", address],
+            cwd=ROOT, env=env, stdin=its, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == status
+        assert "\x1b[?" not in done.stdout + done.stderr
+        assert "reading" not in done.stderr
+    os.close(ours)
+    os.close(its)
 
 
 @pytest.mark.parametrize("name", ["C", "POSIX"])

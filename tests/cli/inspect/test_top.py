@@ -178,6 +178,18 @@ def test_no_screen_is_larger_than_its_terminal(columns: int, lines: int) -> None
     assert view.shown == "prefixes"
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_the_keys_and_what_is_lost_are_told_in_whole_words_however_narrow_it_is(columns: int) -> None:
+    view = View("redis://127.0.0.1:1", lost="nothing listens at redis://127.0.0.1:1: is `kvredis serve` running?")
+    view.press("p")
+    lines = drawn(view, columns, 24)
+    words = " ".join(lines).split()
+    assert "lost: nothing listens at redis://127.0.0.1:1: is `kvredis serve` running?" in " ".join(words)
+    assert lines[-1].split("  ")[-1] == "PAUSED"
+    assert set(lines[-1].split("  ")[:-1]) <= {"q quit", "p pause", "s sort", "←→ list", "↑↓ scroll"}
+    assert all(len(line) <= columns for line in lines)
+
+
 def test_scrolling_ends_at_both_ends() -> None:
     view = View("x", Figures(0.0), None, [prompt("a"), prompt("b")])
     for key in ("up", "down", "down", "down"):

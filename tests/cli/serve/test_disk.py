@@ -15,8 +15,6 @@ COLD = ("--port", "none", "--max-local-cpu-size", "16MB", "--hugepages", "off", 
 VALUE = bytes(range(256)) * 256
 """64 KiB: one that lies in the arena."""
 
-every_loop = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-
 
 def with_disk(directory: Path, *more: str) -> tuple[str, ...]:
     """Flags for a cold, small server with a disk tier, on a socket beside its directory."""
@@ -58,7 +56,6 @@ def disk_line(server: ServeProcess) -> str:
     return line
 
 
-@every_loop
 def test_what_was_stored_is_there_at_the_next_start(serve: Serve, tmp_path: Path, loop: str) -> None:
     directory = tmp_path / "disk"
     first = serve(*with_disk(directory), KVREDIS_EVENT_LOOP=loop)
@@ -173,7 +170,6 @@ def test_a_size_that_holds_nothing_names_its_own_flag(serve: Serve, tmp_path: Pa
     refused(server, "max_local_disk_size", "hold nothing")
 
 
-@every_loop
 def test_shutdown_nosave_leaves_what_the_disk_has_not_got(serve: Serve, tmp_path: Path, loop: str) -> None:
     directory = tmp_path / "disk"
     first = serve(*with_disk(directory), KVREDIS_EVENT_LOOP=loop)
@@ -188,7 +184,6 @@ def test_shutdown_nosave_leaves_what_the_disk_has_not_got(serve: Serve, tmp_path
     assert ", 0 blocks (0.00 GiB) recovered, " in disk_line(second)
 
 
-@every_loop
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once_while_it_is_being_saved(
     serve: Serve, tmp_path: Path, loop: str, second: signal.Signals

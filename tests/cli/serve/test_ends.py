@@ -14,8 +14,6 @@ from tests.server.live import MIB, pattern
 ROOMY = ("--port", "none", "--max-local-cpu-size", "256MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
 LENGTH = 64 * MIB
 
-every_loop = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-
 
 def start(serve: Serve, folder: Path, loop: str) -> tuple[ServeProcess, str]:
     path = str(folder / "kv.sock")
@@ -48,7 +46,6 @@ def wait_for_hang_up(client: socket.socket) -> None:
     client.close()
 
 
-@every_loop
 def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     words = request("SET", "k", pattern(LENGTH))
@@ -64,7 +61,6 @@ def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_p
     assert server.finish() == 0, server.stderr
 
 
-@every_loop
 def test_a_value_that_is_half_read_at_sigterm_is_sent_whole(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     value = pattern(LENGTH)
@@ -79,7 +75,6 @@ def test_a_value_that_is_half_read_at_sigterm_is_sent_whole(serve: Serve, tmp_pa
     assert server.finish() == 0, server.stderr
 
 
-@every_loop
 def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     with connect(path) as writer, connect(path) as other:
@@ -91,7 +86,6 @@ def test_a_second_signal_ends_it_at_once_and_leaves_no_socket_file(serve: Serve,
     assert not Path(path).exists()
 
 
-@every_loop
 def test_shutdown_ends_it_as_sigterm_does(serve: Serve, tmp_path: Path, loop: str) -> None:
     server, path = start(serve, tmp_path, loop)
     words = request("SET", "k", pattern(LENGTH))

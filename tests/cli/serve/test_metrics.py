@@ -51,7 +51,6 @@ def end(server: ServeProcess) -> None:
     assert "Traceback" not in server.stderr
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_free_port_is_told_before_the_server_is_ready(serve: Serve, tmp_path: Path, loop: str) -> None:
     flags = (*SMALL, "--unixsocket", str(tmp_path / "kv.sock"), "--metrics-port", "free")
     server = serve(*flags, KVREDIS_EVENT_LOOP=loop)

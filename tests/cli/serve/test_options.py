@@ -10,14 +10,9 @@ from kvredis.cli.config import server_options_of
 from kvredis.server.net.io_threads import threads_for
 from kvredis.server.options import ServerOptions
 from tests.cli.conftest import Serve
-from tests.server.certificates import PASSWORD, Papers, make_papers
+from tests.server.certificates import PASSWORD, Papers
 
 COLD = ("--port", "0", "--max-local-cpu-size", "16MB", "--hugepages", "off", "--no-prefault", "--no-page-lock")
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return make_papers(tmp_path_factory.mktemp("papers"))
 
 
 def test_every_option_of_a_server_is_a_key_with_the_same_default() -> None:
@@ -36,7 +31,6 @@ def test_the_file_that_was_read_is_known_to_the_server(tmp_path: Path) -> None:
     assert server_options_of(Config.load(env={"LMCACHE_CONFIG_FILE": str(file)})).config_file == file
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_tls_is_served_beside_the_plain_port(serve: Serve, papers: Papers, loop: str) -> None:
     server = serve(
         *COLD, "--tls-port", "free", "--tls-cert-file", papers.path("server"),

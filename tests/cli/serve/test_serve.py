@@ -40,10 +40,9 @@ def ping(address: str) -> bytes:
         return link.recv(64)
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: Path, loop: str) -> None:
     path = tmp_path / "kv.sock"
-    server = serve(*COLD, "--unixsocket", str(path), KVREDIS_EVENT_LOOP=loop)
+    server = serve(*COLD, "--unixsocket", str(path), fresh=True, KVREDIS_EVENT_LOOP=loop)
     addresses = server.wait_ready()
     assert [ping(address) for address in addresses] == [b"+PONG\r\n"] * 2
     server.signal(signal.SIGTERM)
@@ -55,7 +54,7 @@ def test_it_says_when_it_is_ready_and_drains_on_sigterm(serve: Serve, tmp_path: 
 
 
 def test_ctrl_c_ends_it_as_well(serve: Serve) -> None:
-    server = serve(*COLD)
+    server = serve(*COLD, fresh=True)
     server.wait_ready()
     server.signal(signal.SIGINT)
     assert server.finish() == 0, server.stderr
@@ -172,6 +171,25 @@ def test_addresses_are_bound_before_memory_is_taken(serve: Serve, tmp_path: Path
         assert os.path.exists(path)
 
 
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("none/kv.sock", "No such file or directory"),
+        ("file/kv.sock", "Not a directory"),
+        ("k" * 110, "path too long: it may have 107 bytes"),
+        ("file", "exists and is not a socket"),
+    ],
+)
+def test_a_socket_that_cannot_be_made_is_told_before_memory_is_taken(
+    serve: Serve, tmp_path: Path, place: str, problem: str
+) -> None:
+    (tmp_path / "file").touch()
+    server = serve("--port", "none", "--unixsocket", str(tmp_path / place), "--max-local-cpu-size", "100TB")
+    assert server.finish() == 1
+    assert "cannot listen: " in server.stderr
+    assert problem in server.stderr
+
+
 def test_what_is_reserved_is_nobody_elses_and_refuses_clients_until_it_listens(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -204,7 +222,7 @@ def test_the_memory_that_will_be_taken_is_said_with_who_asked_for_it(serve: Serv
 
 
 def test_the_server_never_loads_torch_or_numpy(serve: Serve) -> None:
-    server = serve(*COLD)
+    server = serve(*COLD, fresh=True)
     server.wait_ready()
     maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "torch" not in maps

@@ -50,6 +50,29 @@ MODELS: dict[str, Answer] = {
         "rope_theta": 10000.0, "rope_scaling": YARN,
     },
 }  # fmt: skip
+DELTA_NET = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "hidden_act": "silu",
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+MODELS |= {  # most layers recurrent
+    "qwen3-next": DELTA_NET | {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 4,
+        "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3.5": DELTA_NET | {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"},
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"], "norm_eps": 1e-5, "conv_L_cache": 3,
+        "conv_dim": 256, "conv_bias": False, "block_dim": 256, "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 64,
+        "block_auto_adjust_ff_dim": False,
+    },
+}  # fmt: skip
 STRETCHED = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1 + at / 4 for at in range(32)]}
 MODELS["phi"] = MODELS["llama"] | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 MODELS["phi"] |= {"rope_scaling": STRETCHED, "original_max_position_embeddings": 1024}
@@ -96,11 +119,11 @@ class Program:
         adapter: list[Any] | None = None,
     ) -> Answer:
         """Complete prompts side by side, greedily: each with pictures of these seeds, all by one adapter, which is a
-        name, a number and a folder."""
+        name, a number and a folder. Of each the tokens, their log-probabilities, and how many were cached."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
         more: Answer = {"cache_salt": salt} if salt else {}
         if pictures:
             more["multi_modal_data"] = {"image": [inputs.picture(seed) for seed in pictures]}
@@ -109,7 +132,12 @@ class Program:
         outputs = self._llm.generate(asked, sampling, use_tqdm=False, lora_request=lora)
         return {
             "outputs": [
-                {"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs
+                {
+                    "tokens": list(each.outputs[0].token_ids),
+                    "logprobs": [next(iter(at.values())).logprob for at in each.outputs[0].logprobs],
+                    "cached": each.num_cached_tokens,
+                }
+                for each in outputs
             ]
         }
 

@@ -107,18 +107,14 @@ def test_a_run_does_what_its_gets_do_one_by_one(loop: str, seed: int, tmp_path: 
     assert sum(done) > 50, "too few for a comparison"
 
 
-def test_a_run_is_a_later_use_than_a_lookup_that_was_put_off(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            assert await client.ask("MSET", "a", "1", "b", "2", "c", "3") == b"+OK\r\n"
-            assert await client.ask("KV.MATCH", "a", "b", "c") == b":3\r\n"
-            await client.send_raw(2 * request("GET", "c"))
-            assert await client.read(14) == 2 * b"$1\r\n3\r\n"
-            live.store.catch_up()
-            assert [entry.key for entry in live.store.inline_policy.victims()] == [b"b", b"a", b"c"]
-
-    run_on(loop, story())
+async def test_a_run_is_a_later_use_than_a_lookup_that_was_put_off(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    assert await client.ask("MSET", "a", "1", "b", "2", "c", "3") == b"+OK\r\n"
+    assert await client.ask("KV.MATCH", "a", "b", "c") == b":3\r\n"
+    await client.send_raw(2 * request("GET", "c"))
+    assert await client.read(14) == 2 * b"$1\r\n3\r\n"
+    live.store.catch_up()
+    assert [entry.key for entry in live.store.inline_policy.victims()] == [b"b", b"a", b"c"]
 
 
 def entry(key: bytes, value: object) -> Entry:

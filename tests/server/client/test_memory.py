@@ -11,16 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from kvredis.server.client.client import OBJECTS_BYTES
 from kvredis.server.protocol.request import ARGUMENT_BYTES, SCRATCH_BYTES
 from tests.server.feed import request
-from tests.server.live import LOOPS, MIB, Client, LiveServer, pattern, run_on, until
+from tests.server.live import MIB, Client, LiveServer, pattern, until
 
 QUEUED = b"+QUEUED\r\n"
-
-on_both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 async def listed(client: Client, name: str) -> dict[str, int]:
@@ -43,172 +39,133 @@ async def named(live: LiveServer, name: str, kind: str = "unix") -> Client:
     return client
 
 
-@on_both_loops
-def test_a_transactions_queue_is_in_used_memory_and_in_tot_mem_until_it_ends(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await named(live, "fat"), await live.connect()
-            fields = ("used_memory", "mem_clients_normal", "used_memory_peak")
-            before = await info(other, *fields)
-            await client.ask("MULTI")
-            for _ in range(100):
-                assert await client.ask("SET", "k", bytes(10_000)) == QUEUED
-            told = await listed(other, "fat")
-            assert told["multi"] == 100
-            assert told["multi-mem"] == 100 * (10_000 + len("SETk") + 3 * ARGUMENT_BYTES)
-            assert told["tot-mem"] >= told["multi-mem"] + OBJECTS_BYTES
-            after = await info(other, *fields)
-            assert all(now - then >= told["multi-mem"] for now, then in zip(after, before, strict=True))
-            await client.ask("DISCARD")
-            assert (await listed(other, "fat"))["multi-mem"] == 0
-            assert (await info(other, "used_memory"))[0] == before[0]
-
-    run_on(loop, story())
+async def test_a_transactions_queue_is_in_used_memory_and_in_tot_mem_until_it_ends(loop: str, live: LiveServer) -> None:
+    client, other = await named(live, "fat"), await live.connect()
+    fields = ("used_memory", "mem_clients_normal", "used_memory_peak")
+    before = await info(other, *fields)
+    await client.ask("MULTI")
+    for _ in range(100):
+        assert await client.ask("SET", "k", bytes(10_000)) == QUEUED
+    told = await listed(other, "fat")
+    assert told["multi"] == 100
+    assert told["multi-mem"] == 100 * (10_000 + len("SETk") + 3 * ARGUMENT_BYTES)
+    assert told["tot-mem"] >= told["multi-mem"] + OBJECTS_BYTES
+    after = await info(other, *fields)
+    assert all(now - then >= told["multi-mem"] for now, then in zip(after, before, strict=True))
+    await client.ask("DISCARD")
+    assert (await listed(other, "fat"))["multi-mem"] == 0
+    assert (await info(other, "used_memory"))[0] == before[0]
 
 
-def test_values_in_the_arena_count_for_their_client_and_once_in_used_memory(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await named(live, "fat"), await live.connect()
-            await client.ask("MULTI")
-            assert await client.ask("SET", "k", pattern(MIB)) == QUEUED
-            told = await listed(other, "fat")
-            assert told["multi-mem"] == MIB + len("SETk") + 3 * ARGUMENT_BYTES
-            (used,) = await info(other, "used_memory")
-            assert live.store.used_bytes <= used < live.store.used_bytes + 10_000
-
-    run_on("uvloop", story())
+async def test_values_in_the_arena_count_for_their_client_and_once_in_used_memory(live: LiveServer) -> None:
+    client, other = await named(live, "fat"), await live.connect()
+    await client.ask("MULTI")
+    assert await client.ask("SET", "k", pattern(MIB)) == QUEUED
+    told = await listed(other, "fat")
+    assert told["multi-mem"] == MIB + len("SETk") + 3 * ARGUMENT_BYTES
+    (used,) = await info(other, "used_memory")
+    assert live.store.used_bytes <= used < live.store.used_bytes + 10_000
 
 
-def test_what_has_arrived_of_a_command_shows_as_qbuf_and_argv_mem(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await named(live, "fat"), await live.connect()
-            await client.send_raw(b"*3\r\n$4\r\nMSET\r\n$5\r\nabcde\r\n$100\r\nxyz")
-            (session,) = [each for each in live.sessions() if each.name == b"fat"]
-            await until(lambda: session.pending_bytes)
-            told = await listed(other, "fat")
-            assert told["qbuf"] == len("xyz")
-            assert told["qbuf-free"] == SCRATCH_BYTES - len("xyz")
-            assert told["argv-mem"] == len("MSETabcde") + 2 * ARGUMENT_BYTES
-            assert told["tot-mem"] == OBJECTS_BYTES + sum(told[name] for name in ("qbuf", "qbuf-free", "argv-mem"))
-            assert told["fd"] == session.fd > 0
-            await client.send_raw(bytes(97) + b"\r\n")
-            assert await client.read_line() == b"+OK\r\n"
-
-    run_on("uvloop", story())
+async def test_what_has_arrived_of_a_command_shows_as_qbuf_and_argv_mem(live: LiveServer) -> None:
+    client, other = await named(live, "fat"), await live.connect()
+    await client.send_raw(b"*3\r\n$4\r\nMSET\r\n$5\r\nabcde\r\n$100\r\nxyz")
+    (session,) = [each for each in live.sessions() if each.name == b"fat"]
+    await until(lambda: session.pending_bytes)
+    told = await listed(other, "fat")
+    assert told["qbuf"] == len("xyz")
+    assert told["qbuf-free"] == SCRATCH_BYTES - len("xyz")
+    assert told["argv-mem"] == len("MSETabcde") + 2 * ARGUMENT_BYTES
+    assert told["tot-mem"] == OBJECTS_BYTES + sum(told[name] for name in ("qbuf", "qbuf-free", "argv-mem"))
+    assert told["fd"] == session.fd > 0
+    await client.send_raw(bytes(97) + b"\r\n")
+    assert await client.read_line() == b"+OK\r\n"
 
 
-@on_both_loops
-def test_a_reply_that_is_not_read_is_in_omem_and_not_twice_in_used_memory(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await named(live, "slow", "tcp"), await live.connect()
-            await other.ask("SET", "k", pattern(8 * MIB))
-            await client.send("GET", "k")
-            (session,) = [each for each in live.sessions() if each.name == b"slow"]
-            await until(lambda: session.unsent_bytes)
-            told = await listed(other, "slow")
-            assert MIB < told["omem"] <= told["tot-mem"]
-            (used, clients) = await info(other, "used_memory", "mem_clients_normal")
-            assert clients > MIB
-            assert used < live.store.used_bytes + MIB
-
-    run_on(loop, story())
+async def test_a_reply_that_is_not_read_is_in_omem_and_not_twice_in_used_memory(loop: str, live: LiveServer) -> None:
+    client, other = await named(live, "slow", "tcp"), await live.connect()
+    await other.ask("SET", "k", pattern(8 * MIB))
+    await client.send("GET", "k")
+    (session,) = [each for each in live.sessions() if each.name == b"slow"]
+    await until(lambda: session.unsent_bytes)
+    told = await listed(other, "slow")
+    assert MIB < told["omem"] <= told["tot-mem"]
+    (used, clients) = await info(other, "used_memory", "mem_clients_normal")
+    assert clients > MIB
+    assert used < live.store.used_bytes + MIB
 
 
-@on_both_loops
-def test_the_output_limit_counts_what_is_lent_out_of_the_arena(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await live.connect("tcp", receive_bytes=4096), await live.connect()
-            await other.ask("SET", "k", pattern(8 * MIB))
-            await other.ask("CONFIG", "SET", "client-output-buffer-limit", "normal 1mb 0 0")
-            await client.send("GET", "k")
-            await until(lambda: len(live.sessions()) == 1)
-            assert (await info(other, "client_output_buffer_limit_disconnections"))[0] == 1
-            assert "client-output-buffer-limit" in live.complaints.pop()
-
-    run_on(loop, story())
+async def test_the_output_limit_counts_what_is_lent_out_of_the_arena(loop: str, live: LiveServer) -> None:
+    client, other = await live.connect("tcp", receive_bytes=4096), await live.connect()
+    await other.ask("SET", "k", pattern(8 * MIB))
+    await other.ask("CONFIG", "SET", "client-output-buffer-limit", "normal 1mb 0 0")
+    await client.send("GET", "k")
+    await until(lambda: len(live.sessions()) == 1)
+    assert (await info(other, "client_output_buffer_limit_disconnections"))[0] == 1
+    assert "client-output-buffer-limit" in live.complaints.pop()
 
 
-def test_the_query_limit_counts_values_that_arrive_in_the_arena(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, queuing, other = await live.connect(), await live.connect(), await live.connect()
-            await other.ask("CONFIG", "SET", "client-query-buffer-limit", "1mb")
-            words = [b"MSET"] + [word for n in range(3) for word in (b"k%d" % n, pattern(400_000))]
-            with contextlib.suppress(ConnectionError):
-                await client.send(*words)
-                assert await client.read_all() == b""
-            await queuing.ask("MULTI")
-            for _ in range(2):
-                assert await queuing.ask("SET", "k", pattern(400_000)) == QUEUED
-            with contextlib.suppress(ConnectionError):
-                await queuing.send("SET", "k", pattern(400_000))
-                assert await queuing.read_all() == b""
-            assert (await info(other, "client_query_buffer_limit_disconnections"))[0] == 2
-            await until(lambda: not live.store.reserved_bytes)
-
-    run_on("uvloop", story())
+async def test_the_query_limit_counts_values_that_arrive_in_the_arena(live: LiveServer) -> None:
+    client, queuing, other = await live.connect(), await live.connect(), await live.connect()
+    await other.ask("CONFIG", "SET", "client-query-buffer-limit", "1mb")
+    words = [b"MSET"] + [word for n in range(3) for word in (b"k%d" % n, pattern(400_000))]
+    with contextlib.suppress(ConnectionError):
+        await client.send(*words)
+        assert await client.read_all() == b""
+    await queuing.ask("MULTI")
+    for _ in range(2):
+        assert await queuing.ask("SET", "k", pattern(400_000)) == QUEUED
+    with contextlib.suppress(ConnectionError):
+        await queuing.send("SET", "k", pattern(400_000))
+        assert await queuing.read_all() == b""
+    assert (await info(other, "client_query_buffer_limit_disconnections"))[0] == 2
+    await until(lambda: not live.store.reserved_bytes)
 
 
-def test_maxmemory_clients_closes_the_client_that_holds_most(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            fat, thin, other = await named(live, "fat"), await named(live, "thin"), await live.connect()
-            for client, count in ((fat, 60), (thin, 20)):
-                await client.ask("MULTI")
-                for _ in range(count):
-                    assert await client.ask("SET", "k", bytes(10_000)) == QUEUED
-            assert await other.ask("CONFIG", "SET", "maxmemory-clients", "600kb") == b"+OK\r\n"
-            with contextlib.suppress(ConnectionError):
-                assert await fat.read_all() == b""
-            assert "maxmemory-clients" in live.complaints.pop()
-            assert (await info(other, "evicted_clients"))[0] == 1
-            assert await thin.ask("DISCARD") == b"+OK\r\n"
-
-    run_on("uvloop", story())
+async def test_maxmemory_clients_closes_the_client_that_holds_most(live: LiveServer) -> None:
+    fat, thin, other = await named(live, "fat"), await named(live, "thin"), await live.connect()
+    for client, count in ((fat, 60), (thin, 20)):
+        await client.ask("MULTI")
+        for _ in range(count):
+            assert await client.ask("SET", "k", bytes(10_000)) == QUEUED
+    assert await other.ask("CONFIG", "SET", "maxmemory-clients", "600kb") == b"+OK\r\n"
+    with contextlib.suppress(ConnectionError):
+        assert await fat.read_all() == b""
+    assert "maxmemory-clients" in live.complaints.pop()
+    assert (await info(other, "evicted_clients"))[0] == 1
+    assert await thin.ask("DISCARD") == b"+OK\r\n"
 
 
-def test_a_client_that_alone_holds_too_much_is_closed_as_it_queues(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, safe, other = await live.connect(), await live.connect(), await live.connect()
-            live.server.client_memory.tick = lambda: None  # type: ignore[method-assign]
-            await other.ask("CONFIG", "SET", "maxmemory-clients", "1%")
-            await safe.ask("CLIENT", "NO-EVICT", "on")
-            for each in (client, safe):
-                await each.ask("MULTI")
-            answers: list[bytes] = []
-            for _ in range(20):
-                assert await safe.ask("SET", "k", bytes(10_000)) == QUEUED
-                if QUEUED not in answers or answers[-1] == QUEUED:
-                    answers.append(await client.ask("SET", "k", bytes(10_000)))
-            assert answers[-1] == b""
-            assert 10 < answers.count(QUEUED) < 16  # 16 times 10,000 bytes are 1 % of the arena
-            assert live.server.stats.evicted_clients == 1
-            assert "maxmemory-clients" in live.complaints.pop()
-
-    run_on("uvloop", story())
+async def test_a_client_that_alone_holds_too_much_is_closed_as_it_queues(live: LiveServer) -> None:
+    client, safe, other = await live.connect(), await live.connect(), await live.connect()
+    live.server.client_memory.tick = lambda: None  # type: ignore[method-assign]
+    await other.ask("CONFIG", "SET", "maxmemory-clients", "1%")
+    await safe.ask("CLIENT", "NO-EVICT", "on")
+    for each in (client, safe):
+        await each.ask("MULTI")
+    answers: list[bytes] = []
+    for _ in range(20):
+        assert await safe.ask("SET", "k", bytes(10_000)) == QUEUED
+        if QUEUED not in answers or answers[-1] == QUEUED:
+            answers.append(await client.ask("SET", "k", bytes(10_000)))
+    assert answers[-1] == b""
+    assert 10 < answers.count(QUEUED) < 16  # 16 times 10,000 bytes are 1 % of the arena
+    assert live.server.stats.evicted_clients == 1
+    assert "maxmemory-clients" in live.complaints.pop()
 
 
-def test_values_leave_for_what_clients_hold_when_maxmemory_is_set(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await live.connect(), await live.connect()
-            for number in range(40):
-                await other.ask("SET", f"k{number}", bytes(10_000))
-            await other.ask("CONFIG", "SET", "maxmemory", "450kb")
-            await client.ask("MULTI")
-            for _ in range(20):
-                await client.ask("SET", "k", bytes(10_000))
-            await until(lambda: live.store.stats.evicted)
-            await asyncio.sleep(0)
-            (used,) = await info(other, "used_memory")
-            assert used <= 450 * 1024
-
-    run_on("uvloop", story())
+async def test_values_leave_for_what_clients_hold_when_maxmemory_is_set(live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    for number in range(40):
+        await other.ask("SET", f"k{number}", bytes(10_000))
+    await other.ask("CONFIG", "SET", "maxmemory", "450kb")
+    await client.ask("MULTI")
+    for _ in range(20):
+        await client.ask("SET", "k", bytes(10_000))
+    await until(lambda: live.store.stats.evicted)
+    await asyncio.sleep(0)
+    (used,) = await info(other, "used_memory")
+    assert used <= 450 * 1024
 
 
 # How many times is a payload in memory? Once: a 32 MiB SET and GET raise the server's peak by less than 2 MiB. A
@@ -301,7 +258,6 @@ def serving(folder: Path, loop: str, prelude: str = "") -> Iterator[Process]:
             process.terminate()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 def test_a_large_value_is_in_memory_once(loop: str, tmp_path: Path) -> None:
     value = pattern(LENGTH)
     wanted = b"$%d\r\n%b\r\n" % (LENGTH, value)

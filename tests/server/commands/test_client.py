@@ -1,23 +1,9 @@
 """CLIENT on sessions without connections."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvredis.server.server import Server
-from tests.server.fake_session import FakeSession, make_server
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    server.store.close()
-
-
-@pytest.fixture
-def session(server: Server) -> FakeSession:
-    return FakeSession(server, 1)
+from tests.server.fake_session import FakeSession
 
 
 @pytest.fixture

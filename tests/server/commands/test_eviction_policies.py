@@ -1,7 +1,5 @@
 """What the door says of the store's policy: maxmemory-policy, OBJECT FREQ and IDLETIME, KV.TIERS."""
 
-from pathlib import Path
-
 import pytest
 
 from kvredis.server.config.settings import value_of
@@ -10,7 +8,7 @@ from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.fake_session import ARENA_BYTES, FakeSession
-from tests.server.live import OOM, LiveServer, run_on
+from tests.server.live import OOM, LiveServer
 
 ADJUST = b"Please note that when switching between policies at runtime LRU and LFU data will take some time to adjust."
 NO_FREQUENCY = b"-ERR An LFU maxmemory policy is not selected, access frequency not tracked. " + ADJUST + b"\r\n"
@@ -141,27 +139,21 @@ def test_mset_is_refused_as_a_whole_where_only_a_part_of_it_fits() -> None:
     assert session.ask("EXISTS a b ending") == b":2\r\n"
 
 
-def test_beyond_maxmemory_a_transaction_is_neither_queued_nor_run(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await live.connect(), await live.connect()
-            await client.say_hello()
-            await client.ask("SET", "k", "1")
-            await client.ask("MULTI")
-            await client.ask("SET", "k", "2")
-            assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1") == b"+OK\r\n"
-            assert await client.ask("EXEC") == b"-EXECABORT Transaction discarded because of: %b" % OOM.removeprefix(
-                b"-"
-            )
-            assert await client.ask("SET", "k", "2") == OOM, "also where the value is no longer than the old one"
-            await client.ask("MULTI")
-            assert await client.ask("GET", "k") == OOM
-            assert (await client.ask("EXEC")).startswith(b"-EXECABORT")
-            assert await client.get("k") == b"1"
-            assert await client.ask("EXPIRE", "k", "100") == b":1\r\n"
-            assert await client.ask("DEL", "k") == b":1\r\n"
-
-    run_on("uvloop", story())
+async def test_beyond_maxmemory_a_transaction_is_neither_queued_nor_run(live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    await client.say_hello()
+    await client.ask("SET", "k", "1")
+    await client.ask("MULTI")
+    await client.ask("SET", "k", "2")
+    assert await other.ask("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1") == b"+OK\r\n"
+    assert await client.ask("EXEC") == b"-EXECABORT Transaction discarded because of: %b" % OOM.removeprefix(b"-")
+    assert await client.ask("SET", "k", "2") == OOM, "also where the value is no longer than the old one"
+    await client.ask("MULTI")
+    assert await client.ask("GET", "k") == OOM
+    assert (await client.ask("EXEC")).startswith(b"-EXECABORT")
+    assert await client.get("k") == b"1"
+    assert await client.ask("EXPIRE", "k", "100") == b":1\r\n"
+    assert await client.ask("DEL", "k") == b":1\r\n"
 
 
 # ---- OBJECT --------------------------------------------------------------------------------------------------------

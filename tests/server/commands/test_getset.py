@@ -1,12 +1,10 @@
 """Commands that read and change at once, and those that set several keys or none: every payload ends well."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM, bulk, received, run
-from tests.server.live import LiveServer, pattern, run_on
+from tests.server.live import LiveServer, pattern
 
 VALUE = b"v" * LARGE
 
@@ -58,21 +56,17 @@ def test_getex_changes_the_end_only_of_a_value_that_it_returns(session: FakeSess
 
 
 @pytest.mark.parametrize("line", [("GETDEL", "k"), ("GETSET", "k", "new"), ("GETEX", "k", "PXAT", "1")])
-def test_a_slow_reader_gets_all_of_what_his_command_has_taken_away(
-    loop: str, tmp_path: Path, line: tuple[str, ...]
+async def test_a_slow_reader_gets_all_of_what_his_command_has_taken_away(
+    loop: str, line: tuple[str, ...], live: LiveServer
 ) -> None:
     value = pattern(6_000_000)
 
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            reader, writer = await live.connect(receive_bytes=4096), await live.connect()
-            await writer.send("SET", "k", value)
-            assert await writer.read_line() == b"+OK\r\n"
-            await reader.send(*line)
-            assert await writer.ask("PING") == b"+PONG\r\n"
-            for number in range(3):
-                await writer.send("SET", f"other:{number}", pattern(4_000_000, number + 1))
-                assert await writer.read_line() == b"+OK\r\n"
-            assert await reader.read_bulk() == value
-
-    run_on(loop, story())
+    reader, writer = await live.connect(receive_bytes=4096), await live.connect()
+    await writer.send("SET", "k", value)
+    assert await writer.read_line() == b"+OK\r\n"
+    await reader.send(*line)
+    assert await writer.ask("PING") == b"+PONG\r\n"
+    for number in range(3):
+        await writer.send("SET", f"other:{number}", pattern(4_000_000, number + 1))
+        assert await writer.read_line() == b"+OK\r\n"
+    assert await reader.read_bulk() == value

@@ -7,6 +7,7 @@ import pytest
 
 from kvredis.server.protocol import glob
 from kvredis.server.protocol.glob import matcher
+from tests.gate import nightly
 from tests.server.fake_session import ARENA_BYTES, FakeSession
 from tests.server.handlers import LARGE, OOM
 
@@ -187,7 +188,7 @@ def test_a_pattern_made_to_backtrack_takes_no_time() -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"b"])
-@pytest.mark.parametrize("piece", [b"*?", b"*a", b"?*", b"*[ab]"])
+@pytest.mark.parametrize("piece", [b"*?", *map(nightly, (b"*a", b"?*", b"*[ab]"))])
 def test_fifty_thousand_wildcards_are_walked_through_once(piece: bytes, end: bytes) -> None:
     fits = matcher(piece * 50_000 + end)  # re alone takes many seconds to make one expression of this
     assert fits(b"a" * 50_000 + end)

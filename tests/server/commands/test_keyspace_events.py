@@ -1,6 +1,5 @@
 """Keyspace notifications: the letters of the setting, and which messages they let out."""
 
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -8,15 +7,8 @@ import pytest
 from kvredis.server.client.session import Session
 from kvredis.server.commands.keyspace_events import effective, normalize, notify, publish_event
 from kvredis.server.server import Server
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.pushes import message
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    server.store.close()
 
 
 @pytest.fixture

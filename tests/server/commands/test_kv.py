@@ -1,7 +1,6 @@
 """KV.MATCH, KV.META, KV.TIERS and PREFETCH: what a KV cache asks beyond Redis, of blocks that strangers wrote."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import hiredis
@@ -9,16 +8,7 @@ import pytest
 
 from kvredis.server.commands.kv import HEADER_BYTES_MAX, tensor_facts
 from kvredis.server.server import Server
-from tests.server.fake_session import ARENA_BYTES, FakeSession, make_server
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    assert server.store.leases == 0
-    server.store.check_integrity()
-    server.store.close()
+from tests.server.fake_session import ARENA_BYTES, FakeSession
 
 
 @pytest.fixture

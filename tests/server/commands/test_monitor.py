@@ -1,12 +1,11 @@
 """MONITOR: the line that is told, what it hides, and who is told when."""
 
-from pathlib import Path
 from typing import cast
 
 from kvredis.server.client.session import Session
 from kvredis.server.commands.monitor import ARG_BYTES_MAX, ARGS_MAX, feed, monitor_line
 from tests.server.fake_session import FakeSession
-from tests.server.live import LiveServer, pattern, run_on
+from tests.server.live import LiveServer, pattern
 
 
 def line_of(session: FakeSession, *words: object, at: float = 1700000000.123456) -> bytes:
@@ -81,41 +80,33 @@ def test_monitor_is_refused_inside_a_transaction(session: FakeSession) -> None:
     assert session.ask("MONITOR") == b"-ERR MONITOR isn't allowed for DENY BLOCKING client\r\n"
 
 
-def test_a_monitor_sees_what_others_run_and_no_administration(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            monitor, client = await live.connect("tcp"), await live.connect("tcp")
-            assert await monitor.ask("MONITOR") == b"+OK\r\n"
-            await client.ask("CONFIG", "SET", "hz", "10")
-            await client.ask("NOPE")
-            await client.ask("GET")
-            await client.ask("SELECT", "3")
-            await client.ask("SET", "large", pattern(100_000))
-            await client.ask("AUTH", "default", "secret")
-            await client.ask("MULTI")
-            await client.ask("DEL", "a", "b")
-            await client.send("EXEC")
-            assert await client.read(8) == b"*1\r\n:0\r\n"
-            told = [await monitor.read_line() for _ in range(6)]
-            words = [line.split(b"] ", 1)[1].rstrip() for line in told]
-            assert words[0] == b'"SELECT" "3"'
-            assert words[1].startswith(b'"SET" "large" "\\x00\\x01')
-            assert words[1].endswith(b"(99488 more bytes)")
-            assert words[2] == b'"AUTH" "(redacted)" "(redacted)"'
-            assert words[3:] == [b'"MULTI"', b'"DEL" "a" "b"', b'"EXEC"']
-            assert all(line.split(b" ")[1] == b"[3" for line in told)
-
-    run_on(loop, story())
+async def test_a_monitor_sees_what_others_run_and_no_administration(loop: str, live: LiveServer) -> None:
+    monitor, client = await live.connect("tcp"), await live.connect("tcp")
+    assert await monitor.ask("MONITOR") == b"+OK\r\n"
+    await client.ask("CONFIG", "SET", "hz", "10")
+    await client.ask("NOPE")
+    await client.ask("GET")
+    await client.ask("SELECT", "3")
+    await client.ask("SET", "large", pattern(100_000))
+    await client.ask("AUTH", "default", "secret")
+    await client.ask("MULTI")
+    await client.ask("DEL", "a", "b")
+    await client.send("EXEC")
+    assert await client.read(8) == b"*1\r\n:0\r\n"
+    told = [await monitor.read_line() for _ in range(6)]
+    words = [line.split(b"] ", 1)[1].rstrip() for line in told]
+    assert words[0] == b'"SELECT" "3"'
+    assert words[1].startswith(b'"SET" "large" "\\x00\\x01')
+    assert words[1].endswith(b"(99488 more bytes)")
+    assert words[2] == b'"AUTH" "(redacted)" "(redacted)"'
+    assert words[3:] == [b'"MULTI"', b'"DEL" "a" "b"', b'"EXEC"']
+    assert all(line.split(b" ")[1] == b"[3" for line in told)
 
 
-def test_a_monitor_that_goes_lets_the_others_run_the_plain_way_again(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            monitor = await live.connect()
-            assert await monitor.ask("MONITOR") == b"+OK\r\n"
-            assert live.server.watches_every_command
-            assert await monitor.ask("RESET") == b"+RESET\r\n"
-            assert not live.server.monitors
-            assert not live.server.watches_every_command
-
-    run_on(loop, story())
+async def test_a_monitor_that_goes_lets_the_others_run_the_plain_way_again(loop: str, live: LiveServer) -> None:
+    monitor = await live.connect()
+    assert await monitor.ask("MONITOR") == b"+OK\r\n"
+    assert live.server.watches_every_command
+    assert await monitor.ask("RESET") == b"+RESET\r\n"
+    assert not live.server.monitors
+    assert not live.server.watches_every_command

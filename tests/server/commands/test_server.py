@@ -1,13 +1,12 @@
 """The small commands: what a server says that keeps nothing on disk, has no replicas and no cluster."""
 
 import time
-from pathlib import Path
 
 import pytest
 
 from kvredis.server.commands.registry import COMMANDS
 from tests.server.fake_session import FakeSession
-from tests.server.live import LiveServer, run_on, until
+from tests.server.live import LiveServer, until
 
 DISABLED = b"-ERR This instance has cluster support disabled\r\n"
 
@@ -80,66 +79,46 @@ def test_modules_cannot_be_loaded(session: FakeSession) -> None:
         assert session.ask(line).startswith(b"-ERR MODULE command not allowed.")
 
 
-def test_wait_answers_when_its_time_is_up_and_nothing_overtakes_it(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await live.connect(), await live.connect()
-            await client.send_raw(b"WAIT 1 20\r\nWAITAOF 0 2 1\r\nPING\r\n")
-            await until(lambda: live.server.blocked.timeouts)
-            assert await other.ask("PING") == b"+PONG\r\n"
-            assert await client.read(23) == b":0\r\n*2\r\n:0\r\n:0\r\n+PONG\r\n"
-            assert not live.server.blocked.timeouts
-
-    run_on(loop, story())
+async def test_wait_answers_when_its_time_is_up_and_nothing_overtakes_it(loop: str, live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    await client.send_raw(b"WAIT 1 20\r\nWAITAOF 0 2 1\r\nPING\r\n")
+    await until(lambda: live.server.blocked.timeouts)
+    assert await other.ask("PING") == b"+PONG\r\n"
+    assert await client.read(23) == b":0\r\n*2\r\n:0\r\n:0\r\n+PONG\r\n"
+    assert not live.server.blocked.timeouts
 
 
-def test_a_wait_for_ever_is_ended_by_unblock(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client, other = await live.connect(), await live.connect()
-            for how, reply in ((b"", b":0\r\n"), (b" ERROR", b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n")):
-                await client.send("WAIT", "1", "0")
-                await until(lambda: live.server.blocked.timeouts)
-                await other.send_raw(b"CLIENT UNBLOCK %d%b\r\n" % (live.sessions()[0].id, how))
-                assert await other.read_line() == b":1\r\n"
-                assert await client.read_line() == reply
-
-    run_on(loop, story())
+async def test_a_wait_for_ever_is_ended_by_unblock(loop: str, live: LiveServer) -> None:
+    client, other = await live.connect(), await live.connect()
+    for how, reply in ((b"", b":0\r\n"), (b" ERROR", b"-UNBLOCKED client unblocked via CLIENT UNBLOCK\r\n")):
+        await client.send("WAIT", "1", "0")
+        await until(lambda: live.server.blocked.timeouts)
+        await other.send_raw(b"CLIENT UNBLOCK %d%b\r\n" % (live.sessions()[0].id, how))
+        assert await other.read_line() == b":1\r\n"
+        assert await client.read_line() == reply
 
 
-def test_a_client_that_goes_while_it_waits_leaves_nothing(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            await client.send("WAIT", "1", "1000000")
-            await until(lambda: live.server.blocked.timeouts)
-            client.reset()
-            await until(lambda: not live.server.sessions)
-            assert not live.server.blocked.timeouts
-
-    run_on(loop, story())
+async def test_a_client_that_goes_while_it_waits_leaves_nothing(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    await client.send("WAIT", "1", "1000000")
+    await until(lambda: live.server.blocked.timeouts)
+    client.reset()
+    await until(lambda: not live.server.sessions)
+    assert not live.server.blocked.timeouts
 
 
-def test_nothing_waits_inside_a_transaction(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            for words in (["MULTI"], ["WAIT", "1", "0"], ["WAITAOF", "0", "1", "0"]):
-                await client.ask(*words)
-            await client.send("EXEC")
-            assert await client.read(20) == b"*2\r\n:0\r\n*2\r\n:0\r\n:0\r\n"
-
-    run_on(loop, story())
+async def test_nothing_waits_inside_a_transaction(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    for words in (["MULTI"], ["WAIT", "1", "0"], ["WAITAOF", "0", "1", "0"]):
+        await client.ask(*words)
+    await client.send("EXEC")
+    assert await client.read(20) == b"*2\r\n:0\r\n*2\r\n:0\r\n:0\r\n"
 
 
-def test_shutdown_is_not_answered_and_asks_for_the_end(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            await client.send_raw(b"SHUTDOWN NOSAVE\r\nSET k v\r\n")
-            await live.server.shutdown_wanted.wait()
-            await live.server.stop()
-            assert await client.read_all() == b""
-            assert live.store.find(b"k") is None
-
-    run_on(loop, story())
+async def test_shutdown_is_not_answered_and_asks_for_the_end(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    await client.send_raw(b"SHUTDOWN NOSAVE\r\nSET k v\r\n")
+    await live.server.shutdown_wanted.wait()
+    await live.server.stop()
+    assert await client.read_all() == b""
+    assert live.store.find(b"k") is None

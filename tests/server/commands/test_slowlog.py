@@ -1,6 +1,5 @@
 """SLOWLOG: what is kept of a slow command, for how long, and what nobody may read there."""
 
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from kvredis.server.client.session import Session
 from kvredis.server.commands.slowlog import NEVER_NS, SlowLog, kept_args
 from tests.server.fake_session import FakeSession
-from tests.server.live import LiveServer, pattern, run_on
+from tests.server.live import LiveServer, pattern
 
 
 def note(session: FakeSession, *words: bytes, microseconds: int = 20_000) -> None:
@@ -106,26 +105,22 @@ def test_what_is_asked_wrongly_is_answered_as_redis_does(line: str, reply: bytes
     assert session.ask(line) == reply
 
 
-def test_with_a_threshold_of_zero_every_command_of_a_client_is_kept(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            client = await live.connect()
-            await client.ask("CONFIG", "SET", "slowlog-log-slower-than", "0")
-            await client.ask("SET", "small", "v")
-            await client.ask("SET", "large", pattern(1 << 20))
-            await client.get("small")
-            await client.ask("AUTH", "default", "pw")
-            await client.send_raw(b"EXISTS small\r\nNOPE\r\nGET\r\n")
-            assert (await client.read_line(), await client.read_line()) == (
-                b":1\r\n",
-                b"-ERR unknown command 'NOPE', with args beginning with: \r\n",
-            )
-            await client.read_line()
-            kept = [entry.args for entry in reversed(live.server.slowlog.entries)]
-            assert kept[0] == (b"CONFIG", b"SET", b"slowlog-log-slower-than", b"0")
-            assert kept[1] == (b"SET", b"small", b"v")
-            assert kept[2][:2] == (b"SET", b"large")
-            assert kept[2][2] == pattern(1 << 20)[:128] + b"... (%d more bytes)" % ((1 << 20) - 128)
-            assert kept[3:] == [(b"GET", b"small"), (b"AUTH", b"(redacted)", b"(redacted)"), (b"EXISTS", b"small")]
-
-    run_on(loop, story())
+async def test_with_a_threshold_of_zero_every_command_of_a_client_is_kept(loop: str, live: LiveServer) -> None:
+    client = await live.connect()
+    await client.ask("CONFIG", "SET", "slowlog-log-slower-than", "0")
+    await client.ask("SET", "small", "v")
+    await client.ask("SET", "large", pattern(1 << 20))
+    await client.get("small")
+    await client.ask("AUTH", "default", "pw")
+    await client.send_raw(b"EXISTS small\r\nNOPE\r\nGET\r\n")
+    assert (await client.read_line(), await client.read_line()) == (
+        b":1\r\n",
+        b"-ERR unknown command 'NOPE', with args beginning with: \r\n",
+    )
+    await client.read_line()
+    kept = [entry.args for entry in reversed(live.server.slowlog.entries)]
+    assert kept[0] == (b"CONFIG", b"SET", b"slowlog-log-slower-than", b"0")
+    assert kept[1] == (b"SET", b"small", b"v")
+    assert kept[2][:2] == (b"SET", b"large")
+    assert kept[2][2] == pattern(1 << 20)[:128] + b"... (%d more bytes)" % ((1 << 20) - 128)
+    assert kept[3:] == [(b"GET", b"small"), (b"AUTH", b"(redacted)", b"(redacted)"), (b"EXISTS", b"small")]

@@ -1,6 +1,6 @@
 """Client-side caching on sessions without connections: who is told that which copy is out of date."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -11,17 +11,10 @@ from kvredis.server.client.tracking import TrackingTable
 from kvredis.server.commands.client import letters_of, redirection_of
 from kvredis.server.commands.registry import Command, lookup
 from kvredis.server.server import Server
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 from tests.server.pushes import invalidation, message
 
 FLUSHED = b">2\r\n$10\r\ninvalidate\r\n_\r\n"
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    server.store.close()
 
 
 @pytest.fixture

@@ -1,30 +1,16 @@
 """CLIENT TRACKING, CACHING, GETREDIR and TRACKINGINFO: what they take, refuse and show."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvredis.server.client.tracking import PREFIXES_MAX
 from kvredis.server.server import Server
-from tests.server.fake_session import FakeSession, make_server
+from tests.server.fake_session import FakeSession
 
 OK = b"+OK\r\n"
 SYNTAX = b"-ERR syntax error\r\n"
 BCAST_STAYS = (
     b"-ERR You can't switch BCAST mode on/off before disabling tracking for this client, and then re-enabling "
 )
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = make_server()
-    yield server
-    server.store.close()
-
-
-@pytest.fixture
-def session(server: Server) -> FakeSession:
-    return FakeSession(server, 1)
 
 
 def info(session: FakeSession) -> list[bytes]:

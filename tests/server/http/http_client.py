@@ -3,14 +3,11 @@
 import asyncio
 import base64
 import socket
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.server.live import LiveServer, run_on, until
-
-Story = Callable[[LiveServer], Coroutine[Any, Any, None]]
+from tests.server.live import LiveServer, until
 
 
 @dataclass(frozen=True)
@@ -78,12 +75,14 @@ class HttpClient:
 
 
 async def connect(live: LiveServer) -> HttpClient:
-    """A new connection to the HTTP door of a server; the caller closes it."""
+    """A new connection to the HTTP endpoint of a server, which is closed with it at the latest."""
     assert live.server.http is not None
     sock = socket.socket()
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", live.server.http.port))
-    return HttpClient(sock)
+    client = HttpClient(sock)
+    live.clients.append(client)
+    return client
 
 
 async def ask(live: LiveServer, path: str, *headers: str, method: str = "GET") -> Answer:
@@ -100,13 +99,15 @@ def basic(user: str, password: str) -> str:
     return "Authorization: Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def serving(loop: str, folder: Path, story: Story, **options: Any) -> None:
-    """Run a story against a server with a metrics port."""
+class WebServer(LiveServer):
+    """A server with a metrics port, which has forgotten its HTTP clients at the end."""
 
-    async def whole() -> None:
-        async with LiveServer(folder, **{"metrics_port": -1, **options}) as live:
-            await story(live)
-            assert live.server.http is not None
-            await until(lambda: not live.server.http.connections)  # type: ignore[union-attr]
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **{"metrics_port": -1, **options})
 
-    run_on(loop, whole())
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        for client in self.clients:
+            client.close()
+        if error is None:
+            await until(lambda: self.server.http is None or not self.server.http.connections)
+        await super().__aexit__(kind, error, trace)

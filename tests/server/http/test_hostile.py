@@ -4,86 +4,74 @@ import asyncio
 import random
 import socket
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from kvredis.server.http import server
 from kvredis.server.http.server import HttpRequest, HttpResponse, HttpServer
 from kvredis.server.options import ServerOptions
-from tests.server.http.http_client import HttpClient, ask, connect, serving
-from tests.server.live import LiveServer, run_on, until
+from tests.server.http.http_client import HttpClient, WebServer, ask, connect
+from tests.server.live import LiveServer, until
 
 
-def test_a_head_that_never_ends_is_hung_up_on(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_never_ends_is_hung_up_on(
+    loop: str, monkeypatch: pytest.MonkeyPatch, live: WebServer
+) -> None:
     monkeypatch.setattr(server, "HEAD_S", 0.05)
 
-    async def story(live: LiveServer) -> None:
-        silent, slow = await connect(live), await connect(live)
-        with suppress(ConnectionError):  # a busy machine has hung up on it already
-            await slow.send(b"GET /health HTTP/1.1\r\nHos")
-        assert await silent.read_all() == b""
-        assert await slow.read_all() == b""
-        for each in (silent, slow):
-            each.close()
-
-    serving(loop, tmp_path, story)
+    silent, slow = await connect(live), await connect(live)
+    with suppress(ConnectionError):  # a busy machine has hung up on it already
+        await slow.send(b"GET /health HTTP/1.1\r\nHos")
+    assert await silent.read_all() == b""
+    assert await slow.read_all() == b""
+    for each in (silent, slow):
+        each.close()
 
 
-def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
+    loop: str, monkeypatch: pytest.MonkeyPatch, live: WebServer
 ) -> None:
     monkeypatch.setattr(server, "HEAD_S", 0.2)
 
-    async def story(live: LiveServer) -> None:
-        client = await connect(live)
-        ended = asyncio.ensure_future(client.read_all())
-        sent = 0
-        while not ended.done():
-            try:
-                await client.send(b"GET /health HTTP/1.1\r\nX-" + b"a" if not sent else b"a")
-            except ConnectionError:
-                break
-            sent += 1
-            await asyncio.wait([ended], timeout=0.02)
-        assert await ended == b""
-        client.close()
-
-    serving(loop, tmp_path, story)
+    client = await connect(live)
+    ended = asyncio.ensure_future(client.read_all())
+    sent = 0
+    while not ended.done():
+        try:
+            await client.send(b"GET /health HTTP/1.1\r\nX-" + b"a" if not sent else b"a")
+        except ConnectionError:
+            break
+        sent += 1
+        await asyncio.wait([ended], timeout=0.02)
+    assert await ended == b""
 
 
-def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str, tmp_path: Path) -> None:
-    async def story(live: LiveServer) -> None:
-        assert live.server.http is not None
-        crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
-        await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
-        assert (await ask(live, "/health")).status == 200
-        assert await crowd[0].read_all() == b""
-        assert (await crowd[-1].ask("/health")).status == 200
-        client = await live.connect()
-        assert await client.ask("PING") == b"+PONG\r\n"
-        for each in crowd:
-            each.close()
-
-    serving(loop, tmp_path, story)
+async def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str, live: WebServer) -> None:
+    assert live.server.http is not None
+    crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
+    await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
+    assert (await ask(live, "/health")).status == 200
+    assert await crowd[0].read_all() == b""
+    assert (await crowd[-1].ask("/health")).status == 200
+    client = await live.connect()
+    assert await client.ask("PING") == b"+PONG\r\n"
+    for each in crowd:
+        each.close()
 
 
-def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, tmp_path: Path) -> None:
-    async def story(live: LiveServer) -> None:
-        assert live.server.http is not None
-        crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
-        await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
-        assert (await crowd[0].ask("/health")).status == 200
-        assert (await ask(live, "/health")).status == 200
-        assert await crowd[1].read_all() == b""
-        assert (await crowd[0].ask("/health")).status == 200
-        for each in crowd:
-            each.close()
-
-    serving(loop, tmp_path, story)
+async def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, live: WebServer) -> None:
+    assert live.server.http is not None
+    crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
+    await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
+    assert (await crowd[0].ask("/health")).status == 200
+    assert (await ask(live, "/health")).status == 200
+    assert await crowd[1].read_all() == b""
+    assert (await crowd[0].ask("/health")).status == 200
+    for each in crowd:
+        each.close()
 
 
-def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
+async def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.05)
@@ -95,25 +83,22 @@ def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
         asked.append(request.path)
         return HttpResponse(200, body, "application/octet-stream")
 
-    async def story() -> None:
-        door = HttpServer(ServerOptions(metrics_port=-1), {"/": (large, False)}, lambda *_: None)
-        door.open()
-        sock = socket.socket()
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", door.port))
-        client = HttpClient(sock)
-        await client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
-        await until(lambda: asked)
-        await until(lambda: not door.connections)
-        assert asked == ["/"]
-        client.close()
-        await door.close()
-
-    run_on(loop, story())
+    door = HttpServer(ServerOptions(metrics_port=-1), {"/": (large, False)}, lambda *_: None)
+    door.open()
+    sock = socket.socket()
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", door.port))
+    client = HttpClient(sock)
+    await client.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+    await until(lambda: asked)
+    await until(lambda: not door.connections)
+    assert asked == ["/"]
+    client.close()
+    await door.close()
 
 
-def test_thousands_of_broken_requests_leave_the_server_as_it_was(loop: str, tmp_path: Path) -> None:
+async def test_thousands_of_broken_requests_leave_the_server_as_it_was(loop: str, live: WebServer) -> None:
     chance = random.Random(8)
     whole = [
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n",
@@ -154,14 +139,11 @@ def test_thousands_of_broken_requests_leave_the_server_as_it_was(loop: str, tmp_
         assert b" 500 " not in answer.split(b"\r\n")[0], data
         return len(answer)
 
-    async def story(live: LiveServer) -> None:
-        resp = await live.connect()
-        await resp.ask("SET", "k", "v")
-        answered = 0
-        for _ in range(125):
-            answered += sum(map(bool, await asyncio.gather(*[one(live, broken()) for _ in range(8)])))
-            assert await resp.get("k") == b"v"
-        assert answered > 600
-        assert (await ask(live, "/health")).status == 200
-
-    serving(loop, tmp_path, story)
+    resp = await live.connect()
+    await resp.ask("SET", "k", "v")
+    answered = 0
+    for _ in range(125):
+        answered += sum(map(bool, await asyncio.gather(*[one(live, broken()) for _ in range(8)])))
+        assert await resp.get("k") == b"v"
+    assert answered > 600
+    assert (await ask(live, "/health")).status == 200

@@ -19,9 +19,7 @@ import pytest
 
 from kvredis.server.net.listeners import Listeners, bind_tcp, bind_unix
 from kvredis.server.options import ServerOptions
-from tests.server.live import LOOPS, LiveServer, run_on, until
-
-every_loop = pytest.mark.parametrize("loop", LOOPS)
+from tests.server.live import LiveServer, run_on, until
 
 
 def has_ipv6() -> bool:
@@ -47,7 +45,6 @@ def reachable(host: str, port: int) -> bool:
 
 
 @needs_ipv6
-@every_loop
 @pytest.mark.parametrize(
     ("bind", "shown", "ipv4", "other", "ipv6"),
     [
@@ -62,17 +59,14 @@ def reachable(host: str, port: int) -> bool:
         (("127.0.0.2", "-192.0.2.77"), ["127.0.0.2"], False, True, False),
     ],
 )
-def test_addresses_are_read_as_redis_reads_them(
+async def test_addresses_are_read_as_redis_reads_them(
     loop: str, tmp_path: Path, bind: tuple[str, ...], shown: list[str], ipv4: bool, other: bool, ipv6: bool
 ) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, bind=bind, unixsocket=None) as live:
-            port = live.server.tcp_port
-            assert live.server.addresses == [f"{host}:{port}" for host in shown]
-            assert [reachable(host, port) for host in ("127.0.0.1", "127.0.0.2", "::1")] == [ipv4, other, ipv6]
-            await until(lambda: live.server.stats.connections_received == ipv4 + other + ipv6)
-
-    run_on(loop, story())
+    async with LiveServer(tmp_path, bind=bind, unixsocket=None) as live:
+        port = live.server.tcp_port
+        assert live.server.addresses == [f"{host}:{port}" for host in shown]
+        assert [reachable(host, port) for host in ("127.0.0.1", "127.0.0.2", "::1")] == [ipv4, other, ipv6]
+        await until(lambda: live.server.stats.connections_received == ipv4 + other + ipv6)
 
 
 @pytest.mark.parametrize(
@@ -105,19 +99,15 @@ def test_an_optional_address_may_be_missing_but_not_taken() -> None:
         bind_tcp("-127.0.0.1", other.getsockname()[1])
 
 
-@every_loop
 @pytest.mark.parametrize("bind", [("-192.0.2.77",), ("127.0.0.1", "192.0.2.77")])
-def test_a_server_that_cannot_have_its_addresses_keeps_none(loop: str, bind: tuple[str, ...]) -> None:
-    async def story() -> None:
-        listeners = Listeners(ServerOptions(bind=bind, port=0), asyncio.Protocol, lambda: 1)
-        with pytest.raises(OSError, match=r"192\.0\.2\.77"):
-            listeners.open()
-        assert listeners.addresses == []
-        if listeners.tcp_port:
-            assert not reachable("127.0.0.1", listeners.tcp_port)
-        listeners.close()
-
-    run_on(loop, story())
+async def test_a_server_that_cannot_have_its_addresses_keeps_none(loop: str, bind: tuple[str, ...]) -> None:
+    listeners = Listeners(ServerOptions(bind=bind, port=0), asyncio.Protocol, lambda: 1)
+    with pytest.raises(OSError, match=r"192\.0\.2\.77"):
+        listeners.open()
+    assert listeners.addresses == []
+    if listeners.tcp_port:
+        assert not reachable("127.0.0.1", listeners.tcp_port)
+    listeners.close()
 
 
 def test_listening_nowhere_is_an_error() -> None:
@@ -142,7 +132,6 @@ def own_address(family: socket.AddressFamily, some: str) -> str:
 FAMILIES = {"ipv4": (socket.AF_INET, "192.0.2.1", "*"), "ipv6": (socket.AF_INET6, "2001:db8::1", "::*")}
 
 
-@every_loop
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("options", "answer"),
@@ -170,25 +159,21 @@ def test_distant_clients_need_a_password_whatever_is_bound(
     run_on(loop, story())
 
 
-@every_loop
-def test_silent_clients_are_asked_by_the_kernel(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path, tcp_keepalive=60) as live:
-            for seconds, shown in ((60, (1, 60, 20)), (0, (0,)), (90_000, (1, 32_767, 10_922))):
-                live.server.listeners.keepalive_s = seconds
-                await live.connect("tcp")
-                await until(lambda: live.sessions())
-                session = live.sessions()[0]
-                assert session._transport is not None
-                sock = session._transport.get_extra_info("socket")
-                names = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-                         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
-                         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL))  # fmt: skip
-                assert tuple(sock.getsockopt(*name) for name in names)[: len(shown)] == shown
-                session.close()
-                await until(lambda: not live.sessions())
-
-    run_on(loop, story())
+async def test_silent_clients_are_asked_by_the_kernel(loop: str, tmp_path: Path) -> None:
+    async with LiveServer(tmp_path, tcp_keepalive=60) as live:
+        for seconds, shown in ((60, (1, 60, 20)), (0, (0,)), (90_000, (1, 32_767, 10_922))):
+            live.server.listeners.keepalive_s = seconds
+            await live.connect("tcp")
+            await until(lambda: live.sessions())
+            session = live.sessions()[0]
+            assert session._transport is not None
+            sock = session._transport.get_extra_info("socket")
+            names = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL))  # fmt: skip
+            assert tuple(sock.getsockopt(*name) for name in names)[: len(shown)] == shown
+            session.close()
+            await until(lambda: not live.sessions())
 
 
 # ---- the socket file ---------------------------------------------------------------------------------------------
@@ -274,7 +259,6 @@ def ask(client: socket.socket, words: bytes) -> bytes:
     return client.recv(100)
 
 
-@every_loop
 def test_without_descriptors_clients_wait_and_others_are_served(loop: str, tmp_path: Path) -> None:
     crowd = Crowd(tmp_path, loop)
     try:

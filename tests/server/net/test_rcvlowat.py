@@ -2,12 +2,11 @@
 
 import asyncio
 import socket
-from pathlib import Path
 
 import pytest
 
 from kvredis.server.net.rcvlowat import LONG_BYTES, LOW_WATER_BYTES, LowWater
-from tests.server.live import LOOPS, LiveServer, run_on, until
+from tests.server.live import LiveServer, until
 
 MIB = 1024 * 1024
 
@@ -54,49 +53,34 @@ def test_only_a_long_value_has_a_mark_and_its_end_has_none() -> None:
     assert marks == [1, LOW_WATER_BYTES, LOW_WATER_BYTES, 1, 1, 1]
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_the_mark_is_high_within_a_payload_and_low_behind_it(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            reader, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
-            value = bytes(3 * MIB)
-            writer.write(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % len(value) + value[:MIB])
-            await until(lambda: mark_of(live) == LOW_WATER_BYTES)
-            writer.write(value[MIB:] + b"\r\n*1\r\n$4\r\nPING\r\n")
-            assert await reader.readexactly(12) == b"+OK\r\n+PONG\r\n"
-            assert mark_of(live) == 1
-            writer.close()
-
-    run_on(loop, story())
+async def test_the_mark_is_high_within_a_payload_and_low_behind_it(loop: str, live: LiveServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
+    value = bytes(3 * MIB)
+    writer.write(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % len(value) + value[:MIB])
+    await until(lambda: mark_of(live) == LOW_WATER_BYTES)
+    writer.write(value[MIB:] + b"\r\n*1\r\n$4\r\nPING\r\n")
+    assert await reader.readexactly(12) == b"+OK\r\n+PONG\r\n"
+    assert mark_of(live) == 1
+    writer.close()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("left", [1, 2, 3, 1000, LOW_WATER_BYTES - 1, LOW_WATER_BYTES + 1, 2 * LOW_WATER_BYTES + 7])
-def test_the_last_bytes_are_taken_however_few_they_are(loop: str, left: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            reader, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
-            request = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (2 * MIB) + bytes(2 * MIB) + b"\r\n"
-            writer.write(request[:-left])
-            await until(lambda: live.store.reserved_bytes > 0)
-            writer.write(request[-left:])
-            assert await reader.readexactly(5) == b"+OK\r\n"
-            writer.close()
-
-    run_on(loop, story())
+async def test_the_last_bytes_are_taken_however_few_they_are(loop: str, left: int, live: LiveServer) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
+    request = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (2 * MIB) + bytes(2 * MIB) + b"\r\n"
+    writer.write(request[:-left])
+    await until(lambda: live.store.reserved_bytes > 0)
+    writer.write(request[-left:])
+    assert await reader.readexactly(5) == b"+OK\r\n"
+    writer.close()
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_client_that_sends_slowly_is_heard_every_second(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with LiveServer(tmp_path) as live:
-            _, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
-            sent = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (3 * MIB) + bytes(MIB)
-            writer.write(sent)
-            await until(lambda: live.store.reserved_bytes > 0 and mark_of(live) > 1)
-            writer.write(bytes(1000))
-            (session,) = live.server.sessions.values()
-            await until(lambda: session.input_bytes == len(sent) + 1000)
-            writer.close()
-
-    run_on(loop, story())
+async def test_a_client_that_sends_slowly_is_heard_every_second(loop: str, live: LiveServer) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", live.server.tcp_port)
+    sent = b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % (3 * MIB) + bytes(MIB)
+    writer.write(sent)
+    await until(lambda: live.store.reserved_bytes > 0 and mark_of(live) > 1)
+    writer.write(bytes(1000))
+    (session,) = live.server.sessions.values()
+    await until(lambda: session.input_bytes == len(sent) + 1000)
+    writer.close()

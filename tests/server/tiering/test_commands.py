@@ -174,28 +174,20 @@ def test_a_command_about_all_keys_leaves_them_on_disk(line: str, tmp_path: Path)
     assert (gone.reply, gone.left, gone.reads) == (here.reply, here.left, 0)
 
 
-def test_memory_usage_of_a_block_on_disk_is_what_is_known_of_it(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put("big")
-            client = await live.connect()
-            in_memory = int((await client.ask("MEMORY", "USAGE", "big"))[1:])
-            live.send_away("big")
-            assert 0 < int((await client.ask("MEMORY", "USAGE", "big"))[1:]) == in_memory - 64 * 1024
-            assert live.steps("pread") == 0
-
-    run_on("uvloop", story())
+async def test_memory_usage_of_a_block_on_disk_is_what_is_known_of_it(live: TieredServer) -> None:
+    live.put("big")
+    client = await live.connect()
+    in_memory = int((await client.ask("MEMORY", "USAGE", "big"))[1:])
+    live.send_away("big")
+    assert 0 < int((await client.ask("MEMORY", "USAGE", "big"))[1:]) == in_memory - 64 * 1024
+    assert live.steps("pread") == 0
 
 
-def test_a_block_is_read_once_for_all_that_is_asked_of_it(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a")
-            client = await live.connect()
-            for _ in range(3):
-                assert await client.get("a") == block("a")
-            await client.send("GETRANGE", "a", "0", "9")
-            assert await client.read_bulk() == block("a")[:10]
-            assert live.steps("pread") == 1
-
-    run_on(loop, story())
+async def test_a_block_is_read_once_for_all_that_is_asked_of_it(loop: str, live: TieredServer) -> None:
+    live.put_away("a")
+    client = await live.connect()
+    for _ in range(3):
+        assert await client.get("a") == block("a")
+    await client.send("GETRANGE", "a", "0", "9")
+    assert await client.read_bulk() == block("a")[:10]
+    assert live.steps("pread") == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.live import Client, run_on
+from tests.server.live import Client
 from tests.server.tiered_server import DISK_BYTES, TieredServer
 
 CLIENTS = 6
@@ -94,19 +94,16 @@ class Owner:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "passed on"])
-def test_a_crowd_over_two_tiers_loses_nothing(loop: str, keep: bool, seed: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path, threads=3, keep=keep, disk_bytes=2 * DISK_BYTES) as live:
-            live.tiering.spill_wait_s = 1e9  # nobody drops anything: the clocks stand still
-            owners = [Owner(await live.connect(), number, seed) for number in range(CLIENTS)]
-            if not keep:
-                for owner in owners:  # PREFETCH is refused
-                    owner.prefetch = owner.get  # type: ignore[method-assign]
-            await asyncio.gather(*(owner.work() for owner in owners))
-            for owner in owners:
-                for key in owner.keys:
-                    assert await owner.client.get(key) == owner.values.get(key)
-            assert live.store.stats.evicted == live.tiering.stats.spill_dropped == live.tiering.stats.lost == 0
-            assert live.tiering.stats.promoted > 50
-
-    run_on(loop, story())
+async def test_a_crowd_over_two_tiers_loses_nothing(loop: str, keep: bool, seed: int, tmp_path: Path) -> None:
+    async with TieredServer(tmp_path, threads=3, keep=keep, disk_bytes=2 * DISK_BYTES) as live:
+        live.tiering.spill_wait_s = 1e9  # nobody drops anything: the clocks stand still
+        owners = [Owner(await live.connect(), number, seed) for number in range(CLIENTS)]
+        if not keep:
+            for owner in owners:  # PREFETCH is refused
+                owner.prefetch = owner.get  # type: ignore[method-assign]
+        await asyncio.gather(*(owner.work() for owner in owners))
+        for owner in owners:
+            for key in owner.keys:
+                assert await owner.client.get(key) == owner.values.get(key)
+        assert live.store.stats.evicted == live.tiering.stats.spill_dropped == live.tiering.stats.lost == 0
+        assert live.tiering.stats.promoted > 50

@@ -58,64 +58,56 @@ async def agree(live: TieredServer, client: Client) -> dict[str, str]:
     return told
 
 
-def test_every_figure_adds_up_after_stores_spills_reads_and_deletes(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            client = await live.connect()
-            for key in KEYS:
-                assert await client.ask("SET", key, block(key)) == b"+OK\r\n"
-                await live.quiet()
-            told = await agree(live, client)
-            assert numbers(told, "tier_spill_dropped", "evicted_keys", "tier_lost", "tier_spill_failed") == [0] * 4
-            spilled, unloaded = numbers(told, "tier_spilled", "tier_unloaded")
-            assert spilled == int(told["disk_entries"]) >= unloaded == live.store.away == len(KEYS) - 16
-            assert int(told["tier_spilled_bytes"]) == spilled * len(block("a"))
-            assert int(told["disk_used"]) == spilled * EXTENT
-            assert await client.ask("SAVE") == b"+OK\r\n"
-            told = await agree(live, client)
-            assert numbers(told, "memory_unsaved", "tier_spilled", "disk_entries") == [0, 24, 24]
-            hits = int(told["keyspace_hits"])
-            for key in KEYS:  # twice as much as memory holds, in a circle: each of them is away when its turn comes
-                assert await client.get(key) == block(key)
-            assert await client.get("nothing") is None
-            told = await agree(live, client)
-            assert int(told["keyspace_hits"]) == hits + 24
-            assert numbers(told, "keyspace_misses", "tier_promoted") == [1, 24]
-            assert int(told["tier_promoted_bytes"]) == 24 * len(block("a"))
-            assert await client.ask("DEL", KEYS[0], KEYS[-1], "nothing") == b":2\r\n"
-            assert await client.ask("SET", KEYS[1], "small now") == b"+OK\r\n"
-            await until(lambda: not live.tiering.disk.unsettled)  # it has more free once it knows
-            told = await agree(live, client)
-            assert numbers(told, "disk_entries", "memory_unsaved", "store_deleted") == [21, 1, 2]
-            assert await client.ask("FLUSHALL") == b"+OK\r\n"
-            told = await info(client)
-            names = ("memory_entries", "disk_entries", "disk_used", "memory_unsaved", "full")
-            assert numbers(told, *names) == [0] * 5
-            assert "db0" not in told
-
-    run_on(loop, story())
+async def test_every_figure_adds_up_after_stores_spills_reads_and_deletes(loop: str, live: TieredServer) -> None:
+    client = await live.connect()
+    for key in KEYS:
+        assert await client.ask("SET", key, block(key)) == b"+OK\r\n"
+        await live.quiet()
+    told = await agree(live, client)
+    assert numbers(told, "tier_spill_dropped", "evicted_keys", "tier_lost", "tier_spill_failed") == [0] * 4
+    spilled, unloaded = numbers(told, "tier_spilled", "tier_unloaded")
+    assert spilled == int(told["disk_entries"]) >= unloaded == live.store.away == len(KEYS) - 16
+    assert int(told["tier_spilled_bytes"]) == spilled * len(block("a"))
+    assert int(told["disk_used"]) == spilled * EXTENT
+    assert await client.ask("SAVE") == b"+OK\r\n"
+    told = await agree(live, client)
+    assert numbers(told, "memory_unsaved", "tier_spilled", "disk_entries") == [0, 24, 24]
+    hits = int(told["keyspace_hits"])
+    for key in KEYS:  # twice as much as memory holds, in a circle: each of them is away when its turn comes
+        assert await client.get(key) == block(key)
+    assert await client.get("nothing") is None
+    told = await agree(live, client)
+    assert int(told["keyspace_hits"]) == hits + 24
+    assert numbers(told, "keyspace_misses", "tier_promoted") == [1, 24]
+    assert int(told["tier_promoted_bytes"]) == 24 * len(block("a"))
+    assert await client.ask("DEL", KEYS[0], KEYS[-1], "nothing") == b":2\r\n"
+    assert await client.ask("SET", KEYS[1], "small now") == b"+OK\r\n"
+    await until(lambda: not live.tiering.disk.unsettled)  # it has more free once it knows
+    told = await agree(live, client)
+    assert numbers(told, "disk_entries", "memory_unsaved", "store_deleted") == [21, 1, 2]
+    assert await client.ask("FLUSHALL") == b"+OK\r\n"
+    told = await info(client)
+    names = ("memory_entries", "disk_entries", "disk_used", "memory_unsaved", "full")
+    assert numbers(told, *names) == [0] * 5
+    assert "db0" not in told
 
 
-def test_what_is_on_its_way_is_told_of(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a", "b")
-            live.put("c")
-            client, other = await live.connect(), await live.connect()
-            live.hold()
-            assert await client.ask("PREFETCH", "b") == b":1\r\n"
-            assert await client.ask("BGSAVE") == b"+Background saving started\r\n"
-            await other.send("GET", "a")
-            await until(lambda: any(session.waiting is not None for session in live.sessions()))
-            told = await info(client)
-            queued = ("disk_queued_promotes", "disk_queued_prefetches", "disk_queued_spills", "disk_prefetch_jobs")
-            assert numbers(told, *queued) == [2, 1, 0, 1]  # the save is as urgent as a read
-            live.let_go()
-            assert await other.read_bulk() == block("a")
-            await live.quiet()
-            assert numbers(await agree(live, client), *queued) == [0, 0, 0, 1]
-
-    run_on(loop, story())
+async def test_what_is_on_its_way_is_told_of(loop: str, live: TieredServer) -> None:
+    live.put_away("a", "b")
+    live.put("c")
+    client, other = await live.connect(), await live.connect()
+    live.hold()
+    assert await client.ask("PREFETCH", "b") == b":1\r\n"
+    assert await client.ask("BGSAVE") == b"+Background saving started\r\n"
+    await other.send("GET", "a")
+    await until(lambda: any(session.waiting is not None for session in live.sessions()))
+    told = await info(client)
+    queued = ("disk_queued_promotes", "disk_queued_prefetches", "disk_queued_spills", "disk_prefetch_jobs")
+    assert numbers(told, *queued) == [2, 1, 0, 1]  # the save is as urgent as a read
+    live.let_go()
+    assert await other.read_bulk() == block("a")
+    await live.quiet()
+    assert numbers(await agree(live, client), *queued) == [0, 0, 0, 1]
 
 
 def test_a_start_over_a_disk_says_what_it_has_found(tmp_path: Path) -> None:
@@ -136,34 +128,26 @@ def test_a_start_over_a_disk_says_what_it_has_found(tmp_path: Path) -> None:
     run_on("uvloop", second())
 
 
-def test_config_resetstat_counts_from_nothing(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a")
-            client = await live.connect()
-            assert await client.get("a") == block("a")
-            assert await client.ask("CONFIG", "RESETSTAT") == b"+OK\r\n"
-            told = await info(client)
-            assert numbers(told, "tier_spilled", "tier_promoted", "tier_unloaded", "keyspace_hits") == [0] * 4
-            assert told["disk_entries"] == "1"
-
-    run_on("uvloop", story())
+async def test_config_resetstat_counts_from_nothing(live: TieredServer) -> None:
+    live.put_away("a")
+    client = await live.connect()
+    assert await client.get("a") == block("a")
+    assert await client.ask("CONFIG", "RESETSTAT") == b"+OK\r\n"
+    told = await info(client)
+    assert numbers(told, "tier_spilled", "tier_promoted", "tier_unloaded", "keyspace_hits") == [0] * 4
+    assert told["disk_entries"] == "1"
 
 
-def test_kv_meta_tells_of_a_block_on_disk_without_moving_it(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            assert live.store.put(b"big", block("big"))
-            live.saved()
-            live.send_away("big")
-            client = await live.connect()
-            await client.send("KV.META", "big")
-            await client.send("QUIT")
-            reply = await client.read_all()
-            assert b"$4\r\ntier\r\n$4\r\ndisk\r\n" in reply
-            assert b"$6\r\nleases\r\n:0\r\n" in reply
-            assert b"$8\r\nchecksum\r\n$32\r\n" in reply
-            assert live.steps("pread") == 0
-            assert live.store.away == 1
-
-    run_on(loop, story())
+async def test_kv_meta_tells_of_a_block_on_disk_without_moving_it(loop: str, live: TieredServer) -> None:
+    assert live.store.put(b"big", block("big"))
+    live.saved()
+    live.send_away("big")
+    client = await live.connect()
+    await client.send("KV.META", "big")
+    await client.send("QUIT")
+    reply = await client.read_all()
+    assert b"$4\r\ntier\r\n$4\r\ndisk\r\n" in reply
+    assert b"$6\r\nleases\r\n:0\r\n" in reply
+    assert b"$8\r\nchecksum\r\n$32\r\n" in reply
+    assert live.steps("pread") == 0
+    assert live.store.away == 1

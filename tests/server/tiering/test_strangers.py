@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.corpus import KEYS, session
 from tests.fuzz.mutator import mutate
-from tests.server.live import MIB, run_on, until
+from tests.server.live import MIB, until
 from tests.server.tiered_server import TieredServer
 
 CASES = 250
@@ -40,26 +40,23 @@ async def visit(live: TieredServer, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_strangers_leave_two_tiers_as_they_should_be(loop: str, seed: int, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path, arena_bytes=2 * MIB) as live:
-            rng = random.Random(seed)
-            for _ in range(CASES // AT_ONCE):
-                keys = [f"f{number}" for number in range(KEYS)]
-                live.put(*keys)
-                live.send_away(*rng.sample(keys, 9))
-                live.disk_runs = rng.random() < 0.7
-                visits = [asyncio.ensure_future(visit(live, rng)) for _ in range(AT_ONCE)]
-                for _ in range(rng.randrange(30)):
-                    await asyncio.sleep(0)
-                live.let_go()
-                live.clock.now_s += rng.choice([0, 0, 0.3, 6])
-                live.tick()
-                await asyncio.gather(*visits)
-            await until(lambda: not live.sessions())
-            assert live.server.stats.handler_exceptions == 0
-            assert not [told for told in live.complaints if "closed" not in told], live.complaints
-            live.complaints.clear()
-            assert live.steps("pread") > 50
-
-    run_on(loop, story())
+async def test_strangers_leave_two_tiers_as_they_should_be(loop: str, seed: int, tmp_path: Path) -> None:
+    async with TieredServer(tmp_path, arena_bytes=2 * MIB) as live:
+        rng = random.Random(seed)
+        for _ in range(CASES // AT_ONCE):
+            keys = [f"f{number}" for number in range(KEYS)]
+            live.put(*keys)
+            live.send_away(*rng.sample(keys, 9))
+            live.disk_runs = rng.random() < 0.7
+            visits = [asyncio.ensure_future(visit(live, rng)) for _ in range(AT_ONCE)]
+            for _ in range(rng.randrange(30)):
+                await asyncio.sleep(0)
+            live.let_go()
+            live.clock.now_s += rng.choice([0, 0, 0.3, 6])
+            live.tick()
+            await asyncio.gather(*visits)
+        await until(lambda: not live.sessions())
+        assert live.server.stats.handler_exceptions == 0
+        assert not [told for told in live.complaints if "closed" not in told], live.complaints
+        live.complaints.clear()
+        assert live.steps("pread") > 50

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.feed import request
-from tests.server.live import Client, run_on, until
+from tests.server.live import Client, until
 from tests.server.tiered_server import TieredServer, block, bulk
 
 EXEC_OOM = b"-EXECABORT Transaction discarded because of: OOM command not allowed when used memory > 'maxmemory'.\r\n"
@@ -28,21 +28,17 @@ async def executed(client: Client, *lines: str, wanted: bytes) -> None:
     assert await client.ask("PING") == b"+PONG\r\n"
 
 
-def test_a_transaction_reads_and_changes_blocks_on_disk(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put("a", "b", "c")
-            assert live.store.put(b"number", b"41")
-            live.send_away("a", "b", "c", "number")
-            client = await live.connect()
-            wanted = bulk(block("a")) + b"*2\r\n" + bulk(block("b")) + b"$-1\r\n" + b":42\r\n"
-            wanted += b":%d\r\n" % (len(block("c")) + 1) + b":1\r\n" + b"$-1\r\n"
-            lines = ("GET a", "MGET b nothing", "INCR number", "APPEND c x", "DEL a", "GET a")
-            await executed(client, *lines, wanted=wanted)
-            assert live.steps("pread") == 4
-            assert await client.get("c") == block("c") + b"x"
-
-    run_on(loop, story())
+async def test_a_transaction_reads_and_changes_blocks_on_disk(loop: str, live: TieredServer) -> None:
+    live.put("a", "b", "c")
+    assert live.store.put(b"number", b"41")
+    live.send_away("a", "b", "c", "number")
+    client = await live.connect()
+    wanted = bulk(block("a")) + b"*2\r\n" + bulk(block("b")) + b"$-1\r\n" + b":42\r\n"
+    wanted += b":%d\r\n" % (len(block("c")) + 1) + b":1\r\n" + b"$-1\r\n"
+    lines = ("GET a", "MGET b nothing", "INCR number", "APPEND c x", "DEL a", "GET a")
+    await executed(client, *lines, wanted=wanted)
+    assert live.steps("pread") == 4
+    assert await client.get("c") == block("c") + b"x"
 
 
 NAMING = {
@@ -58,132 +54,103 @@ NAMING = {
 
 
 @pytest.mark.parametrize("how", NAMING)
-def test_a_transaction_finds_a_block_on_disk_under_the_name_that_it_gave_it(
-    loop: str, how: str, tmp_path: Path
+async def test_a_transaction_finds_a_block_on_disk_under_the_name_that_it_gave_it(
+    loop: str, how: str, live: TieredServer
 ) -> None:
     lines, replies, key = NAMING[how]
 
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put("a")
-            assert live.store.put(b"moved", block("moved"), 3)
-            live.send_away("a")
-            live.send_away("moved", space=3)
-            await executed(await live.connect(), *lines, wanted=replies + bulk(block(key)))
-
-    run_on(loop, story())
+    live.put("a")
+    assert live.store.put(b"moved", block("moved"), 3)
+    live.send_away("a")
+    live.send_away("moved", space=3)
+    await executed(await live.connect(), *lines, wanted=replies + bulk(block(key)))
 
 
 @pytest.mark.parametrize("number", ["16", "99999999999999999999", "-1", "x"])
-def test_a_select_that_fails_leaves_the_transaction_where_it_was(loop: str, number: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a")
-            client = await live.connect()
-            await queue(client, f"SELECT {number}", "GET a")
-            await client.send("EXEC")
-            assert await client.read_line() == b"*2\r\n"
-            assert (await client.read_line()).startswith(b"-ERR ")
-            assert await client.read_bulk() == block("a")
-
-    run_on(loop, story())
+async def test_a_select_that_fails_leaves_the_transaction_where_it_was(
+    loop: str, number: str, live: TieredServer
+) -> None:
+    live.put_away("a")
+    client = await live.connect()
+    await queue(client, f"SELECT {number}", "GET a")
+    await client.send("EXEC")
+    assert await client.read_line() == b"*2\r\n"
+    assert (await client.read_line()).startswith(b"-ERR ")
+    assert await client.read_bulk() == block("a")
 
 
-def test_a_watched_block_may_be_spilled_and_promoted(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put("a")
-            client, other = await live.connect(), await live.connect()
-            assert await client.ask("WATCH", "a") == b"+OK\r\n"
-            live.send_away("a")
-            assert await other.get("a") == block("a")
-            live.send_away("a")
-            await executed(client, "STRLEN a", wanted=b":%d\r\n" % len(block("a")))
-            assert await client.ask("WATCH", "a") == b"+OK\r\n"
-            assert await other.ask("SET", "a", "new") == b"+OK\r\n"
-            await queue(client, "STRLEN a")
-            assert await client.ask("EXEC") == b"*-1\r\n"
-
-    run_on(loop, story())
+async def test_a_watched_block_may_be_spilled_and_promoted(loop: str, live: TieredServer) -> None:
+    live.put("a")
+    client, other = await live.connect(), await live.connect()
+    assert await client.ask("WATCH", "a") == b"+OK\r\n"
+    live.send_away("a")
+    assert await other.get("a") == block("a")
+    live.send_away("a")
+    await executed(client, "STRLEN a", wanted=b":%d\r\n" % len(block("a")))
+    assert await client.ask("WATCH", "a") == b"+OK\r\n"
+    assert await other.ask("SET", "a", "new") == b"+OK\r\n"
+    await queue(client, "STRLEN a")
+    assert await client.ask("EXEC") == b"*-1\r\n"
 
 
-def test_a_watched_block_that_leaves_the_disk_for_good_breaks_the_watch(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path, disk_bytes=2 * 1024 * 1024) as live:
-            live.put_away("a")
-            client = await live.connect()
-            assert await client.ask("WATCH", "a") == b"+OK\r\n"
-            for number in range(60):
-                live.put_away(f"flood{number}")
-            assert live.tier("a") is None
-            await queue(client, "PING")
-            assert await client.ask("EXEC") == b"*-1\r\n"
-
-    run_on(loop, story())
+async def test_a_watched_block_that_leaves_the_disk_for_good_breaks_the_watch(loop: str, tmp_path: Path) -> None:
+    async with TieredServer(tmp_path, disk_bytes=2 * 1024 * 1024) as live:
+        live.put_away("a")
+        client = await live.connect()
+        assert await client.ask("WATCH", "a") == b"+OK\r\n"
+        for number in range(60):
+            live.put_away(f"flood{number}")
+        assert live.tier("a") is None
+        await queue(client, "PING")
+        assert await client.ask("EXEC") == b"*-1\r\n"
 
 
-def test_a_transaction_that_wants_more_than_memory_holds_is_refused_whole(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            keys = [f"key{number}" for number in range(20)]
-            live.put_away("number")
-            assert live.store.put(b"number", b"41")
-            for key in keys:
-                live.put_away(key)
-            client, other = await live.connect(), await live.connect()
-            await queue(client, "INCR number", *(f"GET {key}" for key in keys))
-            await client.send("EXEC")
-            await until(lambda: live.steps("pread") >= 15)
-            await live.quiet()
-            assert await other.get(keys[0]) == block(keys[0])
-            live.clock.now_s += TOO_LONG_S
-            live.tick()
-            assert await client.read_line() == EXEC_OOM
-            assert await client.get("number") == b"41"
-            assert await client.ask("DISCARD") == b"-ERR DISCARD without MULTI\r\n"
-
-    run_on(loop, story())
+async def test_a_transaction_that_wants_more_than_memory_holds_is_refused_whole(loop: str, live: TieredServer) -> None:
+    keys = [f"key{number}" for number in range(20)]
+    live.put_away("number")
+    assert live.store.put(b"number", b"41")
+    for key in keys:
+        live.put_away(key)
+    client, other = await live.connect(), await live.connect()
+    await queue(client, "INCR number", *(f"GET {key}" for key in keys))
+    await client.send("EXEC")
+    await until(lambda: live.steps("pread") >= 15)
+    await live.quiet()
+    assert await other.get(keys[0]) == block(keys[0])
+    live.clock.now_s += TOO_LONG_S
+    live.tick()
+    assert await client.read_line() == EXEC_OOM
+    assert await client.get("number") == b"41"
+    assert await client.ask("DISCARD") == b"-ERR DISCARD without MULTI\r\n"
 
 
-def test_a_broken_transaction_is_refused_without_a_read(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a")
-            client = await live.connect()
-            await queue(client, "GET a")
-            assert (await client.ask("NOPE")).startswith(b"-ERR unknown command")
-            assert await client.ask("EXEC") == b"-EXECABORT Transaction discarded because of previous errors.\r\n"
-            assert live.steps("pread") == 0
-
-    run_on(loop, story())
+async def test_a_broken_transaction_is_refused_without_a_read(loop: str, live: TieredServer) -> None:
+    live.put_away("a")
+    client = await live.connect()
+    await queue(client, "GET a")
+    assert (await client.ask("NOPE")).startswith(b"-ERR unknown command")
+    assert await client.ask("EXEC") == b"-EXECABORT Transaction discarded because of previous errors.\r\n"
+    assert live.steps("pread") == 0
 
 
-def test_a_transaction_that_waits_can_be_broken_by_its_watch_meanwhile(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a", "b")
-            client, other = await live.connect(), await live.connect()
-            assert await client.ask("WATCH", "b") == b"+OK\r\n"
-            await queue(client, "GET a", "SET c 1")
-            live.hold()
-            await client.send("EXEC")
-            await until(lambda: live.jobs())
-            assert await other.ask("SET", "b", "new") == b"+OK\r\n"
-            live.let_go()
-            assert await client.read_line() == b"*-1\r\n"
-            assert live.tier("c") is None
-
-    run_on(loop, story())
+async def test_a_transaction_that_waits_can_be_broken_by_its_watch_meanwhile(loop: str, live: TieredServer) -> None:
+    live.put_away("a", "b")
+    client, other = await live.connect(), await live.connect()
+    assert await client.ask("WATCH", "b") == b"+OK\r\n"
+    await queue(client, "GET a", "SET c 1")
+    live.hold()
+    await client.send("EXEC")
+    await until(lambda: live.jobs())
+    assert await other.ask("SET", "b", "new") == b"+OK\r\n"
+    live.let_go()
+    assert await client.read_line() == b"*-1\r\n"
+    assert live.tier("c") is None
 
 
-def test_what_is_sent_behind_exec_is_answered_behind_it(loop: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        async with TieredServer(tmp_path) as live:
-            live.put_away("a", "b")
-            client = await live.connect()
-            lines = (("MULTI",), ("GET", "a"), ("EXEC",), ("GET", "b"), ("PING",))
-            await client.send_raw(b"".join(request(*line) for line in lines))
-            wanted = b"+OK\r\n+QUEUED\r\n*1\r\n" + bulk(block("a")) + bulk(block("b")) + b"+PONG\r\n"
-            assert await client.read(len(wanted)) == wanted
-
-    run_on(loop, story())
+async def test_what_is_sent_behind_exec_is_answered_behind_it(loop: str, live: TieredServer) -> None:
+    live.put_away("a", "b")
+    client = await live.connect()
+    lines = (("MULTI",), ("GET", "a"), ("EXEC",), ("GET", "b"), ("PING",))
+    await client.send_raw(b"".join(request(*line) for line in lines))
+    wanted = b"+OK\r\n+QUEUED\r\n*1\r\n" + bulk(block("a")) + bulk(block("b")) + b"+PONG\r\n"
+    assert await client.read(len(wanted)) == wanted

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvredis.storage.disk.segment import HEADER_BYTES, Record, scratch
+from kvredis.storage.disk.tier import DiskTier
 from kvredis.storage.memory.allocator import Extent
 from tests.storage.fake_files import FakeFiles, Fault
 
@@ -136,30 +137,29 @@ def test_an_index_that_fails_learns_of_everything_the_next_time(tmp_path: Path) 
         assert len(disk) == 1
 
 
-def test_only_a_settle_that_has_something_to_do_is_asked_for(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert not disk.unsettled
-        record = written(disk, b"key", b"payload")
-        assert record is not None
-        assert not disk.unsettled
-        assert disk.publish(record)
-        assert disk.unsettled
-        assert disk.sync()
-        assert not disk.unsettled
-        disk.touch(record)
-        assert got(disk, b"key") == b"payload"
-        assert not disk.unsettled
-        assert disk.forget(b"key", 0)
+def test_only_a_settle_that_has_something_to_do_is_asked_for(disk: DiskTier) -> None:
+    assert not disk.unsettled
+    record = written(disk, b"key", b"payload")
+    assert record is not None
+    assert not disk.unsettled
+    assert disk.publish(record)
+    assert disk.unsettled
+    assert disk.sync()
+    assert not disk.unsettled
+    disk.touch(record)
+    assert got(disk, b"key") == b"payload"
+    assert not disk.unsettled
+    assert disk.forget(b"key", 0)
+    assert disk.unsettled
+    assert disk.settle()
+    assert not disk.unsettled
+    assert put(disk, b"key", b"payload")
+    assert disk.settle()
+    for step in (lambda: disk.swap(0, 1), disk.clear):
+        step()
         assert disk.unsettled
         assert disk.settle()
         assert not disk.unsettled
-        assert put(disk, b"key", b"payload")
-        assert disk.settle()
-        for step in (lambda: disk.swap(0, 1), disk.clear):
-            step()
-            assert disk.unsettled
-            assert disk.settle()
-            assert not disk.unsettled
 
 
 def test_extents_become_free_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

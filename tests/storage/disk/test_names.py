@@ -9,6 +9,7 @@ import pytest
 from kvredis.storage.database import unplaced
 from kvredis.storage.disk.index import INDEX_NAME
 from kvredis.storage.disk.segment import HEADER_BYTES, scratch
+from kvredis.storage.disk.tier import DiskTier
 from tests.storage.fake_files import FakeFiles, Fault
 from tests.storage.small_store import Unwalked
 
@@ -36,51 +37,47 @@ def test_a_renamed_block_is_found_under_its_new_name_alone_and_after_a_restart_t
         assert len(disk) == 1
 
 
-def test_what_is_not_there_cannot_be_renamed_and_leaves_the_other_name_alone(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"b", b"stays")
-        assert not disk.rename(A, B)
-        assert not disk.rename(A, A)
-        assert got(disk, b"b") == b"stays"
-        index_agrees(disk)
+def test_what_is_not_there_cannot_be_renamed_and_leaves_the_other_name_alone(disk: DiskTier) -> None:
+    assert put(disk, b"b", b"stays")
+    assert not disk.rename(A, B)
+    assert not disk.rename(A, A)
+    assert got(disk, b"b") == b"stays"
+    index_agrees(disk)
 
 
-def test_a_rename_to_its_own_name_changes_nothing(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"payload")
-        assert disk.settle()
-        assert disk.rename(A, A)
-        assert not disk.unsettled
-        assert got(disk, b"a") == b"payload"
+def test_a_rename_to_its_own_name_changes_nothing(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"payload")
+    assert disk.settle()
+    assert disk.rename(A, A)
+    assert not disk.unsettled
+    assert got(disk, b"a") == b"payload"
 
 
-def test_the_block_of_the_new_name_makes_way(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"of a")
-        assert put(disk, b"b", b"of b")
-        replaced = disk.get(*B)
-        assert replaced is not None
-        free_bytes = disk.free_bytes
-        assert disk.rename(A, B)
-        assert got(disk, b"b") == b"of a"
-        assert not disk.read(replaced, scratch(10))
-        index_agrees(disk)
-        assert disk.free_bytes == free_bytes + replaced.extent.length
+def test_the_block_of_the_new_name_makes_way(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"of a")
+    assert put(disk, b"b", b"of b")
+    replaced = disk.get(*B)
+    assert replaced is not None
+    free_bytes = disk.free_bytes
+    assert disk.rename(A, B)
+    assert got(disk, b"b") == b"of a"
+    assert not disk.read(replaced, scratch(10))
+    index_agrees(disk)
+    assert disk.free_bytes == free_bytes + replaced.extent.length
 
 
-def test_names_may_go_round_in_a_circle_and_home_again(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"of a")
-        assert put(disk, b"b", b"of b")
-        for old, new in ((A, C), (B, A), (C, B)):
-            assert disk.rename(old, new)
-        assert (got(disk, b"a"), got(disk, b"b")) == (b"of b", b"of a")
-        index_agrees(disk)
-        for old, new in ((A, C), (B, A), (C, B)):
-            assert disk.rename(old, new)
-        assert (got(disk, b"a"), got(disk, b"b")) == (b"of a", b"of b")
-        assert all(record.written_as == record.name for record in disk.records())
-        index_agrees(disk)
+def test_names_may_go_round_in_a_circle_and_home_again(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"of a")
+    assert put(disk, b"b", b"of b")
+    for old, new in ((A, C), (B, A), (C, B)):
+        assert disk.rename(old, new)
+    assert (got(disk, b"a"), got(disk, b"b")) == (b"of b", b"of a")
+    index_agrees(disk)
+    for old, new in ((A, C), (B, A), (C, B)):
+        assert disk.rename(old, new)
+    assert (got(disk, b"a"), got(disk, b"b")) == (b"of a", b"of b")
+    assert all(record.written_as == record.name for record in disk.records())
+    index_agrees(disk)
 
 
 def test_a_rename_is_no_use_so_the_coldest_stays_the_coldest(tmp_path: Path) -> None:
@@ -94,17 +91,16 @@ def test_a_rename_is_no_use_so_the_coldest_stays_the_coldest(tmp_path: Path) -> 
         assert keys(disk) == [b"z", b"b", b"c"]
 
 
-def test_what_happens_to_a_renamed_block_later_happens_to_its_new_name(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"payload")
-        assert disk.rename(A, B)
-        assert disk.set_expiry(*B, 9000)
-        assert put(disk, b"a", b"another")
-        index_agrees(disk)
-        assert (got(disk, b"a"), got(disk, b"b")) == (b"another", b"payload")
-        assert disk.forget(*B)
-        index_agrees(disk)
-        assert keys(disk) == [b"a"]
+def test_what_happens_to_a_renamed_block_later_happens_to_its_new_name(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"payload")
+    assert disk.rename(A, B)
+    assert disk.set_expiry(*B, 9000)
+    assert put(disk, b"a", b"another")
+    index_agrees(disk)
+    assert (got(disk, b"a"), got(disk, b"b")) == (b"another", b"payload")
+    assert disk.forget(*B)
+    index_agrees(disk)
+    assert keys(disk) == [b"a"]
 
 
 def test_a_block_may_be_renamed_under_a_reader(tmp_path: Path) -> None:
@@ -142,22 +138,21 @@ def test_a_damaged_block_is_quarantined_under_the_name_that_it_has_now(tmp_path:
 # ---- writes that are under way ---------------------------------------------------------------------------------------
 
 
-def test_what_was_written_before_another_block_took_its_name_comes_too_late(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"renamed")
-        late = written(disk, b"b", b"late")
-        assert late is not None
-        assert disk.rename(A, B)
-        assert not disk.publish(late)
-        assert got(disk, b"b") == b"renamed"
-        late = written(disk, b"b", b"late", space=1)
-        assert late is not None
-        disk.swap(0, 1)
-        assert not disk.publish(late)
-        assert got(disk, b"b", 1) == b"renamed"
-        assert put(disk, b"b", b"new", space=1)
-        assert got(disk, b"b", 1) == b"new"
-        disk.check_integrity()
+def test_what_was_written_before_another_block_took_its_name_comes_too_late(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"renamed")
+    late = written(disk, b"b", b"late")
+    assert late is not None
+    assert disk.rename(A, B)
+    assert not disk.publish(late)
+    assert got(disk, b"b") == b"renamed"
+    late = written(disk, b"b", b"late", space=1)
+    assert late is not None
+    disk.swap(0, 1)
+    assert not disk.publish(late)
+    assert got(disk, b"b", 1) == b"renamed"
+    assert put(disk, b"b", b"new", space=1)
+    assert got(disk, b"b", 1) == b"new"
+    disk.check_integrity()
 
 
 def test_no_record_is_looked_at_to_exchange_databases(tmp_path: Path) -> None:
@@ -188,15 +183,14 @@ def test_a_block_that_was_renamed_while_it_was_written_is_published_under_its_ne
         assert got(disk, b"b", 3) == b"payload"
 
 
-def test_the_old_name_is_free_for_a_block_whose_write_ends_later(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"first")
-        second = written(disk, b"a", b"second")
-        assert second is not None
-        assert disk.rename(A, B)
-        assert disk.publish(second)
-        assert (got(disk, b"a"), got(disk, b"b")) == (b"second", b"first")
-        index_agrees(disk)
+def test_the_old_name_is_free_for_a_block_whose_write_ends_later(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"first")
+    second = written(disk, b"a", b"second")
+    assert second is not None
+    assert disk.rename(A, B)
+    assert disk.publish(second)
+    assert (got(disk, b"a"), got(disk, b"b")) == (b"second", b"first")
+    index_agrees(disk)
 
 
 # ---- databases -------------------------------------------------------------------------------------------------------
@@ -225,19 +219,18 @@ def test_two_databases_change_places(tmp_path: Path, settled: bool) -> None:
         index_agrees(disk)
 
 
-def test_an_exchange_with_itself_or_of_two_empty_databases_is_nothing(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"a", b"payload")
-        assert disk.settle()
-        disk.swap(0, 0)
-        disk.swap(3, 4)
-        assert not disk.unsettled
-        for _ in range(1000):
-            disk.swap(0, 1)
-            disk.swap(1, 2)
-            disk.swap(2, 0)
-        assert len(disk._pending) <= 1, "however often, it is one step for the index"
-        index_agrees(disk)
+def test_an_exchange_with_itself_or_of_two_empty_databases_is_nothing(disk: DiskTier) -> None:
+    assert put(disk, b"a", b"payload")
+    assert disk.settle()
+    disk.swap(0, 0)
+    disk.swap(3, 4)
+    assert not disk.unsettled
+    for _ in range(1000):
+        disk.swap(0, 1)
+        disk.swap(1, 2)
+        disk.swap(2, 0)
+    assert len(disk._pending) <= 1, "however often, it is one step for the index"
+    index_agrees(disk)
 
 
 # ---- hands that meddled ----------------------------------------------------------------------------------------------

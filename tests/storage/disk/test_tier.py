@@ -36,27 +36,24 @@ ONE_GRAIN = GRAIN_BYTES - HEADER_BYTES
 
 
 @pytest.mark.parametrize("length", [0, 1, ONE_GRAIN, ONE_GRAIN + 1, FILLS_A_SEGMENT])
-def test_what_was_put_is_got(tmp_path: Path, length: int) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"key", content(length, length))
-        assert got(disk, b"key") == content(length, length)
-        disk.check_integrity()
+def test_what_was_put_is_got(length: int, disk: DiskTier) -> None:
+    assert put(disk, b"key", content(length, length))
+    assert got(disk, b"key") == content(length, length)
+    disk.check_integrity()
 
 
-def test_nobody_sees_a_block_before_it_is_published(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        record = written(disk, b"key", b"payload")
-        assert got(disk, b"key") is None
-        assert record is not None
-        assert disk.publish(record)
-        assert got(disk, b"key") == b"payload"
+def test_nobody_sees_a_block_before_it_is_published(disk: DiskTier) -> None:
+    record = written(disk, b"key", b"payload")
+    assert got(disk, b"key") is None
+    assert record is not None
+    assert disk.publish(record)
+    assert got(disk, b"key") == b"payload"
 
 
-def test_a_key_is_another_one_in_another_database(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"key", b"three", space=3)
-        assert got(disk, b"key") is None
-        assert got(disk, b"key", space=3) == b"three"
+def test_a_key_is_another_one_in_another_database(disk: DiskTier) -> None:
+    assert put(disk, b"key", b"three", space=3)
+    assert got(disk, b"key") is None
+    assert got(disk, b"key", space=3) == b"three"
 
 
 def test_blocks_go_from_an_arena_to_disk_and_back_with_o_direct_where_the_file_system_has_it(tmp_path: Path) -> None:
@@ -102,42 +99,39 @@ def test_free_room_is_taken_where_it_is_and_place_begins_segments_up_to_the_limi
         assert files <= disk.limit_bytes
 
 
-def test_the_coldest_leave_for_new_ones_and_are_named(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        for name in (b"a", b"b", b"c"):
-            assert put(disk, name, bytes(FILLS_A_SEGMENT))
-        coldest = disk.get(b"a", 0)
-        assert coldest is not None
-        disk.touch(coldest)
-        extent, left = disk.place(FILLS_A_SEGMENT)
-        assert extent is not None
-        assert [record.key for record in left] == [b"b"]
-        assert keys(disk) == [b"c", b"a"]
+def test_the_coldest_leave_for_new_ones_and_are_named(disk: DiskTier) -> None:
+    for name in (b"a", b"b", b"c"):
+        assert put(disk, name, bytes(FILLS_A_SEGMENT))
+    coldest = disk.get(b"a", 0)
+    assert coldest is not None
+    disk.touch(coldest)
+    extent, left = disk.place(FILLS_A_SEGMENT)
+    assert extent is not None
+    assert [record.key for record in left] == [b"b"]
+    assert keys(disk) == [b"c", b"a"]
+    disk.check_integrity()
+    disk.abandon(extent)
+    disk.check_integrity()
+
+
+def test_no_record_lies_across_two_segments(disk: DiskTier) -> None:
+    for number in range(40):
+        assert put(disk, b"%d" % number, content(number, 11 * KIB))
         disk.check_integrity()
-        disk.abandon(extent)
-        disk.check_integrity()
+    for record in disk.records():
+        _, offset = disk.geometry.locate(record.extent)
+        assert offset + record.extent.length <= SEGMENT_BYTES
+        assert got(disk, record.key) == content(int(record.key), 11 * KIB)
 
 
-def test_no_record_lies_across_two_segments(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        for number in range(40):
-            assert put(disk, b"%d" % number, content(number, 11 * KIB))
-            disk.check_integrity()
-        for record in disk.records():
-            _, offset = disk.geometry.locate(record.extent)
-            assert offset + record.extent.length <= SEGMENT_BYTES
-            assert got(disk, record.key) == content(int(record.key), 11 * KIB)
-
-
-def test_what_can_never_be_stored_is_said_and_costs_nothing(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        assert put(disk, b"x" * KEY_BYTES_MAX, b"payload")
-        assert not disk.storable(b"x" * (KEY_BYTES_MAX + 1), 1)
-        assert not put(disk, b"x" * (KEY_BYTES_MAX + 1), b"payload")
-        assert not disk.storable(b"key", FILLS_A_SEGMENT + 1)
-        assert disk.place(FILLS_A_SEGMENT + 1) == (None, [])
-        assert len(disk) == 1
-        disk.check_integrity()
+def test_what_can_never_be_stored_is_said_and_costs_nothing(disk: DiskTier) -> None:
+    assert put(disk, b"x" * KEY_BYTES_MAX, b"payload")
+    assert not disk.storable(b"x" * (KEY_BYTES_MAX + 1), 1)
+    assert not put(disk, b"x" * (KEY_BYTES_MAX + 1), b"payload")
+    assert not disk.storable(b"key", FILLS_A_SEGMENT + 1)
+    assert disk.place(FILLS_A_SEGMENT + 1) == (None, [])
+    assert len(disk) == 1
+    disk.check_integrity()
 
 
 def test_nobody_leaves_while_being_read_so_a_disk_full_of_readers_has_no_room(tmp_path: Path) -> None:
@@ -198,38 +192,36 @@ def test_there_are_never_more_records_than_may_be_though_there_is_room(tmp_path:
         index_agrees(disk)
 
 
-def test_what_it_tells_operators_adds_up(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        for number in range(4):
-            assert put(disk, b"%d" % number, bytes(9000))
-        assert disk.forget(b"0", 0)
-        assert disk.settle()
-        figures = disk.figures()
-        assert figures["capacity"] == SEGMENTS * SEGMENT_BYTES
-        assert (figures["files"], figures["segments"], figures["segment_size"]) == (SEGMENT_BYTES, 1, SEGMENT_BYTES)
-        assert (figures["used"], figures["entries"]) == (3 * 12 * KIB, 3)
-        assert figures["free"] == SEGMENTS * SEGMENT_BYTES - 3 * 12 * KIB
-        assert figures["direct"] == "O_DIRECT was not asked for"
-        assert (figures["written"], figures["quarantined"]) == (4, 0)
-        assert disk.stats.as_dict().items() <= figures.items()
+def test_what_it_tells_operators_adds_up(disk: DiskTier) -> None:
+    for number in range(4):
+        assert put(disk, b"%d" % number, bytes(9000))
+    assert disk.forget(b"0", 0)
+    assert disk.settle()
+    figures = disk.figures()
+    assert figures["capacity"] == SEGMENTS * SEGMENT_BYTES
+    assert (figures["files"], figures["segments"], figures["segment_size"]) == (SEGMENT_BYTES, 1, SEGMENT_BYTES)
+    assert (figures["used"], figures["entries"]) == (3 * 12 * KIB, 3)
+    assert figures["free"] == SEGMENTS * SEGMENT_BYTES - 3 * 12 * KIB
+    assert figures["direct"] == "O_DIRECT was not asked for"
+    assert (figures["written"], figures["quarantined"]) == (4, 0)
+    assert disk.stats.as_dict().items() <= figures.items()
 
 
 # ---- overwriting and forgetting --------------------------------------------------------------------------------------
 
 
-def test_the_newer_record_of_a_key_wins_in_whichever_order_they_are_published(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        older, newer = written(disk, b"key", b"older"), written(disk, b"key", b"newer")
-        assert older is not None
-        assert newer is not None
-        assert disk.publish(newer)
-        assert not disk.publish(older)
-        assert got(disk, b"key") == b"newer"
-        assert put(disk, b"key", b"newest")
-        assert got(disk, b"key") == b"newest"
-        assert not disk.read(newer, scratch(5)), "a record that was replaced is gone"
-        assert len(disk) == 1
-        disk.check_integrity()
+def test_the_newer_record_of_a_key_wins_in_whichever_order_they_are_published(disk: DiskTier) -> None:
+    older, newer = written(disk, b"key", b"older"), written(disk, b"key", b"newer")
+    assert older is not None
+    assert newer is not None
+    assert disk.publish(newer)
+    assert not disk.publish(older)
+    assert got(disk, b"key") == b"newer"
+    assert put(disk, b"key", b"newest")
+    assert got(disk, b"key") == b"newest"
+    assert not disk.read(newer, scratch(5)), "a record that was replaced is gone"
+    assert len(disk) == 1
+    disk.check_integrity()
 
 
 def test_what_is_forgotten_is_gone_and_its_room_comes_back_once_the_index_knows(tmp_path: Path) -> None:
@@ -419,20 +411,19 @@ def test_blocks_written_together_cost_one_write_and_are_read_one_by_one(tmp_path
         assert [got(disk, facts.key) for facts, _ in BLOCKS] == [value for _, value in BLOCKS]
 
 
-def test_of_blocks_written_together_some_may_be_abandoned_and_others_leave_by_themselves(tmp_path: Path) -> None:
-    with closing(small_disk(tmp_path)) as disk:
-        records, _ = disk.write_together(BLOCKS)
-        assert records is not None
-        for record in records[::2]:
-            disk.abandon(record.extent)
-        for record in records[1::2]:
-            disk.publish(record)
-        disk.check_integrity()
-        assert disk.forget(b"short:1", 0)
-        assert disk.settle()
-        disk.check_integrity()
-        assert got(disk, b"short:3585") == content(3585, 3585)
-        assert disk.live_bytes == record_bytes(3585)
+def test_of_blocks_written_together_some_may_be_abandoned_and_others_leave_by_themselves(disk: DiskTier) -> None:
+    records, _ = disk.write_together(BLOCKS)
+    assert records is not None
+    for record in records[::2]:
+        disk.abandon(record.extent)
+    for record in records[1::2]:
+        disk.publish(record)
+    disk.check_integrity()
+    assert disk.forget(b"short:1", 0)
+    assert disk.settle()
+    disk.check_integrity()
+    assert got(disk, b"short:3585") == content(3585, 3585)
+    assert disk.live_bytes == record_bytes(3585)
 
 
 def test_a_device_that_refuses_the_piece_keeps_nothing_of_it_and_the_next_piece_finds_room(tmp_path: Path) -> None:

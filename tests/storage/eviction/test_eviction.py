@@ -13,21 +13,8 @@ from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read, small_store
+from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read
 from tests.storage.test_random_walk import Walk
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(clock: Clock) -> Iterator[Store]:
-    store = small_store(clock)
-    yield store
-    store.check_integrity()
-    store.close()
 
 
 def leased(store: Store, key: bytes, limit_s: float = 0.0) -> Lease:

@@ -38,17 +38,22 @@ def fill_disk(tiers: TieredStore) -> list[bytes]:
     return keys
 
 
-def test_a_full_disk_lets_the_coldest_go_and_its_key_is_gone(tmp_path: Path) -> None:
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[TieredStore]:
     with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        tiers.store.journal = []
-        tiers.put(b"new")
-        assert tiers.save()
-        assert tiers.store.journal == [("set", b"new", 0), ("evicted", keys[0], 0)]
-        assert tiers.store.find(keys[0]) is None
-        assert tiers.store.stats.evicted == tiers.disk.stats.evicted == 1
-        assert tiers.store.stats.evicted_bytes == BLOCK_BYTES
-        assert [tiers.get(key) for key in keys[1:]] == [tiers.content(key) for key in keys[1:]]
+        yield tiers
+
+
+def test_a_full_disk_lets_the_coldest_go_and_its_key_is_gone(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    tiers.store.journal = []
+    tiers.put(b"new")
+    assert tiers.save()
+    assert tiers.store.journal == [("set", b"new", 0), ("evicted", keys[0], 0)]
+    assert tiers.store.find(keys[0]) is None
+    assert tiers.store.stats.evicted == tiers.disk.stats.evicted == 1
+    assert tiers.store.stats.evicted_bytes == BLOCK_BYTES
+    assert [tiers.get(key) for key in keys[1:]] == [tiers.content(key) for key in keys[1:]]
 
 
 def test_a_block_that_is_in_memory_as_well_loses_its_record_only_and_is_to_be_written_again(tmp_path: Path) -> None:
@@ -67,85 +72,81 @@ def test_a_block_that_is_in_memory_as_well_loses_its_record_only_and_is_to_be_wr
         assert len(tiers.store.index) == DISK_BLOCKS, "then it was another one's turn"
 
 
-def test_a_block_that_was_touched_on_disk_leaves_it_later(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        assert tiers.store.touch(keys[:1]) == 1
-        assert tiers.store.match(keys[1:3]) == 2
-        tiers.store.collect_expired()
-        tiers.put(*names(50, 2))
-        assert tiers.save()
-        assert [tiers.tier(key) for key in keys[:5]] == ["disk", "disk", "disk", None, None]
+def test_a_block_that_was_touched_on_disk_leaves_it_later(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    assert tiers.store.touch(keys[:1]) == 1
+    assert tiers.store.match(keys[1:3]) == 2
+    tiers.store.collect_expired()
+    tiers.put(*names(50, 2))
+    assert tiers.save()
+    assert [tiers.tier(key) for key in keys[:5]] == ["disk", "disk", "disk", None, None]
 
 
-def test_a_run_that_is_away_leaves_the_disk_from_its_tail(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        assert tiers.store.match(keys) == DISK_BLOCKS
-        tiers.put(*names(50, 3))
-        tiers.store.collect_expired()
-        assert tiers.save()
-        assert tiers.store.match(keys) == DISK_BLOCKS - 3
+def test_a_run_that_is_away_leaves_the_disk_from_its_tail(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    assert tiers.store.match(keys) == DISK_BLOCKS
+    tiers.put(*names(50, 3))
+    tiers.store.collect_expired()
+    assert tiers.save()
+    assert tiers.store.match(keys) == DISK_BLOCKS - 3
 
 
-def test_a_block_that_left_the_disk_while_it_was_asked_for_is_a_miss(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        bringing = tiers.bring((keys[0], 0))
-        assert bringing is not None
-        extent, left = tiers.disk.place(ALL_BYTES)  # as a thread that has not yet told the store
-        assert extent is not None
-        tiers.io.run()
-        bringing.release()
-        assert tiers.store.find(keys[0]) is None
-        tiers.tiering.carrier._have_left(left)
-        tiers.disk.abandon(extent)
-        assert tiers.store.away == 0
-        assert tiers.disk.stats.quarantined == 0
+def test_a_block_that_left_the_disk_while_it_was_asked_for_is_a_miss(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    bringing = tiers.bring((keys[0], 0))
+    assert bringing is not None
+    extent, left = tiers.disk.place(ALL_BYTES)  # as a thread that has not yet told the store
+    assert extent is not None
+    tiers.io.run()
+    bringing.release()
+    assert tiers.store.find(keys[0]) is None
+    tiers.tiering.carrier._have_left(left)
+    tiers.disk.abandon(extent)
+    assert tiers.store.away == 0
+    assert tiers.disk.stats.quarantined == 0
 
 
-def test_a_block_that_made_room_while_it_was_asked_for_is_counted_as_evicted_and_not_as_lost(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        tiers.put(b"new")
-        ended: list[State] = []
-        asked = partial(tiers.tiering.promote, keys[0], 0, lambda transfer: ended.append(transfer.state))
-        # Who writes has let the coldest go and tells the index of it, and only then the store.
-        tiers.during("index: commit", lambda: (asked(), tiers.io.run()))
-        assert tiers.save()
-        assert ended == [State.FAILED]
-        assert tiers.store.find(keys[0]) is None
-        assert tiers.store.stats.evicted == tiers.store.stats.evicted_away == tiers.disk.stats.evicted == 1
-        assert tiers.tiering.stats.lost == tiers.disk.stats.quarantined == 0
+def test_a_block_that_made_room_while_it_was_asked_for_is_counted_as_evicted_and_not_as_lost(
+    tiers: TieredStore,
+) -> None:
+    keys = fill_disk(tiers)
+    tiers.put(b"new")
+    ended: list[State] = []
+    asked = partial(tiers.tiering.promote, keys[0], 0, lambda transfer: ended.append(transfer.state))
+    # Who writes has let the coldest go and tells the index of it, and only then the store.
+    tiers.during("index: commit", lambda: (asked(), tiers.io.run()))
+    assert tiers.save()
+    assert ended == [State.FAILED]
+    assert tiers.store.find(keys[0]) is None
+    assert tiers.store.stats.evicted == tiers.store.stats.evicted_away == tiers.disk.stats.evicted == 1
+    assert tiers.tiering.stats.lost == tiers.disk.stats.quarantined == 0
 
 
-def test_a_block_that_left_the_disk_while_it_was_renamed_is_gone_under_both_names(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        tiers.store.journal = []
-        extent, left = tiers.disk.place(BLOCK_BYTES)  # as a thread that has not yet told the store
-        assert extent is not None
-        assert tiers.store.move((keys[0], 0), (b"other", 0))
-        assert tiers.store.find(keys[0]) is tiers.store.find(b"other") is None
-        assert tiers.store.journal == [("del", keys[0], 0), ("set", b"other", 0), ("evicted", b"other", 0)]
-        assert tiers.store.stats.evicted == 1
-        tiers.tiering.carrier._have_left(left)
-        tiers.disk.abandon(extent)
-        assert tiers.store.stats.evicted == 1
+def test_a_block_that_left_the_disk_while_it_was_renamed_is_gone_under_both_names(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    tiers.store.journal = []
+    extent, left = tiers.disk.place(BLOCK_BYTES)  # as a thread that has not yet told the store
+    assert extent is not None
+    assert tiers.store.move((keys[0], 0), (b"other", 0))
+    assert tiers.store.find(keys[0]) is tiers.store.find(b"other") is None
+    assert tiers.store.journal == [("del", keys[0], 0), ("set", b"other", 0), ("evicted", b"other", 0)]
+    assert tiers.store.stats.evicted == 1
+    tiers.tiering.carrier._have_left(left)
+    tiers.disk.abandon(extent)
+    assert tiers.store.stats.evicted == 1
 
 
-def test_a_block_that_left_the_disk_while_databases_were_exchanged_is_gone(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        assert tiers.get(keys[1]) == tiers.content(keys[1])
-        extent, left = tiers.disk.place(ALL_BYTES)
-        assert extent is not None
-        tiers.store.swap(0, 1)
-        tiers.tiering.carrier._have_left(left)
-        tiers.disk.abandon(extent)
-        assert tiers.store.keys_in(0) == []
-        assert tiers.store.keys_in(1) == [keys[1]]
-        assert [entry.key for entry in tiers.store.unsaved] == [keys[1]], "memory has it still"
+def test_a_block_that_left_the_disk_while_databases_were_exchanged_is_gone(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    assert tiers.get(keys[1]) == tiers.content(keys[1])
+    extent, left = tiers.disk.place(ALL_BYTES)
+    assert extent is not None
+    tiers.store.swap(0, 1)
+    tiers.tiering.carrier._have_left(left)
+    tiers.disk.abandon(extent)
+    assert tiers.store.keys_in(0) == []
+    assert tiers.store.keys_in(1) == [keys[1]]
+    assert [entry.key for entry in tiers.store.unsaved] == [keys[1]], "memory has it still"
 
 
 def test_a_value_longer_than_all_that_may_leave_the_disk_is_refused_by_it_and_stays(tmp_path: Path) -> None:
@@ -233,35 +234,32 @@ def test_without_eviction_small_values_make_room_for_one_another_on_disk(tmp_pat
         assert tiers.store.stats.evicted == 0
 
 
-def test_without_eviction_a_full_disk_lets_go_of_nothing(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        tiers.store.evicts = False
-        tiers.put(b"new")
-        assert not tiers.save(tiers.store.writes)
-        assert [tiers.tier(key) for key in keys] == ["disk"] * DISK_BLOCKS
+def test_without_eviction_a_full_disk_lets_go_of_nothing(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    tiers.store.evicts = False
+    tiers.put(b"new")
+    assert not tiers.save(tiers.store.writes)
+    assert [tiers.tier(key) for key in keys] == ["disk"] * DISK_BLOCKS
 
 
-def test_a_disk_that_cannot_be_written_does_not_lose_what_can_be_read(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)[1:]
-        tiers.files.plan = on("pwrite", Fault.EIO)
-        tiers.put(b"new")
-        for _ in range(DISK_BLOCKS // 2):
-            tiers.save(tiers.store.writes)
-        assert [tiers.get(key) for key in keys] == [tiers.content(key) for key in keys]
+def test_a_disk_that_cannot_be_written_does_not_lose_what_can_be_read(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)[1:]
+    tiers.files.plan = on("pwrite", Fault.EIO)
+    tiers.put(b"new")
+    for _ in range(DISK_BLOCKS // 2):
+        tiers.save(tiers.store.writes)
+    assert [tiers.get(key) for key in keys] == [tiers.content(key) for key in keys]
 
 
-def test_a_block_that_is_sent_for_is_not_pushed_off_the_disk_by_what_leaves_memory_for_it(tmp_path: Path) -> None:
-    with TieredStore(tmp_path, disk_bytes=MIB) as tiers:
-        keys = fill_disk(tiers)
-        fill(tiers.store)
-        bringing = tiers.bring(*((key, 0) for key in keys[:3]))
-        assert bringing is not None
-        tiers.io.run()
-        assert [read(tiers.store, key) for key in keys[:3]] == [tiers.content(key) for key in keys[:3]]
-        bringing.release()
-        assert tiers.store.find(keys[3]) is None, "it was the coldest then"
+def test_a_block_that_is_sent_for_is_not_pushed_off_the_disk_by_what_leaves_memory_for_it(tiers: TieredStore) -> None:
+    keys = fill_disk(tiers)
+    fill(tiers.store)
+    bringing = tiers.bring(*((key, 0) for key in keys[:3]))
+    assert bringing is not None
+    tiers.io.run()
+    assert [read(tiers.store, key) for key in keys[:3]] == [tiers.content(key) for key in keys[:3]]
+    bringing.release()
+    assert tiers.store.find(keys[3]) is None, "it was the coldest then"
 
 
 # The end of a store whose disk has stopped answering: it comes, and says so.

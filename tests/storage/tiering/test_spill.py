@@ -14,171 +14,157 @@ KEYS = [b"key:%d" % number for number in range(BLOCKS)]
 SMALL_BYTES = 15 * 1024
 
 
-def test_a_block_that_leaves_an_idle_disk_behind_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        for key in [*KEYS, b"more:1", b"more:2", b"more:3"]:
-            tiers.put(key)
-            tiers.io.run()
-        assert [tiers.tier(key) for key in KEYS[:3]] == ["disk"] * 3
-        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
-        assert all(tiers.get(key) == tiers.content(key) for key in KEYS)
-
-
-def test_a_block_that_the_disk_has_leaves_without_a_write(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put_away(b"a")
-        assert tiers.get(b"a") == tiers.content(b"a")
-        writes, unloaded = tiers.steps("pwrite"), tiers.tiering.stats.unloaded
-        tiers.push_out()
+def test_a_block_that_leaves_an_idle_disk_behind_comes_back_bit_for_bit(tiers: TieredStore) -> None:
+    for key in [*KEYS, b"more:1", b"more:2", b"more:3"]:
+        tiers.put(key)
         tiers.io.run()
-        assert tiers.tier(b"a") == "disk"
-        assert (tiers.steps("pwrite"), tiers.tiering.stats.unloaded) == (writes, unloaded + 1)
+    assert [tiers.tier(key) for key in KEYS[:3]] == ["disk"] * 3
+    assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
+    assert all(tiers.get(key) == tiers.content(key) for key in KEYS)
 
 
-def test_the_coldest_are_written_before_the_arena_is_full(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        for key in KEYS[: BLOCKS // 2]:
-            tiers.put(key)
+def test_a_block_that_the_disk_has_leaves_without_a_write(tiers: TieredStore) -> None:
+    tiers.put_away(b"a")
+    assert tiers.get(b"a") == tiers.content(b"a")
+    writes, unloaded = tiers.steps("pwrite"), tiers.tiering.stats.unloaded
+    tiers.push_out()
+    tiers.io.run()
+    assert tiers.tier(b"a") == "disk"
+    assert (tiers.steps("pwrite"), tiers.tiering.stats.unloaded) == (writes, unloaded + 1)
+
+
+def test_the_coldest_are_written_before_the_arena_is_full(tiers: TieredStore) -> None:
+    for key in KEYS[: BLOCKS // 2]:
+        tiers.put(key)
+    tiers.io.run()
+    assert not tiers.on_disk(), "half is free: there is no haste"
+    for key in KEYS[BLOCKS // 2 : -4]:
+        tiers.put(key)
+    tiers.io.run()
+    written = tiers.on_disk()
+    assert written == KEYS[: len(written)] != []
+    assert tiers.tier(KEYS[0]) == "memory", "it need not leave yet"
+
+
+def test_a_full_arena_is_written_no_further_ahead_than_half(tiers: TieredStore) -> None:
+    for key in KEYS:
+        tiers.put(key)
         tiers.io.run()
-        assert not tiers.on_disk(), "half is free: there is no haste"
-        for key in KEYS[BLOCKS // 2 : -4]:
-            tiers.put(key)
-        tiers.io.run()
-        written = tiers.on_disk()
-        assert written == KEYS[: len(written)] != []
-        assert tiers.tier(KEYS[0]) == "memory", "it need not leave yet"
+    written = tiers.on_disk()
+    assert written == KEYS[: len(written)]
+    assert BLOCKS // 2 - 2 <= len(written) <= BLOCKS // 2
 
 
-def test_a_full_arena_is_written_no_further_ahead_than_half(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        for key in KEYS:
-            tiers.put(key)
-            tiers.io.run()
-        written = tiers.on_disk()
-        assert written == KEYS[: len(written)]
-        assert BLOCKS // 2 - 2 <= len(written) <= BLOCKS // 2
+def test_what_comes_at_once_after_the_disk_had_time_is_taken_without_a_loss(tiers: TieredStore) -> None:
+    kept = []
+    for batch in range(4):
+        for number in range(BLOCKS // 2 - 2):
+            kept.append(b"batch:%d:%d" % (batch, number))
+            tiers.put(kept[-1])  # faster than any disk: none of its jobs begins
+        tiers.io.run()  # while the engine computes the next
+    assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
+    assert all(tiers.get(key) == tiers.content(key) for key in kept)
 
 
-def test_what_comes_at_once_after_the_disk_had_time_is_taken_without_a_loss(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        kept = []
-        for batch in range(4):
-            for number in range(BLOCKS // 2 - 2):
-                kept.append(b"batch:%d:%d" % (batch, number))
-                tiers.put(kept[-1])  # faster than any disk: none of its jobs begins
-            tiers.io.run()  # while the engine computes the next
-        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 0
-        assert all(tiers.get(key) == tiers.content(key) for key in kept)
+def test_a_block_is_read_in_memory_while_it_is_written(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    seen: list[bytes | None] = []
+    tiers.during("pwrite", lambda: seen.append(read(tiers.store, b"a")))
+    assert tiers.save()
+    assert seen == [tiers.content(b"a")]
+    assert tiers.steps("pread") == 0
 
 
-def test_a_block_is_read_in_memory_while_it_is_written(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        seen: list[bytes | None] = []
-        tiers.during("pwrite", lambda: seen.append(read(tiers.store, b"a")))
-        assert tiers.save()
-        assert seen == [tiers.content(b"a")]
-        assert tiers.steps("pread") == 0
+def test_a_block_does_not_leave_memory_while_it_is_written(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.during("pwrite", lambda: tiers.put(*KEYS))
+    assert tiers.save(1)
+    assert tiers.tier(b"a") == "memory"
+    assert read(tiers.store, b"a") == tiers.content(b"a")
 
 
-def test_a_block_does_not_leave_memory_while_it_is_written(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.during("pwrite", lambda: tiers.put(*KEYS))
-        assert tiers.save(1)
-        assert tiers.tier(b"a") == "memory"
-        assert read(tiers.store, b"a") == tiers.content(b"a")
+def test_who_cannot_wait_drops_the_coldest_unwritten_and_that_is_counted(tiers: TieredStore) -> None:
+    fill(tiers.store)
+    tiers.put(b"late")
+    assert tiers.tier(b"fill:0") is None
+    assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 1
 
 
-def test_who_cannot_wait_drops_the_coldest_unwritten_and_that_is_counted(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        fill(tiers.store)
-        tiers.put(b"late")
-        assert tiers.tier(b"fill:0") is None
-        assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 1
+def test_who_can_wait_is_refused_until_the_disk_has_made_room(tiers: TieredStore) -> None:
+    fill(tiers.store)
+    told: list[str] = []
+    tiers.tiering.call_on_room(lambda: told.append("room"))
+    assert tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False) is None
+    assert tiers.store.stats.refused == 0
+    assert tiers.tiering.makes_room
+    tiers.io.run()
+    assert told
+    room = tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False)
+    assert room is not None
+    room.abort()
+    assert tiers.tier(b"fill:0") == "disk"
+    assert tiers.tiering.stats.spill_dropped == 0
 
 
-def test_who_can_wait_is_refused_until_the_disk_has_made_room(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        fill(tiers.store)
-        told: list[str] = []
-        tiers.tiering.call_on_room(lambda: told.append("room"))
-        assert tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False) is None
-        assert tiers.store.stats.refused == 0
-        assert tiers.tiering.makes_room
-        tiers.io.run()
-        assert told
-        room = tiers.store.reserve(b"patient", BLOCK_BYTES, drop=False)
-        assert room is not None
-        room.abort()
-        assert tiers.tier(b"fill:0") == "disk"
-        assert tiers.tiering.stats.spill_dropped == 0
+def test_a_value_of_many_blocks_has_all_of_them_written_that_stand_in_its_way(tiers: TieredStore) -> None:
+    fill(tiers.store)
+    assert tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False) is None
+    tiers.io.run()
+    room = tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False)
+    assert room is not None
+    room.abort()
+    assert tiers.store.stats.evicted == 0
 
 
-def test_a_value_of_many_blocks_has_all_of_them_written_that_stand_in_its_way(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        fill(tiers.store)
-        assert tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False) is None
-        tiers.io.run()
-        room = tiers.store.reserve(b"long", 6 * BLOCK_BYTES, drop=False)
-        assert room is not None
-        room.abort()
-        assert tiers.store.stats.evicted == 0
+def test_a_disk_that_fails_is_not_worth_waiting_for_until_a_write_succeeds(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.files.plan = on("pwrite", Fault.EIO)
+    assert not tiers.save()
+    assert not tiers.tiering.makes_room
+    assert tiers.tiering.stats.spill_failed == 1
+    assert read(tiers.store, b"a") == tiers.content(b"a")
+    tiers.files.plan = None
+    assert tiers.save()
+    assert tiers.tiering.makes_room
 
 
-def test_a_disk_that_fails_is_not_worth_waiting_for_until_a_write_succeeds(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.files.plan = on("pwrite", Fault.EIO)
-        assert not tiers.save()
-        assert not tiers.tiering.makes_room
-        assert tiers.tiering.stats.spill_failed == 1
-        assert read(tiers.store, b"a") == tiers.content(b"a")
-        tiers.files.plan = None
-        assert tiers.save()
-        assert tiers.tiering.makes_room
+def test_somebody_who_waited_while_nothing_was_written_keeps_others_from_waiting(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.tiering.waited_in_vain(tiers.clock.now_s + 1)
+    assert not tiers.tiering.makes_room
+    tiers.clock.now_s += 2
+    assert tiers.save()
+    assert tiers.tiering.makes_room
+    tiers.tiering.waited_in_vain(tiers.clock.now_s - 1)
+    assert tiers.tiering.makes_room, "the disk has written since then"
 
 
-def test_somebody_who_waited_while_nothing_was_written_keeps_others_from_waiting(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.tiering.waited_in_vain(tiers.clock.now_s + 1)
-        assert not tiers.tiering.makes_room
-        tiers.clock.now_s += 2
-        assert tiers.save()
-        assert tiers.tiering.makes_room
-        tiers.tiering.waited_in_vain(tiers.clock.now_s - 1)
-        assert tiers.tiering.makes_room, "the disk has written since then"
-
-
-def test_a_failed_write_leaves_the_block_to_be_written_again(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        fill(tiers.store)
-        tiers.files.plan = on("pwrite", Fault.EIO)
-        assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
-        tiers.io.run()
-        assert len(tiers.store.unsaved) == BLOCKS
-        tiers.files.plan = None
-        assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
-        tiers.io.run()
-        room = tiers.store.reserve(b"x", BLOCK_BYTES, drop=False)
-        assert room is not None
-        room.abort()
+def test_a_failed_write_leaves_the_block_to_be_written_again(tiers: TieredStore) -> None:
+    fill(tiers.store)
+    tiers.files.plan = on("pwrite", Fault.EIO)
+    assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
+    tiers.io.run()
+    assert len(tiers.store.unsaved) == BLOCKS
+    tiers.files.plan = None
+    assert tiers.store.reserve(b"x", BLOCK_BYTES, drop=False) is None
+    tiers.io.run()
+    room = tiers.store.reserve(b"x", BLOCK_BYTES, drop=False)
+    assert room is not None
+    room.abort()
 
 
 @pytest.mark.parametrize("words", ["pwrite", "pread"])
-def test_a_job_that_dies_leaves_no_hold_and_no_account_behind(tmp_path: Path, words: str) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put_away(b"away")
-        tiers.put(b"a")
-        tiers.during(words, lambda: 1 / 0)
-        tiers.tiering.spill(list(tiers.store.unsaved))
-        bringing = tiers.bring((b"away", 0))
-        assert bringing is not None
-        tiers.io.run()
-        bringing.release()
-        assert tiers.store.leases == tiers.store.reserved_bytes == 0
-        assert read(tiers.store, b"a") == tiers.content(b"a")
+def test_a_job_that_dies_leaves_no_hold_and_no_account_behind(words: str, tiers: TieredStore) -> None:
+    tiers.put_away(b"away")
+    tiers.put(b"a")
+    tiers.during(words, lambda: 1 / 0)
+    tiers.tiering.spill(list(tiers.store.unsaved))
+    bringing = tiers.bring((b"away", 0))
+    assert bringing is not None
+    tiers.io.run()
+    bringing.release()
+    assert tiers.store.leases == tiers.store.reserved_bytes == 0
+    assert read(tiers.store, b"a") == tiers.content(b"a")
 
 
 def test_what_the_disk_cannot_hold_leaves_unwritten_and_is_no_failure_of_the_disk(tmp_path: Path) -> None:
@@ -194,25 +180,23 @@ def test_what_the_disk_cannot_hold_leaves_unwritten_and_is_no_failure_of_the_dis
         assert tiers.tiering.stats.spill_dropped == 0
 
 
-def test_a_queue_that_is_full_delays_spills_and_loses_none(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.io.queue_jobs_max = 1
-        fill(tiers.store)
-        for _ in range(3):
-            assert tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False) is None
-            tiers.io.run()
-        room = tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False)
-        assert room is not None
-        room.abort()
-        assert tiers.store.stats.evicted == 0
+def test_a_queue_that_is_full_delays_spills_and_loses_none(tiers: TieredStore) -> None:
+    tiers.io.queue_jobs_max = 1
+    fill(tiers.store)
+    for _ in range(3):
+        assert tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False) is None
+        tiers.io.run()
+    room = tiers.store.reserve(b"long", 3 * BLOCK_BYTES, drop=False)
+    assert room is not None
+    room.abort()
+    assert tiers.store.stats.evicted == 0
 
 
-def test_spills_go_behind_everything_else(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.tiering.spill(list(tiers.store.unsaved))
-        assert tiers.io.figures()[Priority.SPILL].queued == 1
-        assert tiers.tiering.figures()["queued_spills"] == 1
+def test_spills_go_behind_everything_else(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.tiering.spill(list(tiers.store.unsaved))
+    assert tiers.io.figures()[Priority.SPILL].queued == 1
+    assert tiers.tiering.figures()["queued_spills"] == 1
 
 
 # ---- small values ------------------------------------------------------------------------------------------------
@@ -266,51 +250,47 @@ def test_small_values_that_come_back_push_none_out_that_is_not_on_disk(tmp_path:
 
 
 @pytest.mark.parametrize("length", [0, 1, 5000])
-def test_a_small_value_survives_being_away(tmp_path: Path, length: int) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.store.put(b"s", content(3, length))
-        assert tiers.save()
-        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
-        assert tiers.store.fetch(b"s") is None
-        assert tiers.get(b"s") == content(3, length)
+def test_a_small_value_survives_being_away(length: int, tiers: TieredStore) -> None:
+    assert tiers.store.put(b"s", content(3, length))
+    assert tiers.save()
+    tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+    assert tiers.store.fetch(b"s") is None
+    assert tiers.get(b"s") == content(3, length)
 
 
-def test_a_small_value_that_is_written_over_in_place_is_not_clean(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.store.put(b"s", b"one")
-        assert tiers.store.put(b"s", b"two")
-        assert tiers.save()
-        assert tiers.store.put(b"s", b"three")
-        assert len(tiers.store.unsaved) == 1
-        assert tiers.save()
-        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
-        assert tiers.get(b"s") == b"three"
+def test_a_small_value_that_is_written_over_in_place_is_not_clean(tiers: TieredStore) -> None:
+    assert tiers.store.put(b"s", b"one")
+    assert tiers.store.put(b"s", b"two")
+    assert tiers.save()
+    assert tiers.store.put(b"s", b"three")
+    assert len(tiers.store.unsaved) == 1
+    assert tiers.save()
+    tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+    assert tiers.get(b"s") == b"three"
 
 
-def test_a_small_value_that_is_written_over_while_it_is_written_out_stays_dirty(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.store.put(b"s", b"old")
-        tiers.during("pwrite", lambda: tiers.store.put(b"s", b"new"))
-        tiers.save()
-        assert len(tiers.store.unsaved) == 1
-        assert tiers.save()
-        tiers.store._unload(tiers.store.index.spaces[0][b"s"])
-        assert tiers.get(b"s") == b"new"
+def test_a_small_value_that_is_written_over_while_it_is_written_out_stays_dirty(tiers: TieredStore) -> None:
+    assert tiers.store.put(b"s", b"old")
+    tiers.during("pwrite", lambda: tiers.store.put(b"s", b"new"))
+    tiers.save()
+    assert len(tiers.store.unsaved) == 1
+    assert tiers.save()
+    tiers.store._unload(tiers.store.index.spaces[0][b"s"])
+    assert tiers.get(b"s") == b"new"
 
 
-def test_a_value_that_was_received_shorter_than_announced_comes_back_as_it_is(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        for key, length in ((b"a", 100), (b"b", 20_000)):
-            room = tiers.store.reserve(key, BLOCK_BYTES)
-            assert room is not None
-            room.view[:length] = content(5, length)
-            room.shorten(length)
-            room.commit()
-        assert tiers.save()
-        tiers.push_out()
-        assert (tiers.tier(b"a"), tiers.tier(b"b")) == ("disk", "disk")
-        assert tiers.get(b"a") == content(5, 100)
-        assert tiers.get(b"b") == content(5, 20_000)
+def test_a_value_that_was_received_shorter_than_announced_comes_back_as_it_is(tiers: TieredStore) -> None:
+    for key, length in ((b"a", 100), (b"b", 20_000)):
+        room = tiers.store.reserve(key, BLOCK_BYTES)
+        assert room is not None
+        room.view[:length] = content(5, length)
+        room.shorten(length)
+        room.commit()
+    assert tiers.save()
+    tiers.push_out()
+    assert (tiers.tier(b"a"), tiers.tier(b"b")) == ("disk", "disk")
+    assert tiers.get(b"a") == content(5, 100)
+    assert tiers.get(b"b") == content(5, 20_000)
 
 
 @pytest.mark.parametrize("disk_mib", [1, 4])
@@ -403,23 +383,21 @@ def test_under_s3fifo_what_was_used_is_written_before_it_leaves(tmp_path: Path) 
         assert len(away(tiers, keys)) > 0
 
 
-def test_a_block_that_came_back_is_the_one_used_last(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put_away(b"old")
-        keys = fill(tiers.store)
-        assert tiers.get(b"old") == tiers.content(b"old")
-        leave(tiers, BLOCKS - 2)
-        assert tiers.tier(b"old") == "memory"
-        assert present(tiers.store, keys) == keys
+def test_a_block_that_came_back_is_the_one_used_last(tiers: TieredStore) -> None:
+    tiers.put_away(b"old")
+    keys = fill(tiers.store)
+    assert tiers.get(b"old") == tiers.content(b"old")
+    leave(tiers, BLOCKS - 2)
+    assert tiers.tier(b"old") == "memory"
+    assert present(tiers.store, keys) == keys
 
 
-def test_a_block_that_leaves_memory_is_the_hottest_on_disk(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        keys = fill(tiers.store)
-        assert tiers.save()
-        assert read(tiers.store, keys[0]) is not None
-        leave(tiers, BLOCKS)
-        assert [key for key in tiers.on_disk() if key in keys] == [*keys[1:], keys[0]]
+def test_a_block_that_leaves_memory_is_the_hottest_on_disk(tiers: TieredStore) -> None:
+    keys = fill(tiers.store)
+    assert tiers.save()
+    assert read(tiers.store, keys[0]) is not None
+    leave(tiers, BLOCKS)
+    assert [key for key in tiers.on_disk() if key in keys] == [*keys[1:], keys[0]]
 
 
 # ---- keep=False --------------------------------------------------------------------------------------------------

@@ -1,0 +1,191 @@
+"""vLLM as it is, on the CPU, with models most of whose layers are recurrent: their states are stored and loaded with
+the KV of the others, and the tokens and their probabilities are those of an engine that computes all.
+
+vLLM keeps states only with its own prefix caching, behind whole blocks. So "cold" is a prompt that vLLM has computed
+itself, and before each load it forgets what it has.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.compat.conftest import RunningServer, start_kvredis, stop
+from tests.compat.engine_process import Answer
+from tests.compat.vllm_process import VLLMProcess, site
+
+MODELS: dict[str, int] = {"qwen3-next": 480, "qwen3.5": 480, "lfm2": 480}
+"""And how many tokens of 500 a hit has: whole blocks, whose length vLLM makes of the size of a state."""
+FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] for seed in range(2))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    process = VLLMProcess(site(), tmp_path_factory.mktemp("vllm") / "hybrid.log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    process, server = start_kvredis(tmp_path_factory.mktemp("server"))
+    yield server
+    stop(process)
+
+
+@pytest.fixture
+def client(running: RunningServer) -> Iterator[redis.Redis]:
+    """Of a server that has no block."""
+    with redis.Redis(port=running.port) as client:
+        client.flushall()
+        yield client
+
+
+def far(client: redis.Redis) -> dict[str, str]:
+    port = client.connection_pool.connection_kwargs["port"]
+    return {
+        "LMCACHE_LOCAL_CPU": "false", "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.125",
+        "LMCACHE_REMOTE_URL": f"redis://127.0.0.1:{port}", "LMCACHE_BLOCKING_TIMEOUT_SECS": "5",
+    }  # fmt: skip
+
+
+def opened(engine: VLLMProcess, model: str, variables: dict[str, str], **more: Any) -> Answer:
+    exactly = {"dtype": "float32" if model == "lfm2" else "bfloat16", "enable_prefix_caching": True}
+    return engine.open(model, variables, **(exactly | {"num_gpu_blocks_override": 256} | more))
+
+
+def cold_and_warm(engine: VLLMProcess, *prompts: list[int]) -> tuple[list[Answer], list[Answer]]:
+    """What comes of the prompts, and what comes of them when vLLM itself has forgotten them."""
+    cold = engine.generate(*prompts)
+    engine.stored()
+    assert engine.ask("reset")["reset"]
+    return cold, engine.generate(*prompts)
+
+
+def said(answers: list[Answer]) -> list[tuple[list[int], list[float]]]:
+    return [(each["tokens"], each["logprobs"]) for each in answers]
+
+
+def deviation(one: Answer, other: Answer) -> float:
+    """How far log-probabilities lie apart, up to the first token that is another, which must be as near as that."""
+    pairs = zip(one["tokens"], other["tokens"], one["logprobs"], other["logprobs"], strict=True)
+    return max(float(abs(mine - its)) for _, _, mine, its in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def value_of(client: redis.Redis, key: bytes) -> bytes:
+    value = client.get(key)
+    assert isinstance(value, bytes)
+    return value
+
+
+def states(client: redis.Redis) -> list[bytes]:
+    """The keys of states: their blocks have bytes for elements."""
+    return sorted(key for key in client.keys("*") if isinstance(key, bytes) and b'"U8"' in value_of(client, key)[:512])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_too(
+    engine: VLLMProcess, client: redis.Redis, model: str
+) -> None:
+    opened(engine, model, {}, connector=None)
+    alone = engine.generate(FIRST)
+    opened(engine, model, far(client))
+    cold, warm = cold_and_warm(engine, FIRST)
+    opened(engine, model, far(client))
+    fresh = engine.generate(FIRST)
+    assert [each[0]["cached"] for each in (cold, warm, fresh)] == [0, MODELS[model], MODELS[model]]
+    assert said(cold) == said(warm) == said(fresh) == said(alone)
+    # That the tokens would be others with another prompt's states, which stand here under the keys of this one's:
+    mine = states(client)
+    engine.generate(SECOND)
+    engine.stored()
+    others = [key for key in states(client) if key not in mine]
+    assert len(mine) == len(others) > 0
+    for key in mine:
+        layers = key.split(b"{")[0]
+        client.set(key, value_of(client, next(each for each in others if each.split(b"{")[0] == layers)))
+    opened(engine, model, far(client), extra={"verify_blocks": False})
+    believed = engine.generate(FIRST)
+    assert believed[0]["cached"] == MODELS[model]
+    assert said(believed) != said(cold)
+
+
+def test_a_state_that_is_damaged_or_missing_is_computed_again(engine: VLLMProcess, client: redis.Redis) -> None:
+    opened(engine, "qwen3-next", far(client))
+    cold, _ = cold_and_warm(engine, FIRST)
+    kept = {key: value_of(client, key) for key in states(client)}
+    assert len(kept) == 3, "one of each group of recurrent layers"
+    for key, value in kept.items():
+        client.set(key, value[:-1] + bytes([value[-1] ^ 1]))
+        engine.ask("reset")
+        assert said(engine.generate(FIRST)) == said(cold)
+        engine.stored()
+        client.delete(key)
+        engine.ask("reset")
+        missing = engine.generate(FIRST)
+        assert (missing[0]["cached"], said(missing)) == (0, said(cold)), "of two groups a state is no use"
+        engine.stored()
+        assert client.exists(key), "what was computed is stored again"
+    assert engine.ask("stats")["worker"]["corrupt_chunks"] == 3
+
+
+def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_share(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    prompts = [FIRST[:200] + SECOND[: 40 * at] for at in range(4)] + [SECOND]
+    small: dict[str, Any] = {"max_num_batched_tokens": 256, "max_model_len": 640}
+    opened(engine, "qwen3.5", {}, connector=None, **small)
+    alone = engine.generate(*prompts, tokens=100)
+    opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=24, **small)
+    for _ in range(3):
+        together = engine.generate(*prompts, tokens=100)
+        for one, other in zip(alone, together, strict=True):
+            assert deviation(one, other) < 0.1, "vLLM alone, preempted, deviates by 0.06"
+        engine.stored()
+        engine.ask("reset")
+    stats = engine.ask("stats")
+    assert stats["preemptions"] > 0
+    assert min(each["cached"] for each in together) >= 192, "two blocks of what they share"
+    assert (stats["worker"]["failed_chunks"], stats["left"], stats["free"]) == (0, 0, 23)
+
+
+def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    for allowed, count in ((1, 2), (10**9, 5)):
+        client.flushall()
+        options: dict[str, Any] = {"max_num_batched_tokens": 160, "prefix_cache_retention_interval": 96}  # each block
+        opened(engine, "qwen3-next", far(client), extra={"state_bytes_per_prompt": allowed}, **options)
+        _, warm = cold_and_warm(engine, FIRST)
+        assert (len(states(client)), warm[0]["cached"]) == (3 * count, 480)
+
+
+def test_without_prefix_caching_the_engine_runs_and_one_line_says_what_to_do(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    began = len(engine.log)
+    opened(engine, "qwen3-next", far(client), enable_prefix_caching=False)
+    first, second = (engine.generate(FIRST) for _ in range(2))
+    assert (said(first), second[0]["cached"]) == (said(second), 0)
+    assert len(re.findall(r"enable prefix caching \(--enable-prefix-caching\)", engine.log[began:])) == 2, "a half each"
+    assert client.dbsize() == 0
+
+
+@pytest.mark.nightly
+def test_another_process_finds_what_this_one_has_stored(
+    engine: VLLMProcess, client: redis.Redis, tmp_path: Path
+) -> None:
+    other = VLLMProcess(site(), tmp_path / "other.log")
+    try:
+        for model in MODELS:
+            opened(engine, model, far(client))
+            cold, _ = cold_and_warm(engine, FIRST)
+            opened(other, model, far(client))
+            warm = other.generate(FIRST)
+            assert (said(warm), warm[0]["cached"]) == (said(cold), MODELS[model])
+    finally:
+        other.stop()
