@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvredis.cli.inspect.client import mapped
+from tests.gate import nightly
 
 from .conftest import Serve
 from .inspected import QWEN, SMALL, block, connected, fill, free_port, serving, store_prompt, wait_until_on_disk
 from .tmux import PROMPT, Terminal, terminal
 
-SIZES = pytest.mark.parametrize(("columns", "lines"), [(80, 24), (200, 50)])
+SIZES = pytest.mark.parametrize(("columns", "lines"), [(80, 24), nightly(200, 50)])
 ESCAPE = "\x1b["
 
 

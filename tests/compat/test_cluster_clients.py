@@ -22,6 +22,7 @@ from tests.backends.nodes import HOST
 from tests.backends.topologies import KvredisCluster, RedisCluster, Topology
 from tests.compat import test_node_clients
 from tests.compat.wire import CommandLine, Wire
+from tests.gate import nightly
 
 TIMEOUT_S: Final = 60
 BLOCK: Final = bytes(range(256)) * 4096
@@ -46,7 +47,7 @@ def cluster(running: KvredisCluster) -> KvredisCluster:
     return running
 
 
-@pytest.fixture(params=[2, 3], ids=["resp2", "resp3"])
+@pytest.fixture(params=[nightly(2, id="resp2"), pytest.param(3, id="resp3")])
 def client(request: pytest.FixtureRequest, cluster: KvredisCluster) -> Iterator[ClusterClient]:
     seeds = [ClusterNode(HOST, one.port) for one in cluster.nodes]  # type: ignore[no-untyped-call]
     with ClusterClient(startup_nodes=seeds, protocol=request.param, socket_timeout=20) as one:

@@ -19,7 +19,7 @@ from tests.backends.conftest import ServerProcess
 from tests.compat.conftest import RunningServer
 from tests.compat.engine_process import ROOT, EngineProcess
 from tests.compat.side_packages import packages
-from tests.gate import nightly
+from tests.gate import diagonal, nightly
 from tests.proxy import Proxy
 
 HERE = Path(__file__).parent / "sglang"
@@ -96,11 +96,11 @@ def client(server: RunningServer) -> redis.Redis:
     return redis.Redis(host="127.0.0.1", port=server.port, protocol=2)
 
 
-@pytest.mark.parametrize("way", ["v1", "generic"])
-@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("page", "way"), diagonal(LAYOUTS, ("v1", "generic")))
 def test_pages_of_every_layout_are_loaded_by_another_process_byte_for_byte(
-    kind: str, layout: str, way: str, opened: Open, kvredis: RunningServer
+    page: tuple[str, str], way: str, opened: Open, kvredis: RunningServer
 ) -> None:
+    kind, layout = page
     extra = {"interface_v1": int(way == "v1")} | (lane(kvredis) if layout == "page_first" else tcp(kvredis))
     one = opened(kind=kind, layout=layout, extra=extra)
     another = opened(second=True, kind=kind, layout=layout, extra=extra)
@@ -154,7 +154,7 @@ def test_loading_stops_at_the_first_page_that_is_missing(opened: Open, kvredis: 
     assert worker("get", prompt=1, pages=PAGES, way="v1")["come"] == [True] * PAGES
 
 
-@pytest.mark.parametrize("place", [0, 100, 512, 20_000, -1])
+@pytest.mark.parametrize("place", [0, 512, -1, *map(nightly, (100, 20_000))])
 def test_a_page_that_was_damaged_is_missing_and_is_stored_anew(
     place: int, opened: Open, kvredis: RunningServer
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_page_that_was_damaged_is_missing_and_is_stored_anew(
     assert worker("get", prompt=1, pages=PAGES, way="v1") == {"come": [True] * PAGES, "equal": True}
 
 
-@pytest.mark.parametrize("length", [0, 100, 511, 512, PAGE_BYTES])
+@pytest.mark.parametrize("length", [0, 512, *map(nightly, (100, 511, PAGE_BYTES))])
 def test_a_value_of_another_length_is_missing(length: int, opened: Open, kvredis: RunningServer) -> None:
     worker = opened(extra=tcp(kvredis))
     key = stored_key(kvredis, worker, without=0, pages=2)
@@ -226,7 +226,7 @@ def test_what_is_stored_under_another_configuration_is_not_found(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["v1", "generic"])
+@pytest.mark.parametrize("way", ["v1", nightly("generic")])
 def test_what_an_engine_with_other_arguments_has_stored_is_not_found(
     other: dict[str, Any], way: str, opened: Open, kvredis: RunningServer
 ) -> None:

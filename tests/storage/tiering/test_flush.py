@@ -45,79 +45,73 @@ def test_a_delete_that_was_waited_for_is_not_undone_by_a_loss_of_power(tmp_path:
         assert entry.expire_at_ms > 0
 
 
-def test_only_what_was_written_since_is_written(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"old")
-        since = tiers.store.writes + 1
-        tiers.put(b"a", b"b")
-        assert tiers.save(since)
-        assert sorted(tiers.on_disk()) == [b"a", b"b"]
-        assert [entry.key for entry in tiers.store.unsaved] == [b"old"]
+def test_only_what_was_written_since_is_written(tiers: TieredStore) -> None:
+    tiers.put(b"old")
+    since = tiers.store.writes + 1
+    tiers.put(b"a", b"b")
+    assert tiers.save(since)
+    assert sorted(tiers.on_disk()) == [b"a", b"b"]
+    assert [entry.key for entry in tiers.store.unsaved] == [b"old"]
 
 
-def test_a_small_value_that_is_written_over_in_place_counts_as_written_last(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.store.put(b"small", b"one")
-        tiers.put(b"a")
-        since = tiers.store.writes + 1
-        assert tiers.store.put(b"small", b"two")
-        assert tiers.save(since)
-        assert tiers.on_disk() == [b"small"]
+def test_a_small_value_that_is_written_over_in_place_counts_as_written_last(tiers: TieredStore) -> None:
+    assert tiers.store.put(b"small", b"one")
+    tiers.put(b"a")
+    since = tiers.store.writes + 1
+    assert tiers.store.put(b"small", b"two")
+    assert tiers.save(since)
+    assert tiers.on_disk() == [b"small"]
 
 
-def test_what_is_saved_stays_in_memory_and_is_not_written_again(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        assert tiers.save()
-        assert tiers.save()
-        assert tiers.steps("pwrite") == 1
-        assert tiers.tier(b"a") == "memory"
+def test_what_is_saved_stays_in_memory_and_is_not_written_again(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    assert tiers.save()
+    assert tiers.save()
+    assert tiers.steps("pwrite") == 1
+    assert tiers.tier(b"a") == "memory"
 
 
-def test_all_is_written_in_the_order_in_which_it_would_leave(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a", b"b", b"c")
-        lease = tiers.store.peek(b"c")
-        tiers.clock.now_s += 1
-        tiers.store.touch([b"a"])
-        assert tiers.save()
-        assert tiers.on_disk() == [b"b", b"a", b"c"], "what is read comes last, but it comes"
-        assert lease is not None
-        lease.release()
+def test_all_is_written_in_the_order_in_which_it_would_leave(tiers: TieredStore) -> None:
+    tiers.put(b"a", b"b", b"c")
+    lease = tiers.store.peek(b"c")
+    tiers.clock.now_s += 1
+    tiers.store.touch([b"a"])
+    assert tiers.save()
+    assert tiers.on_disk() == [b"b", b"a", b"c"], "what is read comes last, but it comes"
+    assert lease is not None
+    lease.release()
 
 
-def test_a_crowd_that_asks_while_a_round_is_under_way_shares_the_next_one_and_its_sync(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        answers: list[tuple[str, bool]] = []
-        at_start = tiers.steps("index: durable")
+def test_a_crowd_that_asks_while_a_round_is_under_way_shares_the_next_one_and_its_sync(tiers: TieredStore) -> None:
+    answers: list[tuple[str, bool]] = []
+    at_start = tiers.steps("index: durable")
 
-        def ask(name: str) -> None:
-            tiers.tiering.saving.save(tiers.store.writes, lambda saved: answers.append((name, saved)))
+    def ask(name: str) -> None:
+        tiers.tiering.saving.save(tiers.store.writes, lambda saved: answers.append((name, saved)))
 
-        def others() -> None:
-            for number in range(10):
-                tiers.put(b"b:%d" % number)
-                ask("second")
+    def others() -> None:
+        for number in range(10):
+            tiers.put(b"b:%d" % number)
+            ask("second")
 
-        tiers.put(b"a")
-        ask("first")
-        tiers.during("pwrite", others)
-        assert not answers
-        tiers.io.run()
-        assert answers == [("first", True), *[("second", True)] * 10]
-        assert tiers.steps("sync segment") == tiers.steps("index: durable") - at_start == 2
-        assert tiers.steps("pwrite") == 11
+    tiers.put(b"a")
+    ask("first")
+    tiers.during("pwrite", others)
+    assert not answers
+    tiers.io.run()
+    assert answers == [("first", True), *[("second", True)] * 10]
+    assert tiers.steps("sync segment") == tiers.steps("index: durable") - at_start == 2
+    assert tiers.steps("pwrite") == 11
 
 
-def test_who_asks_before_a_round_has_begun_shares_it(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        answers: list[bool] = []
-        for key in (b"a", b"b"):
-            tiers.put(key)
-            tiers.tiering.saving.save(tiers.store.writes, answers.append)
-        tiers.io.run()
-        assert answers == [True, True]
-        assert tiers.steps("sync segment") == 1
+def test_who_asks_before_a_round_has_begun_shares_it(tiers: TieredStore) -> None:
+    answers: list[bool] = []
+    for key in (b"a", b"b"):
+        tiers.put(key)
+        tiers.tiering.saving.save(tiers.store.writes, answers.append)
+    tiers.io.run()
+    assert answers == [True, True]
+    assert tiers.steps("sync segment") == 1
 
 
 def test_more_than_are_looked_at_at_a_time_are_all_written_and_no_more(tmp_path: Path) -> None:
@@ -133,13 +127,12 @@ def test_more_than_are_looked_at_at_a_time_are_all_written_and_no_more(tmp_path:
         assert tiers.on_disk()[1_200:] == [b"old:%04d" % number for number in range(1_200)]
 
 
-def test_who_asks_from_within_an_answer_gets_one(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        answers: list[bool] = []
-        tiers.put(b"a")
-        tiers.tiering.saving.save(0, lambda _: tiers.tiering.saving.save(0, answers.append))
-        tiers.io.run()
-        assert answers == [True]
+def test_who_asks_from_within_an_answer_gets_one(tiers: TieredStore) -> None:
+    answers: list[bool] = []
+    tiers.put(b"a")
+    tiers.tiering.saving.save(0, lambda _: tiers.tiering.saving.save(0, answers.append))
+    tiers.io.run()
+    assert answers == [True]
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
@@ -169,101 +162,92 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
         assert answers == ([False, True] if where == "write" else [True])
 
 
-def test_a_failed_write_is_told_to_those_whom_it_concerns(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        answers: dict[str, bool] = {}
+def test_a_failed_write_is_told_to_those_whom_it_concerns(tiers: TieredStore) -> None:
+    answers: dict[str, bool] = {}
 
-        def others() -> None:
-            tiers.put(b"b")
-            tiers.tiering.saving.save(2, lambda saved: answers.update(early=saved))
-            tiers.tiering.saving.save(3, lambda saved: answers.update(late=saved))
-            tiers.files.plan = on("pwrite", Fault.EIO)
+    def others() -> None:
+        tiers.put(b"b")
+        tiers.tiering.saving.save(2, lambda saved: answers.update(early=saved))
+        tiers.tiering.saving.save(3, lambda saved: answers.update(late=saved))
+        tiers.files.plan = on("pwrite", Fault.EIO)
 
-        tiers.put(b"a")
-        tiers.tiering.saving.save(0, lambda _: None)  # under way, so that the others share a round
-        tiers.during("pwrite", others)
-        tiers.io.run()
-        assert answers == {"early": False, "late": True}
-        tiers.files.plan = None
-        assert tiers.save(2)
-
-
-def test_a_failed_sync_is_told_to_all(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.files.plan = on("sync segment", Fault.EIO)
-        assert not tiers.save()
-        tiers.files.plan = None
-        assert not tiers.save(), "what the kernel did with the pages is not known"
+    tiers.put(b"a")
+    tiers.tiering.saving.save(0, lambda _: None)  # under way, so that the others share a round
+    tiers.during("pwrite", others)
+    tiers.io.run()
+    assert answers == {"early": False, "late": True}
+    tiers.files.plan = None
+    assert tiers.save(2)
 
 
-def test_an_index_that_cannot_be_written_is_told_and_mended(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
+def test_a_failed_sync_is_told_to_all(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.files.plan = on("sync segment", Fault.EIO)
+    assert not tiers.save()
+    tiers.files.plan = None
+    assert not tiers.save(), "what the kernel did with the pages is not known"
 
-        def fail() -> None:
-            raise sqlite3.OperationalError("disk I/O error")
 
-        tiers.during("index: commit", fail)
-        assert not tiers.save()
-        assert tiers.save()
+def test_an_index_that_cannot_be_written_is_told_and_mended(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+
+    def fail() -> None:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    tiers.during("index: commit", fail)
+    assert not tiers.save()
+    assert tiers.save()
 
 
 @pytest.mark.parametrize("how", ["delete", "overwrite", "flush"])
-def test_a_block_that_is_gone_meanwhile_is_no_failure(tmp_path: Path, how: str) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a", b"b")
-        acts = {
-            "delete": lambda: tiers.store.delete([b"a", b"b"]),
-            "overwrite": lambda: tiers.store.put(b"a", content(8)),
-            "flush": tiers.store.flush,
-        }
-        tiers.during("pwrite", acts[how])
-        assert tiers.save()
+def test_a_block_that_is_gone_meanwhile_is_no_failure(how: str, tiers: TieredStore) -> None:
+    tiers.put(b"a", b"b")
+    acts = {
+        "delete": lambda: tiers.store.delete([b"a", b"b"]),
+        "overwrite": lambda: tiers.store.put(b"a", content(8)),
+        "flush": tiers.store.flush,
+    }
+    tiers.during("pwrite", acts[how])
+    assert tiers.save()
 
 
-def test_a_block_that_cannot_be_stored_is_not_said_to_be_safe(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.store.put(b"k" * 1000, content(1))
-        since = tiers.store.writes + 1
-        tiers.put(b"a")
-        assert not tiers.save()
-        assert tiers.save(since)
+def test_a_block_that_cannot_be_stored_is_not_said_to_be_safe(tiers: TieredStore) -> None:
+    assert tiers.store.put(b"k" * 1000, content(1))
+    since = tiers.store.writes + 1
+    tiers.put(b"a")
+    assert not tiers.save()
+    assert tiers.save(since)
 
 
-def test_a_job_that_dies_ends_its_round_all_the_same(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a", b"b")
-        tiers.during("pwrite", lambda: 1 / 0)
-        assert not tiers.save()
-        assert tiers.save()
+def test_a_job_that_dies_ends_its_round_all_the_same(tiers: TieredStore) -> None:
+    tiers.put(b"a", b"b")
+    tiers.during("pwrite", lambda: 1 / 0)
+    assert not tiers.save()
+    assert tiers.save()
 
 
-def test_a_queue_without_room_is_an_answer(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a")
-        tiers.io.queue_jobs_max = 0
-        assert not tiers.save()
-        tiers.io.queue_jobs_max = 10
-        assert tiers.save()
+def test_a_queue_without_room_is_an_answer(tiers: TieredStore) -> None:
+    tiers.put(b"a")
+    tiers.io.queue_jobs_max = 0
+    assert not tiers.save()
+    tiers.io.queue_jobs_max = 10
+    assert tiers.save()
 
 
-def test_those_who_wait_for_a_write_go_before_all_spills(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        tiers.put(b"a", b"b")
-        tiers.tiering.spill(list(tiers.store.unsaved))
-        answers: list[bool] = []
-        tiers.tiering.saving.save(2, answers.append)
-        assert tiers.io.figures()[Priority.DEMAND].queued > 0
-        while not answers:
-            assert tiers.io.run(1)
-        assert sorted(tiers.on_disk())[-1:] == [b"b"]
+def test_those_who_wait_for_a_write_go_before_all_spills(tiers: TieredStore) -> None:
+    tiers.put(b"a", b"b")
+    tiers.tiering.spill(list(tiers.store.unsaved))
+    answers: list[bool] = []
+    tiers.tiering.saving.save(2, answers.append)
+    assert tiers.io.figures()[Priority.DEMAND].queued > 0
+    while not answers:
+        assert tiers.io.run(1)
+    assert sorted(tiers.on_disk())[-1:] == [b"b"]
 
 
-def test_nothing_to_save_is_saved(tmp_path: Path) -> None:
-    with TieredStore(tmp_path) as tiers:
-        assert tiers.save()
-        assert tiers.steps("pwrite") == tiers.steps("sync segment") == 0
+def test_nothing_to_save_is_saved(tiers: TieredStore) -> None:
+    assert tiers.save()
+    assert tiers.steps("pwrite") == tiers.steps("sync segment") == 0
 
 
 def test_what_the_disk_let_go_of_is_written_for_who_asks_next(tmp_path: Path) -> None:
