@@ -129,14 +129,16 @@ class Found:
 
     def _unknown(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
         """Keep a remark about a name that nothing here has, which may be another program's. It is an error where a
-        server would be open to all without what was meant: KVREDIS_PASSWORD, KVREDIS_REQUIREPAS."""
-        if self.server and near and _GUARD.fullmatch(near.removeprefix("KVREDIS_").lower()):
-            self._misspelt(source, name, "unknown", near, raw)
+        server would be open to all without what was meant: KVREDIS_PASSWORD, KVREDIS_REQUIREPAS, KVREDIS_TLS_KEY."""
+        is_guard = near is not None and _GUARD.fullmatch(near.removeprefix("KVREDIS_").lower())
+        if self.server and (is_guard or _LIKE_GUARDS.match(name)):
+            text = "unknown" if is_guard else "unknown, and looks like one of those that decide who may come in"
+            self._misspelt(source, name, text, near, raw)
         else:
             self.remark(source, name, text, near)
 
     def _misspelt(self, source: str, name: str, text: str, near: str | None, raw: Any) -> None:
-        is_secret = values.is_secret(name) or (near is not None and values.is_secret(near))
+        is_secret = any(values.is_secret(each) for each in (name, near or "")) or _LIKE_GUARDS.match(name) is not None
         reason = text + (f"; did you mean {near}?" if near else "")
         self.errors.append(ConfigError(name, "***" if is_secret else values.shown(raw), source, reason))
 
@@ -376,6 +378,7 @@ _ALIKE, _ALIKE_PART = 0.8, 0.75
 azure_connection_string of max_connections, chunk_size of cpu_size and redis_service_name of redis_username."""
 
 _ELSEWHERE: Mapping[str, str] = {
+    "auth": "requirepass",
     "host": "bind",
     "listen": "bind",
     "log_level": "loglevel",
@@ -384,6 +387,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "max_memory": "max_local_cpu_size",
     "maxmemory": "max_local_cpu_size",
     "memory": "max_local_cpu_size",
+    "pass": "requirepass",
+    "passwd": "requirepass",
     "password": "requirepass",
     "redis_password": "password",
     "redis_username": "username",
@@ -393,6 +398,8 @@ _ELSEWHERE: Mapping[str, str] = {
 
 _GUARD = re.compile(r"requirepass|aclfile|protected_mode|tls_\w+")
 """Keys that decide who may come in."""
+_LIKE_GUARDS = re.compile(r"KVREDIS_\w*(PASS|SECRET|AUTH|CREDENTIAL|ACL|TLS|SSL|CERT)")
+"""Variables that can have meant nothing else."""
 
 _OURS = ("KVREDIS", "LMCACHE", BEFORE_V1_PREFIX.rstrip("_"))
 _SERVICE_MARK = re.compile(rf"((?:{'|'.join(_OURS)})(?:_[A-Z0-9_]+?)?)_(?:SERVICE_HOST|PORT_\d+_(?:TCP|UDP|SCTP)_ADDR)")

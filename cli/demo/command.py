@@ -5,6 +5,7 @@ and the demo fails unless the store served SERVED_MIN of the prompt and all runs
 process asks twice: an engine's KV cache is memory that was touched long ago, which the second time has, too.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -28,7 +29,8 @@ import click
 from kvredis import install_line
 from kvredis.backends.config.url import parse_remote
 from kvredis.cli.bench.options import ended_as_exit
-from kvredis.cli.inspect.client import PASSWORD_VARIABLE, place_of, whole_url
+from kvredis.cli.inspect.client import PASSWORD_VARIABLE, NotAllowed, mapped, place_of, whole_url
+from kvredis.cli.terminal import size
 
 from .spec import Shape, Spec
 
@@ -126,6 +128,21 @@ def _answering(url: str) -> str:
     return f"{whole}{'&' if '?' in whole else '?'}password={quote(password, safe='')}"
 
 
+def _check_room(url: str, kv_bytes: int) -> None:
+    """Raise ClickException where a kvredis holds less than the prompt's KV: an engine would take that for misses, and
+    the demo would say so a minute later. A server that may not be asked is believed to have room."""
+    with contextlib.suppress(NotAllowed), place_of(url, ANSWER_S).open() as servers:
+        if not all(server.is_kvredis for server in servers.each):
+            return
+        tiers = [mapped(tier) for one in servers.each for tier in mapped(one.ask("KV.TIERS")).values()]
+        room = sum(int(tier["capacity"]) for tier in tiers)
+        if room < kv_bytes:
+            raise click.ClickException(
+                f"{', '.join(map(str, servers.each))} holds {size(room)} and the prompt's KV is {size(kv_bytes)}: "
+                "give it more (max_local_cpu_size), or the demo a smaller --prompt-tokens"
+            )
+
+
 def _compare(wish: Wish, shape: Shape) -> dict[str, Any]:
     """Run the requests and say what came of them; end every process that was started, however this is left."""
     with ExitStack() as stack:
@@ -133,6 +150,8 @@ def _compare(wish: Wish, shape: Shape) -> dict[str, Any]:
         spec = _spec(wish, shape)
         kv_bytes = shape.bytes_per_token * len(spec.ids)
         _say(wish, f"{len(spec.ids)} tokens of text; their KV is {kv_bytes / 1e6:.0f} MB in float32")
+        if wish.url:
+            _check_room(wish.url, kv_bytes)
         if wish.tier == "cpu":
             room = f"{_megabytes(kv_bytes + ROOM_BYTES)}mb"
             made = _run(wish, replace(_over(spec, max_local_cpu_size=room), runs=3), folder, "computing, then loading")

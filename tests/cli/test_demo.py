@@ -140,6 +140,15 @@ def test_a_missing_password_is_lss_error_and_rediscli_auth_serves(monkeypatch: p
         assert demo_module._answering(f"redis://:hush@{address}/1") == f"redis://:hush@{address}/1"
 
 
+def test_a_server_that_cannot_hold_the_prompt_is_told_so_before_anything_is_computed() -> None:
+    with serving() as address:
+        done = run("--url", address, "--prompt-tokens=4000", "--layers=40", "--head-dim=128", "--kv-heads=4")
+        assert "computing" not in done.stderr
+        assert done.returncode == 1
+        assert f"redis://{address} holds 32 MiB and the prompt's KV is " in done.stderr
+        assert "give it more (max_local_cpu_size)" in done.stderr
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

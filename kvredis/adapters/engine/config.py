@@ -8,13 +8,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kvredis.backends.config.schema import DEFAULT_ORIGIN, Config
 from kvredis.storage.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+Role = Literal["kv_both", "kv_producer", "kv_consumer"]
+"""LMCache's and vLLM's kv_role: a producer never loads, a consumer never stores."""
 PASSAGE_GIB: Final = 1.0
 PREFAULT_THREADS_MAX: Final = 8
 _ADDRESS: Final = ("url", "host", "port")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 from kvredis.backends.base import Backend, NothingToFetch, Prefetch, Tier
 from kvredis.backends.config.schema import Config
@@ -28,10 +28,11 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .background import Executor, Load, Save
 from .break_even import PREFILLS_ASKED_MAX, BreakEven, Piece, Probes
+from .config import Role
 from .keys import ChunkKey, RecentKeys, Tokens, algorithm_of, token_bytes
 from .layout import ChunkLayout
 from .load import Intake, Span, TensorLoad, pieces_of
-from .stats import EngineStats, LoadPlan
+from .stats import EngineStats, LoadPlan, log_speed
 from .store import TensorStore
 from .tensors import KV, check_kv
 
@@ -85,8 +86,6 @@ class Job:
 
 logger = logging.getLogger(__name__)
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-"""LMCache's kv_role: a producer never loads, a consumer never stores."""
 AUTO = "auto"
 
 
@@ -237,14 +236,14 @@ class CacheEngine:
             if storing.tokens < missing:
                 dropped = missing - storing.tokens
                 logger.info("Dropped %d tokens of request %s: no more is taken for now", dropped, request)
-        seconds = time.perf_counter() - started_s
+        seconds, nbytes = time.perf_counter() - started_s, storing.tokens * self.layout.bytes_per_token
         with self._lock:
             self.stats.stored_tokens += storing.tokens
-            self.stats.stored_bytes += storing.tokens * self.layout.bytes_per_token
+            self.stats.stored_bytes += nbytes
             self.stats.store_seconds += seconds
             self.stats.refused_stores += storing.refused
             self.stats.dropped_stores += storing.dropped
-        self._log_speed("Stored", storing.tokens, seconds, request)
+        log_speed(logger, "Stored", storing.tokens, nbytes, seconds, request)
         return storing.tokens
 
     def retrieve(
@@ -405,13 +404,14 @@ class CacheEngine:
             with self._forgiving("delete"):
                 intake.forget()
         seconds, tokens = time.perf_counter() - started_s, loading.position - span.start
+        nbytes = tokens * self.layout.bytes_per_token
         with self._lock:
             self.stats.loaded_tokens += tokens
-            self.stats.loaded_bytes += tokens * self.layout.bytes_per_token
+            self.stats.loaded_bytes += nbytes
             self.stats.load_seconds += seconds
             self.stats.copy_seconds += loading.copy_s
             self.stats.skipped_tokens += loading.skipped
-        self._log_speed("Retrieved", tokens, seconds, span.request)
+        log_speed(logger, "Retrieved", tokens, nbytes, seconds, span.request)
         return loading.position
 
     def _save_later(self, save: Save) -> int:
@@ -448,9 +448,3 @@ class CacheEngine:
         with self._lock:
             self.stats.refused_blocks += 1
         logger.warning("A stored block was refused and counts as a miss: %s", why)
-
-    def _log_speed(self, verb: str, tokens: int, seconds: float, request: str) -> None:
-        if tokens and logger.isEnabledFor(logging.INFO):
-            gb = tokens * self.layout.bytes_per_token / 1e9
-            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
-            logger.info(text, verb, tokens, request, gb, seconds * 1e3, gb / max(seconds, 1e-9))

@@ -1,6 +1,7 @@
 """What an engine has done and is about to do, in tokens: counters, and the plan of one load."""
 
 from dataclasses import dataclass, field
+from logging import INFO, Logger
 from typing import Literal
 
 from kvredis.backends.base import Tier
@@ -67,3 +68,10 @@ class LoadPlan:
     def need_to_load(self) -> int:
         """Tokens to load behind the engine's own; never negative."""
         return max(self.stop - self.cached, 0)
+
+
+def log_speed(logger: Logger, verb: str, tokens: int, nbytes: int, seconds: float, request: str) -> None:
+    """Log how fast a request's tokens were stored or retrieved, if there were any, as LMCache does."""
+    if tokens and logger.isEnabledFor(INFO):
+        text, gb = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s", nbytes / 1e9
+        logger.info(text, verb, tokens, request, gb, seconds * 1e3, gb / max(seconds, 1e-9))

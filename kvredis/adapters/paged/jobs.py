@@ -9,9 +9,10 @@ JobState of each job, and hands its MoverContext to loads and stores.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from kvredis.adapters.engine.background import Task
 from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.config import Role
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.checksum import Checksums
@@ -61,8 +62,6 @@ class Moves:
     cancelled: list[str] = field(default_factory=list)
 
 
-Role = Literal["kv_both", "kv_producer", "kv_consumer"]
-"""LMCache's and vLLM's kv_role: a producer never loads, a consumer never stores."""
 BATCH_BYTES = 32 * 1024 * 1024
 WINDOW_BYTES = 16 * BATCH_BYTES
 WINDOW_PART = 8
@@ -254,3 +253,27 @@ class MoverContext:
     def piece_bytes_max(self) -> int:
         """How much it may, where others are under way already."""
         return max(self.piece_bytes, self.bandwidth.piece_bytes(self.options.window_bytes // PIECES))
+
+
+class MoverTask(Task):
+    """What a thread of a ChunkMover does at a time: the moves of one job, or the stores of a step layer by layer."""
+
+    def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
+        super().__init__(0)
+        self.jobs = jobs
+        """At least one where it is queued, all of them loads or all stores."""
+        self.began_s = 0.0
+        """When it was begun (time.monotonic); 0 before."""
+        self._context = context
+
+    def run(self) -> None:
+        """Move what is asked for. Raises what backend and transfer raise; when it has ended no page is read or written
+        any more."""
+        with self._context.bandwidth.row(is_load=self.jobs[0].is_load):
+            self._run()
+
+    def clean_up(self) -> None:
+        """Do what the engine does not wait for; called behind `run` in any case."""
+
+    def _run(self) -> None:
+        raise NotImplementedError

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvredis.adapters.engine.background import Task
 from kvredis.adapters.transfer.base import Layers, Moving, wait_for_all
 
-from .jobs import ChunkMove, JobState, MoverContext
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 from .store import ReservedChunk, by_group, bytes_of, commit, count_present, reserve
 
 ROW_BYTES = 32 * 1024 * 1024
@@ -27,17 +26,15 @@ AHEAD = 2
 """Rows of layers under way behind the one that is waited for."""
 
 
-class LayerStores(Task):
+class LayerStores(MoverTask):
     """The stores of one step: `computed` and `finish` are the engine's, `run` is the storing thread's."""
 
     def __init__(self, context: MoverContext, jobs: Sequence[JobState]) -> None:
-        super().__init__(0)
-        self.jobs = list(jobs)
+        super().__init__(context, jobs)
         self.computed_s: dict[int, float] = {}
         """When each layer was said to be computed (time.monotonic)."""
         self.stored_s: dict[int, float] = {}
         """When each layer's bytes had left the engine's pages."""
-        self._context = context
         self._places = context.places
         self._changed = threading.Condition()
         self._computed: deque[tuple[int, torch.cuda.Event | None]] = deque()
@@ -71,16 +68,8 @@ class LayerStores(Task):
         super().cancel()
         self.finish()
 
-    def run(self) -> None:
-        """Store what is not there yet. Raises what backend and transfer raise; when it has ended no page is read any
-        more, and no room held."""
-        with self._context.bandwidth.row(is_load=False):
-            self._run()
-
-    def clean_up(self) -> None:
-        """Nothing is left to do."""
-
     def _run(self) -> None:
+        """Store what is not there yet; when it has ended no room is held."""
         try:
             for job in self.jobs:
                 for moves in by_group(job.moves):

@@ -19,7 +19,7 @@ from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Lease
 from kvredis.storage.errors import LayoutError
 
-from .jobs import ChunkMove, JobState, MoverContext
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,9 @@ def last_tokens(block: Block, layout: ChunkLayout, tokens: int) -> Block:
     return Block(tail.view(-1).view(torch.uint8).numpy().data, tokens, block.checksum)
 
 
-class ChunkLoad:
-    """Loads a job's moves, on a GPU into pages that are free behind `after`; `run` may raise what backend and transfer
-    raise. The job's `moved` is right whatever happens, and when `run` has ended nothing is written any more. `clean_up`
-    is called in any case: until then the last leases are held.
+class ChunkLoad(MoverTask):
+    """Loads a job's moves, on a GPU into pages that are free behind `after`. The job's `moved` is right whatever
+    happens. Until `clean_up` the last leases are held.
 
     Behind its last copies a device would rest until the next load has leased its chunks, planned and asked for the
     first. So `run` has the next one `begin` (`meanwhile` is told how many bytes may be under way) while its own last
@@ -84,7 +83,7 @@ class ChunkLoad:
         after: torch.cuda.Event | None = None,
         meanwhile: Callable[[int], None] = lambda left_bytes: None,
     ) -> None:
-        self._context = context
+        super().__init__(context, [job])
         self._job = job
         self._after = after
         self._meanwhile = meanwhile
@@ -120,12 +119,13 @@ class ChunkLoad:
         finally:
             self._waits = True
 
-    def run(self) -> None:
-        """Load until the first chunk that does not come, or until the job is cancelled."""
-        with self._context.bandwidth.row(is_load=True):
-            self._run()
+    def cancel(self) -> None:
+        """As Task.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
+        if not self.began_s:
+            super().cancel()
 
     def _run(self) -> None:
+        """Load until the first chunk that does not come, or until the job is cancelled."""
         try:
             if self._failure is not None:
                 raise self._failure
@@ -216,11 +216,12 @@ class ChunkLoad:
             transfer = self._context.groups[self._next[0].move.group].transfer
             parts = [chunk.part(transfer) for chunk in self._next]
             moving = transfer.load(parts, after=self._after, is_last=is_last)
-            self._under_way.append((self._next, moving))
-            for chunk in self._next:
-                chunk.checksum.begin()  # beside the copies, and behind them where there is one core for both
+            chunks = self._next
+            self._under_way.append((chunks, moving))
             self._under_way_bytes += self._next_bytes
             self._next, self._next_bytes = [], 0
+            for chunk in chunks:
+                chunk.checksum.begin()  # beside the copies, and behind them where there is one core for both
 
     def _settle(self) -> None:
         """Wait for the oldest batch, and judge it."""

@@ -12,15 +12,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from kvredis.adapters.engine.background import Executor, Task
+from kvredis.adapters.engine.background import Executor
+from kvredis.adapters.engine.stats import log_speed
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.transfer.checksum import Checksums
 from kvredis.backends.base import Backend
 
-from .jobs import ChunkMove, Counters, Finished, JobState, LoadJob, MoverContext, MovingOptions, StoreJob
+from .jobs import ChunkMove, Counters, Finished, JobState, LoadJob, MoverContext, MoverTask, MovingOptions, StoreJob
 from .jobs import PagedGroup as PagedGroup
 from .layerwise_store import LayerStores
 from .load import ChunkLoad
@@ -34,25 +36,7 @@ STAND_BACK_S = 0.03
 and a question to the backend, holds it up for as long as it takes. By then its GPU has all that it is to do."""
 
 
-class JobTask(Task):
-    """One whole job in the queue of a background thread."""
-
-    def __init__(self, job: JobState, work: ChunkLoad | ChunkStore) -> None:
-        super().__init__(0)
-        self.jobs = [job]
-        self.work = work
-        self.run = work.run
-        self.clean_up = work.clean_up
-        self.began_s = 0.0
-        """When it was begun, on the thread's clock; 0 before."""
-
-    def cancel(self) -> None:
-        """As Task.cancel, before it has begun. Then its copies write pages, which `run` waits for."""
-        if not self.began_s:
-            super().cancel()
-
-
-MoverTask = JobTask | LayerStores
+AnyMoverTask = TypeVar("AnyMoverTask", bound=MoverTask)
 
 
 class ChunkMover:
@@ -64,7 +48,7 @@ class ChunkMover:
         self.counters = Counters()
         bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
         self._context = MoverContext(backend, tuple(groups), self.options, bandwidth, checksums, self.counters)
-        self._loader: Executor[MoverTask] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
+        self._loader: Executor[ChunkLoad] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
         self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
         self._jobs: dict[str, list[JobState]] = {}
@@ -94,7 +78,7 @@ class ChunkMover:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
         state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
         if self._admit(state):
-            self._submit(self._storer, JobTask(state, ChunkStore(self._context, state, after)))
+            self._submit(self._storer, ChunkStore(self._context, state, after))
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -174,15 +158,13 @@ class ChunkMover:
     def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> JobState:
         state = JobState(job.request, job.moves)
         if self._admit(state):
-            self._submit(self._loader, JobTask(state, ChunkLoad(self._context, state, after, self._begin_following)))
+            self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
         return state
 
     def _begin_following(self, left_bytes: int) -> None:
         """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
 
-        def accept(task: MoverTask) -> bool:
-            if not isinstance(task, JobTask):
-                return False
+        def accept(task: ChunkLoad) -> bool:
             with self._changed:
                 if task.jobs[0].over:
                     return False
@@ -191,8 +173,8 @@ class ChunkMover:
             return True
 
         task = self._loader.following(accept)
-        if isinstance(task, JobTask) and isinstance(task.work, ChunkLoad):
-            task.work.begin(left_bytes)
+        if task is not None:
+            task.begin(left_bytes)
 
     def _admit(self, job: JobState) -> bool:
         """Take a job on; False, and it is over, when its role forbids it, nothing is asked, or it is too much."""
@@ -214,7 +196,7 @@ class ChunkMover:
                 self._refuse(job)
             return not job.over
 
-    def _submit(self, executor: Executor[MoverTask], task: MoverTask) -> None:
+    def _submit(self, executor: Executor[AnyMoverTask], task: AnyMoverTask) -> None:
         if not executor.submit(task):
             with self._changed:
                 for job in task.jobs:
@@ -236,9 +218,8 @@ class ChunkMover:
         with self._changed:
             for job in jobs:
                 job.started = not job.over
-        began_s, has_begun = time.monotonic(), any(job.started for job in jobs)
-        if isinstance(task, JobTask):
-            began_s = task.began_s = task.began_s or began_s
+        has_begun = any(job.started for job in jobs)
+        began_s = task.began_s = task.began_s or time.monotonic()
         error = self._error_of(task.run) if has_begun else None
         seconds = time.monotonic() - began_s
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
@@ -248,7 +229,8 @@ class ChunkMover:
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)
         for job in jobs:
-            self._log(job, seconds)
+            verb = "Retrieved" if is_load else "Stored"
+            log_speed(logger, verb, job.tokens, job.nbytes, seconds, job.request)
         later_error = self._error_of(task.clean_up) if has_begun else None
         self.counters.add(errors=later_error is not None)
         error = error or later_error
@@ -301,12 +283,6 @@ class ChunkMover:
             self.counters.add(failed_chunks=len(missing))
             pages = self._finished.failed_pages.setdefault(job.request, [])
             pages += [(move.group, page) for move in missing for page in move.pages]
-
-    def _log(self, job: JobState, seconds: float) -> None:
-        if job.moved and logger.isEnabledFor(logging.INFO):
-            verb, gb = "Retrieved" if job.is_load else "Stored", job.nbytes / 1e9
-            text = "%s %d tokens for request %s: %.4f GB in %.1f ms, %.2f GB/s"
-            logger.info(text, verb, job.tokens, job.request, gb, seconds * 1e3, gb / max(seconds, 1e-9))
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:

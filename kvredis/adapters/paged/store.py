@@ -15,7 +15,7 @@ from kvredis.adapters.engine.store import PrefixOrder, ReservedBlock
 from kvredis.adapters.transfer.base import Moving, Part, Transfer, wait_for_all
 from kvredis.backends.base import Reservation
 
-from .jobs import ChunkMove, JobState, MoverContext
+from .jobs import ChunkMove, JobState, MoverContext, MoverTask
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,11 @@ def by_group(moves: list[ChunkMove]) -> Iterator[list[ChunkMove]]:
         yield list(run)
 
 
-class ChunkStore:
-    """Stores a job's moves behind the event `after`, if any. `run` may raise what backend and transfer raise; when it
-    has ended no page is read any more, and no room held."""
+class ChunkStore(MoverTask):
+    """Stores a job's moves behind the event `after`, if any; when `run` has ended no room is held."""
 
     def __init__(self, context: MoverContext, job: JobState, after: torch.cuda.Event | None) -> None:
-        self._context = context
+        super().__init__(context, [job])
         self._job = job
         self._after = after
         self._refused = 0
@@ -87,14 +86,6 @@ class ChunkStore:
         self._filled: deque[list[ReservedChunk]] = deque()
         self._held_bytes = 0
         """Reserved for what is under way, or filled."""
-
-    def run(self) -> None:
-        """Store what is not there yet."""
-        with self._context.bandwidth.row(is_load=False):
-            self._run()
-
-    def clean_up(self) -> None:
-        """Nothing is left to do."""
 
     def _run(self) -> None:
         if not self._job.is_sound():

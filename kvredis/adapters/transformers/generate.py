@@ -21,8 +21,8 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.adapters.engine.background import Save
-from kvredis.adapters.engine.config import for_device
-from kvredis.adapters.engine.engine import AUTO, CacheEngine, Role
+from kvredis.adapters.engine.config import Role, for_device
+from kvredis.adapters.engine.engine import AUTO, CacheEngine
 from kvredis.adapters.engine.stats import LoadPlan
 from kvredis.adapters.engine.tensors import KV, SpareMemory
 from kvredis.backends.config.schema import Config

@@ -291,6 +291,8 @@ def set_(session: Caller, args: list[bytes]) -> Reply:
 
 def _set_with_options(session: Caller, args: list[bytes]) -> Reply:
     key = args[1]
+    if not session.store.admits_inline(0):  # as Redis refuses all that may store, whether it would or not
+        return OUT_OF_MEMORY
     options = set_options(session, args[3:], SET_FLAGS, "set")
     if isinstance(options, bytes):
         return options
@@ -314,6 +316,9 @@ def _set_with_options(session: Caller, args: list[bytes]) -> Reply:
 def setnx(session: Caller, args: list[bytes]) -> Reply:
     """1 when the key was free and holds the value now, else 0."""
     key, value = args[1], args[2]
+    if not session.store.admits_inline(0):  # as Redis refuses all that may store, whether it would or not
+        give_back(args)
+        return OUT_OF_MEMORY
     if session.store.find(key, session.space) is not None:
         session.server.stats.sets_existed += 1
         give_back(args)

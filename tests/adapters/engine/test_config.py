@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvredis.adapters.engine.config import for_device, of_rank
-from kvredis.adapters.engine.engine import CacheEngine, Role
+from kvredis.adapters.engine.config import Role, for_device, of_rank
+from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError

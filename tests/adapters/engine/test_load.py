@@ -170,3 +170,23 @@ def test_gpus_are_those_of_all_layers_each_once() -> None:
     layers: Any = [(At(name), At(name)) for name in ("cuda:1", "cuda:1", "cpu", "cuda:0")]
     assert gpus_of(layers) == [torch.device("cuda", 1), torch.device("cuda", 0)]
     assert gpus_of(kv_of()) == []
+
+
+def test_a_block_is_damaged_if_its_lease_was_held_and_is_another_s_memory_otherwise() -> None:
+    backend, told = Lending(), list[str]()
+    intake = Intake(backend, lambda key, why: told.append(f"{key!r}: {why}"), lambda: told.append("expired"))
+    keys = [chunk.key for chunk in KEYS[:3]]
+    held, lost, good = backend.load(keys)
+    assert held is not None
+    assert lost is not None
+    assert good is not None
+    lost.held = False
+    intake.refuse(keys[0], held, LayoutError("no block"))
+    intake.refuse(keys[1], lost, LayoutError("no block either"))
+    assert intake.is_held(good)
+    assert not intake.is_held(lost)
+    assert told == [f"{keys[0]!r}: no block", "expired", "expired"]
+    assert backend.present(keys) == [True] * 3
+    intake.forget()
+    intake.forget()
+    assert backend.present(keys) == [False, True, True]

@@ -69,6 +69,25 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
     assert backend.leases == 0
 
 
+def test_no_lease_stays_held_when_there_is_no_thread_left_to_hash_what_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, moves, backend = PagedEngine(1), moves_of("a", 3), FakeBackend()
+    for move in moves:
+        backend.put(move.key, block_for(engine, move))
+
+    def starved(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)
+    with mover_on(backend, engine) as mover:
+        mover.load(LoadJob("r", moves))
+        assert mover.settle(WAIT_S)
+        assert set(mover.finished().failed_pages["r"]) == pages_in(moves)
+        assert mover.stats()["errors"] == 1
+    # mover_on has looked that each lease has ended, once
+
+
 @pytest.mark.parametrize("by_layers", [False, True])
 def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored(
     by_layers: bool, local: LocalBackend, monkeypatch: pytest.MonkeyPatch

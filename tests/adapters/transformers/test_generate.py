@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from kvredis.adapters.engine.engine import CacheEngine, Role
+from kvredis.adapters.engine.config import Role
+from kvredis.adapters.engine.engine import CacheEngine
 from kvredis.adapters.transformers.cache import CACHE, RoomyLayer, attention_layers, keys_and_values, token_major
 from kvredis.adapters.transformers.generate import CachedModel, layout_of
 from kvredis.backends.config.schema import Config

@@ -314,6 +314,16 @@ def test_a_server_does_not_start_open_because_its_password_or_certificate_is_mis
     assert len(Config.load(env={name: "x"}).warnings) == 1  # an engine has no door to close
 
 
+@pytest.mark.parametrize(
+    "name", ["KVREDIS_PASS", "KVREDIS_AUTH", "KVREDIS_REDIS_AUTH", "KVREDIS_TLS_KEY", "KVREDIS_SSL_CERT", "KVREDIS_ACL"]
+)
+def test_a_variable_that_looks_like_one_of_who_may_come_in_stops_a_server_and_is_not_shown(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: unknown") as caught:
+        Config.load(env={name: "hush"}, server=True)
+    assert "hush" not in str(caught.value)
+    assert len(Config.load(env={name: "hush"}).warnings) == 1
+
+
 SERVER_ONLY = [key for key in KEYS.values() if key.server and not key.engine and key.env != "KVREDIS_SETTINGS"]
 
 

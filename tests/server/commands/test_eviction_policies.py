@@ -115,6 +115,20 @@ def test_under_a_volatile_policy_keys_without_an_end_are_all_there_and_then_writ
     assert session.ask("SET lasting:0 x") == b"+OK\r\n"
 
 
+@pytest.mark.parametrize(
+    "line", ["SET k v NX", "SET k v XX", "SET nope v XX", "SET k v GET", "SETNX k v", "SETNX nope v"]
+)
+def test_beyond_maxmemory_a_set_is_refused_whether_it_would_store_or_not(line: str) -> None:
+    """As Redis, which looks at nothing but the command."""
+    session = session_under("LRU")
+    session.ask("SET k old")
+    session.ask(f"SET large {'x' * 2000}")
+    session.ask("CONFIG SET maxmemory-policy noeviction maxmemory 1kb")
+    assert session.ask(line) == b"-OOM command not allowed when used memory > 'maxmemory'.\r\n"
+    session.ask("CONFIG SET maxmemory-policy allkeys-lru")
+    assert not session.ask(line).startswith(b"-"), "where others may leave for it"
+
+
 def test_mset_is_refused_as_a_whole_where_only_a_part_of_it_fits() -> None:
     session = session_under("LRU")
     session.ask("CONFIG SET maxmemory-policy volatile-lru maxmemory 2kb")
