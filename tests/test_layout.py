@@ -45,7 +45,8 @@ ALL_FILES = [
     *sorted((ROOT / "tests").glob("**/*.py")),
     *sorted((ROOT / "scripts").glob("*.py")),
 ]
-SHELL_SCRIPTS = [path for path in (*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run") if not path.suffix]
+SCRIPTS = (*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci" / "run")
+SHELL_SCRIPTS = [path for path in SCRIPTS if path.is_file() and not path.suffix]
 
 
 def imports(tree: ast.AST, top_only: bool = False) -> list[tuple[str, str]]:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 16
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", nightly("qwen2")])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny(request.param)
 

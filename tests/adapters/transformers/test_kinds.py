@@ -30,12 +30,12 @@ CHUNK = 16
 HAS_STATES = hasattr(transformers.cache_utils, "LinearAttentionLayer")
 
 
-@pytest.fixture(scope="module", params=WINDOWS)
+@pytest.fixture(scope="module", params=[kind if kind == "gemma3" else nightly(kind) for kind in WINDOWS])
 def windowed(request: pytest.FixtureRequest) -> PreTrainedModel:
     return tiny(request.param)
 
 
-@pytest.fixture(scope="module", params=LINEAR)
+@pytest.fixture(scope="module", params=[kind if kind == "qwen3-next" else nightly(kind) for kind in LINEAR])
 def linear(request: pytest.FixtureRequest) -> PreTrainedModel:
     if not HAS_STATES:
         with pytest.raises(ValueError, match="not supported with this transformers"):
@@ -183,7 +183,7 @@ def batch(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("kind", ["llama", *WINDOWS])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", *map(nightly, ("mistral", "qwen2-windows"))])
 def test_a_batch_of_several_lengths_gives_each_prompt_its_tokens_cold_and_warm(kind: str) -> None:
     model, backend = tiny(kind), FakeBackend()
     ids, mask = batch(prompt(100), prompt(63, seed=1), prompt(21, seed=2))
