@@ -147,7 +147,9 @@ def test_a_directory_that_another_server_has_open_is_refused(serve: Serve, tmp_p
 
 def test_a_directory_that_cannot_be_made_is_refused(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused(serve(*with_disk(tmp_path / "file/disk")), "local_disk", "cannot be used: Not a directory")
+    flags = ("--local-disk", str(tmp_path / "file/disk"), "--max-local-disk-size", "64MB")
+    server = serve(*COLD, "--unixsocket", str(tmp_path / "kv.sock"), *flags)
+    refused(server, "local_disk", "cannot be used: Not a directory")
 
 
 def test_a_directory_of_a_newer_kvredis_is_refused_and_names_the_line_of_the_file(serve: Serve, tmp_path: Path) -> None:

@@ -330,7 +330,9 @@ def test_a_search_gives_up_after_some_keys_and_says_where_to_go_on(
 
 def test_an_expired_key_is_not_told_of_and_not_removed_by_looking(store: Store) -> None:
     store.put(b"gone", b"x" * 20_000)
-    entry_of(store, b"gone").expire_at_ms = store.now_ms() - 1
+    clock = store.now_ms
+    store.expire(b"gone", clock() + 1000)
+    store.now_ms = lambda: clock() + 1000
     told: dict[str, Any] = asyncio.run(search(store, b""))
     assert told["keys"] == []
     assert surveyed(store)["blocks"]["arena"] == 0
