@@ -20,6 +20,7 @@ from kvredis.server.http.page.facts import KEYS_WANTED, blocks_between, meant, s
 from kvredis.server.http.page.page import PREFIX_CHARS_MAX, load_page
 from kvredis.server.http.page.survey import CELLS_MAX, KINDS, NO_KIND, Survey, Surveys, kind_of, prefix_of
 from kvredis.server.server import Server
+from kvredis.storage.expiry import Clock
 from kvredis.storage.index import BUCKETS
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
@@ -332,7 +333,7 @@ def test_an_expired_key_is_not_told_of_and_not_removed_by_looking(store: Store) 
     store.put(b"gone", b"x" * 20_000)
     clock = store.now_ms
     store.expire(b"gone", clock() + 1000)
-    store.now_ms = lambda: clock() + 1000
+    store.now_ms = Clock(lambda: clock() + 1000)
     told: dict[str, Any] = asyncio.run(search(store, b""))
     assert told["keys"] == []
     assert surveyed(store)["blocks"]["arena"] == 0
