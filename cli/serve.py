@@ -14,13 +14,12 @@ import logging
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -56,11 +55,6 @@ from .systemd import feed_watchdog, more_time_while, notify
 log = logging.getLogger(__name__)
 
 _WARMING_NICENESS = 10
-
-SWITCH_INTERVAL_S: Final = 0.0005
-"""For how long a thread of the disk may compute while the event loop waits for the interpreter: a tenth of Python's
-own, or with four such threads another client would wait for 20 ms."""
-
 _LEVELS = {"debug": logging.DEBUG, "verbose": logging.INFO, "notice": logging.INFO, "warning": logging.WARNING}
 
 
@@ -269,7 +263,6 @@ async def serve_until_signal(server: Server, warming: Warming) -> None:
         raise KVRedisError(f"cannot listen: {error}") from error
     try:
         calm_collector()
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.request_shutdown)

@@ -65,6 +65,9 @@ class Superseded:
         if records:
             self._of.setdefault(entry, []).extend(records)
             self._by.update(dict.fromkeys(records, entry))
+            if self._unlooked:  # `decide` may not have come to the old one, and looks from the front
+                self._of.move_to_end(entry, last=False)
+                self._unlooked += 1
 
     def forget(self, entry: Entry) -> None:
         """An entry is gone, and nothing of its key shall be found again."""

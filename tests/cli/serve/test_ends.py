@@ -4,9 +4,6 @@ import signal
 import socket
 from pathlib import Path
 
-import pytest
-
-from kvredis.cli.serve import SWITCH_INTERVAL_S
 from tests.cli.conftest import Serve, ServeProcess
 from tests.server.feed import request
 from tests.server.live import MIB, pattern
@@ -97,16 +94,3 @@ def test_shutdown_ends_it_as_sigterm_does(serve: Serve, tmp_path: Path, loop: st
         assert read_all(writer) == b"+OK\r\n"
     assert server.finish() == 0, server.stderr
     assert "Traceback" not in server.stderr
-
-
-def test_while_it_serves_the_event_loop_gets_the_interpreter_within_half_a_millisecond(
-    serve: Serve, tmp_path: Path
-) -> None:
-    """Or four threads that write to the disk would keep it for 20."""
-    told = "import atexit, sys; atexit.register(lambda: print('interval', sys.getswitchinterval(), file=sys.stderr))"
-    (tmp_path / "sitecustomize.py").write_text(told)
-    server = serve(*ROOMY, "--unixsocket", str(tmp_path / "kv.sock"), PYTHONPATH=str(tmp_path))
-    server.wait_ready()
-    server.signal(signal.SIGTERM)
-    assert server.finish() == 0, server.stderr
-    assert float(server.stderr.split("interval ")[1]) == pytest.approx(SWITCH_INTERVAL_S)

@@ -229,6 +229,22 @@ def test_two_exchanges_that_the_index_hears_of_together_wait_for_what_the_second
     end(case)
 
 
+def test_an_exchange_waits_for_a_value_that_is_written_over_before_it_is_looked_at(case: Case) -> None:
+    store = case.store
+    store.put(K, NEW)
+    store.swap(0, 1)
+    store.put(J, NEW, 1)  # another one that supersedes, before the next
+    store.put(K, OTHER, 1)
+    assert not case.tiers.disk.settle()
+    case.tiers.tiering.spill([store.index.spaces[1][J]])
+    case.tiers.io.run()
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): OLD, (K, 1): None}, "in database 1 it was never that"
+    assert case.tiers.save()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): None, (K, 1): OTHER}
+    end(case)
+
+
 def test_an_exchange_waits_for_a_value_though_the_record_in_its_place_has_gone_meanwhile(case: Case) -> None:
     store = case.store
     store.put(K, NEW, 1)
