@@ -110,14 +110,14 @@ class Carrier:
                 store.leases += 1
             self._writing.update(going)
         records: Sequence[Record | None] = [None] * len(going)
+        left = dict.fromkeys(going)  # not by `_writing`, where another thread may have entered one of them again
         began_s = store.now_s()
         try:
             if going:
                 records = self._write_together(blocks) or [self._write(block) for block in blocks]
-            self._publish_all(going, records)
+            self._publish_all(left, records)
         finally:
             with self.written:
-                left = [entry for entry in going if entry in self._writing]
                 self._writing.difference_update(left)
                 for entry in left:  # what stopped this is on its way to the caller
                     self._publish(entry, None)
@@ -133,18 +133,19 @@ class Carrier:
             self.on_room()
         return safe
 
-    def _publish_all(self, entries: Sequence[Entry], records: Sequence[Record | None]) -> None:
-        """Have what was written be true, or not, a few entries at a time: the event loop waits for the lock."""
-        for at in range(0, len(entries), PUBLISHED_AT_ONCE):
+    def _publish_all(self, left: dict[Entry, None], records: Sequence[Record | None]) -> None:
+        """Have what was written be true, or not, a few entries at a time: the event loop waits for the lock. Takes out
+        of `left` what it is done with."""
+        written = list(zip(left, records, strict=True))
+        for at in range(0, len(written), PUBLISHED_AT_ONCE):
             if at:
                 time.sleep(PUBLISH_PAUSE_S)
             with self.written:
-                for entry, record in zip(
-                    entries[at : at + PUBLISHED_AT_ONCE], records[at : at + PUBLISHED_AT_ONCE], strict=True
-                ):
+                for entry, record in written[at : at + PUBLISHED_AT_ONCE]:
                     self._publish(entry, record)
                     self._store.unhold(entry)
                     self._writing.discard(entry)
+                    del left[entry]
 
     def _write_together(self, blocks: list["_Block"]) -> Sequence[Record] | None:
         small = [(block.facts, block.value) for block in blocks if block.value is not None]

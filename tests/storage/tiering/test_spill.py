@@ -1,10 +1,13 @@
 """Blocks on their way to disk: who is written, when, and what it costs those who store."""
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvredis.storage.background import Priority
+from kvredis.storage.tiering import disk_io
 from kvredis.storage.tiering.manager import Bringing
 from tests.storage.fake_files import Fault, on
 from tests.storage.small_store import BLOCK_BYTES, BLOCKS, content, fill, present, read
@@ -525,3 +528,31 @@ def test_an_arena_of_passage_that_fills_faster_than_the_disk_writes_refuses_who_
         tiers.io.run()
         assert tiers.store.stats.evicted == 0
         assert tiers.store.away == 4 * BLOCKS
+
+
+def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published_stays_its_own(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers.put(b"a", b"b")
+    first, second = (tiers.store.index.spaces[0][key] for key in (b"a", b"b"))
+    carrier, writing, may_end = tiers.tiering.carrier, threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: carrier.write_out([first]))
+
+    def pause(_: float) -> None:
+        """Between the two: the first is to be written again, and the other thread is at it."""
+        with tiers.store.lock:
+            tiers.disk.forget(b"a", 0)
+            carrier.let_go(first)
+        tiers.during("pwrite", lambda: (writing.set(), may_end.wait(60)))
+        other.start()
+        assert writing.wait(60)
+
+    monkeypatch.setattr(disk_io, "PUBLISHED_AT_ONCE", 1)
+    monkeypatch.setattr(disk_io, "time", SimpleNamespace(sleep=pause))
+    try:
+        assert carrier.write_out([first, second]) == [False, True]
+        assert (first.leases, tiers.tiering.stats.spill_failed) == (1, 0), "the other thread's, which has not failed"
+    finally:
+        may_end.set()
+        other.join(60)
+    assert sorted(tiers.on_disk()) == [b"a", b"b"]
