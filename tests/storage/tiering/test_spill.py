@@ -538,12 +538,16 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
     carrier, writing, may_end = tiers.tiering.carrier, threading.Event(), threading.Event()
     other = threading.Thread(target=lambda: carrier.write_out([first]))
 
+    def hold() -> None:
+        writing.set()
+        may_end.wait(60)
+
     def pause(_: float) -> None:
         """Between the two: the first is to be written again, and the other thread is at it."""
         with tiers.store.lock:
             tiers.disk.forget(b"a", 0)
             carrier.let_go(first)
-        tiers.during("pwrite", lambda: (writing.set(), may_end.wait(60)))
+        tiers.during("pwrite", hold)
         other.start()
         assert writing.wait(60)
 
