@@ -1,9 +1,9 @@
 """The state that a store and its tiers share: index, allocator, policies and byte accounts, under one lock.
 
-Those who have a StoreState take its `lock`: Store (store.py), which adds the verbs of clients, and the ways to and from
-a tier below (tiering/), of which this file knows LowerTier alone. The lock is short: never held across a copy or I/O. A
-step expects it to be held and leaves everything in agreement; none copies a payload, waits or calls out. The few verbs
-at the end, which tiers need as clients do, take it themselves.
+Two take its `lock`: Store (store.py), which adds the verbs of clients, and the tier below (tiering/), which this file
+knows as LowerTier alone. The lock is short: never held across a copy or I/O. A step expects it to be held and leaves
+everything in agreement; none copies a payload, waits or calls out. The few verbs at the end, which tiers need as
+clients do, take it themselves.
 """
 
 import threading
@@ -770,7 +770,7 @@ class StoreState:
             return self._visible(key, space)
 
     def peek(self, key: bytes, space: int = 0) -> Lease | None:
-        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
+        """Hold the value under `key` for looking only: it counts neither as a hit nor as a use."""
         with self.lock:
             entry = self._visible(key, space)
             return None if entry is None or not entry.is_resident else self._lease(entry)

@@ -1,4 +1,4 @@
-"""Values on their way to servers: a bounded queue, so that who stores never waits.
+"""Values on their way to servers: a bounded queue, so that an engine that stores never waits.
 
 A server takes what it can. When more is stored than that, the queue fills, and what comes next is not taken: it is
 dropped and counted, because an engine that waits for its cache is slower than one without. The bounds hold for all

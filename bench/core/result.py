@@ -2,6 +2,9 @@
 
 A bench adds its own parts to Result: rows with the samples that they sum up, under a schema name of its own. Everything
 that is printed is in the file. Every bench imports this; it imports no bench.
+
+To add a bench: a file or folder in bench/ with a plan, `run` and `table_lines` (lmcache.py is a short one), its
+subcommand in cli/bench/ with a line in command.py there, and, if it has a picture, a row in bench/pictures.py.
 """
 
 from __future__ import annotations

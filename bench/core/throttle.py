@@ -1,4 +1,4 @@
-"""A TCP proxy that passes on so many bytes a second and no more: a slow link, for those who must live with one.
+"""A TCP proxy that passes on so many bytes a second and no more: it stands for a slow link.
 
 A process of its own, since a thread would take turns with the client that is measured:
 `python -m kvredis.bench.core.throttle HOST PORT` prints the port of 127.0.0.1 where it listens, and then reads lines

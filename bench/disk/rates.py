@@ -2,10 +2,10 @@
 take turns: in each repeat, for each mode and number of threads, every arm writes all its blocks, then every arm reads
 all of them. Buffered files are read twice: cold, and out of the page cache.
 
-fio says what the device does, as a tool that everybody knows. The loop is the fairer neighbour: the same threads,
-images and memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and
-promotes (get, read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so
-making room and telling the index of it are in the figure.
+fio says what the device does, as the field's usual tool. The loop is the fairer neighbour: the same threads, images and
+memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and promotes (get,
+read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so making room and
+telling the index of it are in the figure.
 
 An image is what the disk tier writes: page-aligned, the payload HEADER_BYTES behind its start. No two blocks are alike,
 and which image a block holds shifts by one with every pass, so that a record of another key or of an earlier pass is

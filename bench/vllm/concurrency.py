@@ -1,12 +1,12 @@
-"""How many requests a second does a real vLLM serve, N of them at once, by who has kept their KV? And does a connector
-that has nothing to move cost a step anything? `kvredis bench vllm --concurrency N`.
+"""How many requests a second does a real vLLM serve, N of them at once, by which cache has kept their KV? And does a
+connector that has nothing to move cost a step anything? `kvredis bench vllm --concurrency N`.
 
 Result: schema kvredis.bench.vllm-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
 take turns repeat by repeat. vLLM's own prefix cache is emptied before each round of each arm, so that within the round
 it works as always. All prompts of a repeat are new.
 
 Kinds of rounds
-    cold        N prompts that no one has seen
+    cold        N prompts that were never seen
     stored      the same prompts again: all of each is stored, but for what is behind its last whole chunk
     half        the first half of each prompt is a prefix that all N share and that is stored, the second half is its
                 own and new

@@ -1,5 +1,5 @@
-"""How soon does the first token of a prompt that was seen before come in a real vLLM, by who has kept its KV? `kvredis
-bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
+"""How soon does the first token of a prompt that was seen before come in a real vLLM, by which cache has kept its KV?
+`kvredis bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
 
 Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
 room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in

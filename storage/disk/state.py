@@ -1,4 +1,4 @@
-"""The state of the disk tier, and the steps that keep it true: who lies where, who may leave, what the index
+"""The state of the disk tier, and the steps that keep it true: where each record lies, which may leave, what the index
 has yet to learn. No file is touched here.
 
 An extent always has exactly one owner: a hole of the allocator, a writer (`place`), a record that can be read, one

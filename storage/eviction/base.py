@@ -1,10 +1,15 @@
-"""Who leaves first when room is needed: the contract of an eviction policy, and those that are simple orders.
+"""Which entry leaves first when room is needed: the contract of an eviction policy, and the policies that are simple
+orders.
 
 A policy orders entries and nothing else: it takes no room, frees none, and holds no bytes. The store tells it of
 every entry that arrives, is used or leaves, and asks it for victims, coldest first.
 
 LRU, LFU, FIFO and MRU mean what they mean in LMCache; lfu.py and s3fifo.py hold those that are more than one order.
 Redis' volatile-* policies let only entries with an end leave: each keeps those and the others in two orders.
+
+To add a policy: write a class that meets Policy, here or, if it is more than a list, in a file of its own, and name it
+in POLICIES below. `cache_policy`, `maxmemory-policy`, their help and the tests that run on every policy read that
+table; tests/storage/eviction/policy_models.py wants a short model of its order.
 """
 
 import heapq
@@ -51,9 +56,9 @@ class Policy(Protocol):
         """Note that a run of blocks, given head first, is wanted at one instant: of these the last is the coldest.
         KeyError, and only some of it noted, when one of them is not in the order.
 
-        A suffix is worth nothing without its head, so a prefix must be eaten from its end. Who counts uses does not
-        count this one: engines say it of a run that they look up, of what they have just stored, and again and again
-        of the head while they store the rest. What is really used is read as well.
+        A suffix is worth nothing without its head, so a prefix must be eaten from its end. A policy that counts uses
+        does not count this one: engines say it of a run that they look up, of what they have just stored, and again and
+        again of the head while they store the rest. What is really used is read as well.
         """
         ...
 

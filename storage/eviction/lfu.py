@@ -1,4 +1,4 @@
-"""LFU: who was used least often leaves first, and what was popular last week does not stay for that.
+"""LFU: the entry used least often leaves first, and one that was popular last week does not stay for that.
 
 Counts are exact, as LMCache's: a newcomer has one use, equals leave in the order in which they came to be equal. But
 LMCache counts for ever, so that a block which was hot once is never evicted again. Here every count is halved each time

@@ -1,21 +1,22 @@
-"""What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
+"""What moves blocks between memory and disk: when to spill which entries, how a block comes back, and which callers are
+told.
 
-The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
-does.
+The store decides under its lock what is in memory and what on disk. Here its decisions become jobs for the disk's
+threads, which disk_io.py does.
 
 Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that a caller who
 stores finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they
-wait a bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave
-unwritten, and are counted.
+wait a bounded time (the caller decides how: `makes_room`, `on_room`); then the coldest leave unwritten, and are
+counted.
 
 Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
 hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
 than memory holds would push out each other's blocks for ever.
 
-Saving writes blocks that need not leave memory, because a client waits for them: WAITAOF, SAVE, the end. Those who ask
-while a round is under way share the next one, and a sync with it: a hundred clients that wait for their writes cost the
-device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it; the last one at
-it, when nothing is left to write, finishes it.
+Saving writes blocks that need not leave memory, because a client waits for them: WAITAOF, SAVE, the end. Clients that
+ask while a round is under way share the next one, and a sync with it: a hundred clients that wait for their writes cost
+the device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it; the last one
+at it, when nothing is left to write, finishes it.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a scheduler with paged KV must remember of each request, so that its workers can be told what to move.
+"""The connector's scheduler side: what it remembers of each request, so that it can tell its workers what to move.
 
 An engine asks which prefix of a prompt is stored, gives pages, computes a part of the prompt in each step, takes pages
 away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing

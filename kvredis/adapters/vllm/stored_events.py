@@ -1,9 +1,9 @@
-"""Which blocks an engine's cache has got and lost, for who routes prompts to where their KV is.
+"""Which blocks an engine's cache has got and lost, for routers that send a prompt to where its KV is.
 
-A store runs in the background and may be dropped, and what is stored may be evicted unseen. So a
-block is told of as stored when its request's stores are over and the backend has it, and as removed when a lookup that
-wants it finds it gone. Who listens hangs each block under its parent, so none is told of while its parent may yet be.
-Engine-free: connector.py makes vLLM's events of this.
+A store runs in the background and may be dropped, and what is stored may be evicted unseen. So a block is told of as
+stored when its request's stores are over and the backend has it, and as removed when a lookup that wants it finds it
+gone. A router hangs each block under its parent, so no block is told of before its parent. Engine-free: connector.py
+makes vLLM's events of this.
 """
 
 from collections import Counter, OrderedDict

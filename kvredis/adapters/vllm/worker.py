@@ -1,4 +1,4 @@
-"""A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
+"""The connector's worker side: between the step that its scheduler describes and the chunks that are moved.
 
 The engine asks before, in and behind each forward pass; a ChunkMover works in the background. This is what lies
 between the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have

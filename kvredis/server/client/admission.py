@@ -1,4 +1,4 @@
-"""Who may receive a value into the arena, and when: a header is a claim, not bytes.
+"""Which client may receive a value into the arena, and when: a header is a claim, not bytes.
 
 Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
 bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.

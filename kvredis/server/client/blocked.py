@@ -2,7 +2,7 @@
 
 The model is Valkey's blocked.c. A command's handler, or admission for a value that is announced, returns a Blocked in
 place of a reply; the session then keeps it as `waiting`, and runs and reads nothing until it is unblocked. One table,
-BlockedClients, has who waits for what. Reasons, and what bounds each wait:
+BlockedClients, has all of them. Reasons, and what bounds each wait:
 
     YIELD      a long command gives others their turn: until the loop's next turn
     COMMAND    WAITAOF, KV.JOB WAIT, SAVE: until what they name has happened, or the timeout that the client gave

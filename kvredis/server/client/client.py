@@ -25,7 +25,7 @@ from kvredis.storage.store import Store
 from .blocked import Answer, Blocked, BlockedClients, Reason
 
 NO_NAMES: Final = cast("set[Any]", frozenset())
-"""What a client watches or listens to that does neither, as most: who adds a name makes a set first."""
+"""What a client watches or listens to that does neither, as most: code that adds a name makes a set first."""
 
 OBJECTS_BYTES: Final = 8 * 1024
 """What a connection costs without its buffers: the session, its parser and the loop's transport."""
@@ -333,7 +333,7 @@ S_co = TypeVar("S_co", covariant=True)
 
 
 class ClientOf(Client, Protocol[S_co]):
-    """A client, and its server as the one who asks sees it."""
+    """A client with its server, of which S names what the code that asks needs."""
 
     @property
     def server(self) -> S_co:

@@ -1,4 +1,4 @@
-"""Client-side caching: who may hold a copy of which key, and telling them when it is out of date.
+"""Client-side caching: which clients may hold a copy of which key, and telling them when it is out of date.
 
 A client in the default mode is remembered with every key that it reads; the first change of the key sends it one
 invalidation and forgets the pair. A client in broadcast mode names prefixes instead and costs nothing for each key:

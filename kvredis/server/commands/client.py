@@ -1,4 +1,4 @@
-"""CLIENT: who is connected, under which name, and sending a client away."""
+"""CLIENT: the connected clients, their names and options, and disconnecting them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publish and subscribe: who listens to which channel, and what a message looks like to each of them.
+"""Publish and subscribe: which client listens to which channel, and what a message looks like to it.
 
 A message is encoded once for each protocol, not once for each subscriber, and handed to `Session.push`, which keeps the
 order of Redis 7.2: what a client causes itself arrives after the reply to the command that caused it. How much may wait
@@ -275,7 +275,7 @@ def sunsubscribe(session: Caller, args: list[bytes]) -> Reply:
     since="2.0.0",
     complexity="O(N+M) in the number of the channel's subscribers and of all patterns",
     syntax="channel message",
-    summary="Send a message to everyone who listens to a channel.",
+    summary="Send a message to all clients that listen to a channel.",
     **_SPEAK,
 )
 def publish(session: Caller, args: list[bytes]) -> Reply:
@@ -291,7 +291,7 @@ def publish(session: Caller, args: list[bytes]) -> Reply:
     since="7.0.0",
     complexity="O(N) in the number of the channel's subscribers",
     syntax="shardchannel message",
-    summary="Send a message to everyone who listens to a shard channel.",
+    summary="Send a message to all clients that listen to a shard channel.",
     **_SPEAK,
 )
 def spublish(session: Caller, args: list[bytes]) -> Reply:

@@ -1,9 +1,9 @@
 """The HTTP server on metrics_port: small answers for monitoring systems, probes and the page, on the server's own loop.
 
-h11 knows the protocol; what is here is who may take how much of the server meanwhile. A head has a bound in bytes and
-in time, a body is refused, an answer that is not taken is given up, and when all places are taken the client that has
-been silent for longest gives up its own. Requests of one connection are answered one after the other, and while one is
-being answered nothing more is read.
+h11 knows the protocol; here are the bounds on what a client may take of the server. A request's head has a bound in
+bytes and in time, a body is refused, an answer that the client does not take is given up, and when all places are taken
+the client that has been silent for longest loses its own. Requests of one connection are answered one after the other,
+and while one is being answered nothing more is read.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ WHY it must be asked for: a client that does not receive but splices on (HAProxy
 into a pipe into another socket) holds pages that no account of ours shows, and would hand on what is written there
 later. It cannot change a page, as spliced pages are never written in place. But it may read what was not meant for it,
 and what is behind it would take wrong bytes for right ones. So KV.SPLICE asks for two things: the promise to receive,
-by a user who may read every key anyhow; and the process id of who speaks, which is compared with that of who connected
-(SO_PEERCRED), so that no process between the two is taken for the client. `CONFIG SET unix-splice yes` believes
-it of every client on a unix socket, `no` of none.
+by a user who may read every key anyhow; and the id of the process that speaks, which is compared with that of the
+process that connected (SO_PEERCRED), so that no process between the two is taken for the client. `CONFIG SET
+unix-splice yes` believes it of every client on a unix socket, `no` of none.
 """
 
 from __future__ import annotations

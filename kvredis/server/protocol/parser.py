@@ -1,8 +1,9 @@
 """RESP requests from bytes, without I/O: it says where the next bytes shall be received and which commands they made.
 
 A payload is the reason for its shape. As soon as a `$n` header announces a large value in a place where a command takes
-one, the parser asks `open_payload` for a Reservation and from then on offers the arena itself as the receive buffer,
-so the kernel writes the value where it will live. Everything else passes through a small scratch buffer.
+one, the parser asks `open_payload` for a Reservation (client/admission.py grants it) and from then on offers the arena
+itself as the receive buffer, so the kernel writes the value where it will live. Everything else passes through a small
+scratch buffer. When the client goes before the last byte, the session calls `abandon`, which gives the room back.
 
 Two readers share the work. Small commands, which is what clients mostly send, go through fast_parser.py, many at a
 time; whatever is not plain is read by the parser below, which is the one that knows every rule and error text of Redis

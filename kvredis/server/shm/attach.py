@@ -6,8 +6,8 @@ which we copy (lent_memory.py). Neither can damage what is the other's, nor be k
 
 WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so
 (KV.RELEASE, RESET), when its time limit has passed, or with the connection. The client counts the limit from before it
-has asked, so its own clock ends first. Of the last it learns from its socket, because the socket is shut before the
-leases are ended: who finds it open after having read has read what was leased.
+has asked, so its own clock ends first. Of the last it learns from its socket, because the server shuts the socket
+before it ends the leases: a client that finds it open after reading has read what was leased.
 """
 
 from __future__ import annotations
