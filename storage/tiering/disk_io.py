@@ -92,12 +92,16 @@ class Carrier:
             yield parcel
 
     def write_out(self, parcel: Sequence[Entry]) -> list[bool]:
-        """Write a parcel to disk, here and now. For each entry True when it is there, or is not wanted any more."""
+        """Write a parcel to disk, here and now; for a save that wants entries which others have replaced, those others.
+        For each entry True when it, or the other one, is on disk, or was deleted."""
         store = self._store
         with self.written:
-            while not self._writing.isdisjoint(parcel):  # another thread is at it
-                self.written.wait()
-            going = [each for each in parcel if store.is_unsaved(each) and self._disk.storable(each.key, each.length)]
+            while not self._writing.isdisjoint(latest := [self._latest(each) for each in parcel]):
+                self.written.wait()  # another thread is at it
+            unsaved = filter(store.is_unsaved, dict.fromkeys(latest))
+            going = [each for each in unsaved if self._disk.storable(each.key, each.length)]
+            for entry in set(going).difference(parcel):
+                self._superseded.replaced.write_instead(entry)
             blocks = [
                 _Block(
                     *(Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent),
@@ -127,11 +131,16 @@ class Carrier:
                     self._stats.spilling.add(store.now_s() - began_s)
                 if any(records):
                     self.stalled, self.written_s = False, store.now_s()
-                safe = [not store.is_unsaved(each) for each in parcel]
+                safe = [not store.is_unsaved(self._latest(each)) for each in parcel]
                 self.written.notify_all()
         if self.on_room is not None:
             self.on_room()
         return safe
+
+    def _latest(self, entry: Entry) -> Entry:
+        """What is in an entry's place, as far as a save wants to know."""
+        successor = None if self._store.is_unsaved(entry) else self._superseded.replaced.by(entry)
+        return entry if successor is None else successor
 
     def _publish_all(self, left: dict[Entry, None], records: Sequence[Record | None]) -> None:
         """Have what was written be true, or not, a few entries at a time: the event loop waits for the lock. Takes out
@@ -175,7 +184,8 @@ class Carrier:
             self._disk.give_up((entry.key, entry.space))
             return
         if not store.is_unsaved(entry):
-            self._disk.abandon(record.extent)
+            if not self._superseded.publish_replaced(entry, record, store.unsaved):
+                self._disk.abandon(record.extent)
             return
         if (entry.key, entry.space) != record.name:  # it was renamed on its way
             record.rename(entry.key, unplaced(entry.space))

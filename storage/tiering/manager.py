@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from heapq import merge
@@ -280,11 +280,16 @@ class _Round:
         self._at_it = 0
         self._over = False
         self._numbers: dict[Entry, int] = {}
+        self._again: set[Entry] = set()
         self.left: deque[list[Entry]] = deque()
 
     def plan(self) -> None:
         """Find what is to be written; blocks for a second where a million values are unsaved."""
-        self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
+        self._tiering.want_replaced(None)  # from before the first look
+        try:
+            self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
+        finally:
+            self._tiering.want_replaced(self._numbers)
         self.left = deque(self._tiering.carrier.parcels(self._numbers))
 
     def work(self) -> bool:
@@ -301,7 +306,7 @@ class _Round:
                 log.exception("Disk tier: a block could not be written")
             with self._lock:
                 for entry, is_safe in zip(parcel, safe, strict=True):
-                    if not is_safe:
+                    if not (is_safe or self._try_again(entry)):
                         self.unsaved_since = max(self.unsaved_since, self._numbers[entry])
         with self._lock:
             self._at_it -= 1
@@ -309,8 +314,17 @@ class _Round:
             self._over = self._over or last
             return last
 
+    def _try_again(self, entry: Entry) -> bool:
+        """Whether an entry was written over while databases were exchanged, and what is there now has another turn."""
+        if self._tiering.is_unsaved(entry) or entry in self._again:
+            return False
+        self._again.add(entry)
+        self.left.append([entry])
+        return True
+
     def look_again(self) -> None:
         """Note who has had to make room: on a small disk what was written first leaves for the rest."""
+        self._tiering.want_replaced({})
         self._pushed_out = self._tiering.carrier.pushed_out
         self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
 
@@ -671,6 +685,11 @@ class Tiering:
                 return saved
             self._write_waited_for()
         return False
+
+    def want_replaced(self, entries: Mapping[Entry, object] | None) -> None:
+        """Have it noted what comes in the place of these entries, or None = of any."""
+        with self._store.lock:
+            self.superseded.replaced.want(entries)
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""

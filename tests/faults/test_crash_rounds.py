@@ -82,7 +82,13 @@ class Dynasty:
     def _look_after(self, server: CrashServer) -> None:
         """Nobody has written to this server: what it has is what the last one left."""
         for load in self._loads:
-            load.writes.compare(look(server.port, load.writes.names()), misses=self._realm.misses)
+            seen = look(server.port, load.writes.names())
+            try:
+                load.writes.compare(seen, misses=self._realm.misses)
+            except AssertionError as error:
+                error.add_note("\n".join(map(repr, load.journal)))
+                raise
+            load.journal.append(["-- looked at --"])
         wire = Wire(server.port)
         quarantined = figure(wire, b"disk", b"quarantined")
         wire.close()
