@@ -89,8 +89,8 @@ class Node:
         connection.close()
 
     def lose(self, connection: Connection | None, error: BackendError) -> None:
-        """A connection has failed: all that are open fail now too, in whatever thread they are used. Those that an
-        earlier loss has ended say nothing new."""
+        """Fail all open connections, in whatever thread they are used, since one has failed. Those that an earlier loss
+        has ended say nothing new."""
         with self._lock:
             losses = self.link.losses if connection is None else self._open.get(connection)
             if losses is None:

@@ -361,7 +361,7 @@ class Outbox:
         self._senders[node].take(item)
 
     def settle(self, item: Item, outcome: Outcome | None = None) -> None:
-        """Nothing more is to come of it."""
+        """Enter the outcome of an item, which ends what is outstanding of it."""
         del self._outstanding[item]
         if isinstance(item, RemoteReservation):
             if self._newest.get(item.key) is item:
@@ -386,7 +386,7 @@ class Outbox:
             sender.leave()
 
     def forget(self, node: Node) -> None:
-        """Its sender has left; for that sender, and without the lock."""
+        """Forget the sender of a node, which has left; that sender calls it, without the lock."""
         with self.changed:
             self._senders.pop(node, None)
 

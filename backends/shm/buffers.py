@@ -58,7 +58,6 @@ class AnyRooms:
         self._staging = staging
 
     def reserve(self, key: bytes, length: int) -> base.Reservation | None:
-        """As Rooms.reserve."""
         return self._staging.reserve(key, length)
 
     reserve_ahead = reserve

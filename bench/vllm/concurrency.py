@@ -187,7 +187,6 @@ class Batches:
         self._answers: dict[tuple[int, str], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
-        """As Work.warm_up."""
         self._ask(engine, 0)
 
     def _ask(self, engine: EngineProcess, seed: int) -> Together:
@@ -200,7 +199,6 @@ class Batches:
         return served
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
-        """As Work.take."""
         served = self._ask(engine, repeat + 1)
         for kind, batch in served["batches"].items():
             expected = self._answers.setdefault((repeat, kind), batch["answers"])
@@ -216,7 +214,6 @@ class Batches:
             )
 
     def opening(self, arm: str, folder: Path) -> Opening:
-        """As Work.opening."""
         setting, plan = self._setting, self._setting.plan
         port = self._server.address.port if self._server is not None else 0
         length = setting.tokens + ANSWER_TOKENS + 48

@@ -290,13 +290,11 @@ class Prompts:
         self._answers: dict[tuple[int, int], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
-        """As Work.warm_up."""
         for place, tokens in enumerate(self.turns):
             engine.measure(place, tokens)
             forget(self._server, engine.arm)
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
-        """As Work.take."""
         seed = _SEED * (repeat + 1) + self.turns.index(turn)  # no prompt begins as another
         served = engine.measure(seed, turn, 0 if repeat else ANSWER_TOKENS)
         forget(self._server, engine.arm)
@@ -306,7 +304,6 @@ class Prompts:
         row["samples"].append(_sample_of(served, expected, place))
 
     def opening(self, arm: str, folder: Path) -> Opening:
-        """As Work.opening."""
         setting, longest = self._setting, max(self._setting.prompt_tokens) + ANSWER_TOKENS
         room = room_bytes(setting.shape, longest)
         port = self._server.address.port if self._server is not None else 0

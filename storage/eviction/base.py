@@ -106,7 +106,6 @@ class _OneOrder:
         self._order: OrderedDict[Entry, None] = OrderedDict()
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         self._order[entry] = None
 
     def restore(self, entry: Entry, uses: int) -> None:
@@ -117,7 +116,6 @@ class _OneOrder:
         """As Policy: an end changes nothing here."""
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         del self._order[entry]
 
     def victims(self) -> Iterator[Entry]:
@@ -157,7 +155,6 @@ class LRU(_OneOrder):
         self.touch: Callable[[Entry], None] = self._order.move_to_end  # as Policy; without a frame of its own
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         deque(map(self.touch, reversed(entries)), maxlen=0)
 
 
@@ -214,13 +211,11 @@ class Random(_OneOrder):
         self._places: dict[Entry, int] = {}
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         super().admit(entry)
         self._places[entry] = len(self._list)
         self._list.append(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         self.admit(entry)
 
     def forget(self, entry: Entry) -> None:
@@ -266,12 +261,10 @@ class TTL(_OneOrder):
         self._ticket = 0
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         super().admit(entry)
         self.end_changed(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         self.admit(entry)
 
     def end_changed(self, entry: Entry) -> None:
@@ -328,7 +321,6 @@ class _Volatile:
         return self._ending if entry in self._ending else self._lasting
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         order = self._ending if entry.expire_at_ms else self._lasting
         if self._gone_uses and (entry.key, entry.space) == self._gone:
             order.restore(entry, self._gone_uses + 1)
@@ -336,11 +328,9 @@ class _Volatile:
             order.admit(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         (self._ending if entry.expire_at_ms else self._lasting).restore(entry, uses)
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         self._order_of(entry).touch(entry)
 
     def end_changed(self, entry: Entry) -> None:
@@ -354,12 +344,10 @@ class _Volatile:
             new.restore(entry, uses or 1)
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         self._ending.touch_run([entry for entry in entries if entry in self._ending])
         self._lasting.touch_run([entry for entry in entries if entry not in self._ending])
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         order = self._order_of(entry)
         self._gone, self._gone_uses = (entry.key, entry.space), order.uses(entry) or 0
         order.forget(entry)
@@ -373,7 +361,6 @@ class _Volatile:
         return self._lasting.victims()
 
     def warmth(self, entry: Entry) -> float:
-        """As Policy."""
         return self._order_of(entry).warmth(entry)
 
     def spills(self, entry: Entry) -> bool:
@@ -381,7 +368,6 @@ class _Volatile:
         return True
 
     def uses(self, entry: Entry) -> int | None:
-        """As Policy."""
         return self._order_of(entry).uses(entry)
 
     def __len__(self) -> int:

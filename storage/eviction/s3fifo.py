@@ -61,7 +61,6 @@ class S3FIFO:
         """The same of the last one that left the main queue, for the case that it has only been written over."""
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         name = hash((entry.key, entry.space))
         if name in self._ghosts or name == self._gone:
             self._ghosts.pop(name, None)
@@ -77,18 +76,15 @@ class S3FIFO:
         """As Policy: an end changes nothing here."""
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         seat = self._small.get(entry) or self._main[entry]  # it may go over in between, but only in this direction
         if seat.uses < USES_MAX:
             seat.uses += 1
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         for entry in reversed(entries):
             (self._small if entry in self._small else self._main).move_to_end(entry)
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         name = hash((entry.key, entry.space))
         if self._small.pop(entry, None) is not None:
             self._ghosts[name] = None

@@ -119,7 +119,7 @@ class PrefetchJob(Generic[T]):
                 self._drop_waiting()
 
     def seal(self) -> None:
-        """Nothing will be added: begin. Costs the begin of a few blocks, however long the list is."""
+        """Begin, since nothing will be added. Costs the begin of a few blocks, however long the list is."""
         with self._lock:
             self._sealed = True
         self._feed()

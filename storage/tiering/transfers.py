@@ -304,7 +304,7 @@ class Transfers(Generic[T]):
             del self._in_flight[where]
 
     def _settle(self, transfer: Transfer[T], future: Future[T]) -> None:
-        """The job's future is done."""
+        """End a transfer whose job's future is done."""
         if future.cancelled():
             self._end(transfer, State.CANCELLED)
             return

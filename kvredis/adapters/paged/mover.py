@@ -106,8 +106,8 @@ class ChunkMover:
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
-        """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
-        the same for all layers of a step, which are said in their order; the first begins it."""
+        """Let a layer leave that the model has computed (on a GPU: launched on the current stream). The jobs are the
+        same for all layers of a step, which are said in their order; the first begins it."""
         stores = self._layer_stores
         if stores is not None and place != self._context.places[0] and place in stores.computed_s:
             return  # a draft's layer runs once for each draft
@@ -122,7 +122,7 @@ class ChunkMover:
                 self._submit(self._storer, self._layer_stores)
 
     def end_layers(self) -> None:
-        """The step is over. Stores go on in the background; those that lack a layer are given up."""
+        """End the step's stores by layers: they go on in the background; those that lack a layer are given up."""
         if self._layer_stores is not None:
             self._layer_stores.finish()
         self._layer_stores = None
@@ -203,7 +203,7 @@ class ChunkMover:
                     self._refuse(job)
 
     def _refuse(self, job: JobState) -> None:
-        """It is too much; holds the lock."""
+        """Refuse a job that is too much; holds the lock."""
         if not job.over:
             if job.is_load:
                 self.counters.add(refused_loads=1)
@@ -260,7 +260,7 @@ class ChunkMover:
                 self._end(job)
 
     def _end(self, job: JobState) -> None:
-        """It is over; holds the lock. A second call does nothing."""
+        """Enter a job's end; holds the lock. A second call does nothing."""
         if job.over:
             return
         job.over = True

@@ -85,7 +85,7 @@ class StoredEvents:
         self._events: list[Stored | Removed] = []
 
     def offered(self, request: str, blocks: Iterable[Offered]) -> None:
-        """A request's blocks are handed to the workers for storing."""
+        """Note that a request's blocks are handed to the workers for storing."""
         new = list(blocks)
         self._waiting.setdefault(request, []).extend(new)
         self._unstored.update(each.names[0] for each in new)
@@ -93,7 +93,7 @@ class StoredEvents:
             self._withdraw(next(iter(self._waiting)))
 
     def over(self, requests: Iterable[str]) -> None:
-        """All that was offered of these requests is stored, or given up."""
+        """Note that all that was offered of these requests is stored, or given up."""
         for request in requests:
             self._late += [(each, TRIES) for each in self._withdraw(request)]
 
@@ -137,7 +137,7 @@ class StoredEvents:
         return 0
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """A lookup has not found these."""
+        """Note blocks that a lookup has not found."""
         for key in keys:
             if (known := self._known.pop(key, None)) is not None:
                 self._events.append(Removed(digest_of(key), *known))

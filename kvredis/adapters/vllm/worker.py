@@ -273,8 +273,8 @@ class PagedWorker:
         return results
 
     def rest(self) -> None:
-        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
-        be over have failed, and stores have ended. Until the next step no page is touched."""
+        """Let go of the engine's pages, which are unmapped, or lose what is in them, when this returns: loads that no
+        scheduler knows to be over have failed, and stores have ended. Until the next step no page is touched."""
         for name in self._waited_for:
             self._spoilt.add(name)
             self.mover.cancel(name)

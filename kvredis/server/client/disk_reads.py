@@ -115,7 +115,7 @@ class DiskReads:
             yield None
 
     def forget(self, session: Client) -> None:
-        """A client has gone."""
+        """Forget a client that has gone."""
         self._since.pop(session, None)
 
     # ---- steps -------------------------------------------------------------------------------------------------------

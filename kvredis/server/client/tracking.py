@@ -105,7 +105,7 @@ class TrackingTable:
             self._server.reconsider()
 
     def forget(self, session: Client) -> None:
-        """The client is gone or starts afresh. With the last one the table is empty."""
+        """Forget a client that is gone or starts afresh. With the last one the table is empty."""
         self.disable(session)
         if not self.clients:
             self._clear()

@@ -79,7 +79,7 @@ class PubSub:
         self._remove(self.shard_channels, session.shard_channels, session, channel)
 
     def forget(self, session: Client) -> None:
-        """The client is gone or starts afresh (RESET): nothing is sent to it any more, and it is told nothing."""
+        """End the subscriptions of a client that is gone or starts afresh (RESET), which is told nothing of it."""
         for channel in list(session.channels):
             self.unsubscribe(session, channel)
         for pattern in list(session.patterns):

@@ -66,10 +66,10 @@ class Receiver(Protocol):
         """Whether its transport has nothing left to send."""
 
     def pause_writing(self) -> None:
-        """A rest is left over; the client runs no command until it has gone."""
+        """Take note that a rest is left over; the client runs no command until it has gone."""
 
     def sent(self, sending: Sending) -> None:
-        """The thread is done."""
+        """Go on, since the thread is done."""
 
 
 class Sending:
@@ -121,7 +121,7 @@ class Sending:
         return ()
 
     def end(self) -> None:
-        """The connection is gone: have the thread find out."""
+        """Have the thread find out that the connection is gone."""
         with contextlib.suppress(OSError):  # it has been shut down already
             self._sock.shutdown(socket.SHUT_RDWR)
 

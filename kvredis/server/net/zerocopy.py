@@ -227,7 +227,8 @@ class Splicer:
         return False
 
     def keep(self, leases: list[Lease]) -> None:
-        """The reply is in the socket, or as much of it as ever will be: hold what it has lent until it is received."""
+        """Hold what a reply has lent, which is in the socket, or as much of it as ever will be, until it is
+        received."""
         self._held.append(_Held(self._sent_bytes, leases, self._charged_bytes))
         self._charged_bytes = 0
         self._splicing.holders.setdefault(self)
@@ -245,7 +246,7 @@ class Splicer:
                 self._sock.close()
 
     def end(self, leases: list[Lease]) -> None:
-        """The connection is gone; what of it is still to be read stays as it is, `leases` of half a reply too."""
+        """End with the connection; what of it is still to be read stays as it is, `leases` of half a reply too."""
         if self._pipe is not None:
             self._splicing.put_pipe(self._pipe, empty=False)
             self._pipe = None
@@ -360,7 +361,7 @@ class Splicing:
             holder.collect()
 
     def close(self) -> None:
-        """The server has ended."""
+        """End with the server."""
         self.has_ended = True
         for holder in list(self.holders):
             if holder.has_ended:

@@ -191,7 +191,7 @@ class Parser:
         return NOTHING if command is None else [command]
 
     def abandon(self) -> None:
-        """The client is gone: give back what a half-received command holds, and let go of `open_payload`."""
+        """Give back what a half-received command of a client that is gone holds, and let go of `open_payload`."""
         for arg in [*self._args, self._body_hold]:
             if isinstance(arg, Reservation):
                 arg.abort()
@@ -201,9 +201,9 @@ class Parser:
         self._open_payload = lambda args, length: None
 
     def rest(self) -> bool:
-        """The client has been silent for a while, or for good: give up a scratch that had to grow and is empty. Whether
-        `take` should look again: a long command that was to be gathered is now read as far as it has come, since it
-        may be broken."""
+        """Give up a scratch that had to grow and is empty, since the client has been silent for a while, or for good.
+        Says whether `take` should look again: a long command that was to be gathered is now read as far as it has come,
+        since it may be broken."""
         if self._start == self._end:
             if len(self._scratch) > SCRATCH_BYTES and self._body is None:
                 self._start = self._end = 0

@@ -218,9 +218,9 @@ class AttachedClient:
         return self._store.end_leases(ending)
 
     def end(self, *, hang_up: bool = True) -> None:
-        """The connection is over, or only (without `hang_up`) attached no more, as the client itself has asked. The
-        socket is shut first, so that who looks at it afterwards sees that, and only then the leases end, since others
-        may write where they were."""
+        """End the attachment with the connection, or alone (without `hang_up`), as the client itself has asked. The
+        socket is shut first, so that a client that looks at it afterwards sees that, and only then the leases end,
+        since others may write where they were."""
         if hang_up:
             with contextlib.suppress(OSError):  # the client has hung up itself
                 self._peer.shutdown(socket.SHUT_RDWR)
