@@ -174,6 +174,6 @@ class S3FIFO:
                 yield entry
 
 
-def _from_small(small: int, everybody: int) -> bool:
+def _from_small(small: int, total: int) -> bool:
     """Whether the next to leave is one of the `small` entries in the small queue."""
-    return small * SMALL_PART > everybody or small == everybody
+    return small * SMALL_PART > total or small == total

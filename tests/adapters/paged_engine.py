@@ -126,12 +126,12 @@ def assert_rests(backend: Backend) -> None:
         assert backend.leases == 0
     elif isinstance(backend, LocalBackend):
         store = backend.store  # whose disk may be writing still what was stored last
-        wait_until(lambda: store.leases == store.reserved_bytes == 0, "nobody holds anything", WAIT_S)
+        wait_until(lambda: store.leases == store.reserved_bytes == 0, "no hold is left", WAIT_S)
         backend.store.check_integrity()
 
 
 class GatedTransfer(HostTransfer):
-    """Copies when it is told to; `began` says that somebody has asked."""
+    """Copies when it is told to; `began` says that a copy was asked for."""
 
     def __init__(self, paged: PagedKV) -> None:
         super().__init__(paged)

@@ -1,4 +1,5 @@
-"""How a local backend waits for its disk: blocks come ahead of the reader, a store waits its time, nobody for ever."""
+"""How a local backend waits for its disk: blocks come ahead of the reader, a store waits its time, and no caller for
+ever."""
 
 import threading
 from collections.abc import Iterator
@@ -106,7 +107,7 @@ def test_what_is_read_ahead_never_keeps_the_next_block_from_its_room(backend: Lo
         drain(backend)
         held += backend.load([b"other:%d" % number for number in range(4, 15)])
         assert None not in held
-        taken = backend.reserve(b"new", LENGTH)  # of the one block that nobody holds: the one that is next
+        taken = backend.reserve(b"new", LENGTH)  # of the one block without a lease: the one that is next
         assert taken is not None
         assert not resident(backend, late)
         tiering_of(backend).spill_wait_s = 0.0
@@ -166,7 +167,7 @@ def test_a_disk_that_does_not_answer_makes_misses_after_one_wait(tmp_path: Path)
             began_s = backend.store.now_s()
             assert loaded(backend, [*keys, b"other:15"]) == [None] * 6 + [content(b"other:15", LENGTH)]
             assert backend.store.now_s() - began_s < 10
-            assert io.figures()[Priority.DEMAND].queued == 0, "nobody waits for them any more"
+            assert io.figures()[Priority.DEMAND].queued == 0, "no reader waits for them any more"
         backend.load_wait_s = 20
         assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
 
@@ -239,7 +240,7 @@ def test_a_store_waits_its_time_for_a_stuck_disk_and_then_the_coldest_leaves(tmp
             put_all(backend, keys[FIT : FIT + 1])
             assert (tiering.stats.spill_waits, tiering.stats.spill_dropped) == (1, 1)
             put_all(backend, keys[FIT + 1 :])
-            assert tiering.stats.spill_waits == 1, "nobody waits again until a block has reached the disk"
+            assert tiering.stats.spill_waits == 1, "no caller waits again until a block has reached the disk"
             assert tiering.stats.spill_dropped == 2
             assert [backend.match([key]) for key in keys] == [0, 0, *[1] * FIT]
         drain(backend)

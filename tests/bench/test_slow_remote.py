@@ -105,10 +105,10 @@ def test_a_limit_holds_for_all_connections_together_until_it_is_lifted(echo: Add
         assert time.monotonic() - began_s < 10, "which is 15 s at 200 kB/s"
 
 
-def test_a_proxy_before_nobody_hangs_up() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and not listening
-        with Throttle(Address(host="127.0.0.1", port=nobody.getsockname()[1])) as proxy:
+def test_a_proxy_without_a_server_hangs_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # bound, and not listening
+        with Throttle(Address(host="127.0.0.1", port=silent.getsockname()[1])) as proxy:
             assert exchange(proxy.address, b"") == b""
 
 

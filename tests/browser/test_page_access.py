@@ -1,4 +1,4 @@
-"""The page by keys alone, to the ear and to the eye: whoever looks after a server can, however he reads a screen."""
+"""The page by keys alone, to the ear and to the eye: any operator can use it, whatever reads the screen to them."""
 
 from itertools import pairwise
 

@@ -249,7 +249,7 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert first.ask("stats")["worker"]["corrupt_chunks"] >= 1
         first.stored()
         assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
-        # That the tokens would be others, if nobody looked:
+        # That the tokens would be others without the check:
         for key in client.keys("*"):
             stored = client.get(key)
             assert isinstance(stored, bytes)

@@ -38,7 +38,7 @@ class Server:
         self._opened: list[Backend] = []
 
     def open(self, way: Way, address: str | None = None, timeout_s: float = TIMEOUT_S) -> Backend:
-        """A backend of an engine's own; `address` is that of somebody in between."""
+        """A backend of an engine's own; `address` is that of a proxy in between."""
         url = f"redis://{address or self.node.address}"
         url = f"unix://{self._path}" if way == "unix" else url
         url = url.replace("redis://", "kvredis://") if "lane" in way else url
@@ -94,7 +94,7 @@ def both(name: str, seed: int = 0) -> list[ChunkMove]:
 
 
 def seed(server: Server, name: str = "a") -> PagedEngine:
-    """An engine that nobody disturbs has stored a prompt's chunks, and gone."""
+    """Have an undisturbed engine store a prompt's chunks, and end it."""
     engine = PagedEngine(50)
     backend = server.open("tcp")
     with mover_on(backend, engine) as mover:
@@ -108,8 +108,8 @@ Between = Callable[[int], None]
 
 
 def after_copy(engine: PagedEngine, then: Between) -> None:
-    """Something happens when a chunk has been copied into the pages, and nobody has looked yet whether it was good; it
-    is given the number of the copy."""
+    """Something happens when a chunk has been copied into the pages, and before it was checked; it is given the number
+    of the copy."""
     transfer, count = engine.groups[0].transfer, iter(range(1, 10_000))
     load = transfer.load
 

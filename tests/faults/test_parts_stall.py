@@ -75,7 +75,7 @@ async def test_who_brings_enough_in_time_keeps_it_and_who_writes_the_same_again_
         live.complaints.clear()
 
 
-async def test_while_the_server_holds_everybody_up_no_reservation_is_given_up(tmp_path: Path) -> None:
+async def test_while_the_server_holds_all_clients_up_no_reservation_is_given_up(tmp_path: Path) -> None:
     async with stopped_clock(tmp_path) as live:
         client, operator = await live.connect(), await live.connect()
         whole, begun = await reserve(client, "whole", LENGTH), await reserve(client, "begun", LENGTH)
@@ -124,7 +124,7 @@ async def test_client_kill_frees_what_a_client_has_reserved(live: LiveServer) ->
 
 
 async def test_others_wait_their_turn_for_room_and_are_told_once_that_they_ran(loop: str, live: LiveServer) -> None:
-    """Reservations and values that come at once share a quarter of the arena; whoever waits counts when he has run."""
+    """Reservations and values that come at once share a quarter of the arena; one that waits counts when it has run."""
     first, second, setter, watcher = [await live.connect() for _ in range(4)]
     for careful in (False, True):
         if careful:

@@ -1,6 +1,6 @@
 """A server in a process of its own, whose memory can be measured and whose store can still be asked for its accounts.
 
-`kvredis serve` would do for the first, but nobody can call check_integrity() in it. So this module is both: run as a
+`kvredis serve` would do for the first, but no test can call check_integrity() in it. So this module is both: run as a
 program it serves and answers one JSON line for each word on its standard input; ServedProcess is the other end.
 """
 

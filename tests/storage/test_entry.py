@@ -77,7 +77,7 @@ def test_memory_is_what_the_extent_or_the_inline_value_takes_and_the_key(store: 
 
 
 @pytest.mark.parametrize("length", [0, 100, INLINE_BYTES_MAX - 1, INLINE_BYTES_MAX, BLOCK_BYTES])
-def test_what_is_being_written_is_seen_by_nobody_before_the_commit(store: Store, length: int) -> None:
+def test_no_reader_sees_what_is_being_written_before_the_commit(store: Store, length: int) -> None:
     reservation = reserved(store, length=length)
     reservation.view[:] = content(1, length)
     assert store.find(b"k") is None

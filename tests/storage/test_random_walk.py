@@ -273,7 +273,7 @@ class Walk:
             if reader.lease.released:
                 assert reader.limit_at_s <= self.clock.now_s, "revoked before its time"
             else:
-                assert bytes(reader.lease.view) == reader.data, "somebody wrote under a reader"
+                assert bytes(reader.lease.view) == reader.data, "a writer wrote under a reader"
         self.readers = [reader for reader in self.readers if not reader.lease.released]
         assert self.store.leases == len(self.readers)
 

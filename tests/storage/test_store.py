@@ -73,7 +73,7 @@ def test_databases_do_not_see_one_another(store: Store) -> None:
 
 
 @pytest.mark.parametrize("length", [ARENA_BYTES, ARENA_BYTES * 100, extent_length(ARENA_BYTES - 513)])
-def test_a_value_larger_than_the_arena_is_refused_and_nobody_leaves_for_it(store: Store, length: int) -> None:
+def test_a_value_larger_than_the_arena_is_refused_and_no_entry_leaves_for_it(store: Store, length: int) -> None:
     keys = fill(store)
     assert store.reserve(b"k", length) is None
     assert store.stats.refused == 1
@@ -269,7 +269,7 @@ def test_every_counter_counts_what_it_says(store: Store, clock: Clock) -> None:
     clock.now_s += 1
     store.collect_expired()
     store.delete([b"fill:7", b"fill:8"])
-    _, run = store.lease_run([b"fill:0", b"nobody else"], 0, 1.0)
+    _, run = store.lease_run([b"fill:0", b"missing"], 0, 1.0)
     store.end_leases([(run, 0, 0)])
     assert store.flush() == store.stats.flushed
     assert store.stats.as_dict() == {

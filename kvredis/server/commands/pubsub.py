@@ -104,24 +104,26 @@ class PubSub:
 
     # ---- in common -----------------------------------------------------------------------------------------------
 
-    def _add(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
+    def _add(self, subscribers: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
         if name in own:
             return
         own.add(name)
-        everyone.setdefault(name, {})[session.id] = session
+        subscribers.setdefault(name, {})[session.id] = session
         self._costs[session.id] = self._costs.get(session.id, 0) + len(name) + SUBSCRIPTION_BYTES
         session.subscriptions += 1
         if session.subscriptions == 1:
             session.reconsider()
 
-    def _remove(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
+    def _remove(
+        self, subscribers: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes
+    ) -> None:
         if name not in own:
             return
         own.discard(name)
-        listeners = everyone[name]
+        listeners = subscribers[name]
         del listeners[session.id]
         if not listeners:
-            del everyone[name]
+            del subscribers[name]
         self._costs[session.id] -= len(name) + SUBSCRIPTION_BYTES
         session.subscriptions -= 1
         if session.subscriptions == 0:

@@ -91,7 +91,7 @@ def test_an_engine_computes_while_its_tokens_come(engine: CacheEngine, backend: 
     assert engine.stats.loaded_tokens == 80
 
 
-def test_the_tensors_of_a_load_that_is_over_are_kept_by_nobody(engine: CacheEngine, backend: GatedBackend) -> None:
+def test_the_tensors_of_a_load_that_is_over_are_not_kept(engine: CacheEngine, backend: GatedBackend) -> None:
     out = torch.zeros_like(kv_of())
     kept = weakref.ref(out)
     load = engine.retrieve_later(TOKENS, out)

@@ -1,4 +1,4 @@
-"""The end of a load, which somebody waits for: a transfer is told of it, and a ring brings it in smaller pieces."""
+"""The end of a load, which a caller waits for: a transfer is told of it, and a ring brings it in smaller pieces."""
 
 from collections.abc import Sequence
 

@@ -91,7 +91,7 @@ def test_a_step_that_ends_without_its_last_layer_stores_nothing_and_gives_its_ro
     with mover_on(backend, engine) as mover:
         for place in PLACES[:5]:
             mover.save_layer(place, jobs[:1])
-        for place in PLACES:  # nobody has said that the step before was over
+        for place in PLACES:  # the engine has not said that the step before was over
             mover.save_layer(place, jobs[1:])
         mover.end_layers()
         assert mover.settle(WAIT_S)

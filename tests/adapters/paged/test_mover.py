@@ -356,7 +356,7 @@ def test_closing_gives_up_what_waits_and_holds_nothing() -> None:
     assert mover.finished().loaded == {"a", "b", "c"}
     mover.load(LoadJob("d", moves_of("a", 4)))
     mover.store(StoreJob("d", moves_of("a", 4), 4 * CHUNK))
-    assert mover.finished().failed_pages.keys() == {"d"}, "it is refused, and nobody waits for it"
+    assert mover.finished().failed_pages.keys() == {"d"}, "it is refused, and no thread waits for it"
     assert mover.settle(0)
 
 

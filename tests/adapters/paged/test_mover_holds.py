@@ -139,7 +139,7 @@ class SlowToTouch(FakeBackend):
         return super().touch(keys)
 
 
-def test_nobody_waits_until_a_load_s_chunks_have_been_touched() -> None:
+def test_no_caller_waits_until_a_load_s_chunks_have_been_touched() -> None:
     engine, source, backend, moves = PagedEngine(groups=1), PagedEngine(50, groups=1), SlowToTouch(), moves_of("a", 3)
     for move in moves:
         backend.put(move.key, block_for(source, move))
@@ -201,7 +201,7 @@ def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_to
     assert "the other side went away" in caplog.text
 
 
-def test_a_step_that_nobody_ends_holds_up_neither_the_next_nor_the_end() -> None:
+def test_a_step_without_an_end_holds_up_neither_the_next_nor_the_end() -> None:
     engine, backend, moves = PagedEngine(groups=1), FakeBackend(), moves_of("a", 2)
     with mover_on(backend, engine) as mover:
         for move in moves:

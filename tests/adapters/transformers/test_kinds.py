@@ -225,7 +225,7 @@ def test_a_batch_of_equal_prompts_stores_them_once() -> None:
     assert warm.last_loaded == 3 * 96
 
 
-def test_one_prompt_that_nobody_has_seen_makes_its_batch_compute(windowed: PreTrainedModel) -> None:
+def test_one_new_prompt_makes_its_batch_compute(windowed: PreTrainedModel) -> None:
     backend = FakeBackend()
     greedy(cached_over(windowed, backend), prompt(100))
     ids, mask = batch(prompt(100), prompt(60, seed=9))

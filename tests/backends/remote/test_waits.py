@@ -210,7 +210,7 @@ def test_a_lookup_ends_within_the_timeout_though_each_answer_comes_just_in_time(
     assert backend.stats()["losses"] == 1
 
 
-# ---- where blocks are, and advice that waits for nobody -----------------------------------------------------------
+# ---- where blocks are, and advice that no caller waits for --------------------------------------------------------
 
 
 def test_what_is_on_its_way_is_in_memory_and_the_rest_is_remote(

@@ -1,4 +1,4 @@
-"""How a bench begins and ends for whoever called it: errors in a line, the result where it was asked for, the gate."""
+"""How a bench begins and ends for its caller: errors in a line, the result where it was asked for, the gate."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A header is a claim: who announces values and does not send them hurts nobody."""
+"""A header is a claim: a client that announces values and does not send them hurts no other."""
 
 import asyncio
 from pathlib import Path

@@ -112,7 +112,7 @@ async def test_a_value_whose_slot_comes_while_it_is_being_refused_is_to_be_sent_
     await reread(live, tmp_path, ALL_OURS)
     await client.send_raw(whole[MIB // 2 :])
     assert (await client.read_line()).startswith(b"-TRYAGAIN ")
-    assert await client.ask("SET", THEIRS, pattern(MIB)) == b"+OK\r\n"  # nobody was hung up on
+    assert await client.ask("SET", THEIRS, pattern(MIB)) == b"+OK\r\n"  # no client was hung up on
 
 
 async def test_a_queued_transaction_whose_slot_leaves_is_moved_at_exec(

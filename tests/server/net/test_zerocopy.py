@@ -75,7 +75,7 @@ async def test_what_is_in_the_socket_are_the_very_pages_of_the_arena(live: LiveS
     await client.send("GET", "k")
     await until(lambda: live.server.splicing.held_bytes)
     extent = live.store.index.spaces[0][b"k"].extent
-    live.store.arena.view[extent.offset + 512 + 100_000] = 255  # nobody but this test writes there
+    live.store.arena.view[extent.offset + 512 + 100_000] = 255  # only this test writes there
     value = await client.read_bulk()
     assert value is not None
     assert value[100_000] == 255
@@ -384,7 +384,7 @@ async def test_who_has_not_read_is_told_that_his_own_unread_reply_has_the_room_a
         assert await client.ask("SET", "l", large) == b"+OK\r\n"
 
 
-async def test_nobody_is_hung_up_on_for_room_that_would_not_come_of_it(live: LiveServer) -> None:
+async def test_no_client_is_hung_up_on_for_room_that_would_not_come_of_it(live: LiveServer) -> None:
     """What lies in a socket, or half in it, can be read after the end of the connection too."""
     readers, writer = [await promising(live) for _ in range(3)], await live.connect()
     await writer.say_hello()

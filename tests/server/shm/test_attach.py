@@ -93,7 +93,7 @@ async def test_one_who_speaks_resp3_is_told_a_map(loop: str, live: LiveServer) -
     assert await client.ask("KV.ATTACH") == b"%6\r\n"
 
 
-async def test_the_arena_is_given_to_nobody_over_tcp(loop: str, live: LiveServer) -> None:
+async def test_no_client_is_given_the_arena_over_tcp(loop: str, live: LiveServer) -> None:
     client = await live.connect("tcp")
     assert await client.ask("KV.ATTACH") == b"-ERR the lane is for connections over a unix socket\r\n"
     assert await client.ask("KV.LEASE", "0", "k") == (

@@ -68,7 +68,7 @@ async def test_leased_bytes_stay_what_they_were_whatever_becomes_of_the_key(
         await other.ask("SET", "k", OLD)
         ((offset, length),) = await client.ask("KV.LEASE", 0, "k")
         await other.ask(*change)
-        for n in range(12):  # and whoever comes for the room
+        for n in range(12):  # and those that come for the room
             await other.ask("SET", f"more{n}", NEW)
         assert client.bytes_at([offset, length]) == OLD
         assert await client.ask("KV.RELEASE", offset) == 1

@@ -312,7 +312,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("words", "answer"), ANSWERS)
-def test_nobody_waits_for_a_block_that_memory_could_never_hold(
+def test_no_client_waits_for_a_block_that_memory_could_never_hold(
     loop: str, words: tuple[str, ...], answer: bytes, tmp_path: Path
 ) -> None:
     async def with_much() -> None:

@@ -1,4 +1,4 @@
-"""Clients that wait for a block on disk: the others are served, and whoever goes leaves nothing behind."""
+"""Clients that wait for a block on disk: the others are served, and one that goes leaves nothing behind."""
 
 import asyncio
 from pathlib import Path

@@ -84,7 +84,7 @@ def test_small_values_leave_by_last_access_too(store: Store, use: Callable[[Stor
     assert present(store, keys) == [keys[0], *keys[2:]]
 
 
-def test_nobody_leaves_while_there_is_room(store: Store) -> None:
+def test_no_entry_leaves_while_there_is_room(store: Store) -> None:
     keys = fill(store, count=BLOCKS - 1)
     assert store.put(b"small", bytes(100))
     store.put(keys[0], content(9))
@@ -124,7 +124,7 @@ def test_what_is_left_of_a_prompt_is_a_prefix_however_much_has_to_leave(store: S
     assert left == set(range(11))
 
 
-def test_a_short_last_chunk_may_stay_where_it_is_in_nobodys_way_and_the_others_are_a_prefix(store: Store) -> None:
+def test_a_short_last_chunk_may_stay_where_it_is_in_the_way_of_none_and_the_others_are_a_prefix(store: Store) -> None:
     keys = prompt(b"prompt", 10)
     store_prompt(store, keys, last=BLOCK_BYTES // 3)
     left = set()
@@ -287,7 +287,7 @@ def test_a_lease_is_revoked_for_room_after_its_time_and_not_before(store: Store,
     store.check_integrity()
 
 
-def test_a_lease_outlives_its_time_while_nobody_needs_the_room(store: Store, clock: Clock) -> None:
+def test_a_lease_outlives_its_time_while_no_writer_needs_the_room(store: Store, clock: Clock) -> None:
     fill(store, count=BLOCKS - 1)
     lease = leased(store, b"fill:0", limit_s=1)
     clock.now_s += 100
@@ -297,7 +297,7 @@ def test_a_lease_outlives_its_time_while_nobody_needs_the_room(store: Store, clo
     assert lease.released
 
 
-def test_a_lease_outlives_its_time_while_somebody_else_can_leave(store: Store, clock: Clock) -> None:
+def test_a_lease_outlives_its_time_while_another_entry_can_leave(store: Store, clock: Clock) -> None:
     fill(store)
     lease = leased(store, b"fill:0", limit_s=1)
     clock.now_s += 100

@@ -259,7 +259,7 @@ def test_who_is_given_the_arena_cannot(way: str, arena: Arena) -> None:
     assert bytes(arena.view[512:517]) == b"first"
 
 
-def test_nobody_can_punch_a_hole_into_it(arena: Arena) -> None:
+def test_no_process_can_punch_a_hole_into_it(arena: Arena) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
     try:

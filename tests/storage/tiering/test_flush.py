@@ -1,4 +1,4 @@
-"""WAITAOF: what has to be on disk before somebody is told that it is."""
+"""WAITAOF: what has to be on disk before a client is told that it is."""
 
 import random
 import sqlite3

@@ -47,7 +47,7 @@ def test_a_wait_is_told_once_when_all_of_it_is_here_and_holds_it(tiers: TieredSt
     assert tiers.store.leases == 0
 
 
-def test_whoever_comes_later_joins_and_there_is_one_read(tiers: TieredStore) -> None:
+def test_a_later_reader_joins_and_there_is_one_read(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[Bringing] = []
     first = tiers.tiering.bring([NAME], told.append)
@@ -108,7 +108,7 @@ def test_a_demand_drops_the_coldest_when_the_disk_takes_nothing(tiers: TieredSto
     assert tiers.tiering.stats.spill_dropped == 1
 
 
-def test_a_prefetch_drops_nobody_when_the_disk_takes_nothing(tiers: TieredStore) -> None:
+def test_a_prefetch_drops_no_block_when_the_disk_takes_nothing(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     keys = fill(tiers.store)
     tiers.files.plan = on("pwrite", Fault.EIO)
@@ -190,7 +190,7 @@ def test_a_spill_that_was_overtaken_is_not_taken_for_the_way_back(tiers: TieredS
     tiers.io.pause()
     tiers.tiering.spill(list(tiers.store.unsaved))
     (entry,) = tiers.store.unsaved
-    assert tiers.tiering.carrier.write_out([entry]) == [True], "somebody has asked for it to be saved meanwhile"
+    assert tiers.tiering.carrier.write_out([entry]) == [True], "a client has asked for it to be saved meanwhile"
     tiers.push_out()
     tiers.io.resume()
     assert tiers.get(b"a") == tiers.content(b"a")

@@ -194,7 +194,7 @@ def test_a_killed_store_comes_back_with_what_was_saved_and_under_its_last_saved_
         assert tiers.get(b"b") == content(60)
 
 
-def test_a_block_whose_time_came_while_nobody_ran_is_not_there(tmp_path: Path) -> None:
+def test_a_block_whose_time_came_while_no_server_ran_is_not_there(tmp_path: Path) -> None:
     clock = Clock()
     with TieredStore(tmp_path, clock=clock) as tiers:
         tiers.put(b"a", b"b")

@@ -131,7 +131,7 @@ def test_a_disk_that_fails_is_not_worth_waiting_for_until_a_write_succeeds(tiers
     assert tiers.tiering.makes_room
 
 
-def test_somebody_who_waited_while_nothing_was_written_keeps_others_from_waiting(tiers: TieredStore) -> None:
+def test_a_caller_that_waited_while_nothing_was_written_keeps_others_from_waiting(tiers: TieredStore) -> None:
     tiers.put(b"a")
     tiers.tiering.waited_in_vain(tiers.clock.now_s + 1)
     assert not tiers.tiering.makes_room
@@ -433,7 +433,7 @@ def test_a_block_that_is_read_passes_through_and_leaves_with_its_last_reader(tmp
         assert (tiers.steps("pread"), tiers.steps("pwrite")) == (1, 1)
 
 
-def test_a_block_under_way_that_nobody_waits_for_any_more_leaves_as_it_comes(tmp_path: Path) -> None:
+def test_a_block_under_way_for_which_no_caller_waits_any_more_leaves_as_it_comes(tmp_path: Path) -> None:
     with TieredStore(tmp_path, keep=False) as tiers:
         tiers.put(b"a")
         tiers.io.run()

@@ -1,4 +1,5 @@
-"""Transfers: one in flight for a block, joined by whoever asks again, and cancelled when nobody wants it any more."""
+"""Transfers: one in flight for a block, joined by callers that ask again, and cancelled when no caller wants it any
+more."""
 
 import logging
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class Disk:
 # ---- one in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_again_joins_and_everybody_hears_of_it_once() -> None:
+def test_a_caller_that_asks_again_joins_and_each_hears_of_it_once() -> None:
     disk = Disk()
     first = disk.ask(Kind.PROMOTE, done=disk.hear)
     assert disk.ask(Kind.PROMOTE, done=disk.hear_too) is first
@@ -220,7 +221,7 @@ def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-# ---- nobody wants it any more ----------------------------------------------------------------------------------------
+# ---- no caller wants it any more -------------------------------------------------------------------------------------
 
 
 def test_the_last_who_waits_cancels_it() -> None:
@@ -229,14 +230,14 @@ def test_the_last_who_waits_cancels_it() -> None:
     disk.ask(Kind.PROMOTE, done=disk.hear_too)
     assert transfer.withdraw(disk.hear)
     assert not transfer.withdraw(disk.hear), "taken back already"
-    assert len(disk.transfers) == 1, "somebody still waits"
+    assert len(disk.transfers) == 1, "a caller still waits"
     assert transfer.withdraw(disk.hear_too)
     assert transfer.state is State.CANCELLED
     assert (len(disk.transfers), disk.io.run(), disk.heard) == (0, 0, [])
     assert disk.ask(Kind.PROMOTE) is not transfer
 
 
-def test_one_that_somebody_wants_made_without_waiting_is_not_cancelled_by_those_who_wait() -> None:
+def test_one_wanted_without_waiting_is_not_cancelled_by_callers_that_wait() -> None:
     disk = Disk()
     transfer = disk.ask(Kind.SPILL)
     transfer.add_done(disk.hear)
@@ -245,7 +246,7 @@ def test_one_that_somebody_wants_made_without_waiting_is_not_cancelled_by_those_
     assert disk.ran == ["spill k 0"]
 
 
-def test_one_under_way_goes_on_to_its_end_though_nobody_waits() -> None:
+def test_one_under_way_goes_on_to_its_end_though_no_caller_waits() -> None:
     disk, answers = Disk(), list[bool]()
 
     def job() -> str:
@@ -261,7 +262,7 @@ def test_one_under_way_goes_on_to_its_end_though_nobody_waits() -> None:
     assert (transfer.state, transfer.result, disk.heard) == (State.DONE, "done", [])
 
 
-def test_one_that_nobody_wants_by_the_time_it_is_submitted_is_cancelled() -> None:
+def test_one_that_is_unwanted_by_the_time_it_is_submitted_is_cancelled() -> None:
     disk = Disk()
 
     def start() -> Future[str] | None:
@@ -295,7 +296,7 @@ def test_what_was_reserved_for_a_cancelled_job_is_given_back_by_a_callback_that_
 # ---- keys that change meanwhile --------------------------------------------------------------------------------------
 
 
-def test_nobody_joins_the_transfer_of_a_value_that_was_replaced_but_those_who_wait_hear_its_end() -> None:
+def test_no_caller_joins_the_transfer_of_a_replaced_value_but_those_that_wait_hear_its_end() -> None:
     disk = Disk()
     old = disk.ask(Kind.PROMOTE, done=disk.hear)
     assert disk.transfers.forget(b"k", 0) is old
