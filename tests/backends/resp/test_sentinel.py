@@ -85,13 +85,13 @@ def test_when_no_sentinel_knows_a_master_each_answer_is_said(shared: Sentinels) 
     with socket.create_server((HOST, 0)) as deaf, socket.socket() as closed:
         closed.bind((HOST, 0))
         hung: list[tuple[str, int]] = [deaf.getsockname()[:2], closed.getsockname()[:2]]
-        unknown = replace(address, sentinels=(*hung, address.sentinels[0]), service="unknown")
+        unknown = replace(address, sentinels=(*hung, address.sentinels[0]), service="team's")
         began_s = time.monotonic()
         with pytest.raises(BackendError) as caught:
             SentinelResolver(unknown).master(1.0)
         assert time.monotonic() - began_s < 10
     said = str(caught.value)
-    assert said.startswith('no Sentinel knows a master for "unknown"')
+    assert said.startswith('no Sentinel knows a master for "team\'s"')
     for (host, port), answer in zip(
         unknown.sentinels, ("timed out|Timeout", "refused", "does not watch it"), strict=True
     ):
