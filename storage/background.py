@@ -273,13 +273,6 @@ class IoThreads:
                 self._let_go()
         return len(overdue)
 
-    def run_next(self) -> bool:
-        """Run the most urgent job in the calling thread; False when there is none, or while paused."""
-        job = self._take(wait=False)
-        if job is not None:
-            self._run(job)
-        return job is not None
-
     # ---- figures -------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[Priority, IoFigures]:

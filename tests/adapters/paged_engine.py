@@ -10,7 +10,7 @@ import torch
 from kvredis.adapters.engine.block import checksum_of, encode_header
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
-from kvredis.adapters.paged.jobs import ChunkMove, MovingOptions
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
 from kvredis.adapters.transfer.base import Moving, Part, Transfer
 from kvredis.adapters.transfer.cpu import HostTransfer
@@ -118,6 +118,14 @@ def mover_on(backend: Backend, engine: PagedEngine, **options: object) -> Iterat
     assert_rests(backend)
     stats = mover.stats()
     assert stats["loading_chunks"] == stats["storing_chunks"] == 0
+
+
+def load_now(mover: ChunkMover, job: LoadJob) -> int:
+    """Load before it returns: how many of the job's first moves have come. No other load may be under way."""
+    before = mover.stats()["loaded_chunks"]
+    mover.load(job)
+    assert mover.settle(WAIT_S)
+    return int(mover.stats()["loaded_chunks"] - before)
 
 
 def assert_rests(backend: Backend) -> None:

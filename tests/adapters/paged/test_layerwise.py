@@ -15,6 +15,7 @@ from tests.adapters.paged_engine import (
     WAIT_S,
     PagedEngine,
     block_for,
+    load_now,
     mover_on,
     moves_of,
 )
@@ -60,7 +61,7 @@ def test_layer_0_has_been_stored_before_the_last_layer_is_computed_and_nothing_c
         assert all(backend.present([move.key for move in job.moves]))
         assert mover.stats()["stored_chunks"] == 5
     with mover_on(backend, other := PagedEngine(300)) as mover:
-        assert mover.load_now(LoadJob("s", of_both("r", seed=4).moves)) == 5
+        assert load_now(mover, LoadJob("s", of_both("r", seed=4).moves)) == 5
     for from_, to in zip(job.moves, of_both("r", seed=4).moves, strict=True):
         assert other.bytes_of(to) == engine.bytes_of(from_)
     backend.close()

@@ -11,6 +11,7 @@ from tests.server.cluster.test_live import lines
 from tests.server.cluster_node import EDGE, HALF, MOVED, OURS, OURS_TOO, THEIRS, key_of, node, topology_file
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, until
+from tests.storage.small_store import keys_in
 
 ALL_OURS = "{name: us, host: h1, port: 7001, slots: 0-16383}, {name: them, host: h2, port: 7002}"
 NONE_OURS = "{name: us, host: h1, port: 7001, slots: []}, {name: them, host: h2, port: 7002, slots: 0-16383}"
@@ -170,7 +171,7 @@ async def test_keys_that_a_start_finds_and_that_are_not_ours_leave(loop: str, tm
         starting.store.put(key, b"v")  # what a disk tier would have brought
     async with starting as live:
         await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
-        assert live.store.keys_in(0) == [OURS, OURS_TOO]
+        assert keys_in(live.store, 0) == [OURS, OURS_TOO]
 
 
 async def test_writers_of_many_slots_find_their_keys_whatever_moves(loop: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvredis.storage.background import Priority
 from tests.storage.fake_files import Fault, on
-from tests.storage.small_store import content
+from tests.storage.small_store import content, keys_in
 from tests.storage.tiered_store import MIB, TieredStore
 
 
@@ -22,7 +22,7 @@ def test_what_was_saved_is_there_after_a_loss_of_power(tmp_path: Path) -> None:
         tiers.files.leave_behind(tmp_path / "after", random.Random(1))
         ends = tiers.clock.ms() + 10_000
     with TieredStore(tmp_path / "after") as tiers:
-        assert sorted(tiers.store.keys_in()) == [b"a", b"b", b"small"]
+        assert keys_in(tiers.store) == [b"a", b"b", b"small"]
         assert (tiers.get(b"a"), tiers.get(b"b")) == (tiers.content(b"a"), tiers.content(b"b"))
         assert tiers.get(b"small") == b"value"
         entry = tiers.store.find(b"small")
@@ -39,7 +39,7 @@ def test_a_delete_that_was_waited_for_is_not_undone_by_a_loss_of_power(tmp_path:
         assert tiers.save(tiers.store.writes + 1), "nothing is left to write, but to sync there is"
         tiers.files.leave_behind(tmp_path / "after", random.Random(2))
     with TieredStore(tmp_path / "after") as tiers:
-        assert (tiers.store.keys_in(0), tiers.store.keys_in(1)) == ([b"c"], [b"d"])
+        assert (keys_in(tiers.store, 0), keys_in(tiers.store, 1)) == ([b"c"], [b"d"])
         entry = tiers.store.find(b"c")
         assert entry is not None
         assert entry.expire_at_ms > 0
