@@ -82,7 +82,7 @@ def test_what_has_not_begun_when_a_load_is_given_up_is_not_read(backend: LocalBa
     assert promoted(backend) == 4
 
 
-def test_a_reader_who_holds_all_of_memory_gets_misses_and_no_deadlock(tmp_path: Path) -> None:
+def test_a_reader_that_holds_all_of_memory_gets_misses_and_no_deadlock(tmp_path: Path) -> None:
     keys = keys_of(2 * FIT)
     with closing(open_local(tmp_path, spill_wait_s=0.1)) as backend:
         put_away(backend, keys[:FIT])
@@ -124,7 +124,7 @@ def test_what_is_read_ahead_never_keeps_the_next_block_from_its_room(backend: Lo
                 assert each.view == content(key, LENGTH)
 
 
-def test_a_reader_who_lets_go_late_still_gets_every_block(backend: LocalBackend) -> None:
+def test_a_reader_that_lets_go_late_still_gets_every_block(backend: LocalBackend) -> None:
     keys = keys_of(3 * FIT)
     put_all(backend, keys)
     held = []
@@ -186,7 +186,7 @@ def test_a_load_with_little_time_gives_what_is_in_memory_and_waits_no_longer_for
     assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
 
 
-def test_time_enough_is_not_used_up_by_a_reader_who_takes_his(backend: LocalBackend) -> None:
+def test_time_enough_is_not_used_up_by_a_slow_reader(backend: LocalBackend) -> None:
     keys = keys_of(6)
     put_away(backend, keys)
     leases = backend.load(keys, within_s=20.0)
@@ -265,7 +265,7 @@ def test_a_store_goes_on_as_soon_as_the_disk_has_made_room(
     assert loaded(backend, [*keys_of(FIT), b"more"]) == [content(key, LENGTH) for key in [*keys_of(FIT), b"more"]]
 
 
-def test_in_the_long_run_who_stores_waits_a_fiftieth_of_the_time(
+def test_in_the_long_run_an_engine_that_stores_waits_a_fiftieth_of_the_time(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait_in_vain(timeout_s: float) -> bool:

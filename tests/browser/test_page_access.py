@@ -153,7 +153,7 @@ def test_a_narrow_screen_needs_no_scrolling_to_the_side(browser: Browser, width:
         browser.picture("page-narrow")
 
 
-def test_who_wants_less_motion_gets_none(browser: Browser) -> None:
+def test_a_reader_who_wants_less_motion_gets_none(browser: Browser) -> None:
     browser.prefer(reduced_motion="reduce")
     browser.run("Element.prototype.scrollIntoView = function (how) { window.how = how.behavior; }")
     browser.run("arguments[0].click()", browser.find("#prompts tbody button"))

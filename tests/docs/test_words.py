@@ -82,7 +82,8 @@ def test_every_promise_names_a_test_that_there_is() -> None:
         tests = _PATH.findall(row)
         assert tests, row
         for path, name in tests:
-            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+            assert name, f"{path}: which test?"
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
 
 def test_what_leaves_out_who_acts_is_found() -> None:

@@ -60,7 +60,9 @@ async def test_a_reservation_that_nothing_comes_for_is_given_up_and_its_client_s
         live.complaints.clear()
 
 
-async def test_who_brings_enough_in_time_keeps_it_and_who_writes_the_same_again_does_not(tmp_path: Path) -> None:
+async def test_a_client_that_brings_enough_in_time_keeps_its_reservation_and_one_that_writes_the_same_again_does_not(
+    tmp_path: Path,
+) -> None:
     async with stopped_clock(tmp_path) as live:
         client = await live.connect()
         busy, idle = await reserve(client, "busy", LENGTH), await reserve(client, "idle", LENGTH)
@@ -153,7 +155,7 @@ async def test_others_wait_their_turn_for_room_and_are_told_once_that_they_ran(l
     watcher.close()
 
 
-async def test_who_holds_room_is_refused_more_and_never_made_to_wait_with_it(live: LiveServer) -> None:
+async def test_a_client_that_holds_room_is_refused_more_and_never_made_to_wait_with_it(live: LiveServer) -> None:
     client, other = await live.connect(), await live.connect()
     await client.say_hello()
     number = await reserve(client, "a", 3 * MIB)

@@ -284,7 +284,7 @@ def test_a_job_not_begun_by_its_deadline_is_dropped_and_its_future_says_so() -> 
     assert io.figures()[PREFETCH].dropped == 1
 
 
-def test_those_who_wait_for_an_overdue_job_are_told_before_its_turn_comes() -> None:
+def test_those_that_wait_for_an_overdue_job_are_told_before_its_turn_comes() -> None:
     io, told = ManualIo(), list[int]()
     for number in range(10):
         future = io.submit(Priority(number % 3), 1, nothing, deadline_s=io.clock.now_s + number)
@@ -309,7 +309,7 @@ def test_overdue_jobs_make_room_when_the_queue_is_full() -> None:
     assert io.figures()[PREFETCH].refused == 1
 
 
-def test_who_joins_a_job_lifts_the_deadline_that_the_first_one_gave_it() -> None:
+def test_a_caller_that_joins_a_job_lifts_the_deadline_that_the_first_one_gave_it() -> None:
     io = ManualIo()
     future = io.submit(PREFETCH, 1, lambda: 7, deadline_s=io.clock.now_s + 1)
     assert future is not None

@@ -144,7 +144,7 @@ def test_a_flush_leaves_an_empty_store_at_once_and_its_readers_what_they_hold(st
     assert len(store.index) == BLOCKS
 
 
-def test_a_flush_does_not_disturb_who_writes(store: Store) -> None:
+def test_a_flush_does_not_disturb_a_writer(store: Store) -> None:
     fill(store, count=4)
     reservation = store.reserve(b"k", BLOCK_BYTES)
     assert reservation is not None
@@ -195,7 +195,7 @@ def test_a_flushed_database_is_empty_at_once_and_given_back_slice_by_slice(store
     assert store.retired_bytes == 0
 
 
-def test_who_wants_room_that_flushed_entries_hold_gets_it_at_once(store: Store) -> None:
+def test_a_writer_gets_room_that_flushed_entries_hold_at_once(store: Store) -> None:
     store.evicts = False
     fill(store)
     store.put(b"small", b"1")

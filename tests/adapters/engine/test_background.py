@@ -284,7 +284,7 @@ def test_a_job_that_fails_in_our_own_code_ends_refused_and_the_next_one_is_done(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
+def test_a_job_that_stands_back_goes_on_when_the_next_one_comes_or_none_will(is_closed: bool) -> None:
     ended: list[tuple[Task, bool]] = []
 
     def run(job: Task) -> int:

@@ -223,7 +223,7 @@ class SlowToReserve(FakeBackend):
         return super().reserve(key, length)
 
 
-def test_who_waits_for_a_load_waits_for_no_store() -> None:
+def test_a_caller_that_waits_for_a_load_waits_for_no_store() -> None:
     engine, backend, moves = PagedEngine(groups=1), SlowToReserve(), moves_of("a", 3)
     for move in moves:
         backend.put(move.key, block_for(engine, move))

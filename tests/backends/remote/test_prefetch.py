@@ -97,7 +97,9 @@ def test_redis_has_nothing_to_prefetch_and_no_caller_waits(redis_server: ServerP
 # ---- servers that know less, or lie ------------------------------------------------------------------------------
 
 
-def test_two_who_ask_at_once_how_far_a_prefetch_has_come_both_hear_it(fake: FakeServer, connect: Connect) -> None:
+def test_two_threads_that_ask_at_once_how_far_a_prefetch_has_come_both_hear_it(
+    fake: FakeServer, connect: Connect
+) -> None:
     both = threading.Barrier(2)
 
     def together(args: list[bytes]) -> bytes | Leave:

@@ -145,7 +145,7 @@ def test_bodies_of_a_load_are_received_at_the_same_time(
         assert receivers() == 1
 
 
-def test_a_reader_who_leaves_gives_back_what_was_received_ahead_of_him(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_gives_back_what_was_received_ahead_of_it(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
         load = backend.load(KEYS)
         for number in (0, 1):

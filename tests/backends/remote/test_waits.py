@@ -153,7 +153,7 @@ def test_a_server_that_is_slow_but_steady_is_not_lost_when_the_time_is_up(
         assert caplog.messages == []
 
 
-def test_a_reader_who_stops_early_does_not_wait_for_what_he_does_not_want(fake: FakeServer, shop: Shop) -> None:
+def test_a_reader_that_stops_early_does_not_wait_for_what_it_does_not_want(fake: FakeServer, shop: Shop) -> None:
     shop.served_at_once = 1
     with closing(RemoteBackend(parse_url(fake.url), small_store(), connections=1, timeout_s=PATIENT_S)) as backend:
         leases = backend.load(keys_of(10))

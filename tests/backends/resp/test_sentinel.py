@@ -66,7 +66,7 @@ def test_the_sentinels_name_the_master_with_our_credentials_for_it(shared: Senti
     assert SentinelResolver(address).master(20.0) == address.server(HOST, master_port(shared))
 
 
-def test_who_does_not_answer_is_passed_over_and_asked_last_from_then_on(shared: Sentinels) -> None:
+def test_a_sentinel_that_does_not_answer_is_passed_over_and_asked_last_from_then_on(shared: Sentinels) -> None:
     address = address_of(shared)
     with socket.create_server((HOST, 0)) as deaf, socket.socket() as closed:
         closed.bind((HOST, 0))

@@ -309,7 +309,7 @@ def test_too_many_descriptors_are_closed_again() -> None:
     assert open_descriptors() == before
 
 
-def test_who_may_not_leave_replies_out_gets_no_lane() -> None:
+def test_a_user_who_may_not_leave_replies_out_gets_no_lane() -> None:
     with (
         told(answer(), memfd(), then=b"-NOPERM CLIENT\r\n+PONG\r\n+PONG\r\n") as connection,
         pytest.raises(BackendError, match="CLIENT REPLY SKIP: NOPERM"),

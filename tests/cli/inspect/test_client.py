@@ -177,7 +177,7 @@ def test_plain_where_tls_is_spoken_and_tls_where_it_is_not(papers: Papers, open_
     )
 
 
-def test_who_is_silent_is_waited_for_as_long_as_was_said() -> None:
+def test_a_silent_server_is_waited_for_as_long_as_was_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         assert line("ls", "-u", url, "--timeout", "0.2").startswith(f"{url} does not answer in time: ")

@@ -213,7 +213,7 @@ def test_a_reserved_address_is_no_other_servers_and_refuses_clients_until_it_lis
     release(reserve(options))  # although a connection lingers there
 
 
-def test_the_memory_that_will_be_taken_is_said_with_who_asked_for_it(serve: Serve) -> None:
+def test_the_memory_that_will_be_taken_is_said_with_the_key_that_asked_for_it(serve: Serve) -> None:
     server = serve(*COLD)
     server.wait_ready()
     server.signal(signal.SIGTERM)

@@ -92,7 +92,7 @@ def test_a_deleted_user_is_sent_away_and_no_other(session: FakeSession) -> None:
         ("allchannels", False),
     ],
 )
-def test_a_subscriber_who_may_no_longer_hear_is_sent_away(session: FakeSession, rules: str, closed: bool) -> None:
+def test_a_subscriber_that_may_no_longer_hear_is_sent_away(session: FakeSession, rules: str, closed: bool) -> None:
     session.ask("ACL SETUSER u on nopass &news &s* &n*")
     subscriber, bystander = FakeSession(session.server, 2), FakeSession(session.server, 3)
     become(subscriber, b"u")

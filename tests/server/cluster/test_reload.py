@@ -140,7 +140,7 @@ async def test_a_reader_keeps_the_bytes_of_a_slot_that_leaves(loop: str, tmp_pat
     assert await client.read_bulk() == value
 
 
-async def test_who_listens_watches_or_caches_is_told(loop: str, tmp_path: Path) -> None:
+async def test_a_client_that_listens_watches_or_caches_is_told(loop: str, tmp_path: Path) -> None:
     async with node(tmp_path, notify_keyspace_events="Eg") as live:
         listener, watcher, cacher = [await live.connect() for _ in range(3)]
         await listener.send("SSUBSCRIBE", OURS)

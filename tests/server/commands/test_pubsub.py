@@ -130,7 +130,7 @@ def test_the_session_looks_again_when_it_begins_and_ends_to_listen(session: Fake
     assert session.reconsidered == 2
 
 
-def test_pubsub_tells_who_listens_to_what(session: FakeSession, other: FakeSession) -> None:
+def test_pubsub_tells_which_clients_listen_to_what(session: FakeSession, other: FakeSession) -> None:
     session.ask("SUBSCRIBE a ab b")
     other.ask("SUBSCRIBE a")
     other.ask("PSUBSCRIBE x* y*")

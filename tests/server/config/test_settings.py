@@ -27,7 +27,7 @@ def test_a_set_with_one_bad_pair_changes_nothing(session: FakeSession) -> None:
     assert value_of(session.server, "hz") == "10"
 
 
-def test_a_password_set_at_run_time_is_asked_of_those_who_come_after(session: FakeSession) -> None:
+def test_a_password_set_at_run_time_is_asked_of_clients_that_come_after(session: FakeSession) -> None:
     assert session.ask("CONFIG SET requirepass secret maxclients 7") == b"+OK\r\n"
     assert session.server.maxclients == 7
     assert session.ask("AUTH wrong").startswith(b"-WRONGPASS")

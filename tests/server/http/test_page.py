@@ -583,7 +583,7 @@ def test_blocks_that_leave_during_a_walk_are_not_drawn_twice(store: Store, monke
     assert taken >= store.live_bytes  # what came meanwhile is room that is taken
 
 
-def test_all_who_ask_share_a_walk_and_one_who_leaves_does_not_end_it(
+def test_all_readers_that_ask_share_a_walk_and_one_that_leaves_does_not_end_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks = 0

@@ -238,7 +238,7 @@ async def test_an_operator_ends_a_clients_leases_by_hanging_up_on_it(loop: str, 
         assert str(await operator.ask("KV.REVOKE", "x")) == "ERR client-id should be greater than 0"
 
 
-async def test_who_revokes_itself_hears_the_count_and_is_hung_up_on(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_revokes_itself_hears_the_count_and_is_hung_up_on(loop: str, live: LiveServer) -> None:
     async with attached(live) as client:
         await client.ask("SET", "k", OLD)
         await client.ask("KV.LEASE", 0, "k")

@@ -63,7 +63,7 @@ async def test_what_waitaof_has_answered_for_survives_a_loss_of_power(
     assert survivors(live, tmp_path / "crash") == set()
 
 
-async def test_who_has_written_nothing_waits_for_nothing(loop: str, live: TieredServer) -> None:
+async def test_a_client_that_has_written_nothing_waits_for_nothing(loop: str, live: TieredServer) -> None:
     live.put("a")
     live.hold()
     reader, writer = await live.connect(), await live.connect()

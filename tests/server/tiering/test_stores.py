@@ -97,7 +97,7 @@ async def test_a_disk_that_takes_nothing_in_time_costs_the_coldest_blocks_and_th
     assert live.tiering.makes_room
 
 
-async def test_each_who_waits_has_his_own_time(loop: str, live: TieredServer) -> None:
+async def test_each_client_that_waits_has_its_own_time(loop: str, live: TieredServer) -> None:
     fill(live)
     first = await storing(live, ("SET", "new1", block("new1")))
     live.clock.now_s += SPILL_WAIT_S * 0.6

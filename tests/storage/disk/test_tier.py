@@ -373,7 +373,7 @@ def test_an_index_that_cannot_be_written_confirms_nothing_and_frees_nothing(tmp_
         disk.check_integrity()
 
 
-def test_many_changes_are_settled_by_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_changes_are_settled_by_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvredis.storage.disk.tier.CHANGES_HIGH", 4)
     files = FakeFiles()
     with closing(small_disk(tmp_path, files)) as disk:

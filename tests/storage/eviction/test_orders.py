@@ -123,7 +123,7 @@ def test_of_a_run_used_at_one_instant_the_tail_leaves_first(name: str) -> None:
 
 
 @every_policy
-def test_who_is_not_in_the_order_cannot_be_used(name: str) -> None:
+def test_an_entry_that_is_not_in_the_order_cannot_be_used(name: str) -> None:
     policy, (a, b, c) = admitted("abc", name)
     policy.forget(b)
     with pytest.raises(KeyError):
@@ -324,7 +324,7 @@ def test_a_scan_passes_through_the_small_queue_only() -> None:
     assert sum(entry in policy for entry in members) >= 18
 
 
-def test_who_was_used_when_it_came_to_the_front_is_worth_a_write_and_one_hit_wonders_are_not() -> None:
+def test_an_entry_that_was_used_when_it_came_to_the_front_is_worth_a_write_and_one_hit_wonders_are_not() -> None:
     policy, (a, b, *_) = admitted("abcdefghijkl", "S3FIFO")
     policy.touch(a)
     assert next(policy.victims()) is b
@@ -452,7 +452,7 @@ def test_s3fifo_hits_more_often_than_lru_on_a_loop_that_does_not_fit(rates: dict
 
 @pytest.mark.parametrize("trace", ["Zipf", "Zipf with scans", "Zipf, then another"])
 @pytest.mark.parametrize("name", ["S3FIFO", "LFU"])
-def test_who_tells_popular_blocks_from_others_hits_more_often_than_lru(
+def test_a_policy_that_tells_popular_blocks_from_others_hits_more_often_than_lru(
     name: str, trace: str, rates: dict[str, dict[str, float]]
 ) -> None:
     assert rates[name][trace] > rates["LRU"][trace] + 0.05

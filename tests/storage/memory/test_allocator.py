@@ -159,7 +159,7 @@ def test_with_equal_lengths_the_coldest_leaves_and_no_other() -> None:
         ("aaab.cc", 4, "cab", grains(3, 4), "bc"),  # of the runs that one victim completes, the one that loses least
     ],
 )
-def test_who_leaves_is_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
+def test_the_victims_are_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
     layout: str, wanted: int, victims: str, extent: Extent, leaving: str
 ) -> None:
     assert window(layout, wanted, victims) == (extent, leaving)

@@ -246,7 +246,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_is_given_the_arena_cannot(way: str, arena: Arena) -> None:
+def test_a_process_that_is_given_the_arena_cannot_change_it(way: str, arena: Arena) -> None:
     shared = arena.share()
     stolen = os.open(f"/proc/self/fd/{shared}", os.O_RDWR)  # the same user may open it anew
     try:

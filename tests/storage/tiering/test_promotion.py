@@ -71,7 +71,7 @@ def test_a_demand_makes_a_prefetch_urgent(tiers: TieredStore) -> None:
     bringing.release()
 
 
-def test_who_no_longer_waits_has_nothing_read_for_him(tiers: TieredStore) -> None:
+def test_a_caller_that_no_longer_waits_has_nothing_read_for_it(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     bringing = tiers.bring(NAME)
     assert bringing is not None
@@ -80,7 +80,7 @@ def test_who_no_longer_waits_has_nothing_read_for_him(tiers: TieredStore) -> Non
     assert not len(tiers.tiering.transfers)
 
 
-def test_who_leaves_while_his_block_is_read_holds_nothing(tiers: TieredStore) -> None:
+def test_a_caller_that_leaves_while_its_block_is_read_holds_nothing(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[Bringing] = []
     bringing = tiers.tiering.bring([NAME], told.append)
@@ -135,7 +135,7 @@ def test_there_is_no_room_where_everything_is_held(tiers: TieredStore) -> None:
     assert tiers.get(b"a") == tiers.content(b"a")
 
 
-def test_who_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: TieredStore) -> None:
+def test_a_caller_that_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: TieredStore) -> None:
     keys = [b"n:%02d" % number for number in range(BLOCKS + 4)]
     for key in keys:
         tiers.put(key)
@@ -151,7 +151,7 @@ def test_who_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: Ti
     bringing.release()
 
 
-def test_two_who_want_more_than_fits_are_both_told_and_the_next_gets_his(tiers: TieredStore) -> None:
+def test_two_callers_that_want_more_than_fits_are_both_told_and_the_next_gets_its_block(tiers: TieredStore) -> None:
     ours = [b"x:%02d" % number for number in range(BLOCKS * 3 // 4)]
     theirs = [b"y:%02d" % number for number in range(BLOCKS * 3 // 4)]
     for key in [*ours, *theirs]:

@@ -76,7 +76,7 @@ def test_another_key_and_another_database_are_other_blocks() -> None:
     assert len(transfers) == len(disk.transfers) == disk.io.run() == 3
 
 
-def test_who_asks_after_the_end_starts_anew_even_in_a_callback() -> None:
+def test_a_caller_that_asks_after_the_end_starts_anew_even_in_a_callback() -> None:
     disk = Disk()
     seen: list[Transfer[str]] = []
     first = disk.ask(Kind.PROMOTE, done=lambda transfer: seen.append(disk.ask(Kind.SPILL)))
@@ -157,7 +157,7 @@ def test_a_demand_that_joins_while_the_job_is_being_submitted_hastens_it_too() -
 # ---- other ends ------------------------------------------------------------------------------------------------------
 
 
-def test_no_room_is_an_answer_that_those_who_wait_hear_as_well() -> None:
+def test_no_room_is_an_answer_that_those_that_wait_hear_as_well() -> None:
     disk = Disk(ManualIo(queue_jobs_max=1))
     disk.ask(Kind.SPILL, b"a")
     refused = disk.ask(Kind.SPILL, b"b", disk.hear)
@@ -186,7 +186,7 @@ def test_one_not_begun_by_its_deadline_is_overdue() -> None:
     assert (disk.heard, disk.ran) == ([(State.OVERDUE, None)], [])
 
 
-def test_what_start_raises_reaches_the_caller_and_fails_those_who_had_joined() -> None:
+def test_what_start_raises_reaches_the_caller_and_fails_those_that_had_joined() -> None:
     disk = Disk()
 
     def start() -> None:
@@ -224,7 +224,7 @@ def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(
 # ---- no caller wants it any more -------------------------------------------------------------------------------------
 
 
-def test_the_last_who_waits_cancels_it() -> None:
+def test_the_last_caller_that_waits_cancels_it() -> None:
     disk = Disk()
     transfer = disk.ask(Kind.PROMOTE, done=disk.hear)
     disk.ask(Kind.PROMOTE, done=disk.hear_too)
