@@ -35,7 +35,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import BarPanel, Captions, bar, bars
 from kvredis.bench.core.result import (
     Column,
@@ -45,6 +44,7 @@ from kvredis.bench.core.result import (
     Row,
     gate_line,
     gate_lines,
+    machine_facts,
     machine_lines,
     spread,
     summed,

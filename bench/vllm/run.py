@@ -36,7 +36,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import Captions, LinePanel, lines
 from kvredis.bench.core.result import (
     Column,
@@ -46,6 +45,7 @@ from kvredis.bench.core.result import (
     Row,
     gate_line,
     gate_lines,
+    machine_facts,
     machine_lines,
     spread,
     summed,
