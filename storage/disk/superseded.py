@@ -29,6 +29,7 @@ moves (RENAME, SWAPDB) is never in two places, nor in none.
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvredis.storage.database import unplaced
 from kvredis.storage.entry import Entry
@@ -45,6 +46,14 @@ class _All:
         return True
 
 
+class _Replacement(NamedTuple):
+    """What is in the place of an entry, what that superseded, and when its database had last been exchanged by then."""
+
+    entry: Entry
+    records: Sequence[Record]
+    swapped: int
+
+
 class Replaced:
     """Which entry is by now in the place of each that a save is to write, and of each that it is writing instead.
 
@@ -55,7 +64,7 @@ class Replaced:
     def __init__(self) -> None:
         self._wanted: Container[Entry] = ()
         self._written: set[Entry] = set()  # in their place
-        self._by: dict[Entry, tuple[Entry, int]] = {}  # and when its database was last exchanged before that
+        self._by: dict[Entry, _Replacement] = {}
         self._instead_of: dict[Entry, list[Entry]] = {}  # the inverse, the oldest first
 
     def want(self, entries: Mapping[Entry, object] | None) -> None:
@@ -69,32 +78,33 @@ class Replaced:
         for entry in [each for each in self._by if each not in entries]:
             self.settled(entry, older=False)
 
-    def note(self, old: Entry, entry: Entry) -> None:
-        """`entry` is in the place of `old`."""
+    def note(self, old: Entry, entry: Entry, records: Sequence[Record]) -> None:
+        """`entry` is in the place of `old`, which superseded these records."""
         replaced = self._instead_of.pop(old, [])
         for each in replaced:
-            self._by[each] = entry, self._by[each][1]
+            self._by[each] = self._by[each]._replace(entry=entry)
         if old in self._wanted or old in self._written:
-            self._by[old] = entry, old.database.swapped
+            self._by[old] = _Replacement(entry, tuple(records), old.database.swapped)
             replaced.append(old)
         if replaced:
             self._instead_of[entry] = replaced
 
     def by(self, entry: Entry) -> Entry | None:
         """What is in the place of an entry; None: it is that itself, or there is nothing to wait for."""
-        return self._by[entry][0] if entry in self._by else None
+        return self._by[entry].entry if entry in self._by else None
 
-    def stands(self, entry: Entry) -> bool:
-        """Whether a replaced entry's database has the number that it had then."""
-        return entry.database.swapped == self._by[entry][1] and not entry.database.flushed
+    def superseded_by(self, entry: Entry) -> Sequence[Record] | None:
+        """What a replaced entry superseded; None when its database has another number since, or was flushed."""
+        _, records, swapped = self._by[entry]
+        return records if entry.database.swapped == swapped and not entry.database.flushed else None
 
     def write_instead(self, entry: Entry) -> None:
-        """An entry is being written for one whose place it has taken."""
+        """Note that an entry is being written for one whose place it has taken."""
         self._written.add(entry)
 
     def settled(self, entry: Entry, *, older: bool = True) -> None:
         """Note that an entry is on disk, and needs no other; nor do those, with `older`, whose place it has taken."""
-        others = self._instead_of[self._by[entry][0]]
+        others = self._instead_of[self._by[entry].entry]
         at = others.index(entry)
         for each in others[0 if older else at : at + 1]:
             del self._by[each]
@@ -124,8 +134,8 @@ class Superseded:
 
     def take_over(self, old: Entry, entry: Entry) -> None:
         """`entry` is in the place of `old`: what a crash would have brought back of this stays for it."""
-        self.replaced.note(old, entry)
         records = self._pop(old)
+        self.replaced.note(old, entry, records)
         if old.record is not None:
             self._disk.supersede(old.record)
             records.append(old.record)
@@ -155,20 +165,22 @@ class Superseded:
         return published
 
     def publish_replaced(self, entry: Entry, record: Record, unsaved: Container[Entry]) -> bool:
-        """An entry has been written, for a save, while another one came in its place: a crash brings it back until that
-        one is on disk. False: it would not be right where it would be, and the record is still the caller's."""
+        """Publish the record of an entry that was written for a save while another one came in its place: a crash
+        brings it back until that one is on disk. False: it would not be right where it would be, and the record is
+        still the caller's."""
         successor = self.replaced.by(entry)
-        if successor is None or successor not in unsaved or self._disk.waits or not self.replaced.stands(entry):
+        if successor is None or successor not in unsaved or self._disk.waits:
             return False
-        before = self._disk.get(entry.key, entry.space)
-        if before is not None and self._by.get(before) is not successor:
+        superseded, before = self.replaced.superseded_by(entry), self._disk.get(entry.key, entry.space)
+        if superseded is None or (before is not None and self._by.get(before) is not successor):
             return False
         if record.name != (entry.key, entry.space):
             record.rename(entry.key, unplaced(entry.space))
-        if self._disk.publish(record):
-            if before is not None:
-                self._of[successor].remove(before)
-                del self._by[before]
+        instead = [each for each in {before, *superseded} if each is not None and self._by.get(each) is successor]
+        if self._disk.publish(record, instead):
+            for each in instead:
+                self._of[successor].remove(each)
+                del self._by[each]
             self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
             self._disk.supersede(record)
             self._of.setdefault(successor, []).append(record)
@@ -177,8 +189,8 @@ class Superseded:
         return True
 
     def rename(self, entry: Entry, old: Name) -> bool:
-        """An entry has another name, and has taken over what was there. False when the disk has let go of its record
-        meanwhile."""
+        """Follow an entry that has another name, and has taken over what was there. False when the disk has let go of
+        its record meanwhile."""
         new = entry.key, entry.space
         if entry.record is None:
             self._disk.rename_untrue(old, new)

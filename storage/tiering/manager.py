@@ -182,6 +182,9 @@ class Bringing:
 
 log = logging.getLogger(__name__)
 
+PLANS_MAX: Final = 8
+"""How often a save looks for what SWAPDB has brought meanwhile before it is given up."""
+
 Done = Callable[[bool], None]
 
 
@@ -232,13 +235,16 @@ class Saving:
 
     def _work(self) -> None:
         current = self._round
-        if current is not None and current.work():
-            saved = False
+        while current is not None and current.work():
+            saved = overtaken = False
             try:
                 saved = self._tiering.sync()
-                current.look_again()
+                overtaken = saved and current.plan_again()
+                if not overtaken:
+                    current.look_again()
             finally:  # whatever comes of it: those who wait must hear
-                self._over(current, saved=saved)
+                if not overtaken:
+                    self._over(current, saved=saved)
 
     def close(self) -> None:
         """The disk's threads have ended: tell those who still wait that nothing more is safe."""
@@ -281,16 +287,31 @@ class _Round:
         self._over = False
         self._numbers: dict[Entry, int] = {}
         self._again: set[Entry] = set()
+        self._planned_at = 0
+        self._plans_left = PLANS_MAX
         self.left: deque[list[Entry]] = deque()
 
     def plan(self) -> None:
         """Find what is to be written; blocks for a second where a million values are unsaved."""
-        self._tiering.want_replaced(None)  # from before the first look
+        self._planned_at = self._tiering.want_replaced(None)  # from before the first look
         try:
             self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
         finally:
             self._tiering.want_replaced(self._numbers)
         self.left = deque(self._tiering.carrier.parcels(self._numbers))
+
+    def plan_again(self) -> bool:
+        """Whether databases have been exchanged since the plan: what was to be confirmed under a name may have gone to
+        another, and what is there instead has to be written too. False when that has happened too often."""
+        if not self._tiering.exchanged_since(self._planned_at):
+            return False
+        self._plans_left -= 1
+        if not self._plans_left:
+            self.unsaved_since = self._planned_at
+            return False
+        self.plan()
+        self._over = False
+        return True
 
     def work(self) -> bool:
         """Write blocks until none is left; True for the one thread that is to finish the round."""
@@ -687,10 +708,17 @@ class Tiering:
             self._write_waited_for()
         return False
 
-    def want_replaced(self, entries: Mapping[Entry, object] | None) -> None:
-        """Have it noted what comes in the place of these entries, or None = of any."""
+    def want_replaced(self, entries: Mapping[Entry, object] | None) -> int:
+        """Have it noted what comes in the place of these entries, or None = of any, after the write whose number it
+        gives."""
         with self._store.lock:
             self.superseded.replaced.want(entries)
+            return self._store.writes
+
+    def exchanged_since(self, write: int) -> bool:
+        """Whether databases were exchanged after that write."""
+        with self._store.lock:
+            return any(database.swapped > write for database in self._store.index.databases)
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""

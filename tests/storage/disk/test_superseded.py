@@ -334,6 +334,31 @@ def test_a_value_that_was_written_over_before_its_turn_in_a_save_is_confirmed_by
     end(case)
 
 
+def test_a_save_during_which_databases_are_exchanged_has_what_came_in_the_place_of_what_it_confirms(
+    case: Case,
+) -> None:
+    def exchange() -> None:
+        case.store.put(X, NEW, 1)
+        case.store.swap(0, 1)
+
+    case.store.put(X, OLD)
+    case.tiers.during("pwrite", exchange)
+    assert case.tiers.save()
+    assert case.after_a_kill(X, spaces=2) == {(X, 0): NEW, (X, 1): OLD}
+    end(case)
+
+
+def test_a_value_that_was_renamed_and_written_over_while_it_was_saved_does_not_leave_its_old_name_anything(
+    case: Case,
+) -> None:
+    case.store.put(K, NEW)
+    case.store.move((K, 0), (X, 0))
+    case.tiers.during("pwrite", lambda: case.store.put(X, OTHER))
+    assert case.tiers.save()
+    assert case.after_a_kill(K, X) == {(K, 0): None, (X, 0): NEW}
+    end(case)
+
+
 class Untouched(dict[Any, Any]):
     """A dict in which one key can be looked up, and that nothing may walk."""
 
