@@ -3,8 +3,8 @@ break-even and verdicts.
 
 A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n / prefill_rate to compute. So
 
-- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py, where the engine lives by the same rule):
-  a slower tier makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays
+- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py has the engine's side of the rule): a
+  slower tier makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays
   its stores;
 - the smallest hit worth loading is latency / (1 / prefill_rate - bytes_per_token / bandwidth) tokens; a hybrid model
   loads the states behind the hit as well, one snapshot, which counts with the latency;
@@ -17,8 +17,7 @@ A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n 
 Speeds that are no positive numbers, and prompts without a whole chunk, are a ValueError where they are written down.
 Units: GB = 1e9 bytes, GB/s, ms where a name says so, tokens. The result's schema is kvredis.plan/1.
 
-Tier speeds out of this package's own results, so that a plan can stand on what a machine has shown.
-
+`measured_tiers` reads tiers' speeds out of results of benches, so that a plan can stand on what a machine has shown.
 From each file the figure is the median of one row, and `source` says which:
 
 - kvredis.bench.server/1: `remote` (TCP) and `host` (unix socket): kvredis' pipelined GETs on all CPUs, of the value
@@ -32,8 +31,6 @@ From each file the figure is the median of one row, and `source` says which:
 - kvredis.bench.links/1: `gpu link`, page-locked memory to the first GPU.
 
 A tier's latency is what the smallest single GET took beyond its bytes at that bandwidth, and none is below 0.
-
-A plan as text: sizes, break-even, a table of tiers with their verdicts, and what follows, in GB, ms and tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of the disk tier, and the steps that keep it true: who lies where, who may leave, what the index
+"""The state of the disk tier, and the steps that keep it true: where each record lies, which may leave, what the index
 has yet to learn. No file is touched here.
 
 An extent always has exactly one owner: a hole of the allocator, a writer (`place`), a record that can be read, one
@@ -535,7 +535,8 @@ class DiskState:
         return begun
 
     def _end_learning(self, begun: "Learning", *, learned: bool) -> None:
-        """The index has learned of it; or it has not, and it is pending again, before what has come meanwhile."""
+        """Note that the index has learned of it; or that it has not, and it is pending again, before what has come
+        meanwhile."""
         if not learned:
             begun.batch.add(self._pending)
             self._pending = begun.batch
@@ -635,7 +636,7 @@ class DiskState:
         return in_a_row > 0
 
     def _convict(self) -> None:
-        """A write has succeeded, so it was those spots."""
+        """Leave the suspected spots unused, as the device's fault, since a write elsewhere has succeeded."""
         if self._refused_in_a_row:
             self._refused_in_a_row = 0
             for extent in self._suspects:

@@ -103,7 +103,7 @@ class Replaced:
         self._written.add(entry)
 
     def settled(self, entry: Entry, *, older: bool = True) -> None:
-        """An entry is on disk, and needs no other; nor do those, with `older`, whose place it has taken."""
+        """Note that an entry is on disk, and needs no other; nor do those, with `older`, whose place it has taken."""
         others = self._instead_of[self._by[entry].entry]
         at = others.index(entry)
         for each in others[0 if older else at : at + 1]:
@@ -148,7 +148,7 @@ class Superseded:
                 self._unlooked += 1
 
     def forget(self, entry: Entry) -> None:
-        """An entry is gone, and nothing of its key shall be found again."""
+        """Forget an entry that is gone; nothing of its key shall be found again."""
         records = self._pop(entry)
         if entry.record is not None or self._disk.superseded_bytes or self._disk.waits:
             self._keep_another(entry, (entry.key, entry.space))
@@ -157,7 +157,7 @@ class Superseded:
             self._disk.drop(records)
 
     def publish(self, entry: Entry, record: Record) -> bool:
-        """An entry has been written: its record takes the place of all that it supersedes. False: it may not."""
+        """Let the record of an entry that was written take the place of all that it supersedes. False: it may not."""
         self._keep_another(entry, record.name)
         published = self._disk.publish(record, self.of(entry))
         if published:
@@ -241,7 +241,8 @@ class Superseded:
         return False
 
     def _look_at(self, entry: Entry) -> None:
-        """Some of what an entry supersedes may be in a database that was exchanged, or emptied."""
+        """Look at an entry again of which some superseded records may be in a database that was exchanged, or
+        emptied."""
         if entry.database.flushed:
             self._disk.drop(self._pop(entry))
             return

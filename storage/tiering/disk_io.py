@@ -177,7 +177,7 @@ class Carrier:
         return None if place is None else self._disk.write(place, image, facts)
 
     def _publish(self, entry: Entry, record: Record | None) -> None:
-        """The store's lock is held: let a record be that of its entry, if this is still what it was written for."""
+        """Let a record be that of its entry, if this is still what it was written for. Holds the store's lock."""
         store = self._store
         if record is None:
             self._stats.spill_failed += 1
@@ -198,7 +198,7 @@ class Carrier:
             self._stats.spilled_bytes += record.length
 
     def _have_left(self, records: Sequence[Record]) -> None:
-        """The disk has let records go to make room: what memory does not have is gone."""
+        """Let entries leave whose records the disk let go to make room, unless memory has them."""
         if not records:
             return
         store = self._store
@@ -213,7 +213,7 @@ class Carrier:
                         store.lapse(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """The store's lock is held: an entry has no record any more, so that it is to be written again."""
+        """Let an entry have no record any more, so that it is to be written again. Holds the store's lock."""
         record, entry.record = entry.record, None
         if entry.is_resident:
             self._store.unsaved[entry] = self._store.writes
@@ -259,7 +259,8 @@ class Carrier:
             raise BlockLost
 
     def _arrive(self, entry: Entry, record: Record, extent: Extent, image: memoryview) -> bool:
-        """The store's lock is held: a block has come in. False when it is not wanted any more, or is there."""
+        """Let a block that has come in be its entry's. False when it is not wanted any more, or is there. Holds the
+        store's lock."""
         store = self._store
         if not self._is_meant(entry, record) or entry.is_resident:
             return False
@@ -280,8 +281,8 @@ class Carrier:
         return True
 
     def _lose(self, entry: Entry, record: Record) -> bool:
-        """The store's lock is held: a record was not what had been written, or has just made room, and the disk has let
-        go of it. False when it is not missed."""
+        """Note that the disk has let go of a record, which was not what had been written, or has just made room. False
+        when it is not missed. Holds the store's lock."""
         if not self._is_meant(entry, record):
             return False
         self.let_go(entry)

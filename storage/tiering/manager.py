@@ -1,12 +1,13 @@
-"""What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
+"""What moves blocks between memory and disk: when to spill which entries, how a block comes back, and which callers are
+told.
 
-The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
-does.
+The store decides under its lock what is in memory and what on disk. Here its decisions become jobs for the disk's
+threads, which disk_io.py does.
 
 Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that a caller who
 stores finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they
-wait a bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave
-unwritten, and are counted.
+wait a bounded time (the caller decides how: `makes_room`, `on_room`); then the coldest leave unwritten, and are
+counted.
 
 Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
 hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
@@ -219,19 +220,20 @@ class Tiering:
             self.disk.touch(record)
 
     def forget(self, entry: Entry) -> None:
-        """An entry has left the index."""
+        """Forget an entry that has left the index."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.superseded.forget(entry)
 
     def supersede(self, old: Entry, entry: Entry) -> None:
-        """An entry has left the index, since `entry` has come in its place."""
+        """Note that an entry has left the index, since `entry` has come in its place."""
         if len(self.transfers):
             self.transfers.forget(old.key, old.space)
         self.superseded.take_over(old, entry)
 
     def unloaded(self, entry: Entry, record: Record) -> None:
-        """An entry has left memory. What is still in flight for it brings nothing to who sends for it from now on."""
+        """Note that an entry has left memory. What is still in flight for it brings nothing to callers that ask for it
+        from now on."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.disk.touch(record)
@@ -242,7 +244,8 @@ class Tiering:
         self.superseded.clear(space)
 
     def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
-        """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
+        """Note that an entry has another name. False when the disk has let go of it meanwhile and memory does not have
+        it."""
         self.transfers.forget(*old)
         if not self.superseded.rename(entry, old):
             self.carrier.let_go(entry)
@@ -255,7 +258,7 @@ class Tiering:
         self.superseded.swap(first, second, unsaved=bool(self._store.unsaved))
 
     def set_expiry(self, entry: Entry) -> None:
-        """An entry has another end."""
+        """Note that an entry has another end."""
         if entry.record is not None:
             self.disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
 
@@ -319,13 +322,12 @@ class Tiering:
             time.sleep(DECIDE_PAUSE_S)
 
     def waited_for(self, names: Iterable[tuple[bytes, int]]) -> list[Entry]:
-        """The store's lock is held: the unsaved entries of these names."""
+        """The unsaved entries of these names. Holds the store's lock."""
         found = [self._store.index.get(*name) for name in names]
         return [entry for entry in found if entry is not None and entry in self._store.unsaved]
 
     def close(self, *, save: bool) -> None:
-        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk. Takes as
-        long as the device needs, but one that hangs is given up: its files then stay open."""
+        """Tell those who still wait that nothing more is safe: the disk's threads have ended."""
         store = self._store
         self.carrier.on_room = None
         wait_s = self.hung_after_s
@@ -405,12 +407,12 @@ class Tiering:
         self.carrier.on_room = callback
 
     def waited_in_vain(self, since_s: float) -> None:
-        """A caller has waited from `since_s`, on the store's clock, and no room has come. When no block at all has
-        reached the disk since, no caller shall wait until one does."""
+        """Note that a caller has waited from `since_s`, on the store's clock, and no room has come. When no block at
+        all has reached the disk since, no caller shall wait until one does."""
         self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
 
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """A caller has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
+        """Make room for the next caller, since one has taken an extent of `nbytes`, or urgently wants one."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
             with self._store.lock:
@@ -498,8 +500,8 @@ class Tiering:
         return found
 
     def _by_warmth(self, entries: Sequence[Entry], first: int) -> list[tuple[bool, bool, float, int, Entry]]:
-        """The store's lock is held: those that are unsaved still, small ones first, the coldest of each first; what is
-        read comes last. `first` is the place of the first one among all."""
+        """The entries that are unsaved still, small ones first, the coldest of each first; what is read comes last.
+        `first` is the place of the first one among all. Holds the store's lock."""
         store = self._store
         warmths = (
             (

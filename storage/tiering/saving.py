@@ -1,8 +1,8 @@
 """Saving: blocks that need not leave memory are written because a client waits for them (WAITAOF, SAVE, the end).
 
-Those who ask while a round is under way share the next one, and a sync with it: a hundred clients that wait for their
-writes cost the device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it;
-the last one at it, when nothing is left to write, finishes it.
+Clients that ask while a round is under way share the next one, and a sync with it: a hundred clients that wait for
+their writes cost the device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to
+it; the last one at it, when nothing is left to write, finishes it.
 
 What is written over meanwhile is confirmed by its own record or by what has come in its place (disk/superseded.py);
 after a SWAPDB a round looks again, since another value may stand under a name that it confirms.

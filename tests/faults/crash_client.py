@@ -237,7 +237,7 @@ class Load:
         name = self._name()
         before = self.writes.latest(name)
         if not before.ident or before.is_over(_now_ms() + 1000 * LIMIT_S):
-            return  # whether it comes in time nobody can know, nor what the rest of the batch would find
+            return  # whether it comes in time is unknown, and what the rest of the batch would find
         at_ms = 0 if before.expire_at_ms and self._rng.random() < 0.5 else self._end()
         self.writes.expire(name, at_ms)
 
@@ -335,7 +335,8 @@ class Load:
 
 
 def look(port: int, names: Sequence[Name]) -> dict[Name, Seen]:
-    """What a server holds under each name; AssertionError for bytes that nobody wrote, and for a reply that is late."""
+    """What a server holds under each name; AssertionError for bytes that were never written, and for a reply that is
+    late."""
     wire = Wire(port)
     seen: dict[Name, Seen] = {}
     try:

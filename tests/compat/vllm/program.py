@@ -206,7 +206,7 @@ class Program:
         }
 
     def listen(self, endpoint: str) -> Answer:
-        """Subscribe to the KV events that are published there; what is published before that is done nobody hears."""
+        """Subscribe to the KV events that are published there; what is published before that is lost."""
         import zmq
 
         self._subscriber = zmq.Context.instance().socket(zmq.SUB)
@@ -256,9 +256,9 @@ class Program:
         return {"reset": self._llm.reset_prefix_cache(reset_connector=connector)}
 
     def change(self, how: str) -> Answer:
-        """Change the weights in place, in each rank, as somebody does who trains between two requests: `step` (by
-        torch, as an optimizer), `load` (behind torch's back, as vLLM's loaders), `column` (one of one matrix), `keep`
-        what there is for later, `back` to that."""
+        """Change the weights in place, in each rank, as training between two requests does: `step` (by torch, as an
+        optimizer), `load` (behind torch's back, as vLLM's loaders), `column` (one of one matrix), `keep` what there is
+        for later, `back` to that."""
         self._llm.collective_rpc(change_weights, args=(how,))
         return {}
 

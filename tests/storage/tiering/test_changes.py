@@ -218,7 +218,7 @@ def test_a_block_gets_another_name_before_its_job_has_begun(
     is_only(tiers, new)
 
 
-def test_who_waits_for_a_name_that_is_gone_finds_nothing_and_is_told(tiers: TieredStore) -> None:
+def test_a_caller_that_waits_for_a_name_that_is_gone_finds_nothing_and_is_told(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[object] = []
     bringing = tiers.tiering.bring([NAME], told.append)
