@@ -3,8 +3,8 @@ break-even and verdicts.
 
 A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n / prefill_rate to compute. So
 
-- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py, where the engine lives by the same rule):
-  a slower tier makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays
+- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py has the engine's side of the rule): a
+  slower tier makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays
   its stores;
 - the smallest hit worth loading is latency / (1 / prefill_rate - bytes_per_token / bandwidth) tokens; a hybrid model
   loads the states behind the hit as well, one snapshot, which counts with the latency;
