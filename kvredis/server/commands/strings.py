@@ -1,4 +1,4 @@
-"""String commands: the ones that move payloads, SET and GET and their kin.
+"""String commands that move payloads: SET, GET, MSET, MGET, GETRANGE, STRLEN and their variants.
 
 A value argument is bytes when it was small and a Reservation when the parser received it into the arena; a value leaves
 as bytes or as a view under a Lease that the session keeps until it is sent.
