@@ -205,7 +205,8 @@ class RemoteBlocks:
     # ---- asking, wherever that leads -------------------------------------------------------------------------------
 
     def _ask(self, name: bytes, parts: Sequence[Part], *last: bytes) -> list[tuple[Node, Reply]]:
-        """Send one command for each part and give who answered and what; None: no server, or it does not know that.
+        """Send one command for each part and give each node that answered, and its answer; None: no server, or it does
+        not know that.
 
         Redirections are followed, all of a round together; a command that cannot be answered in one place, since its
         slot is moving, is asked key by key, and the answers are added up.

@@ -214,7 +214,7 @@ class Sender:
         """Give up all that is on its way: what was sent, even in part, counts as refused, the rest as dropped.
 
         The connections end first. A server that takes values out of our memory must know before that memory is another
-        value's, and publishes none for who has hung up.
+        value's, and publishes none of a client that has hung up.
         """
         for pipeline in self._pipelines:
             pipeline.connection.interrupt()

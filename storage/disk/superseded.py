@@ -125,7 +125,7 @@ class Superseded:
         self._places: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Entry]:
-        """Who supersedes anything, longest first."""
+        """The entries that supersede anything, longest first."""
         return iter(self._of)
 
     def of(self, entry: Entry) -> Sequence[Record]:

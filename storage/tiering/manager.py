@@ -49,8 +49,9 @@ off what was written first, which would be written again at the next look, and s
 
 LOOK_PART: Final = 4
 LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
-"""We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
-that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is tried."""
+"""We look for entries to write when a quarter of that is taken, and when this much has been stored at the latest. A
+disk that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is
+tried."""
 
 REPLACED_WAIT_S: Final = 1.0
 """How long a kill may bring back what was deleted or replaced, when the index has to wait for the device before it
@@ -289,7 +290,7 @@ class Tiering:
             self._settling = self.io.submit(Priority.DEMAND, 0, self.disk.settle)
 
     def _write_successors(self) -> None:
-        """Have those written for whom the index waits, or who keep too much of the disk's room taken."""
+        """Have the entries written for which the index waits, or which keep too much of the disk's room taken."""
         if (self.disk.waits or self._takes_too_much()) and (self._successors is None or self._successors.done()):
             self._successors = self.io.submit(Priority.SPILL, 0, self._write_some_successors)
 
@@ -297,7 +298,7 @@ class Tiering:
         return self.disk.superseded_bytes * SUPERSEDED_PART > self.disk.limit_bytes
 
     def _write_some_successors(self) -> None:
-        self.disk.settle()  # it may have to find out first for whom it waits
+        self.disk.settle()  # it may have to find out first for which entries it waits
         self._write_waited_for()
         if self._takes_too_much():
             with self._store.lock:
@@ -454,7 +455,8 @@ class Tiering:
                 self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
 
     def _plan(self, wanted_bytes: int) -> list[Entry]:
-        """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
+        """The entries to write: those that stand where `wanted_bytes` could be, then the coldest as far ahead as we
+        look."""
         store = self._store
         standing = store.standing_at(wanted_bytes) if wanted_bytes else []
         plan = [entry for entry in standing if store.is_due(entry)]

@@ -204,7 +204,7 @@ class _Round:
         return True
 
     def look_again(self) -> None:
-        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
+        """Note the blocks that had to make room: on a small disk what was written first leaves for the rest."""
         self._tiering.want_replaced({})
         self._pushed_out = self._tiering.disk_io.pushed_out
         self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
