@@ -1,4 +1,4 @@
-/* One recvmsg(2) into a caller's memory, for kvredis.backends.resp.recvmsg, which does the same through ctypes.
+/* One recvmsg(2) into a caller's memory, for kvredis.backends.resp.wire, which does the same through ctypes.
  *
  * Each reply of a block takes two, of which a block of 64 KiB is long enough to notice what each costs beside the kernel.
  */

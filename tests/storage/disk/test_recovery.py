@@ -1,4 +1,4 @@
-"""The disk tier after the end: clean stops, and hands that meddled. What a crash leaves is test_crashes.py's."""
+"""The disk tier after the end: clean stops, and hands that meddled. test_crash_steps.py (faults) has what a crash leaves."""
 
 import random
 import shutil
