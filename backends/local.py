@@ -22,7 +22,8 @@ from .readahead import ROOM_LOOK_S, ReadAhead, Waits
 LOAD_WAIT_S: Final = 10.0
 """A block that the disk has not brought by then is a miss."""
 WAIT_SHARE: Final = 50
-"""Who stores waits spill_wait_s at once, but in the long run a fiftieth of the time at most: an engine computes."""
+"""An engine that stores waits spill_wait_s at once, but in the long run a fiftieth of the time at most: an engine
+computes."""
 OUTCOMES: Final = ("lookups", "memory_hits", "disk_hits", "misses")
 """What becomes of the blocks that are asked of load, and how many these are; the last three add up to the first."""
 

@@ -150,7 +150,7 @@ def _written(out: Path) -> Iterator[None]:
 
 class _Behind:
     """A thread that moves what it is given, one step's parts after another: as an engine's stores and loads are moved,
-    so that who launches the model's kernels enqueues no copies. Raises on exit what failed."""
+    so that the thread that launches the model's kernels enqueues no copies. Raises on exit what failed."""
 
     def __init__(self, transfer: Any, phase: str) -> None:
         self._transfer = transfer

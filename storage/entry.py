@@ -245,8 +245,9 @@ class Lease:
 
 
 class LeaseRun:
-    """Holds that were taken together and have one time limit, for who asks for many at a time and reads the arena by
-    itself: a list, where a Lease for each would cost an object and a view. storage/lease_many.py makes and ends them.
+    """Holds that were taken together and have one time limit, for clients that ask for many at a time and read the
+    arena by themselves: a list, where a Lease for each would cost an object and a view. storage/lease_many.py makes and
+    ends them.
 
     `entries` has an entry for each hold that goes on, and None for each that has ended or never was.
     """

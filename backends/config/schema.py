@@ -353,7 +353,7 @@ class Config:
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """Return how many seconds a connection may take to come about; None leaves it to who connects.
+        """Return how many seconds a connection may take to come about; None leaves it to the backend.
 
         It is extra_config's connection_timeout, and for Sentinel and Cluster LMCache's variable REDIS_TIMEOUT.
         """

@@ -28,7 +28,7 @@ NODES_MAX: Final = 1000
 
 
 class Part(NamedTuple):
-    """Keys of one command, and who is asked."""
+    """Keys of one command, and the node that is asked."""
 
     node: Node
     keys: Sequence[bytes]
@@ -124,7 +124,7 @@ class ClusterRoutes:
         self._topology = Topology(address, timeout_s, self._who_may_know, self._adopt, self._doubt)
 
     def await_first(self) -> None:
-        """As Routes.await_first: who comes first waits for what the nodes say of themselves."""
+        """As Routes.await_first: the first caller waits for what the nodes say of themselves."""
         self._topology.await_first()
 
     def owner(self, key: bytes) -> Node:

@@ -398,7 +398,7 @@ def _packed_set(key: bytes, value: memoryview, options: Sequence[Word]) -> Itera
 
 
 def _client(address: Address, timeout_s: float) -> Client:
-    """A client that tries once: who stands before a terminal wants to be told, not to wait."""
+    """A client that tries once: a user at a terminal wants to be told, not to wait."""
     import redis
 
     where: dict[str, Any] = {"host": address.host, "port": address.port}

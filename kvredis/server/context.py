@@ -97,7 +97,7 @@ class Context:
         self.client_memory = ClientMemory(self)
         self.monitors: dict[int, Client] = {}
         self.watchers: dict[tuple[int, bytes], set[Client]] = {}
-        """Who watches which key of which database."""
+        """The clients that watch a key, by key and database."""
         self.blocked = BlockedClients()
         self.event_letters = ""
         self.maxclients: int = options.maxclients

@@ -107,8 +107,8 @@ class DiskState:
         """Those of the databases, and of some that were cleared."""
         self._spaces = [self._contents[database].records for database in self._databases]
         self._indexed = list(self._contents.values())
-        """Whose rows the index on disk has under each number. It is another than who has the number now, from an
-        exchange on until the index learns of it."""
+        """Whose rows the index on disk has under each number. It is another than the one that has the number now, from
+        an exchange on until the index learns of it."""
         self._displaced = False  # whether it may be, or may have been since the index has learned of anything
         self._learned_seq = opened.first_seq  # the number that was due when the index has begun to learn of the last
         self._cleared: list[Contents] = []
@@ -206,7 +206,7 @@ class DiskState:
         with self._lock:
             if record in self._order and not record.superseded:
                 record.superseded = True
-                self._order.move_to_end(record)  # out of the way of who looks for the coldest
+                self._order.move_to_end(record)  # out of the way of a search for the coldest
                 self._superseded[record] = None
                 self.superseded_bytes += record.extent.length
                 contents = self._contents[record.database]
@@ -436,7 +436,8 @@ class DiskState:
         }
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every byte of every segment is accounted for, once. Waits for who is settling."""
+        """Raise AssertionError unless every byte of every segment is accounted for, once. Waits for the thread that is
+        settling."""
         with self._settling, self._lock:
             self._allocator.check_integrity()
             assert not self._freeing

@@ -99,7 +99,7 @@ class Replaced:
         return records if entry.database.swapped == swapped and not entry.database.flushed else None
 
     def write_instead(self, entry: Entry) -> None:
-        """An entry is being written for one whose place it has taken."""
+        """Note that an entry is being written for one whose place it has taken."""
         self._written.add(entry)
 
     def settled(self, entry: Entry, *, older: bool = True) -> None:
@@ -125,7 +125,7 @@ class Superseded:
         self._places: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Entry]:
-        """Who supersedes anything, longest first."""
+        """The entries that supersede anything, longest first."""
         return iter(self._of)
 
     def of(self, entry: Entry) -> Sequence[Record]:
@@ -165,8 +165,9 @@ class Superseded:
         return published
 
     def publish_replaced(self, entry: Entry, record: Record, unsaved: Container[Entry]) -> bool:
-        """An entry has been written, for a save, while another one came in its place: a crash brings it back until that
-        one is on disk. False: it would not be right where it would be, and the record is still the caller's."""
+        """Publish the record of an entry that was written for a save while another one came in its place: a crash
+        brings it back until that one is on disk. False: it would not be right where it would be, and the record is
+        still the caller's."""
         successor = self.replaced.by(entry)
         if successor is None or successor not in unsaved or self._disk.waits:
             return False
@@ -188,8 +189,8 @@ class Superseded:
         return True
 
     def rename(self, entry: Entry, old: Name) -> bool:
-        """An entry has another name, and has taken over what was there. False when the disk has let go of its record
-        meanwhile."""
+        """Follow an entry that has another name, and has taken over what was there. False when the disk has let go of
+        its record meanwhile."""
         new = entry.key, entry.space
         if entry.record is None:
             self._disk.rename_untrue(old, new)

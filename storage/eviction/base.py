@@ -248,7 +248,8 @@ class Random(_OneOrder):
 
 
 class TTL(_OneOrder):
-    """Whose end comes soonest leaves first; who has none comes last. What Redis' volatile-ttl needs of an order."""
+    """The entry whose end comes soonest leaves first; one without an end comes last. What Redis' volatile-ttl needs of
+    an order."""
 
     name = "TTL"
 

@@ -47,7 +47,7 @@ class LFU:
     def __init__(self) -> None:
         self._cohorts: dict[Entry, _Cohort] = {}
         self._ladder: dict[int, list[_Cohort]] = {}
-        """Cohorts by their count, in the order in which they leave; the last takes in who comes. None is empty."""
+        """Cohorts by their count, in the order in which they leave; the last takes in newcomers. None is empty."""
         self._asked = 0
         """How often room had to be made since the counts were halved."""
         self._gone = (b"", -1)

@@ -32,8 +32,8 @@ USES_MAX = 3
 """Two bits, as in the paper: how often an entry of the main queue goes round without a further use."""
 
 TURN_STEPS_MAX = 10_000
-"""How many used entries are passed over for one victim, some 2 ms: then who is in front leaves all the same. Otherwise
-the first eviction after a long time in which everything was used would go round all there is three times."""
+"""How many used entries are passed over for one victim, some 2 ms: then the entry in front leaves all the same.
+Otherwise the first eviction after a long time in which everything was used would go round all there is three times."""
 
 
 class _Seat:
@@ -149,10 +149,10 @@ class S3FIFO:
                 self._main.move_to_end(entry)
 
     def _foreseen(self) -> Iterator[Entry]:
-        """Who would leave one after the other if nothing was used or stored meanwhile; nothing changes."""
+        """The entries that would leave one after the other if nothing was used or stored meanwhile; nothing changes."""
         small, main = iter(self._small.items()), iter(self._main.items())
         small_left, main_left = len(self._small), len(self._main)
-        again: deque[tuple[Entry, int]] = deque()  # behind the main queue: who goes over, and who goes round
+        again: deque[tuple[Entry, int]] = deque()  # behind the main queue: those that go over, and those that go round
         passed = 0
         while left := small_left + main_left + len(again):
             in_small = _from_small(small_left, left)

@@ -73,7 +73,8 @@ class Machine:
 
 
 class Arena:
-    """One memfd mapping of `nbytes`, zero-filled, writable by this process alone and readable by who is given it.
+    """One memfd mapping of `nbytes`, zero-filled, writable by this process alone and readable by processes that are
+    given it.
 
     `view` and its slices are lent, not given: after `close` they stay valid until their last holder lets go.
     """

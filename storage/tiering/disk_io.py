@@ -51,7 +51,7 @@ class BlockLost(KVRedisError):
         super().__init__("the block could not be read from disk, was not what had been written, or has just left it")
 
 
-class Carrier:
+class DiskIo:
     """Carries the blocks of one store to its disk and back. Its methods block and belong on I/O threads; none is called
     with the store's lock held, but for `let_go`."""
 

@@ -32,7 +32,7 @@ from kvredis.storage.entry import NOWHERE, Entry, Lease, extent_length
 from kvredis.storage.state import StoreState
 from kvredis.storage.stats import TierStats
 
-from .disk_io import Carrier
+from .disk_io import DiskIo
 from .prefetch import PrefetchJob, PrefetchJobs
 from .saving import Saving
 from .transfers import Kind, State, Transfer, Transfers
@@ -49,8 +49,9 @@ off what was written first, which would be written again at the next look, and s
 
 LOOK_PART: Final = 4
 LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
-"""We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
-that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is tried."""
+"""We look for entries to write when a quarter of that is taken, and when this much has been stored at the latest. A
+disk that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is
+tried."""
 
 REPLACED_WAIT_S: Final = 1.0
 """How long a kill may bring back what was deleted or replaced, when the index has to wait for the device before it
@@ -194,7 +195,7 @@ class Tiering:
         self.stats = TierStats()
         self.superseded = Superseded(disk)
         disk.decide = self._decide
-        self.carrier = Carrier(store, disk, self.superseded, self.stats)
+        self.disk_io = DiskIo(store, disk, self.superseded, self.stats)
         self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX, disk.limit_bytes // AHEAD_DISK_PART)
         self._failing_bytes = self._ahead_bytes // LOOK_PART
         self._look_bytes = min(self._failing_bytes, LOOK_BYTES_MAX)
@@ -248,7 +249,7 @@ class Tiering:
         it."""
         self.transfers.forget(*old)
         if not self.superseded.rename(entry, old):
-            self.carrier.let_go(entry)
+            self.disk_io.let_go(entry)
         return entry.is_resident or entry.record is not None
 
     def swap(self, first: int, second: int) -> None:
@@ -289,7 +290,7 @@ class Tiering:
             self._settling = self.io.submit(Priority.DEMAND, 0, self.disk.settle)
 
     def _write_successors(self) -> None:
-        """Have those written for whom the index waits, or who keep too much of the disk's room taken."""
+        """Have the entries written for which the index waits, or which keep too much of the disk's room taken."""
         if (self.disk.waits or self._takes_too_much()) and (self._successors is None or self._successors.done()):
             self._successors = self.io.submit(Priority.SPILL, 0, self._write_some_successors)
 
@@ -297,7 +298,7 @@ class Tiering:
         return self.disk.superseded_bytes * SUPERSEDED_PART > self.disk.limit_bytes
 
     def _write_some_successors(self) -> None:
-        self.disk.settle()  # it may have to find out first for whom it waits
+        self.disk.settle()  # it may have to find out first for which entries it waits
         self._write_waited_for()
         if self._takes_too_much():
             with self._store.lock:
@@ -329,7 +330,7 @@ class Tiering:
     def close(self, *, save: bool) -> None:
         """Tell those who still wait that nothing more is safe: the disk's threads have ended."""
         store = self._store
-        self.carrier.on_room = None
+        self.disk_io.on_room = None
         wait_s = self.hung_after_s
         if save and not self._save_all():
             wait_s /= HUNG_PART
@@ -399,17 +400,17 @@ class Tiering:
     @property
     def makes_room(self) -> bool:
         """Whether it is worth waiting for the disk."""
-        return not (self.carrier.failing or self.carrier.stalled)
+        return not (self.disk_io.failing or self.disk_io.stalled)
 
     def call_on_room(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, in an I/O thread, when a block has reached the disk or could not be written, so that
         it is worth asking for room again; there is one such callback."""
-        self.carrier.on_room = callback
+        self.disk_io.on_room = callback
 
     def waited_in_vain(self, since_s: float) -> None:
         """Note that a caller has waited from `since_s`, on the store's clock, and no room has come. When no block at
         all has reached the disk since, no caller shall wait until one does."""
-        self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
+        self.disk_io.stalled = self.disk_io.stalled or self.disk_io.written_s < since_s
 
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
         """Make room for the next caller, since one has taken an extent of `nbytes`, or urgently wants one."""
@@ -443,8 +444,8 @@ class Tiering:
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Block until something has been written; False when nothing was. Not for an event loop."""
-        with self.carrier.written:
-            return self.carrier.written.wait(timeout_s)
+        with self.disk_io.written:
+            return self.disk_io.written.wait(timeout_s)
 
     def spill(self, entries: Iterable[Entry]) -> None:
         """Have blocks written that are not on their way; those that the queue has no room for are met again."""
@@ -454,11 +455,12 @@ class Tiering:
                 self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
 
     def _plan(self, wanted_bytes: int) -> list[Entry]:
-        """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
+        """The entries to write: those that stand where `wanted_bytes` could be, then the coldest as far ahead as we
+        look."""
         store = self._store
         standing = store.standing_at(wanted_bytes) if wanted_bytes else []
         plan = [entry for entry in standing if store.is_due(entry)]
-        ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
+        ahead_bytes = self._failing_bytes if self.disk_io.failing else self._ahead_bytes
         short_bytes = min(ahead_bytes, store.limit_bytes // AHEAD_PART) - store.room_bytes
         if short_bytes > 0:
             for entry in islice(store.victims(store.policy), AHEAD_ENTRIES_MAX):
@@ -543,8 +545,8 @@ class Tiering:
         return self._store.is_unsaved(entry)
 
     def _write_all(self, entries: Sequence[Entry]) -> None:
-        for parcel in self.carrier.parcels(entries):
-            self.carrier.write_out(parcel)
+        for parcel in self.disk_io.parcels(entries):
+            self.disk_io.write_out(parcel)
 
     # ---- asking for blocks -------------------------------------------------------------------------------------------
 
@@ -628,7 +630,7 @@ class Tiering:
         record = entry.record
         if record is not None:  # else what has to leave memory for it could push it off a full disk
             self.disk.touch(record)
-        read = partial(self.carrier.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
+        read = partial(self.disk_io.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
         start = partial(self.io.submit, kind.priority, entry.length, read)
         return self.transfers.join_or_start(kind, entry.key, entry.space, start, done)
 

@@ -155,8 +155,8 @@ class PrefetchJob(Generic[T]):
         self._call(callback)
 
     def remove_done(self, callback: "Callable[[PrefetchJob[T]], None]") -> bool:
-        """Take a callback back: who waits has gone, or has waited long enough. False when it was not there, or has been
-        or is about to be called."""
+        """Take a callback back: its caller has gone, or has waited long enough. False when it was not there, or has
+        been or is about to be called."""
         with self._lock:
             if callback not in self._callbacks:
                 return False

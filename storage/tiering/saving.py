@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from kvredis.storage.background import IoThreads, Priority
 from kvredis.storage.entry import Entry
 
-from .disk_io import Carrier
+from .disk_io import DiskIo
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Done = Callable[[bool], None]
 class _Tier(Protocol):
     """What a save asks of the tiers of a store: see manager.py."""
 
-    carrier: Carrier
+    disk_io: DiskIo
 
     def unsaved_since(self, since: int) -> list[tuple[Entry, int]]:
         """The entries whose write had number `since` or a later one and that the disk has not, with those numbers."""
@@ -141,7 +141,7 @@ class _Round:
         self._pushed_out = 0
         self._all_safe = False
         self._tiering = tiering
-        tiering.carrier.pushed_out = 0
+        tiering.disk_io.pushed_out = 0
         self._lock = threading.Lock()
         self._at_it = 0
         self._over = False
@@ -158,7 +158,7 @@ class _Round:
             self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
         finally:
             self._tiering.want_replaced(self._numbers)
-        self.left = deque(self._tiering.carrier.parcels(self._numbers))
+        self.left = deque(self._tiering.disk_io.parcels(self._numbers))
 
     def plan_again(self) -> bool:
         """Whether databases have been exchanged since the plan: what was to be confirmed under a name may have gone to
@@ -182,7 +182,7 @@ class _Round:
         while (parcel := self._take()) is not None:
             safe = [False] * len(parcel)
             try:
-                safe = self._tiering.carrier.write_out(parcel)
+                safe = self._tiering.disk_io.write_out(parcel)
             except BaseException:  # of this parcel; the others, and those who wait, are not to suffer for it
                 log.exception("Disk tier: a block could not be written")
             with self._lock:
@@ -204,9 +204,9 @@ class _Round:
         return True
 
     def look_again(self) -> None:
-        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
+        """Note the blocks that had to make room: on a small disk what was written first leaves for the rest."""
         self._tiering.want_replaced({})
-        self._pushed_out = self._tiering.carrier.pushed_out
+        self._pushed_out = self._tiering.disk_io.pushed_out
         self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
 
     def is_safe(self, since: int) -> bool:

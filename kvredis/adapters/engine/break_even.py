@@ -467,7 +467,7 @@ PROBE_EVERY_S = 1.0
 PROBE_PART = 100
 """Behind a probe comes a rest of a hundred times what it took."""
 WAITED_SHARE = 0.9
-"""Who has waited for nearly as long as was allowed has met a slow tier, not a gap; clocks differ a little."""
+"""A load that has waited for nearly as long as was allowed has met a slow tier, not a gap; clocks differ a little."""
 FIRST_BLOCKS = 3
 """Blocks of the first probe: the middle one counts (break_even.py)."""
 QUICK_S = 0.01
@@ -592,7 +592,7 @@ class Worth:
         self._steps: deque[tuple[float, int]] = deque()
         self._over_s = 0.0
         self._loads: dict[str, tuple[float, Tier, int]] = {}
-        self._latest: list[Piece] | None = None  # chosen, and not yet said for whom
+        self._latest: list[Piece] | None = None  # chosen, and not yet said for which request
         self._chosen: dict[str, list[Piece]] = {}
 
     def narrow(self, keys: Sequence[bytes], tokens: int, rest: int) -> int:

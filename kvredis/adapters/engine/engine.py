@@ -416,7 +416,7 @@ class CacheEngine:
 
     def _save_later(self, save: Save) -> int:
         stored = self._store(save)
-        save.kv, save.keys = [], []  # who keeps a Save for its count keeps no tensors
+        save.kv, save.keys = [], []  # a caller that keeps a Save for its count keeps no tensors
         return stored
 
     # -- shared ------------------------------------------------------------------------------------------------------

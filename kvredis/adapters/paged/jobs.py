@@ -71,7 +71,7 @@ PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """Layers that share page numbers: what their chunks look like, where they are, and who moves them.
+    """Layers that share page numbers: what their chunks look like, where they are, and their transfer.
 
     `places` gives for each of the group's layers its number in the model, rising, for layer-wise work; () stands for
     0, 1, 2 ...

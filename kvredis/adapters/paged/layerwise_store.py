@@ -54,7 +54,7 @@ class LayerStores(MoverTask):
                 return False
             self.computed_s[place] = time.monotonic()
             self._computed.append((place, after))
-            if len(self._computed) >= self._wanted:  # who stores would take the interpreter for nothing
+            if len(self._computed) >= self._wanted:  # the storing thread would take the interpreter for nothing
                 self._changed.notify_all()
         return True
 

@@ -448,7 +448,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def settle(self, wait_s: float) -> bool:
         """Wait until all that was computed so far is stored, the backend's own work included, so long at most; say
-        whether it is. For who measures or compares: an engine need not wait."""
+        whether it is. For benches and tests: an engine need not wait."""
         if self._worker is None or self._shared is None:
             return True
         settled = self._worker.mover.settle(wait_s)

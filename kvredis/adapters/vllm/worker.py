@@ -89,8 +89,9 @@ REST_WAIT_S = 30.0
 """How long an engine that goes to sleep waits for stores under way before it breaks them."""
 IDLE_WAIT_S = 0.006
 """An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
-wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
-H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does there."""
+wait, which a load's end ends, leaves the interpreter to the moving thread. A request that comes meanwhile waits as
+well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does
+there."""
 
 
 @dataclass(slots=True)

@@ -83,7 +83,7 @@ SLOW_READER_S: Final = 5.0
 
 
 class DiskRoom:
-    """Who waits for the disk of one server."""
+    """The clients that wait for the disk of one server."""
 
     def __init__(self, server: Host) -> None:
         self._server = server

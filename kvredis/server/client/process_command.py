@@ -211,7 +211,7 @@ def mind_broken_clients(session: Caller, command: Command, reply: bytes) -> None
     """Close a connection whose client cannot understand that its SET was refused.
 
     LMCache's native client reads exactly the bytes of +OK and never says HELLO: after one error it takes each reply for
-    another command's, for ever. Who has said HELLO is a client that reads errors.
+    another command's, for ever. A client that has said HELLO reads errors.
     """
     if reply is OUT_OF_MEMORY and command.name == "set" and not session.said_hello:
         session.close_after_reply = True

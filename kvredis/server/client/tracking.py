@@ -49,7 +49,7 @@ class TrackingTable:
         self.clients: dict[int, Client] = {}
         """Every client whose tracking is on."""
         self.prefixes: dict[bytes, dict[int, Client]] = {}
-        """Who is told of changes to keys that begin so."""
+        """The clients that are told of changes to keys that begin so."""
         self._server = server
         self._call_soon = call_soon
         self._readers: OrderedDict[bytes, set[int]] = OrderedDict()

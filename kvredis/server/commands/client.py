@@ -223,7 +223,7 @@ def describe(session: Caller) -> bytes:
     now_s = time.monotonic()
     held = session.held()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    queued, lane = session.transaction, session.server.shm.of(session)
+    queued, attached = session.transaction, session.server.shm.of(session)
     letters = "".join(
         letter
         for letter, is_so in (
@@ -271,9 +271,9 @@ def describe(session: Caller) -> bytes:
         ("resp", session.resp),
         ("lib-name", session.lib_name.decode("latin-1")),
         ("lib-ver", session.lib_ver.decode("latin-1")),
-        ("lane", "none" if lane is None else "attached"),
-        ("leases", 0 if lane is None else lane.leases),
-        ("lent", 0 if lane is None else lane.lent_bytes),
+        ("lane", "none" if attached is None else "attached"),
+        ("leases", 0 if attached is None else attached.leases),
+        ("lent", 0 if attached is None else attached.lent_bytes),
         ("resv", len(session.server.parts.of(session))),
     ]
     return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"

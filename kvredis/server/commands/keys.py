@@ -489,7 +489,7 @@ def swapdb(session: Caller, args: list[bytes]) -> Reply:
             for space in (first, second):
                 server.flushed(space)
             store.swap(first, second)
-            for space in (first, second):  # who watches a key that only the other one had has missed a change too
+            for space in (first, second):  # a watcher of a key that only the other one had has missed a change too
                 mark_flushed(server, space)
     return OK
 

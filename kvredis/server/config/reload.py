@@ -122,7 +122,7 @@ class Reload:
             self._begin_sweep()
 
     def _hush(self, lost: set[int]) -> None:
-        """Tell who listens to shard channels of these slots that there is nothing more to hear; they ask elsewhere."""
+        """Tell listeners to shard channels of these slots that there is nothing more to hear; they ask elsewhere."""
         pubsub = self._server.pubsub
         for channel in [each for each in pubsub.shard_channels if slot_of(each) in lost]:
             for session in list(pubsub.shard_channels[channel].values()):

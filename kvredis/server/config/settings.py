@@ -444,7 +444,7 @@ def _working_folder() -> str:
 
 
 def _policy(text: str) -> str:
-    """A policy of Redis or of ours; who is refused is told of Redis' alone, in its words."""
+    """A policy of Redis or of ours; the error of another names Redis' alone, in its words."""
     if text.lower() in REDIS_POLICIES:
         return text.lower()
     return one_of(

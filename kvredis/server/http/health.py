@@ -61,9 +61,9 @@ def trouble(server: Context) -> str | None:
         return None
     if tiering.disk.distrusted:
         return UNSYNCED
-    if tiering.carrier.failing:
+    if tiering.disk_io.failing:
         return WRITES_FAIL
-    return STALLED if tiering.carrier.stalled else None
+    return STALLED if tiering.disk_io.stalled else None
 
 
 def told(reason: str | None, uptime_s: float) -> HttpResponse:

@@ -93,7 +93,7 @@ Route = Callable[[HttpRequest], HttpResponse | Awaitable[HttpResponse]]
 """Answers one path. May raise HttpError; whatever else it raises is a mistake of ours, logged, and 500."""
 
 Routes = Mapping[str, tuple[Route, bool]]
-"""By path: who answers, and whether the gate is asked first (for a password, if the server has one)."""
+"""By path: the function that answers, and whether auth.py is asked first (for a password, if the server has one)."""
 
 Gate = Callable[[HttpRequest, Peer], None]
 """Raises HttpError for a client that may not see this path."""

@@ -120,7 +120,7 @@ class Traffic:
 
 
 class Exchanging(Protocol):
-    """Who counts what it receives and sends: a session, too."""
+    """What counts the bytes that it receives and sends: a session, too."""
 
     input_bytes: int
     output_bytes: int

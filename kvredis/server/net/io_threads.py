@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 THREADS_AUTO_MAX: Final = 8
 PROCESSORS_MIN: Final = 8
-"""With fewer, who receives on this host and the engine beside it have none to spare. Measured on 16 alone."""
+"""With fewer, a client on this host and the engine beside it have none to spare. Measured on 16 alone."""
 REPLY_BYTES_MIN: Final = 512 * 1024
 """Shorter replies are sent before a thread would have woken up."""
 IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
 IDLE_MS: Final = 20
-"""Who reads on takes something sooner, however busy its machine is."""
+"""A client that reads on takes something sooner, however busy its machine is."""
 AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -73,7 +73,7 @@ class Receiver(Protocol):
 
 
 class Sending:
-    """One reply that a thread sends to a client, who hears in the loop when that has come to its end."""
+    """One reply that a thread sends to a client, which is told in the loop when that has ended."""
 
     def __init__(self, client: Receiver, buffers: Sequence[Buffer]) -> None:
         """OSError when there is no descriptor left."""

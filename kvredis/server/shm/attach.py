@@ -334,7 +334,7 @@ class _Server(Host, Protocol):
 
 
 class SharedMemory:
-    """The attached clients of one server, and who may become one."""
+    """The attached clients of one server, and which client may become one."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server

@@ -30,7 +30,7 @@ READ_BYTES_MAX: Final = 1 << 30
 """What one preadv is asked for; the kernel gives at most 2 GiB less a page."""
 
 MESSAGES_MAX: Final = 16
-"""What may lie in the side channel before a KV.LEND; who sends more does not mean it."""
+"""What may lie in the side channel before a KV.LEND; a client that sends more does not mean it."""
 
 _F_SEAL_SHRINK: Final = fcntl.F_SEAL_SHRINK
 _NO_HOLES: Final = fcntl.F_SEAL_WRITE | 0x10

@@ -16,7 +16,7 @@ from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.remote.pipeline import GetPipeline
 from kvredis.backends.remote.receive import Body, Receiver
 from kvredis.backends.tiered.backend import LayeredBackend
-from kvredis.backends.tiered.staging import Passage
+from kvredis.backends.tiered.staging import NearStaging
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.backends.fake_server import FakeServer, Shelf, _read_command, polite
@@ -325,9 +325,9 @@ def test_a_load_interrupted_again_while_it_waits_for_its_receivers_still_waits_b
 def layered(url: str, blocks: int) -> Iterator[LayeredBackend]:
     """Near memory of so many MiB before a server to which there are four connections."""
     near = LocalBackend(Store(Arena.create(blocks * 2 * MIB, HugepageMode.OFF)), keep=True, load_wait_s=5.0)
-    passage = Passage(near, 5.0)
-    far = RemoteBackend(Address(path=url.removeprefix("unix://")), passage, connections=4, keep=True)
-    with closing(LayeredBackend(near, far, passage)) as backend:
+    staging = NearStaging(near, 5.0)
+    far = RemoteBackend(Address(path=url.removeprefix("unix://")), staging, connections=4, keep=True)
+    with closing(LayeredBackend(near, far, staging)) as backend:
         yield backend
         near.store.check_integrity()
         assert near.store.leases == near.store.reserved_bytes == 0

@@ -213,7 +213,7 @@ def test_a_value_that_near_has_is_lent_when_it_is_sent_again(lane: Open, server:
     with closing(layered):
         assert put_through(layered, b"block:0", content(b"block:0", 60_000))
         ask(server, "FLUSHALL")
-        layered._passage.note_unsent(b"block:0", failed=False)
+        layered._staging.note_unsent(b"block:0", failed=False)
         before = int(layered.stats()["far_bytes_out"])
         layered.match([b"block:0"])
         assert layered.flush() == 0

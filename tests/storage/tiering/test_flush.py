@@ -153,7 +153,7 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
         tiers.put(b"a")
         with monkeypatch.context() as patched:
             if where == "write":
-                patched.setattr(tiers.tiering.carrier, "write_out", asks_and_fails)
+                patched.setattr(tiers.tiering.disk_io, "write_out", asks_and_fails)
             else:
                 saving.save(0, fails)
             saving.save(0, answers.append)

@@ -190,7 +190,7 @@ def test_a_spill_that_was_overtaken_is_not_taken_for_the_way_back(tiers: TieredS
     tiers.io.pause()
     tiers.tiering.spill(list(tiers.store.unsaved))
     (entry,) = tiers.store.unsaved
-    assert tiers.tiering.carrier.write_out([entry]) == [True], "a client has asked for it to be saved meanwhile"
+    assert tiers.tiering.disk_io.write_out([entry]) == [True], "a client has asked for it to be saved meanwhile"
     tiers.push_out()
     tiers.io.resume()
     assert tiers.get(b"a") == tiers.content(b"a")

@@ -308,7 +308,7 @@ def test_a_disk_smaller_than_memory_is_not_written_over_and_over(tmp_path: Path,
 
 
 # The order in which blocks leave memory, and what of them is worth a write, under each policy; and an arena that is
-# only a place of passage.
+# only staging.
 
 
 def leave(tiers: TieredStore, count: int) -> None:
@@ -537,8 +537,8 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
 ) -> None:
     tiers.put(b"a", b"b")
     first, second = (tiers.store.index.spaces[0][key] for key in (b"a", b"b"))
-    carrier, writing, may_end = tiers.tiering.carrier, threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: carrier.write_out([first]))
+    io, writing, may_end = tiers.tiering.disk_io, threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: io.write_out([first]))
 
     def hold() -> None:
         writing.set()
@@ -548,7 +548,7 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
         """Between the two: the first is to be written again, and the other thread is at it."""
         with tiers.store.lock:
             tiers.disk.forget(b"a", 0)
-            carrier.let_go(first)
+            io.let_go(first)
         tiers.during("pwrite", hold)
         other.start()
         assert writing.wait(60)
@@ -556,7 +556,7 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
     monkeypatch.setattr(disk_io, "PUBLISHED_AT_ONCE", 1)
     monkeypatch.setattr(disk_io, "time", SimpleNamespace(sleep=pause))
     try:
-        assert carrier.write_out([first, second]) == [False, True]
+        assert io.write_out([first, second]) == [False, True]
         assert (first.leases, tiers.tiering.stats.spill_failed) == (1, 0), "the other thread's, which has not failed"
     finally:
         may_end.set()

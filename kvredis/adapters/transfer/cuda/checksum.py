@@ -120,7 +120,7 @@ class RingSum:
 
 
 class RingSums:
-    """The rows of a device's running checksums, and who has which. Any thread."""
+    """The rows of a device's running checksums, and which chunk has which. Any thread."""
 
     def __init__(self, summing: Summing, rows: int) -> None:
         self.summing = summing

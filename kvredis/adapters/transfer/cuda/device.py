@@ -248,7 +248,7 @@ class CudaDevice:
 
     @property
     def kernels(self) -> str:
-        """Who gathers: triton or torch."""
+        """What gathers: triton or torch."""
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
     def stream(self, *, uploads: bool = False) -> torch.cuda.Stream:
