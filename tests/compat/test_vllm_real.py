@@ -324,6 +324,23 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(first: V
     assert (stats["free"], stats["left"]) == (free, 0)
 
 
+def test_requests_are_computed_while_another_waits_for_a_server_that_is_stopped(
+    first: VLLMProcess, tmp_path: Path
+) -> None:
+    process, server = start_kvredis(tmp_path)
+    variables = far(server.port) | PATIENT
+    first.open("llama", variables, **MODELS["llama"])
+    (computed,) = first.generate(prompt())
+    first.stored()
+    process.send_signal(signal.SIGSTOP)
+    beside = first.ask("beside", held=[prompt()], others=[prompt(60, seed) for seed in range(4)])
+    assert beside["states"] == ["WAITING"]
+    process.send_signal(signal.SIGCONT)
+    (found,) = first.generate(prompt())
+    assert (found["tokens"], found["cached"]) == (computed["tokens"], 960)
+    stop(process)
+
+
 @pytest.mark.parametrize("models", [["llama"], nightly([*MODELS])], ids=len)
 def test_a_server_that_is_killed_and_started_again_serves_a_fresh_engine_from_its_disk(
     first: VLLMProcess, tmp_path_factory: pytest.TempPathFactory, models: list[str]

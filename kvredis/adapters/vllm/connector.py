@@ -208,9 +208,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             state_bytes=config.state_bytes_per_prompt,
             max_load_chunks=config.max_load_chunks,
             waits_for_shared=self._shares_pages,
+            lookup_s_max=config.blocking_timeout_secs,
         )
         narrow = self._worth.narrow if self._worth else None
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights)
+        compute_s = shared.break_even.prefill_s if self._worth else None  # it learns from what Worth tells it alone
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
             self._scheduling.tell_events()
@@ -497,6 +499,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """End what is under way; a second call does nothing."""
         if self._scheduling is not None:
             self._scheduling.tell_hits()
+            self._scheduling.close()
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:

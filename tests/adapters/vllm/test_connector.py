@@ -95,6 +95,14 @@ def opened(
     return half
 
 
+def matched(half: Any, prompt: Prompt) -> int | None:
+    """What a scheduler's half is told at last of a prompt that it must ask a server for."""
+    assert half._scheduling.match(prompt, 0) is None
+    assert half._scheduling.follow(prompt).lookup.wait(10)
+    found: int | None = half._scheduling.match(prompt, 0)
+    return found
+
+
 def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:
     worker = opened(door, "WORKER", FullAttentionSpec())
     assert isinstance(worker._shared.backend, LayeredBackend)
@@ -177,7 +185,7 @@ def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reac
         SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids=set(), finished_recving=None)
     )
     assert scheduler._scheduling.weights.suffix not in ("", suffix)
-    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert matched(scheduler, prompt) == 0
     assert workers[0].build_connector_worker_meta() is None
     for half in (*workers, scheduler):
         half.shutdown()
@@ -246,7 +254,7 @@ def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(do
     scheduler = opened(door, "SCHEDULER", next(iter(SEVERAL.values())), ranks=1, shake=False)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     prompt = Prompt("a", list(range(300)))
-    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert matched(scheduler, prompt) == 0
     keys = scheduler._scheduling.follow(prompt).keys
     assert [each[0].key.partition(b"{")[0] for each in keys] == [
         key_prefix(group.layout).partition(b"{")[0] for group in worker._groups
