@@ -139,7 +139,6 @@ class NothingToFetch:
     is_finished: bool = True
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         return True
 
     def cancel(self) -> None:

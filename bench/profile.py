@@ -1,4 +1,4 @@
-"""`kvredis bench profile`: a trace of an engine that computes while its KV leaves and comes, and what it shows.
+"""What disturbs an engine that computes while its KV leaves and comes? `kvredis bench profile` takes a trace of it.
 
 A model of the shape prefills by steps; what each step made is stored while the next one computes. Then it does so again
 for one prompt while another's chunks are loaded. A thread moves the chunks, as in an engine. torch.profiler writes a

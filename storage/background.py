@@ -6,7 +6,7 @@ outside: PyThreadState_SetAsyncExc throws one into a thread at whatever step it 
 
 IoThreads are a few such threads that do the disk's work, most urgent first. A read or write of a block keeps a thread
 for a millisecond and gives up the interpreter's lock meanwhile, so two to four threads saturate a device. What needs
-care is the order: a caller waits for a demand, one may soon want what is prefetched, none waits for a spill. So a job
+care is the order: a caller waits for a demand, may soon want a prefetched block, and never waits for a spill. So a job
 queued later may be begun earlier, and one that is queued already can be made more urgent when a caller comes to wait
 for it. The bounds are per priority: a flood of spills must not be the reason why a demand is refused. A job counts, in
 the bounds and in the figures, where it was admitted, however urgent it has become since.
@@ -272,13 +272,6 @@ class IoThreads:
             finally:
                 self._let_go()
         return len(overdue)
-
-    def run_next(self) -> bool:
-        """Run the most urgent job in the calling thread; False when there is none, or while paused."""
-        job = self._take(wait=False)
-        if job is not None:
-            self._run(job)
-        return job is not None
 
     # ---- figures -------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """The state that a store and its tiers share: index, allocator, policies and byte accounts, under one lock.
 
-Those who have a StoreState take its `lock`: Store (store.py), which adds the verbs of clients, and the ways to and from
-a tier below (tiering/), of which this file knows LowerTier alone. The lock is short: never held across a copy or I/O. A
-step expects it to be held and leaves everything in agreement; none copies a payload, waits or calls out. The few verbs
-at the end, which tiers need as clients do, take it themselves.
+Two take its `lock`: Store (store.py), which adds the verbs of clients, and the tier below (tiering/), which this file
+knows as LowerTier alone. The lock is short: never held across a copy or I/O. A step expects it to be held and leaves
+everything in agreement; none copies a payload, waits or calls out. The few verbs at the end, which tiers need as
+clients do, take it themselves.
 """
 
 import threading
@@ -338,7 +338,7 @@ class StoreState:
             self.journal.append(("set", entry.key, entry.space))
 
     def _renumber(self, entry: Entry) -> None:
-        """An entry was changed: a client who changed it waits for it to be on disk, if at all."""
+        """Number an entry that was changed anew: a client that changed it waits for it to be on disk, if at all."""
         if self.unsaved.pop(entry, None) is not None:
             self.writes += 1
             self.unsaved[entry] = self.writes
@@ -399,8 +399,8 @@ class StoreState:
             self._discarded = None
 
     def _start_afresh(self, leaving: list[dict[bytes, Entry]], buckets: list[set[bytes]]) -> None:
-        """The index is empty, with no reader or writer: nothing that is in the policies or falls due is there any
-        more."""
+        """Begin anew with an empty index, without reader or writer: nothing that is in the policies or falls due is
+        there any more."""
         self.allocator = Allocator(self.arena.nbytes)
         self.live_bytes = self.inline_bytes = self.away = 0
         # One at a time: what an earlier flush left goes now, or flushing in a loop would pile garbage up.
@@ -612,8 +612,8 @@ class StoreState:
         self.lapse(entry)
 
     def lapse(self, entry: Entry) -> None:
-        """An entry leaves all tiers, and with it the other half of what LMCache keeps under two keys: one alone would
-        be found by a lookup and then not be there."""
+        """Let an entry leave all tiers, and with it the other half of what LMCache keeps under two keys: one alone
+        would be found by a lookup and then not be there."""
         twin = self._twin(entry)
         if twin is None:
             self._departed.note(entry.key, entry.space, self.turn)
@@ -770,7 +770,7 @@ class StoreState:
             return self._visible(key, space)
 
     def peek(self, key: bytes, space: int = 0) -> Lease | None:
-        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
+        """Hold the value under `key` for looking only: it counts neither as a hit nor as a use."""
         with self.lock:
             entry = self._visible(key, space)
             return None if entry is None or not entry.is_resident else self._lease(entry)

@@ -522,11 +522,6 @@ class Store(StoreState):
 
     # ---- looking around ------------------------------------------------------------------------------------------
 
-    def keys_in(self, space: int = 0) -> list[bytes]:
-        """Every key of a database."""
-        with self.lock:
-            return [key for key in list(self.index.spaces[space]) if self._visible(key, space) is not None]
-
     def names(self, place: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
         """As `scan`, but expired keys that are not collected yet are among them."""
         with self.lock:

@@ -346,7 +346,6 @@ class RemoteBackend(RemoteBlocks):
         super().__init__(str(address), lambda outbox: OneServer(node), staging, timeout_s=timeout_s, keep=keep)
 
     def stats(self) -> dict[str, int | float | str]:
-        """As RemoteBlocks.stats."""
         return {"kind": "remote", **super().stats()}
 
 
@@ -425,7 +424,6 @@ class RemotePrefetch:
         return self._finish()
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         until_s = time.monotonic() + timeout_s
         with suppress(TimeoutError):  # a server that hangs, where one that is merely slow would still be asked
             while not self._finish(left_s := max(until_s - time.monotonic(), 0.0), left_s + ANSWER_S):
@@ -435,7 +433,6 @@ class RemotePrefetch:
         return False
 
     def cancel(self) -> None:
-        """As Prefetch.cancel."""
         for node, job in self._jobs:
             node.ask_aside(b"KV.JOB", job, b"CANCEL")
 

@@ -1,8 +1,7 @@
-"""One server and our connections to it, for all who use them: questions, loads, and the thread that sends what is
-stored.
+"""One server and our connections to it, for lookups, for loads, and for the thread that sends what is stored.
 
-All are opened and retired here, so that one place knows them all: when one of them fails, most likely all have, and
-finding out costs a timeout each; so all go at once, and the server is lost once.
+All connections are opened and retired here. When one of them fails, most likely all have, and finding out costs a
+timeout each; so the pool retires all at once, and the server counts as lost once.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ class Node:
         connection.close()
 
     def lose(self, connection: Connection | None, error: BackendError) -> None:
-        """A connection has failed: all that are open fail now too, in whatever thread they are used. Those that an
-        earlier loss has ended say nothing new."""
+        """Fail all open connections, in whatever thread they are used, since one has failed. Those that an earlier loss
+        has ended say nothing new."""
         with self._lock:
             losses = self.link.losses if connection is None else self._open.get(connection)
             if losses is None:

@@ -83,11 +83,9 @@ class OneServer:
         """As Routes.await_first: it is known."""
 
     def owner(self, key: bytes) -> Node:
-        """As Routes.owner."""
         return self._node
 
     def parts(self, keys: Sequence[bytes], size: int) -> list[Part]:
-        """As Routes.parts."""
         return [Part(self._node, part) for part in parts_of(keys, size)]
 
     def follow(self, node: Node, reply: BackendError) -> Hop | None:
@@ -95,15 +93,12 @@ class OneServer:
         return None
 
     def nodes(self) -> Sequence[Node]:
-        """As Routes.nodes."""
         return (self._node,)
 
     def stats(self) -> dict[str, int]:
-        """As Routes.stats."""
         return self._node.stats()
 
     def close(self) -> None:
-        """As Routes.close."""
         self._node.close()
 
 
@@ -133,7 +128,6 @@ class ClusterRoutes:
         self._topology.await_first()
 
     def owner(self, key: bytes) -> Node:
-        """As Routes.owner."""
         return self._master(slot_of(key))
 
     def parts(self, keys: Sequence[bytes], size: int) -> list[Part]:
@@ -157,12 +151,10 @@ class ClusterRoutes:
         return Hop(target, redirect.is_ask)
 
     def nodes(self) -> Sequence[Node]:
-        """As Routes.nodes."""
         with self._lock:
             return tuple(self._nodes.values())
 
     def stats(self) -> dict[str, int]:
-        """As Routes.stats."""
         with self._lock:
             total = Counter(self._past)
             for node in self._nodes.values():
@@ -172,7 +164,6 @@ class ClusterRoutes:
             return {**total, **own}
 
     def close(self) -> None:
-        """As Routes.close."""
         self._topology.close()
         for node in self.nodes():
             node.close()

@@ -1,4 +1,4 @@
-"""Values on their way to servers: a bounded queue, so that who stores never waits.
+"""Values on their way to servers: a bounded queue, so that an engine that stores never waits.
 
 A server takes what it can. When more is stored than that, the queue fills, and what comes next is not taken: it is
 dropped and counted, because an engine that waits for its cache is slower than one without. The bounds hold for all
@@ -361,7 +361,7 @@ class Outbox:
         self._senders[node].take(item)
 
     def settle(self, item: Item, outcome: Outcome | None = None) -> None:
-        """Nothing more is to come of it."""
+        """Enter the outcome of an item, which ends what is outstanding of it."""
         del self._outstanding[item]
         if isinstance(item, RemoteReservation):
             if self._newest.get(item.key) is item:
@@ -386,7 +386,7 @@ class Outbox:
             sender.leave()
 
     def forget(self, node: Node) -> None:
-        """Its sender has left; for that sender, and without the lock."""
+        """Forget the sender of a node, which has left; that sender calls it, without the lock."""
         with self.changed:
             self._senders.pop(node, None)
 

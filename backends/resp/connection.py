@@ -48,7 +48,7 @@ DEPTH_MAX: Final = 16
 
 
 class ServerFull(BackendError):
-    """The server has as many connections as it takes."""
+    """Raised when the server has as many connections as it takes."""
 
 
 class Connection(Wire):
@@ -62,7 +62,6 @@ class Connection(Wire):
     __slots__ = ("io_threads",)
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
-        """As Wire."""
         super().__init__(sock, timeout_s)
         self.io_threads = 1
         """By how many threads the server sends, as it has told: HELLO's `io-threads`."""

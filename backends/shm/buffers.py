@@ -1,4 +1,4 @@
-"""Holds on room in a staging arena: a value on its way to a server, and one that can be read."""
+"""Holds on room in the engine's staging arena: of a value on its way to a server, and of one that was received."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class AnyRooms:
         self._staging = staging
 
     def reserve(self, key: bytes, length: int) -> base.Reservation | None:
-        """As Rooms.reserve."""
         return self._staging.reserve(key, length)
 
     reserve_ahead = reserve

@@ -125,7 +125,6 @@ class LayeredBackend:
         return [found or next(far) for found in near]
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
-        """As Backend.tiers_of."""
         near = self.near.tiers_of(keys)
         find = self.near.store.find
         return ["remote" if find(key) is None else tier for key, tier in zip(keys, near, strict=True)]

@@ -75,11 +75,11 @@ class _Hold(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """The value has passed whole."""
+        """End the hold of a value that has passed whole."""
 
     @abstractmethod
     def abort(self) -> None:
-        """It has not."""
+        """End the hold of a value that has not passed, or not whole."""
 
     def __enter__(self) -> Self:
         return self
@@ -102,13 +102,13 @@ class Arriving(_Hold):
         self._has_ended = False
 
     def commit(self) -> None:
-        """It has come, and its reader is done with it."""
+        """Keep a value that has come, and with which its reader is done."""
         if not self._has_ended:
             self._has_ended = True
             self.passage.keep(self._room, self._filling.deletes)
 
     def abort(self) -> None:
-        """It has not come."""
+        """Give the room back of a value that has not come."""
         if not self._has_ended:
             self._has_ended = True
             self._room.abort()
@@ -134,12 +134,13 @@ class Leaving(_Hold):
         return self._hold is not None
 
     def commit(self) -> None:
-        """The far side has it."""
+        """End the hold of a value that the far side has."""
         self.passage.note_sent(self.key)
         self._end()
 
     def abort(self) -> None:
-        """The far side does not have it; a value that was not published is given up altogether."""
+        """End the hold of a value that the far side does not have; one that was not published is given up
+        altogether."""
         if self._hold is not None:
             self.passage.note_unsent(self.key, failed=self.is_offered)
         elif self._room is not None:

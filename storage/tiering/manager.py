@@ -1,28 +1,23 @@
-"""What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
+"""What moves blocks between memory and disk: when to spill which entries, how a block comes back, and which callers are
+told.
 
-The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
-does.
+The store decides under its lock what is in memory and what on disk. Here its decisions become jobs for the disk's
+threads, which disk_io.py does.
 
 Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that a caller who
 stores finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they
-wait a bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave
-unwritten, and are counted.
+wait a bounded time (the caller decides how: `makes_room`, `on_room`); then the coldest leave unwritten, and are
+counted.
 
 Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
 hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
 than memory holds would push out each other's blocks for ever.
-
-Saving writes blocks that need not leave memory, because a client waits for them: WAITAOF, SAVE, the end. Those who ask
-while a round is under way share the next one, and a sync with it: a hundred clients that wait for their writes cost the
-device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it; the last one at
-it, when nothing is left to write, finishes it.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from heapq import merge
@@ -39,6 +34,7 @@ from kvredis.storage.stats import TierStats
 
 from .disk_io import Carrier
 from .prefetch import PrefetchJob, PrefetchJobs
+from .saving import Saving
 from .transfers import Kind, State, Transfer, Transfers
 
 AHEAD_PART: Final = 2
@@ -181,148 +177,6 @@ class Bringing:
 
 log = logging.getLogger(__name__)
 
-Done = Callable[[bool], None]
-
-
-class Saving:
-    """The rounds of one store. `save` may be called by any thread, without the store's lock."""
-
-    def __init__(self, tiering: "Tiering", io: IoThreads) -> None:
-        self._tiering = tiering
-        self._io = io
-        self._lock = threading.Lock()
-        self._asked: list[tuple[int, Done]] = []
-        self._round: _Round | None = None
-
-    def save(self, since: int, done: Done) -> None:
-        """Have everything on disk that was written to the store from write number `since` on, and is still what its key
-        holds, and everything that was deleted, gone from it.
-
-        `done` is called, in an I/O thread as a rule, with whether all of it is safe now.
-        """
-        with self._lock:
-            self._asked.append((since, done))
-        self._next_round()
-
-    def _next_round(self) -> None:
-        with self._lock:
-            if self._round is not None or not self._asked:
-                return
-            current = self._round = _Round(self._tiering, self._asked)
-            self._asked = []
-        if self._io.submit(Priority.DEMAND, 0, self._begin) is None:  # the queue is full, or closed
-            self._over(current, saved=False)
-
-    def _begin(self) -> None:
-        with self._lock:
-            current = self._round
-            if current is None:
-                return
-            current.asked += self._asked  # none too late for what is about to be planned
-            self._asked = []
-        try:
-            current.plan()
-            for _ in range(min(self._io.threads, len(current.left)) - 1):
-                self._io.submit(Priority.DEMAND, 0, self._work)
-        except BaseException:  # whatever it is: those who wait must hear
-            self._over(current, saved=False)
-            raise
-        self._work()
-
-    def _work(self) -> None:
-        current = self._round
-        if current is not None and current.work():
-            saved = False
-            try:
-                saved = self._tiering.sync()
-                current.look_again()
-            finally:  # whatever comes of it: those who wait must hear
-                self._over(current, saved=saved)
-
-    def close(self) -> None:
-        """The disk's threads have ended: tell those who still wait that nothing more is safe."""
-        with self._lock:
-            current, self._round = self._round, None
-            asked, self._asked = self._asked, []
-        for _, done in (*(() if current is None else current.asked), *asked):
-            _tell(done, False)
-
-    def _over(self, current: "_Round", *, saved: bool) -> None:
-        with self._lock:
-            if self._round is not current:  # it was given up, or a hand that came late from another one has finished it
-                return
-            self._round = None
-        for since, done in current.asked:
-            _tell(done, saved and current.is_safe(since))
-        self._next_round()
-
-
-def _tell(done: Done, safe: bool) -> None:
-    try:
-        done(safe)
-    except BaseException:  # his own; the others, and the next round, are not to suffer for it
-        log.exception("Disk tier: a callback behind a save failed")
-
-
-class _Round:
-    """What is written in one go, for all who had asked by then."""
-
-    def __init__(self, tiering: "Tiering", asked: list[tuple[int, Done]]) -> None:
-        self.asked = asked
-        self.unsaved_since = -1
-        """The highest number of a write that did not reach the disk."""
-        self._pushed_out = 0
-        self._all_safe = False
-        self._tiering = tiering
-        tiering.carrier.pushed_out = 0
-        self._lock = threading.Lock()
-        self._at_it = 0
-        self._over = False
-        self._numbers: dict[Entry, int] = {}
-        self.left: deque[list[Entry]] = deque()
-
-    def plan(self) -> None:
-        """Find what is to be written; blocks for a second where a million values are unsaved."""
-        self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
-        self.left = deque(self._tiering.carrier.parcels(self._numbers))
-
-    def work(self) -> bool:
-        """Write blocks until none is left; True for the one thread that is to finish the round."""
-        with self._lock:
-            if self._over:
-                return False
-            self._at_it += 1
-        while (parcel := self._take()) is not None:
-            safe = [False] * len(parcel)
-            try:
-                safe = self._tiering.carrier.write_out(parcel)
-            except BaseException:  # of this parcel; the others, and those who wait, are not to suffer for it
-                log.exception("Disk tier: a block could not be written")
-            with self._lock:
-                for entry, is_safe in zip(parcel, safe, strict=True):
-                    if not is_safe:
-                        self.unsaved_since = max(self.unsaved_since, self._numbers[entry])
-        with self._lock:
-            self._at_it -= 1
-            last = not self._at_it and not self._over
-            self._over = self._over or last
-            return last
-
-    def look_again(self) -> None:
-        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
-        self._pushed_out = self._tiering.carrier.pushed_out
-        self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
-
-    def is_safe(self, since: int) -> bool:
-        """Whether what was written from number `since` on is on disk now; 0 = all that was not when this began."""
-        if since:
-            return max(self.unsaved_since, self._pushed_out) < since
-        return self._all_safe and self.unsaved_since < 0
-
-    def _take(self) -> list[Entry] | None:
-        with self._lock:
-            return self.left.popleft() if self.left else None
-
 
 class Tiering:
     """The ways between one store's memory and its disk. Any thread may call any public method without the store's lock,
@@ -366,19 +220,20 @@ class Tiering:
             self.disk.touch(record)
 
     def forget(self, entry: Entry) -> None:
-        """An entry has left the index."""
+        """Forget an entry that has left the index."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.superseded.forget(entry)
 
     def supersede(self, old: Entry, entry: Entry) -> None:
-        """An entry has left the index, since `entry` has come in its place."""
+        """Note that an entry has left the index, since `entry` has come in its place."""
         if len(self.transfers):
             self.transfers.forget(old.key, old.space)
         self.superseded.take_over(old, entry)
 
     def unloaded(self, entry: Entry, record: Record) -> None:
-        """An entry has left memory. What is still in flight for it brings nothing to who sends for it from now on."""
+        """Note that an entry has left memory. What is still in flight for it brings nothing to callers that ask for it
+        from now on."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.disk.touch(record)
@@ -389,7 +244,8 @@ class Tiering:
         self.superseded.clear(space)
 
     def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
-        """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
+        """Note that an entry has another name. False when the disk has let go of it meanwhile and memory does not have
+        it."""
         self.transfers.forget(*old)
         if not self.superseded.rename(entry, old):
             self.carrier.let_go(entry)
@@ -402,7 +258,7 @@ class Tiering:
         self.superseded.swap(first, second, unsaved=bool(self._store.unsaved))
 
     def set_expiry(self, entry: Entry) -> None:
-        """An entry has another end."""
+        """Note that an entry has another end."""
         if entry.record is not None:
             self.disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
 
@@ -466,13 +322,12 @@ class Tiering:
             time.sleep(DECIDE_PAUSE_S)
 
     def waited_for(self, names: Iterable[tuple[bytes, int]]) -> list[Entry]:
-        """The store's lock is held: the unsaved entries of these names."""
+        """The unsaved entries of these names. Holds the store's lock."""
         found = [self._store.index.get(*name) for name in names]
         return [entry for entry in found if entry is not None and entry in self._store.unsaved]
 
     def close(self, *, save: bool) -> None:
-        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk. Takes as
-        long as the device needs, but one that hangs is given up: its files then stay open."""
+        """Tell those who still wait that nothing more is safe: the disk's threads have ended."""
         store = self._store
         self.carrier.on_room = None
         wait_s = self.hung_after_s
@@ -552,12 +407,12 @@ class Tiering:
         self.carrier.on_room = callback
 
     def waited_in_vain(self, since_s: float) -> None:
-        """A caller has waited from `since_s`, on the store's clock, and no room has come. When no block at all has
-        reached the disk since, no caller shall wait until one does."""
+        """Note that a caller has waited from `since_s`, on the store's clock, and no room has come. When no block at
+        all has reached the disk since, no caller shall wait until one does."""
         self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
 
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """A caller has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
+        """Make room for the next caller, since one has taken an extent of `nbytes`, or urgently wants one."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
             with self._store.lock:
@@ -645,8 +500,8 @@ class Tiering:
         return found
 
     def _by_warmth(self, entries: Sequence[Entry], first: int) -> list[tuple[bool, bool, float, int, Entry]]:
-        """The store's lock is held: those that are unsaved still, small ones first, the coldest of each first; what is
-        read comes last. `first` is the place of the first one among all."""
+        """The entries that are unsaved still, small ones first, the coldest of each first; what is read comes last.
+        `first` is the place of the first one among all. Holds the store's lock."""
         store = self._store
         warmths = (
             (
@@ -670,6 +525,18 @@ class Tiering:
                 return saved
             self._write_waited_for()
         return False
+
+    def want_replaced(self, entries: Mapping[Entry, object] | None) -> int:
+        """Have it noted what comes in the place of these entries, or None = of any, after the write whose number it
+        gives."""
+        with self._store.lock:
+            self.superseded.replaced.want(entries)
+            return self._store.writes
+
+    def exchanged_since(self, write: int) -> bool:
+        """Whether databases were exchanged after that write."""
+        with self._store.lock:
+            return any(database.swapped > write for database in self._store.index.databases)
 
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""

@@ -2,7 +2,7 @@
 
 A block may be wanted by many at once: ten clients ask for the head of one prompt, a prefetch has queued it a moment
 ago. One transfer is in flight for each key and database, and a caller who asks again joins it: a job that was queued as
-a prefetch becomes as urgent as the demand that joins. No caller blocks to wait here: one who wants to know gives a
+a prefetch becomes as urgent as the demand that joins. No caller blocks to wait here: one that wants to know gives a
 callback.
 
 Nothing is locked here while foreign code runs (`start`, callbacks), so the store may ask with its own lock held, and
@@ -304,7 +304,7 @@ class Transfers(Generic[T]):
             del self._in_flight[where]
 
     def _settle(self, transfer: Transfer[T], future: Future[T]) -> None:
-        """The job's future is done."""
+        """End a transfer whose job's future is done."""
         if future.cancelled():
             self._end(transfer, State.CANCELLED)
             return

@@ -89,7 +89,7 @@ AtRest = Callable[[], None]
 
 @pytest.fixture
 def at_rest(backend: Backend, kind: str, store: Store) -> AtRest:
-    """Asserts that nobody holds anything, and that a memory which keeps nothing is empty."""
+    """Assert that no hold is left, and that a memory which keeps nothing is empty."""
 
     def check() -> None:
         backend.flush()

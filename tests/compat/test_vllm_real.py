@@ -195,7 +195,7 @@ def test_a_second_turn_finds_the_answer_to_the_first(first: VLLMProcess, model: 
     assert (second["tokens"], second["cached"]) == (alone, 192)  # of 199 whose KV the first turn has made
 
 
-def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
+def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
     first: VLLMProcess, server: RunningServer, tmp_path: Path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/events"
@@ -249,7 +249,7 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert first.ask("stats")["worker"]["corrupt_chunks"] >= 1
         first.stored()
         assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
-        # That the tokens would be others, if nobody looked:
+        # That the tokens would be others without the check:
         for key in client.keys("*"):
             stored = client.get(key)
             assert isinstance(stored, bytes)

@@ -1,7 +1,7 @@
 """KVRedisConnector's own tests under other versions of vLLM than requirements.txt has: the oldest that it serves.
 
 What is left out is vLLM's own: 0.27 has no MLA on a CPU, and where a connector makes one group of Gemma's it computes
-other tokens than with several, whoever the connector is. 0.28 to 0.31 have run by hand, each named by such a file.
+other tokens than with several, whichever the connector is. 0.28 to 0.31 have run by hand, each named by such a file.
 """
 
 from pathlib import Path

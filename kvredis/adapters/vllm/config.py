@@ -132,7 +132,7 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
 def is_pause() -> bool:
     """Whether vLLM's EngineCore empties caches of its own accord: for `sleep` and `pause`, behind which weights may be
     others or the same. A connector is told so and of a user's reset_prefix_cache by the same call, so that only who
-    calls whom tells them apart (v1/engine/core.py, _reset_caches, 0.26 to 0.33)."""
+    calls which tells them apart (v1/engine/core.py, _reset_caches, 0.26 to 0.33)."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_reset_caches":

@@ -316,7 +316,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return events_of(self._scheduling.events.take())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its pages are free at once: a request that gets one that is still being stored has that store ended first."""
+        """Free a request's pages at once: a request that gets one that is still being stored has that store ended
+        first."""
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
@@ -332,7 +333,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """The weights may have changed, or be about to: what is found from now on is of those that the workers have
+        """Take the weights for changed, or about to be: what is found from now on is of those that the workers have
         then. Nothing is deleted, and no server is asked. Where a user has asked for it by
         reset_prefix_cache(reset_connector=True), and the weights turn out to be the same, this engine finds nothing of
         what is stored; behind sleep and pause, which call this too, it finds all of it."""
@@ -384,7 +385,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._worker.before(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins, and is not launched yet: newer vLLM asks for its loads only behind that."""
+        """Begin a step, which is not launched yet: newer vLLM asks for its loads only behind that."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._jobs = self._worker.stores(connector_metadata.step)
@@ -404,12 +405,12 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         CPU's copy of a request's position alone, and async scheduling has launched the next step by then."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """That layer's attention has run: let it leave, where layers are stored one by one."""
+        """Let a layer leave whose attention has run, where layers are stored one by one."""
         if self._by_layers and self._jobs and self._worker is not None and layer_name in self._worker.places:
             self._worker.mover.save_layer(self._worker.places[layer_name], self._jobs)
 
     def wait_for_save(self) -> None:
-        """The forward pass is launched: hand its stores over. Waits for none of them."""
+        """Hand over the stores of a forward pass that is launched. Waits for none of them."""
         if self._worker is None:
             return
         if self._by_layers:

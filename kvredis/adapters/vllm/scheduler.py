@@ -1,4 +1,4 @@
-"""What a scheduler with paged KV must remember of each request, so that its workers can be told what to move.
+"""The connector's scheduler side: what it remembers of each request, so that it can tell its workers what to move.
 
 An engine asks which prefix of a prompt is stored, gives pages, computes a part of the prompt in each step, takes pages
 away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing
@@ -212,7 +212,8 @@ class Scheduling:
         return self._within_bounds(request)
 
     def allocated(self, name: str, tables: Tables, external: int) -> None:
-        """The engine has given a request pages; `external` tokens behind its own are to be loaded into them now."""
+        """Note the pages that the engine has given a request; `external` tokens behind its own are to be loaded into
+        them now."""
         request = self._requests.get(name)
         if request is None or not external:
             return
@@ -327,7 +328,7 @@ class Scheduling:
     # -- a request goes ----------------------------------------------------------------------------------------------
 
     def loaded(self, name: str, *, failed: bool = False) -> None:
-        """A load is over. Where it failed, all that the request has is offered for storing again."""
+        """Note that a load is over. Where it failed, all that the request has is offered for storing again."""
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
@@ -342,7 +343,7 @@ class Scheduling:
                 self._offer_again(request)
 
     def finished(self, name: str) -> None:
-        """The request has ended, or was given up; a load that is under way is not wanted any more."""
+        """Forget a request that has ended, or was given up; a load that is under way is not wanted any more."""
         request = self._requests.pop(name, None)
         if request is not None and request.lookup is not None:
             request.lookup.cancel()

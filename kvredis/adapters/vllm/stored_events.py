@@ -1,9 +1,9 @@
-"""Which blocks an engine's cache has got and lost, for who routes prompts to where their KV is.
+"""Which blocks an engine's cache has got and lost, for routers that send a prompt to where its KV is.
 
-A store runs in the background and may be dropped, and what is stored may be evicted unseen. So a
-block is told of as stored when its request's stores are over and the backend has it, and as removed when a lookup that
-wants it finds it gone. Who listens hangs each block under its parent, so none is told of while its parent may yet be.
-Engine-free: connector.py makes vLLM's events of this.
+A store runs in the background and may be dropped, and what is stored may be evicted unseen. So a block is told of as
+stored when its request's stores are over and the backend has it, and as removed when a lookup that wants it finds it
+gone. A router hangs each block under its parent, so no block is told of before its parent. Engine-free: connector.py
+makes vLLM's events of this.
 """
 
 from collections import Counter, OrderedDict
@@ -89,7 +89,7 @@ class StoredEvents:
         self._events: list[Stored | Removed] = []
 
     def offered(self, request: str, blocks: Iterable[Offered]) -> None:
-        """A request's blocks are handed to the workers for storing."""
+        """Note that a request's blocks are handed to the workers for storing."""
         new = list(blocks)
         self._waiting.setdefault(request, []).extend(new)
         self._unstored.update(each.names[0] for each in new)
@@ -97,7 +97,7 @@ class StoredEvents:
             self._withdraw(next(iter(self._waiting)))
 
     def over(self, requests: Iterable[str]) -> None:
-        """All that was offered of these requests is stored, or given up."""
+        """Note that all that was offered of these requests is stored, or given up."""
         for request in requests:
             self._late += [(each, TRIES) for each in self._withdraw(request)]
 
@@ -154,7 +154,7 @@ class StoredEvents:
         return 0
 
     def missed(self, keys: Iterable[bytes]) -> None:
-        """A lookup has not found these."""
+        """Note blocks that a lookup has not found."""
         for key in keys:
             if (known := self._known.pop(key, None)) is not None:
                 self._events.append(Removed(digest_of(key), *known))

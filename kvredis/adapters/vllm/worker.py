@@ -1,4 +1,4 @@
-"""A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
+"""The connector's worker side: between the step that its scheduler describes and the chunks that are moved.
 
 The engine asks before, in and behind each forward pass; a ChunkMover works in the background. This is what lies
 between the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have
@@ -273,8 +273,8 @@ class PagedWorker:
         return results
 
     def rest(self) -> None:
-        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
-        be over have failed, and stores have ended. Until the next step no page is touched."""
+        """Let go of the engine's pages, which are unmapped, or lose what is in them, when this returns: loads that no
+        scheduler knows to be over have failed, and stores have ended. Until the next step no page is touched."""
         for name in self._waited_for:
             self._spoilt.add(name)
             self.mover.cancel(name)

@@ -60,7 +60,7 @@ class DiskReads:
         self._refused: list[Blocked] = []  # who ask again at the next tick, since there was no room
 
     def tick(self) -> None:
-        """Let those ask again for whom there was no room."""
+        """Let the clients ask again for which there was no room."""
         refused, self._refused = self._refused, []
         for pending in refused:
             pending.unblock(b"")
@@ -115,7 +115,7 @@ class DiskReads:
             yield None
 
     def forget(self, session: Client) -> None:
-        """A client has gone."""
+        """Forget a client that has gone."""
         self._since.pop(session, None)
 
     # ---- steps -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ order. There are three ways on:
     the handler      a plain command (short, O(1), of a client with nothing special about it): called by the session
     process_command  everything else: what Redis asks before a command (server.c, processCommand), in Redis' order,
                      which is part of the protocol, as it decides which of two errors a client sees, and what makes a
-                     transaction fail; then `call`, as for each command of EXEC: the handler, and telling those who
-                     want to know
+                     transaction fail; then `call`, as for each command of EXEC: the handler, then MONITOR, the slow log
+                     and client-side caches
 
 `Session.reconsider` decides, whenever a reason comes or goes, whether a client's commands may take the first two: the
 answers to all questions are known then.

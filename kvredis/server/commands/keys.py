@@ -1,4 +1,4 @@
-"""Commands about keys rather than values: whether they exist, what they are, that they shall go.
+"""Commands about keys rather than values: DEL, EXISTS, TYPE, KEYS, SCAN, OBJECT, FLUSHDB, SWAPDB and their like.
 
 Only TOUCH counts as a use: EXISTS, TYPE, OBJECT and MEMORY look without moving a block in the eviction order.
 """

@@ -145,7 +145,7 @@ def hold_to_look(store: Store, entry: Entry) -> Lease | None:
 
 
 def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
-    """Those of META_FIELDS that are known of a visible block."""
+    """The facts of META_FIELDS that are known of a visible block."""
     facts: dict[str, int | str | list[int]] = {}
     lease = hold_to_look(store, entry)
     if lease is not None:

@@ -275,7 +275,7 @@ def set_lane_limit(server: Context, milliseconds: str) -> None:
 
 
 def set_policy(server: Context, policy: str) -> None:
-    """maxmemory-policy: who leaves for what is new, if anyone."""
+    """maxmemory-policy: which entries leave for what is new, if any may."""
     server.store.set_eviction(None if policy == "noeviction" else make_policy(policy))
 
 

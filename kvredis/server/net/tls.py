@@ -1,4 +1,4 @@
-"""TLS for the listeners, made from file names: a context that speaks 1.2 and 1.3 and checks who comes.
+"""TLS for the listeners, made from file names: a context that speaks 1.2 and 1.3 and checks clients' certificates.
 
 WHY so many checks: OpenSSL says "PEM lib" of nearly everything, and asks for a password on the terminal when it wants
 one. Here each file is tried by itself, so that what is wrong names the key of the configuration that is at fault, and

@@ -75,7 +75,7 @@ def test_a_block_is_stored_when_all_ranks_have_it() -> None:
     assert [event.digest for event in events.take()] == [digest_of(moves[0].key)]
 
 
-def test_a_broken_backend_has_no_blocks_and_troubles_nobody() -> None:
+def test_a_broken_backend_has_no_blocks_and_raises_nothing() -> None:
     engine = engine_that_tells()
     events = engine.scheduling.events
     assert events is not None
@@ -143,7 +143,7 @@ def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_the
     events.over({"long"})
     assert {event.digest for event in events.take()} == {digest_of(keys[0])}
     assert [event.digest for event in events.take()] == [digest_of(keys[1])]
-    events.offered("endless", [second])  # once more: what is told of already holds nobody up
+    events.offered("endless", [second])  # once more: what is told of already holds no other up
     events.offered("next", [third])
     events.over({"next"})
     assert [event.digest for event in events.take()] == [digest_of(keys[2])]

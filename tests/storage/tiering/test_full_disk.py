@@ -14,7 +14,7 @@ from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.transfers import State
 from tests.storage.fake_files import FakeFiles, Fault, on
-from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, content, fill, read
+from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, content, fill, keys_in, read
 from tests.storage.tiered_store import MIB, TieredStore
 
 DISK_BLOCKS = 16
@@ -144,8 +144,8 @@ def test_a_block_that_left_the_disk_while_databases_were_exchanged_is_gone(tiers
     tiers.store.swap(0, 1)
     tiers.tiering.carrier._have_left(left)
     tiers.disk.abandon(extent)
-    assert tiers.store.keys_in(0) == []
-    assert tiers.store.keys_in(1) == [keys[1]]
+    assert keys_in(tiers.store, 0) == []
+    assert keys_in(tiers.store, 1) == [keys[1]]
     assert [entry.key for entry in tiers.store.unsaved] == [keys[1]], "memory has it still"
 
 
