@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
-from kvredis.backends.base import Backend
+from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
 from .lookup import Found, Lookups, Question
-from .stored_events import Offered, StoredEvents, digest_of
+from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
 
 REST_TOKENS = 256
@@ -39,12 +39,14 @@ load would keep the request out of that step. Without such a prefix all that is 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
-    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
+    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted. `origin` is what
+    events say of it."""
 
     request: str
     tokens: Sequence[int]
     extras: tuple[tuple[int, bytes], ...] = ()
     attempt: int = 0
+    origin: Origin = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,17 @@ class Scheduling:
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
+
+    def sources(self, name: str, external: int) -> dict[Tier, int]:
+        """Where the tokens of a load come from that `allocated` has been told of; asks no server."""
+        request, found = self._requests.get(name), dict[Tier, int]()
+        if request is None:
+            return found
+        begin, stop = request.computed, request.computed + external
+        chunks = [chunk for chunk in request.keys[0] if chunk.stop > begin and chunk.start < stop]
+        for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
+            found[tier] = found.get(tier, 0) + min(chunk.stop, stop) - max(chunk.start, begin)
+        return found
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -637,7 +650,8 @@ class Scheduling:
                 if chunk.key in wanted:
                     mine = tuple(tokens[chunk.start : chunk.stop])
                     names = tuple(self._lookups.of_ranks(request.keys, place, at))
-                    blocks.append(Offered(names, parent, mine, self.groups[place].group))
+                    group, origin = self.groups[place].group, request.prompt.origin
+                    blocks.append(Offered(names, parent, mine, group, origin, chunk.start))
                 parent = digest_of(chunk.key)
             if blocks:
                 events.offered(request.prompt.request, blocks)

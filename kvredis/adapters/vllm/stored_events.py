@@ -9,6 +9,7 @@ makes vLLM's events of this.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvredis.backends.base import Tier
 
@@ -23,15 +24,39 @@ WAITING_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What events say of a request beside its tokens: its adapter's number and name, its tenant's salt, its pictures
+    (each one's identifier, first token and number of tokens) and its session."""
+
+    adapter: tuple[int, str] | None = None
+    salt: str | None = None
+    pictures: tuple[tuple[str, int, int], ...] = ()
+    session: str | None = None
+
+    def extra_keys(self, start: int, stop: int) -> tuple[Any, ...] | None:
+        """What else than tokens the KV of tokens `start` to `stop` hangs on, in the order and the form of vLLM's events
+        (v1/core/kv_cache_utils.py, generate_block_hash_extra_keys and to_event_extra_keys); None for nothing."""
+        keys: list[Any] = [self.adapter[1]] if self.adapter else []
+        keys += [(name, at - start) for name, at, count in self.pictures if start < at + count and at < stop]
+        keys += [self.salt] if self.salt and not start else []
+        return tuple(keys) or None
+
+
+PLAIN = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
-    """One block: its digest and that of the block before (None for the first), its tokens, where it is, and the
-    engine's number of its group."""
+    """One block: its digest and that of the block before (None for the first), its tokens, the engine's number of its
+    group, where it is, which request it is of, and what else its KV hangs on."""
 
     digest: bytes
     parent: bytes | None
     tokens: tuple[int, ...]
     group: int
     tier: Tier
+    origin: Origin = PLAIN
+    extra_keys: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +70,15 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A block that is handed to the workers: its keys of all ranks, and what Stored says of it."""
+    """A block that is handed to the workers: its keys of all ranks, what Stored says of it, and its first token's
+    number."""
 
     names: tuple[bytes, ...]
     parent: bytes | None
     tokens: tuple[int, ...]
     group: int
+    origin: Origin = PLAIN
+    start: int = 0
 
     @property
     def parent_key(self) -> bytes | None:
@@ -150,7 +178,9 @@ class StoredEvents:
             return tries - 1
         tier = self._tiers([key])[0]
         self._known[key] = each.group, tier
-        self._events.append(Stored(digest_of(key), each.parent, each.tokens, each.group, tier))
+        extra_keys = each.origin.extra_keys(each.start, each.start + len(each.tokens))
+        stored = Stored(digest_of(key), each.parent, each.tokens, each.group, tier, each.origin, extra_keys)
+        self._events.append(stored)
         return 0
 
     def missed(self, keys: Iterable[bytes]) -> None:

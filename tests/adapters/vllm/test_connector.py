@@ -12,6 +12,7 @@ import torch
 
 from kvredis.adapters.engine.keys import key_prefix
 from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.stored_events import Origin, Stored
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.vllm.paged_specs import (
@@ -244,6 +245,54 @@ def test_vllm_that_does_not_tell_of_sleep_is_refused_where_its_worker_is_not_fou
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         worker.register_kv_caches(caches_of(FullAttentionSpec()))
     worker.shutdown()
+
+
+class Told(SimpleNamespace):
+    """A struct of kv_events.py."""
+
+    __struct_fields__ = (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "medium"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+    )
+
+
+def test_events_say_what_vllm_s_own_do_and_nothing_that_this_version_does_not_know(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = Origin((7, "french"), "tenant", (), "session")
+    stored = Stored(b"d", None, (1, 2), 1, "remote", origin, origin.extra_keys(0, 2))
+    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec) for spec in SEVERAL.values()])
+    assert door.kinds_of(caches) == [], "an older vLLM has no words for it"
+    interface = ModuleType("vllm.v1.kv_cache_interface")
+    interface.__dict__.update(
+        get_kv_cache_spec_kind=lambda spec: SimpleNamespace(value=type(spec).__name__),
+        get_kv_cache_spec_sliding_window=lambda spec: getattr(spec, "sliding_window", None),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    monkeypatch.setattr(door.kv_events, "BlockStored", Told)
+    (event,) = door.events_of([stored], door.kinds_of(caches))
+    assert (event.lora_id, event.lora_name, event.extra_keys) == (7, "french", [("french", "tenant")])
+    assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == ("FullAttentionSpec", None)
+    assert not hasattr(event, "session_id")
+    monkeypatch.setattr(Told, "__struct_fields__", ("block_hashes", "lora_name", "session_id"))
+    (event,) = door.events_of([stored], [])
+    assert vars(event) == {"block_hashes": [b"d"], "lora_name": "french", "session_id": "session"}
+
+
+def test_tokens_of_a_load_are_counted_by_where_they_come_from(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ModuleType("vllm.v1.metrics.cache_hit_source")
+    sources.__dict__["CacheHitSource"] = Enum("CacheHitSource", ["HOST", "DISK", "EXTERNAL_UNSPECIFIED"])
+    for name in ("vllm.v1", "vllm.v1.metrics"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", sources)
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1)
+    scheduler._scheduling.follow(Prompt("r", list(range(600))))
+    asked = request(request_id="r")
+    assert scheduler.get_external_cache_hit_sources(asked, 0) == {}
+    found = scheduler.get_external_cache_hit_sources(asked, 512)
+    assert {source.name: tokens for source, tokens in found.items()} == {"EXTERNAL_UNSPECIFIED": 512}
+    scheduler.shutdown()
 
 
 def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(door: Any) -> None:

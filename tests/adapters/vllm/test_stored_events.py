@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from kvredis.adapters.engine.keys import chunk_keys
 from kvredis.adapters.vllm.lookup import Question
-from kvredis.adapters.vllm.stored_events import TRIES, Offered, Removed, Stored, StoredEvents, digest_of
+from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.stored_events import TRIES, Offered, Origin, Removed, Stored, StoredEvents, digest_of
 from tests.adapters.vllm.test_scheduler import CHUNK, TOKENS, Engine
 
 
@@ -154,3 +155,22 @@ def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_the
     for _ in range(TRIES - 2):
         assert not events.take()
     assert [event.digest for event in events.take()] == [digest_of(keys[2])]
+
+
+def test_a_block_says_what_else_than_tokens_its_kv_hangs_on() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    origin = Origin((7, "french"), "tenant", (("cat", 20, 60), ("dog", 130, 10)), "session")
+    assert engine.scheduling.match(Prompt("r", TOKENS[:200], origin=origin), 0) == 0
+    engine.scheduling.scheduled("r", engine.tables(200), 0, 200, anew=True)
+    engine.put(engine.scheduling.step().moves.stores[0].moves)
+    events.over({"r"})
+    told = [event for event in events.take() if isinstance(event, Stored)]
+    assert [event.extra_keys for event in told] == [
+        ("french", ("cat", 20), "tenant"),
+        ("french", ("cat", 20 - CHUNK)),
+        ("french", ("dog", 130 - 2 * CHUNK)),
+    ]
+    assert {event.origin for event in told} == {origin}
+    assert Origin().extra_keys(0, CHUNK) is None

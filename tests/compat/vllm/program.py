@@ -257,10 +257,14 @@ class Program:
                     found.append(
                         {
                             "kind": type(event).__name__,
-                            "hashes": [each.hex() for each in event.block_hashes],
+                            "hashes": [each.hex() if isinstance(each, bytes) else each for each in event.block_hashes],
                             "parent": parent.hex() if isinstance(parent, bytes) else parent,
                             "tokens": getattr(event, "token_ids", None),
                             "group": event.group_idx,
+                            "adapter": [getattr(event, "lora_id", None), getattr(event, "lora_name", None)],
+                            "extra_keys": getattr(event, "extra_keys", None),
+                            "kind of layers": getattr(event, "kv_cache_spec_kind", None),
+                            "window": getattr(event, "kv_cache_spec_sliding_window", None),
                         }
                     )
         return {"events": found}
