@@ -183,6 +183,29 @@ class Program:
             core.step()
         return {"states": states, "left": len(core.scheduler.requests), "seconds": time.monotonic() - began_s}
 
+    def beside(self, held: list[list[int]], others: list[list[int]], tokens: int = 32) -> Answer:
+        """Begin prompts, those `held` first, and step until the others are complete: what became of the held ones by
+        then, and the seconds of each step. The held ones are aborted."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for name, prompts in (("held", held), ("other", others)):
+            for number, prompt in enumerate(prompts):
+                engine.add_request(f"{name}-{number}", {"prompt_token_ids": prompt}, sampling)
+        left, seconds = {f"other-{number}" for number in range(len(others))}, []
+        while left:
+            began_s = time.perf_counter()
+            outputs = engine.step()
+            seconds.append(time.perf_counter() - began_s)
+            left -= {each.request_id for each in outputs if each.finished}
+        requests = engine.engine_core.engine_core.scheduler.requests
+        states = [str(each.status) for each in requests.values()]
+        engine.abort_request([f"held-{number}" for number in range(len(held))])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"states": states, "seconds": seconds}
+
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
         ranks = self._of_ranks("settle")
@@ -234,10 +257,14 @@ class Program:
                     found.append(
                         {
                             "kind": type(event).__name__,
-                            "hashes": [each.hex() for each in event.block_hashes],
+                            "hashes": [each.hex() if isinstance(each, bytes) else each for each in event.block_hashes],
                             "parent": parent.hex() if isinstance(parent, bytes) else parent,
                             "tokens": getattr(event, "token_ids", None),
                             "group": event.group_idx,
+                            "adapter": [getattr(event, "lora_id", None), getattr(event, "lora_name", None)],
+                            "extra_keys": getattr(event, "extra_keys", None),
+                            "kind of layers": getattr(event, "kv_cache_spec_kind", None),
+                            "window": getattr(event, "kv_cache_spec_sliding_window", None),
                         }
                     )
         return {"events": found}
