@@ -1,4 +1,4 @@
-"""The disk tier after the end: clean stops, and hands that meddled. test_crash_steps.py (faults) has what a crash leaves."""
+"""The disk tier after the end: clean stops, and hands that meddled. tests/faults/test_crash_steps.py has the crashes."""
 
 import random
 import shutil
