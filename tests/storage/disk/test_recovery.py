@@ -1,4 +1,4 @@
-"""The disk tier after the end: clean stops, and hands that meddled. tests/faults/test_crash_steps.py has the crashes."""
+"""The disk tier after the end: clean stops, and hands that meddled. tests/faults/test_crash_steps.py has crashes."""
 
 import random
 import shutil
