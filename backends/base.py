@@ -139,7 +139,6 @@ class NothingToFetch:
     is_finished: bool = True
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         return True
 
     def cancel(self) -> None:
@@ -185,7 +184,8 @@ class Backend(Protocol):
         bound of its own.
 
         The consumer releases each Lease. It may hold several, but each takes room that later ones may then lack, which
-        makes those misses. Nothing is asked for before the first `next`; who stops early closes the generator.
+        makes those misses. Nothing is asked for before the first `next`; a caller that stops early closes the
+        generator.
         """
         ...
 

@@ -17,7 +17,7 @@ from .remote.backend import ClusterBackend, RemoteBackend
 from .shm.buffers import Staging
 from .tiered.backend import LayeredBackend
 from .tiered.load import Far
-from .tiered.staging import Passage
+from .tiered.staging import NearStaging
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ def open_backend(config: Config) -> Backend:
     near = LocalBackend(Store.open(options), keep=config.local_cpu, load_wait_s=config.blocking_timeout_secs)
     if address is None:
         return near
-    passage = Passage(near, config.blocking_timeout_secs)
-    return LayeredBackend(near, _open_far(config, address, passage, keep=True), passage)
+    staging = NearStaging(near, config.blocking_timeout_secs)
+    return LayeredBackend(near, _open_far(config, address, staging, keep=True), staging)
 
 
 def _open_far(config: Config, address: RemoteAddress, staging: Staging, *, keep: bool) -> Far:

@@ -1,7 +1,8 @@
 """Whether this process has opened something itself, or was forked from the one that has.
 
 A fork shares sockets, on which each would take the other's answers for its own, and the arena's pages, into which each
-would write over the other's blocks. So a backend serves the process that opened it alone; to others all is a miss.
+would write over the other's blocks. So a backend serves the process that opened it alone; in a forked one every lookup
+is a miss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""When a load ends whose generator was not closed: at once, unless the garbage collector has found it in a cycle.
+"""The end of a load whose generator the caller did not close: at once, unless the garbage collector found it in a
+cycle.
 
-WHY not then: a collection comes whenever something is allocated, also while its thread holds a lock of the store, of
-its disk or of a connection, and to end a load takes these. So what it holds is given back when the backend is asked
-for something next. Nor does it end in a process that was forked meanwhile: what it holds is the other's.
+WHY not then: the collector runs whenever something is allocated, also while its thread holds a lock of the store, of
+its disk or of a connection, and ending a load takes these locks. So the backend ends such a load with its next call.
+Nor does a load end in a process that was forked meanwhile: its leases are the parent's.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from .readahead import ROOM_LOOK_S, ReadAhead, Waits
 LOAD_WAIT_S: Final = 10.0
 """A block that the disk has not brought by then is a miss."""
 WAIT_SHARE: Final = 50
-"""Who stores waits spill_wait_s at once, but in the long run a fiftieth of the time at most: an engine computes."""
+"""An engine that stores waits spill_wait_s at once, but in the long run a fiftieth of the time at most: an engine
+computes."""
 OUTCOMES: Final = ("lookups", "memory_hits", "disk_hits", "misses")
 """What becomes of the blocks that are asked of load, and how many these are; the last three add up to the first."""
 
@@ -45,16 +46,13 @@ class LocalBackend:
         self._waited_at_s = 0.0
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """As Backend.match."""
         return self.store.match(keys) if self.home.is_here() else 0
 
     def present(self, keys: Sequence[bytes]) -> list[bool]:
-        """As Backend.present."""
         here = self.home.is_here()
         return [here and self.store.find(key) is not None for key in keys]
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
-        """As Backend.tiers_of."""
         if self.store.tiering is None:
             return ["memory"] * len(keys)
         found = map(self.store.find, keys)
@@ -111,7 +109,6 @@ class LocalBackend:
         return self.store.touch(keys)
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """As Backend.delete."""
         return self.store.delete(keys) if self.home.is_here() else 0
 
     def prefetch(self, keys: Sequence[bytes]) -> base.Prefetch:
@@ -194,36 +191,29 @@ class LocalPrefetch:
 
     @property
     def queued(self) -> int:
-        """As Prefetch.queued."""
         return self._job.counts.queued
 
     @property
     def resident(self) -> int:
-        """As Prefetch.resident."""
         return self._job.counts.resident
 
     @property
     def missing(self) -> int:
-        """As Prefetch.missing."""
         return self._job.counts.missing
 
     @property
     def no_room(self) -> int:
-        """As Prefetch.no_room."""
         return self._job.counts.no_room
 
     @property
     def refused(self) -> str:
-        """As Prefetch.refused."""
         return ""
 
     @property
     def is_finished(self) -> bool:
-        """As Prefetch.is_finished."""
         return self._job.is_finished
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         over = threading.Event()
 
         def done(job: PrefetchJob[None]) -> None:
@@ -235,5 +225,4 @@ class LocalPrefetch:
         return self._job.is_finished
 
     def cancel(self) -> None:
-        """As Prefetch.cancel."""
         self._job.cancel()

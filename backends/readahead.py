@@ -20,7 +20,7 @@ from kvredis.storage.store import Store
 from kvredis.storage.tiering.manager import Tiering
 
 ROOM_LOOK_S: Final = 0.05
-"""How often one who waits for room looks again, though it was not told of any."""
+"""How often a store that waits for room looks again, though it was not told of any."""
 AHEAD_PART: Final = 4
 """A quarter of the arena may be read ahead of a load, and one block always."""
 AHEAD_BLOCKS_MAX: Final = 32

@@ -1,1 +1,2 @@
-"""Measurements through public doors only: every arm starts its servers, verifies every byte and says the machine."""
+"""Measurements through public interfaces only: every arm starts its servers, verifies every byte and says the
+machine."""

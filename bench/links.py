@@ -176,7 +176,7 @@ def picture(raw: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(slots=True)
 class Gpus:
-    """What is known of the GPUs: their names, who reaches whom, and what was measured."""
+    """What is known of the GPUs: their names, which reaches which, and what was measured."""
 
     names: list[str] = field(default_factory=list)
     peers: list[list[bool]] = field(default_factory=list)

@@ -3,10 +3,11 @@ break-even and verdicts.
 
 A hit of n tokens takes latency + n x bytes_per_token / bandwidth to load and n / prefill_rate to compute. So
 
-- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py, where the engine lives by the same rule):
-a slower tier
-  makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays its stores;
-- the smallest hit worth loading is latency / (1 / prefill_rate - bytes_per_token / bandwidth) tokens;
+- break-even is bytes_per_token x prefill_rate (adapters/engine/break_even.py has the engine's side of the rule): a
+  slower tier makes a hit slower than no hit. A prefill makes KV at just this rate, so a tier that takes less delays
+  its stores;
+- the smallest hit worth loading is latency / (1 / prefill_rate - bytes_per_token / bandwidth) tokens; a hybrid model
+  loads the states behind the hit as well, one snapshot, which counts with the latency;
 - a request of s bytes reaches s / (latency + s / bandwidth), which is 90 % of the bandwidth at s = 9 x latency x
   bandwidth: that decides how large a chunk should be;
 - a share `a` of the KV (M bytes) that a step reads may lie behind a link when bringing it, a x M / B_link + T_overhead,
@@ -16,8 +17,7 @@ a slower tier
 Speeds that are no positive numbers, and prompts without a whole chunk, are a ValueError where they are written down.
 Units: GB = 1e9 bytes, GB/s, ms where a name says so, tokens. The result's schema is kvredis.plan/1.
 
-Tier speeds out of this package's own results, so that a plan can stand on what a machine has shown.
-
+`measured_tiers` reads tiers' speeds out of results of benches, so that a plan can stand on what a machine has shown.
 From each file the figure is the median of one row, and `source` says which:
 
 - kvredis.bench.server/1: `remote` (TCP) and `host` (unix socket): kvredis' pipelined GETs on all CPUs, of the value
@@ -31,8 +31,6 @@ From each file the figure is the median of one row, and `source` says which:
 - kvredis.bench.links/1: `gpu link`, page-locked memory to the first GPU.
 
 A tier's latency is what the smallest single GET took beyond its bytes at that bandwidth, and none is below 0.
-
-A plan as text: sizes, break-even, a table of tiers with their verdicts, and what follows, in GB, ms and tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict
 
-from kvredis.adapters.engine.block import block_bytes
+from kvredis.adapters.engine.block import HEADER_ALIGN_BYTES, block_bytes
 from kvredis.adapters.engine.break_even import TRIAL_TIMES, break_even_bytes_per_s
 from kvredis.adapters.engine.layout import DTYPES, ChunkLayout
 from kvredis.storage.entry import extent_length
@@ -172,7 +170,7 @@ class PipelineJson(TypedDict):
 
 class PlanResult(TypedDict):
     schema: str
-    shape: dict[str, int | str]
+    shape: dict[str, int | str | None]
     workload: dict[str, float | int | bool | None]
     sizes: SizesJson
     break_even_gb_per_s: float
@@ -192,6 +190,8 @@ def plan(shape: ModelShape, workload: Workload, tiers: Sequence[TierSpeed], pipe
             "head_dim": shape.head_dim,
             "dtype_bytes": shape.dtype_bytes,
             "planes": shape.planes,
+            "states": shape.states,
+            "snapshot_bytes": shape.snapshot_bytes,
         },
         workload={name: getattr(workload, name) for name in Workload.__slots__},
         sizes=sizes,
@@ -208,7 +208,10 @@ def sizes_of(shape: ModelShape, workload: Workload) -> SizesJson:
         shape.layers, shape.kv_heads, shape.head_dim, dtype, workload.chunk_tokens, shape.name, planes=shape.planes
     )
     block = extent_length(block_bytes(layout, workload.chunk_tokens))
-    arena = workload.prompts * (workload.prompt_tokens // workload.chunk_tokens) * block
+    each = workload.prompt_tokens // workload.chunk_tokens * block
+    if shape.snapshot_bytes:
+        each += extent_length(HEADER_ALIGN_BYTES + shape.snapshot_bytes)
+    arena = workload.prompts * each
     return SizesJson(
         bytes_per_token=shape.bytes_per_token(),
         layer_chunk_bytes=shape.layer_bytes(workload.chunk_tokens),
@@ -224,7 +227,7 @@ def judge(shape: ModelShape, workload: Workload, tier: TierSpeed) -> TierJson:
     while those ahead of it are computed."""
     bytes_per_token, rate = shape.bytes_per_token(), workload.prefill_tokens_per_s
     hit = workload.prompt_tokens // workload.chunk_tokens * workload.chunk_tokens
-    load_s = tier.latency_ms / 1e3 + hit * bytes_per_token / (tier.gb_per_s * GB)
+    load_s = _fixed_s(shape, tier) + hit * bytes_per_token / (tier.gb_per_s * GB)
     compute_s = hit / rate
     even = _break_even_gb_per_s(shape, workload)
     store = tier.gb_per_s if tier.store_gb_per_s is None else tier.store_gb_per_s
@@ -258,8 +261,13 @@ def smallest_hit_tokens(shape: ModelShape, workload: Workload, tier: TierSpeed) 
     saved_s = 1 / workload.prefill_tokens_per_s - shape.bytes_per_token() / (tier.gb_per_s * GB)  # by each token
     if saved_s <= 0:
         return None
-    chunks = math.floor(tier.latency_ms / 1e3 / saved_s / workload.chunk_tokens) + 1
+    chunks = math.floor(_fixed_s(shape, tier) / saved_s / workload.chunk_tokens) + 1
     return chunks * workload.chunk_tokens
+
+
+def _fixed_s(shape: ModelShape, tier: TierSpeed) -> float:
+    """What a hit takes however long it is: the latency, and of a hybrid model one snapshot."""
+    return tier.latency_ms / 1e3 + (shape.snapshot_bytes or 0) / (tier.gb_per_s * GB)
 
 
 def remote_share(pipeline: Pipeline, kv_gb: float) -> float:
@@ -458,9 +466,17 @@ def _sizes(result: PlanResult) -> Iterator[str]:
     yield f"  {f'a chunk ({chunk} tokens)':<23} {_size(sizes['chunk_bytes']):>12}"
     yield f"  a layer of a chunk      {_size(sizes['layer_chunk_bytes']):>12}"
     chunks = counted(prompt // chunk, "whole chunk")
+    if shape["states"]:
+        snapshot, states = shape["snapshot_bytes"], counted(int(shape["states"] or 0), "state")
+        size = "unknown" if snapshot is None else _size(int(snapshot))
+        yield f"  {'a snapshot':<23} {size:>12}, {states}{_as_tokens(snapshot, sizes['bytes_per_token'])}"
     yield f"  {f'a prompt ({prompt} tokens)':<23} {_size(sizes['prompt_bytes']):>12}, {chunks}"
     held = f"arena for {counted(int(work['prompts'] or 0), 'prompt')}"
     yield f"  {held:<23} {_size(sizes['arena_bytes']):>12} = {counted(sizes['hugepages'], 'hugepage')} of 2 MiB"
+
+
+def _as_tokens(snapshot: int | str | None, bytes_per_token: int) -> str:
+    return "" if snapshot is None else f", as much as the KV of {int(snapshot) // bytes_per_token} tokens"
 
 
 def _tiers(result: PlanResult) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`kvredis bench profile`: a trace of an engine that computes while its KV leaves and comes, and what it shows.
+"""What disturbs an engine that computes while its KV leaves and comes? `kvredis bench profile` takes a trace of it.
 
 A model of the shape prefills by steps; what each step made is stored while the next one computes. Then it does so again
 for one prompt while another's chunks are loaded. A thread moves the chunks, as in an engine. torch.profiler writes a
@@ -150,7 +150,7 @@ def _written(out: Path) -> Iterator[None]:
 
 class _Behind:
     """A thread that moves what it is given, one step's parts after another: as an engine's stores and loads are moved,
-    so that who launches the model's kernels enqueues no copies. Raises on exit what failed."""
+    so that the thread that launches the model's kernels enqueues no copies. Raises on exit what failed."""
 
     def __init__(self, transfer: Any, phase: str) -> None:
         self._transfer = transfer

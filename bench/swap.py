@@ -726,7 +726,7 @@ def _measure(swap: Swap, plan: SwapPlan, result: SwapResult, progress: Progress)
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Who takes turns in a repeat."""
+    """The arms that take turns in a repeat."""
 
     plan: SwapPlan
     link: Link

@@ -1,4 +1,4 @@
-"""Numbers in a command line. click's own range lets nan through, which is below nothing and above nothing."""
+"""Numbers in a command line: finite ones, since click's own range lets nan through, which no bound excludes."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def raise_open_files(maxclients: int) -> int:
 
 
 def arena_line(arena: Arena, seconds: float, size_from: str) -> str:
-    """Say what the arena got, who asked for so much memory, and what it did not get and why."""
+    """Say what the arena got, which key asked for so much memory, and what it did not get and why."""
     unit = f"{arena.page_bytes // 1024} KiB" if arena.page_bytes < 1024**2 else f"{arena.page_bytes // 1024**2} MiB"
     why = f"\nArena without hugepages: {arena.fallback}" if arena.fallback else ""
     return (

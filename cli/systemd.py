@@ -1,4 +1,4 @@
-"""What a service manager is told while it watches over us, in the words of sd_notify(3), if it asked to be told.
+"""What `kvredis serve` tells systemd, in the words of sd_notify(3), where systemd has asked for it ($NOTIFY_SOCKET).
 
 Ready; what we are doing (STATUS=); that the event loop turns, where a watchdog was set; and, while a disk tier takes
 what memory holds at the end, that we need longer than the stop timeout: as long as blocks leave, and no longer.

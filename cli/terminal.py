@@ -42,7 +42,7 @@ def console(*, stderr: bool = False) -> Console:
     """A console on what stdout (stderr) is now. Colours only where a terminal has them and NO_COLOR is not set."""
     from rich.console import Console
 
-    file = (sys.stderr if stderr else sys.stdout) or io.StringIO()  # None: it was closed by who called us
+    file = (sys.stderr if stderr else sys.stdout) or io.StringIO()  # None: our caller has closed it
     if isinstance(file, io.TextIOWrapper):
         # A locale such as ISO-8859-1 has no bars, nor every model's name; Python makes C UTF-8 (PEP 540).
         asked = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")

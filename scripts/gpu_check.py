@@ -67,8 +67,7 @@ from gpu_check_scenarios import (
 
 import kvredis
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import save
+from kvredis.bench.core.result import machine_facts, save
 from kvredis.bench.core.servers import child_environment
 from kvredis.bench.vllm.engine import connector_of
 

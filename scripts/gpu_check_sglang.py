@@ -42,8 +42,7 @@ from gpu_check_scenarios import GIB, Answer, EngineProcess, Server
 
 import kvredis
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
-from kvredis.bench.core.result import save
+from kvredis.bench.core.result import machine_facts, save
 from kvredis.bench.core.servers import child_environment, info_lines
 
 SCHEMA: Final = "kvredis.gpu-check-sglang/1"

@@ -1,12 +1,12 @@
 """Background threads that outlive what their work raises, and that do not end without a line in the log.
 
 Python prints what ends a thread to standard error, where no log has it, and says nothing at all of SystemExit; a caller
-who waits for what the thread was to do next then waits for ever. An exception may be the work's own, or come from
+that waits for what the thread was to do next then waits for ever. An exception may be the work's own, or come from
 outside: PyThreadState_SetAsyncExc throws one into a thread at whatever step it is, also while it waits for work.
 
 IoThreads are a few such threads that do the disk's work, most urgent first. A read or write of a block keeps a thread
 for a millisecond and gives up the interpreter's lock meanwhile, so two to four threads saturate a device. What needs
-care is the order: a caller waits for a demand, one may soon want what is prefetched, none waits for a spill. So a job
+care is the order: a caller waits for a demand, may soon want a prefetched block, and never waits for a spill. So a job
 queued later may be begun earlier, and one that is queued already can be made more urgent when a caller comes to wait
 for it. The bounds are per priority: a flood of spills must not be the reason why a demand is refused. A job counts, in
 the bounds and in the figures, where it was admitted, however urgent it has become since.
@@ -164,7 +164,7 @@ class IoThreads:
         """Start the threads; what was submitted before has waited for that. Raises RuntimeError if the system has no
         thread left to give, so that it is known at startup and not under load."""
         for number in range(len(self._running_threads), self.threads):
-            # Daemons: a process that is told to go at once does not wait for a disk. Who can wait calls `close`.
+            # Daemons: a process that is told to go at once does not wait for a disk. One that can wait calls `close`.
             self._running_threads.append(start_worker(self._turn, f"kvredis-io-{number}"))
 
     def pause(self) -> None:
@@ -273,13 +273,6 @@ class IoThreads:
                 self._let_go()
         return len(overdue)
 
-    def run_next(self) -> bool:
-        """Run the most urgent job in the calling thread; False when there is none, or while paused."""
-        job = self._take(wait=False)
-        if job is not None:
-            self._run(job)
-        return job is not None
-
     # ---- figures -------------------------------------------------------------------------------------------------
 
     def figures(self) -> dict[Priority, IoFigures]:
@@ -327,7 +320,7 @@ class IoThreads:
         return not self._taken and not any(self._queues)
 
     def _remove(self, future: Future[Any]) -> _Job:
-        """Take a job out of the queue; who calls this completes its future, then says `_over` and `_let_go`."""
+        """Take a job out of the queue; the caller completes its future, then says `_over` and `_let_go`."""
         job = next(queue.pop(future) for queue in self._queues if future in queue)
         self._taken += 1
         self._has_left(job)
@@ -384,7 +377,8 @@ class IoThreads:
             return None
 
     def _run(self, job: _Job) -> None:
-        """Run a job that was taken out, and complete its future. Figures first: who waits may look at them at once."""
+        """Run a job that was taken out, and complete its future. Figures first: a waiting caller may look at them at
+        once."""
         future = job.future
         try:
             now_s = self._clock_s()

@@ -189,7 +189,7 @@ class Lease:
     """A reader's hold: `view` is read-only and stays what it was, whatever happens to the key, until `release`.
 
     A lease taken with a time limit may be revoked by the store after that: its view then raises ValueError on use,
-    and `released` is True. A reader that has to know asks `released` after it has used the bytes.
+    and `held` is False. A reader that has to know asks `held` after it has used the bytes.
     """
 
     __slots__ = ("_store", "entry", "view")
@@ -220,11 +220,6 @@ class Lease:
         """Whether the bytes have been that value until now: neither released nor revoked."""
         return self._store is not None
 
-    @property
-    def released(self) -> bool:
-        """Whether the hold has ended, by `release` or by its time limit."""
-        return self._store is None
-
     def release(self) -> None:
         """End the hold; a second call does nothing."""
         store, self._store = self._store, None
@@ -236,7 +231,7 @@ class Lease:
         if self._store is None:
             return ()
         self._store = None
-        with contextlib.suppress(BufferError):  # the reader has made a tensor of it: it finds `released` set
+        with contextlib.suppress(BufferError):  # the reader has made a tensor of it: it asks `held`
             self.view.release()
         return (self.entry,)
 
@@ -250,8 +245,9 @@ class Lease:
 
 
 class LeaseRun:
-    """Holds that were taken together and have one time limit, for who asks for many at a time and reads the arena by
-    itself: a list, where a Lease for each would cost an object and a view. storage/lease_many.py makes and ends them.
+    """Holds that were taken together and have one time limit, for clients that ask for many at a time and read the
+    arena by themselves: a list, where a Lease for each would cost an object and a view. storage/lease_many.py makes and
+    ends them.
 
     `entries` has an entry for each hold that goes on, and None for each that has ended or never was.
     """

@@ -1,8 +1,8 @@
 """Leases of many blocks at a time: `lease_run` and `end_leases`, for clients that read the arena by themselves.
 
-What such a client reads costs no copy, so what is left of a block's cost is what is noted down for it here. A run is
-held under one lock and one time limit, and ended under one lock; where the extension was built, _leasing.c does what is
-said here for each block, and gives the same for every run.
+Such a client reads without a copy, so most of what a block still costs is the bookkeeping of its lease. A run is leased
+under one lock and one time limit, and ended under one lock. Where the extension was built, _leasing.c does for each
+block what the Python here does, with the same result for every run.
 """
 
 from collections.abc import Callable, Sequence

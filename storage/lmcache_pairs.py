@@ -1,7 +1,8 @@
-"""A chunk of LMCache's redis:// connector is two keys, data and metadata, of which one alone is a hit that is none.
+"""The two keys of a chunk that LMCache's redis:// connector stores, data and metadata: eviction keeps or drops both.
 
 Its lookup asks for `KEYmetadata` and its load then reads `KEYkv_bytes` (lmcache, redis_connector.py), which it stores
-first. So the two are spared together, leave together, and what is late for that does not come.
+first. Metadata without its data would be a hit that cannot be loaded. So the store leases and evicts the two together,
+and refuses metadata whose data has left meanwhile.
 """
 
 from typing import Final

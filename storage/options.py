@@ -44,9 +44,9 @@ class StoreOptions:
     """What `Store.open` makes: an arena of `capacity_bytes` and the policy that decides what leaves it.
 
     `prefault_threads` 0 leaves the pages untouched until they are used; `page_lock` locks them before `open` returns.
-    With `disk` blocks that leave the arena go there, by `io_threads` threads; `keep` false makes the arena a place of
-    passage: blocks stay in it only until they are on disk and not read. `spill_wait_s` is how long a caller
-    who stores may be kept waiting for the disk before the coldest blocks leave unwritten.
+    With `disk` blocks that leave the arena go there, by `io_threads` threads; `keep` false makes the arena staging
+    only: blocks stay in it only until they are on disk and not read. `spill_wait_s` is how long a caller who stores may
+    be kept waiting for the disk before the coldest blocks leave unwritten.
     """
 
     capacity_bytes: int

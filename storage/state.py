@@ -1,9 +1,9 @@
 """The state that a store and its tiers share: index, allocator, policies and byte accounts, under one lock.
 
-Those who have a StoreState take its `lock`: Store (store.py), which adds the verbs of clients, and the ways to and from
-a tier below (tiering/), of which this file knows LowerTier alone. The lock is short: never held across a copy or I/O. A
-step expects it to be held and leaves everything in agreement; none copies a payload, waits or calls out. The few verbs
-at the end, which tiers need as clients do, take it themselves.
+Two take its `lock`: Store (store.py), which adds the verbs of clients, and the tier below (tiering/), which this file
+knows as LowerTier alone. The lock is short: never held across a copy or I/O. A step expects it to be held and leaves
+everything in agreement; none copies a payload, waits or calls out. The few verbs at the end, which tiers need as
+clients do, take it themselves.
 """
 
 import threading
@@ -137,7 +137,7 @@ class LowerTier(Protocol):
 
 
 class StoreState:
-    """What is where, who holds it and what it costs, in an `arena` that it owns from here on. `now_ms` is wall-clock
+    """What is where, what holds it and what it costs, in an `arena` that it owns from here on. `now_ms` is wall-clock
     time, for expiry, `now_s` a monotonic clock, for idle times and lease limits; tests pass their own.
     """
 
@@ -338,7 +338,7 @@ class StoreState:
             self.journal.append(("set", entry.key, entry.space))
 
     def _renumber(self, entry: Entry) -> None:
-        """An entry was changed: a client who changed it waits for it to be on disk, if at all."""
+        """Number an entry that was changed anew: a client that changed it waits for it to be on disk, if at all."""
         if self.unsaved.pop(entry, None) is not None:
             self.writes += 1
             self.unsaved[entry] = self.writes
@@ -399,8 +399,8 @@ class StoreState:
             self._discarded = None
 
     def _start_afresh(self, leaving: list[dict[bytes, Entry]], buckets: list[set[bytes]]) -> None:
-        """The index is empty, with no reader or writer: nothing that is in the policies or falls due is there any
-        more."""
+        """Begin anew with an empty index, without reader or writer: nothing that is in the policies or falls due is
+        there any more."""
         self.allocator = Allocator(self.arena.nbytes)
         self.live_bytes = self.inline_bytes = self.away = 0
         # One at a time: what an earlier flush left goes now, or flushing in a loop would pile garbage up.
@@ -505,8 +505,8 @@ class StoreState:
         return True
 
     def victims(self, policy: Policy) -> Iterator[Entry]:
-        """Who may leave memory, coldest first; those whose presence was affirmed a moment ago come last of all. With a
-        disk below everything may, though not everything may be dropped."""
+        """The entries that may leave memory, coldest first; those whose presence was affirmed a moment ago come last of
+        all. With a disk below everything may, though not everything may be dropped."""
         if self._put_off_entries:
             self.catch_up()
         oldest = self.turn - GRACE_TURNS
@@ -520,7 +520,7 @@ class StoreState:
         return merge(policy.victims(), policy.others(), key=policy.warmth)
 
     def _droppable(self) -> Iterator[Entry]:
-        """Who may leave the arena, written or not."""
+        """The entries that may leave the arena, written or not."""
         victims = self.victims(self.policy)
         return filter(self._may_drop, victims) if self.policy.selective else victims
 
@@ -557,9 +557,9 @@ class StoreState:
             yield heappop(spared)[2]
 
     def _ready_victims(self, victims: Iterator[Entry], *, drop: bool) -> Iterator[Entry]:
-        """Which of `victims` may leave at once, coldest first. Those who are to be written first are passed over, but
+        """Which of `victims` may leave at once, coldest first. Those that are to be written first are passed over, but
         not many: behind them are blocks that are used, and a look through a full arena would take longer than the disk.
-        Who will drop some of them otherwise looks further."""
+        A caller that will drop some of them otherwise looks further."""
         passed = passed_bytes = 0
         for entry in victims:
             if self.may_leave(entry):
@@ -570,7 +570,7 @@ class StoreState:
                 return
 
     def standing_at(self, nbytes: int) -> list[Entry]:
-        """Who would leave memory for an extent of `nbytes`, written or not; nothing changes."""
+        """The entries that would leave memory for an extent of `nbytes`, written or not; nothing changes."""
         excess = self._excess_bytes(nbytes) if self.bound_bytes else 0
         if excess <= 0:
             found = self.allocator.window(nbytes, self.victims(self.policy))
@@ -612,8 +612,8 @@ class StoreState:
         self.lapse(entry)
 
     def lapse(self, entry: Entry) -> None:
-        """An entry leaves all tiers, and with it the other half of what LMCache keeps under two keys: one alone would
-        be found by a lookup and then not be there."""
+        """Let an entry leave all tiers, and with it the other half of what LMCache keeps under two keys: one alone
+        would be found by a lookup and then not be there."""
         twin = self._twin(entry)
         if twin is None:
             self._departed.note(entry.key, entry.space, self.turn)
@@ -654,7 +654,7 @@ class StoreState:
         return self._grows_inline(max(0, growth), old)
 
     def _grows_inline(self, growth: int, newest: Entry | None = None) -> bool:
-        """Whether small values may take `growth` bytes more, after those have left who may; `newest` stays."""
+        """Whether small values may take `growth` bytes more, after those have left that may; `newest` stays."""
         if self.bound_bytes and not self._shrink(growth, newest=newest):
             return False
         while self.inline_bytes + growth > self.inline_bytes_high and self._give_back():
@@ -668,8 +668,8 @@ class StoreState:
 
     def _shrink(self, coming_bytes: int = 0, *, newest: Entry | None = None, drop: bool = True) -> bool:
         """Bring what is held and what is coming within `bound_bytes`, the coldest of all leaving; `newest` stays. False
-        when who may leave is not enough. True also when SHRINK_ENTRIES_MAX have left and others go on, later: a bound
-        that was lowered far is reached step by step, and refuses nothing meanwhile."""
+        when all that may leave is not enough. True also when SHRINK_ENTRIES_MAX have left and others go on, later: a
+        bound that was lowered far is reached step by step, and refuses nothing meanwhile."""
         while (excess := self._excess_bytes(coming_bytes)) > 0 and self._give_back():
             pass
         if excess <= 0:
@@ -740,7 +740,7 @@ class StoreState:
 
     @property
     def disk_evicts(self) -> bool:
-        """Whether the disk's coldest records leave for new ones: it does not ask who of them has an end."""
+        """Whether the disk's coldest records leave for new ones: it does not ask which of them has an end."""
         return self.evicts and not self.policy.selective
 
     @property
@@ -770,7 +770,7 @@ class StoreState:
             return self._visible(key, space)
 
     def peek(self, key: bytes, space: int = 0) -> Lease | None:
-        """Hold the value under `key` for looking only: counted nowhere, touched by no one."""
+        """Hold the value under `key` for looking only: it counts neither as a hit nor as a use."""
         with self.lock:
             entry = self._visible(key, space)
             return None if entry is None or not entry.is_resident else self._lease(entry)

@@ -1,5 +1,5 @@
-"""The store's counters: integers that only grow, and times, written under the store's lock, read by those who
-report."""
+"""The store's counters: integers that only grow, and times, written under the store's lock, read by INFO, /metrics and
+benches."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields

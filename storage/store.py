@@ -48,7 +48,7 @@ Name = tuple[bytes, int]
 
 
 class Store(StoreState):
-    """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says who leaves."""
+    """Blocks of bytes under keys, in an arena of fixed size; when it is full the policy says which block leaves."""
 
     tiering: Tiering | None
 
@@ -416,8 +416,8 @@ class Store(StoreState):
 
     def flush(self, space: int | None = None, *, later: bool = False) -> int:
         """Delete everything, or everything of one database; returns how many keys that were. The journal does not list
-        them: who reads it is told of a flush as one thing. With `later` what they hold may still be held: the caller
-        sees to `give_back`."""
+        them: its reader is told of a flush as one thing. With `later` what they hold may still be held: the caller sees
+        to `give_back`."""
         with self.lock:
             spaces = range(len(self.index.spaces)) if space is None else (space,)
             if self.tiering is not None:
@@ -486,9 +486,9 @@ class Store(StoreState):
     # ---- what leaves for what is new -----------------------------------------------------------------------------
 
     def set_eviction(self, policy: Policy | None) -> None:
-        """Let `policy`, a fresh one, decide from now on who leaves, or with None let no block leave (Redis' noeviction;
-        the order stays what it was). A policy of another kind takes over what the entries themselves know: when each
-        was used last, and how often; of many some in each `give_back`."""
+        """Let `policy`, a fresh one, decide from now on which block leaves, or with None let no block leave (Redis'
+        noeviction; the order stays what it was). A policy of another kind takes over what the entries themselves know:
+        when each was used last, and how often; of many some in each `give_back`."""
         with self.lock:
             self.evicts = policy is not None
             if policy is not None and policy.name != self.policy.name:
@@ -514,18 +514,13 @@ class Store(StoreState):
             return after > before and self._excess_bytes(0) > 0
 
     def admits_inline(self, growth_bytes: int) -> bool:
-        """Whether small values may take so many bytes more; who may leave for them leaves now."""
+        """Whether small values may take so many bytes more; entries that may leave for them leave now."""
         if not self.may_refuse:
             return True
         with self.lock:
             return self._grows_inline(max(0, growth_bytes))
 
     # ---- looking around ------------------------------------------------------------------------------------------
-
-    def keys_in(self, space: int = 0) -> list[bytes]:
-        """Every key of a database."""
-        with self.lock:
-            return [key for key in list(self.index.spaces[space]) if self._visible(key, space) is not None]
 
     def names(self, place: int, count: int, space: int = 0) -> tuple[int, list[bytes]]:
         """As `scan`, but expired keys that are not collected yet are among them."""

@@ -86,7 +86,7 @@ def is_secret(name: str) -> bool:
 
 
 def shown(value: Any, name: str = "") -> Any:
-    """Return a value fit for JSON and for anyone's eyes: stars for what stands under a secret's name, and in URLs."""
+    """Return a value fit for JSON and for any reader: stars for what stands under a secret's name, and in URLs."""
     if value and is_secret(name):
         return "***"
     if isinstance(value, Mapping):

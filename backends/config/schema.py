@@ -1,13 +1,16 @@
 """One configuration for server and engine alike, in LMCache's language, that never guesses.
 
-The declarations in class Config are the only list of keys: reading files, environment and flags, `config show --origin`
-and the CLI's options all derive from it. A bad value stops the program with its source and line, and so does an unknown
-key in the file's section `kvredis:`, which is ours alone; an unknown key elsewhere and a key of LMCache that means
-nothing here each give one line of warning.
+The declarations in class Config are the only list of keys: reading files, environment and flags (sources.py), `config
+show --origin`, the CLI's options and the reference in docs/ (scripts/docs_site.py) all derive from it. A bad value
+stops the program with its source and line, and so does an unknown key in the file's section `kvredis:`, which is ours
+alone; an unknown key elsewhere and a key of LMCache that means nothing here each give one line of warning.
 
 Precedence, lowest first: defaults, the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* and KVREDIS_* in the
 environment, overrides (command-line flags). Where LMCache differs: it drops the bad value and goes on. The entries of
 extra_config are merged from source to source, where LMCache's environment drops the file's.
+
+To add a key: a line in class Config, with its default, its parser (parsers.py: how one value is checked) and its help.
+What must fit together with other keys is a rule in rules.py. `_server` declares keys of the section `kvredis:`.
 """
 
 from __future__ import annotations
@@ -127,7 +130,7 @@ class Config:
         {}, parsers.mapping, "JSON", "LMCache's bag of further settings", merged=True
     )
 
-    # -- the server: whom it listens to
+    # -- the server: where it listens
     bind: tuple[str, ...] = _server(
         ("127.0.0.1",), parsers.words, "HOST", "addresses to listen on; * and ::* = all, -HOST = if there is such a one"
     )
@@ -350,7 +353,7 @@ class Config:
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """Return how many seconds a connection may take to come about; None leaves it to who connects.
+        """Return how many seconds a connection may take to come about; None leaves it to the backend.
 
         It is extra_config's connection_timeout, and for Sentinel and Cluster LMCache's variable REDIS_TIMEOUT.
         """
@@ -372,7 +375,7 @@ class Config:
         )
 
     def shown(self) -> dict[str, Any]:
-        """Return key -> value fit for JSON and for anyone's eyes: passwords are replaced by stars."""
+        """Return key -> value fit for JSON and for any reader: passwords are replaced by stars."""
         return {key.name: _shown(key, getattr(self, key.name)) for key in KEYS.values()}
 
 

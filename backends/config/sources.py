@@ -2,7 +2,7 @@
 
 It knows what a key is and nothing of which keys there are: those are declared in schema.py, and handed in here. Nothing
 stops at the first mistake: what cannot be used becomes an error in a list and reading goes on, so that a file can be
-judged as a whole. Who loads a configuration raises the first of them.
+judged as a whole. Config.load raises the first of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where a server is, said as a URL: the one place that reads such URLs, so that engine, CLI and bench agree on them.
 
-A URL names one server, or those who know where it is (Sentinel), or some nodes of a Redis Cluster. One table says which
+A URL names one server, or the Sentinels that know where it is, or some nodes of a Redis Cluster. One table says which
 scheme is which; what comes out are values, and nothing here opens a file or a socket.
 
 `merged_url` makes one URL of remote_url and what LMCache keeps beside it in extra_config. LMCache's connectors read the

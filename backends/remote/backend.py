@@ -38,7 +38,7 @@ from .load import Load, Patience
 from .pipeline import Touch
 from .pool import Node
 from .routing import HOPS_MAX, ClusterRoutes, OneServer, Part, Routes
-from .write_queue import Outbox
+from .write_queue import WriteQueue
 
 QUESTION_KEYS: Final = 4096
 """Keys in one command."""
@@ -49,14 +49,14 @@ COUNTERS: Final = ("hits", "misses", "no_room", "given_up")
 
 class RemoteBlocks:
     """A base.Backend over `routes`, with `staging` for the bodies, which is closed with it. Thread-safe: questions to a
-    server take turns, each load receives on connections of its own, and what is stored leaves by the outbox. `reserve`
-    and `commit` wait for none of them.
+    server take turns, each load receives on connections of its own, and what is stored leaves by the write queue.
+    `reserve` and `commit` wait for none of them.
     """
 
     def __init__(
         self,
         name: str,
-        open_routes: Callable[[Outbox], Routes],
+        open_routes: Callable[[WriteQueue], Routes],
         staging: Staging,
         *,
         timeout_s: float,
@@ -66,8 +66,8 @@ class RemoteBlocks:
         self._name = name
         self._staging = staging
         self._timeout_s = timeout_s
-        self._outbox = Outbox(lambda: self._routes, staging, keep=keep)
-        self._routes = open_routes(self._outbox)
+        self._write_queue = WriteQueue(lambda: self._routes, staging, keep=keep)
+        self._routes = open_routes(self._write_queue)
         self._lock = threading.Lock()
         self._endings = Endings()
         self._home = Home()
@@ -83,7 +83,7 @@ class RemoteBlocks:
         """
         if not self._home.is_here():
             return 0
-        asked = self._outbox.without(keys)
+        asked = self._write_queue.without(keys)
         run = self._leading_run(asked)
         return keys.index(asked[run]) if run < len(asked) else len(keys)
 
@@ -91,14 +91,14 @@ class RemoteBlocks:
         """As Backend.present: pipelined EXISTS; what is on its way counts as present."""
         if not self._home.is_here():
             return [False] * len(keys)
-        asked = self._outbox.without(keys)
+        asked = self._write_queue.without(keys)
         self._routes.await_first()
         found = dict(zip(asked, self._exist(asked), strict=True))
         return [found.get(key, True) for key in keys]
 
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
         """As Far.absent: where no server answers, none counts as absent."""
-        asked = self._outbox.without(keys)
+        asked = self._write_queue.without(keys)
         self._routes.await_first()
         return [key for key, (_, reply) in zip(asked, self._ask_for_each(asked), strict=True) if reply == 0]
 
@@ -106,19 +106,19 @@ class RemoteBlocks:
         """As Backend.touch. Behind what is on its way it takes its turn, and counts only those that are so too."""
         if not self._home.is_here():
             return 0
-        queued = self._outbox.touch(keys, self._touches(keys))
+        queued = self._write_queue.touch(keys, self._touches(keys))
         return self._sum(b"TOUCH", keys) if queued is None else queued
 
     def touch_later(self, keys: Sequence[bytes]) -> None:
         """As touch, but no caller waits for it, and nothing is counted; one too many of them is dropped."""
         if self._home.is_here():
-            self._outbox.touch(keys, self._touches(keys), always=True)
+            self._write_queue.touch(keys, self._touches(keys), always=True)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """As Backend.delete; waits until none of `keys` is on its way."""
         if not self._home.is_here():
             return 0
-        self._outbox.wait_for(keys)
+        self._write_queue.wait_for(keys)
         return self._sum(b"UNLINK", keys)
 
     def prefetch(self, keys: Sequence[bytes]) -> RemotePrefetch:
@@ -127,7 +127,7 @@ class RemoteBlocks:
         if not self._home.is_here():
             prefetch.missing = len(keys)
             return prefetch
-        away = self._outbox.without(keys)
+        away = self._write_queue.without(keys)
         prefetch.resident = len(keys) - len(away)
         self._routes.await_first()
         parts = self._routes.parts(away, QUESTION_KEYS)
@@ -141,7 +141,7 @@ class RemoteBlocks:
         """As Backend.tiers_of: what is on its way is here still; a server may have the others on a disk of its own."""
         if not self._home.is_here():
             return ["remote"] * len(keys)
-        away = set(self._outbox.without(keys))
+        away = set(self._write_queue.without(keys))
         return ["remote" if key in away else "memory" for key in keys]
 
     def _touches(self, keys: Sequence[bytes]) -> dict[Node, Touch]:
@@ -205,7 +205,8 @@ class RemoteBlocks:
     # ---- asking, wherever that leads -------------------------------------------------------------------------------
 
     def _ask(self, name: bytes, parts: Sequence[Part], *last: bytes) -> list[tuple[Node, Reply]]:
-        """Send one command for each part and give who answered and what; None: no server, or it does not know that.
+        """Send one command for each part and give each node that answered, and its answer; None: no server, or it does
+        not know that.
 
         Redirections are followed, all of a round together; a command that cannot be answered in one place, since its
         slot is moving, is asked key by key, and the answers are added up.
@@ -242,7 +243,7 @@ class RemoteBlocks:
         """As Backend.room, of what is taken without waiting; 0 while all servers are lost."""
         if not self._home.is_here():
             return 0
-        room = 0 if all(node.link.waiting for node in self._routes.nodes()) else self._outbox.room(length)
+        room = 0 if all(node.link.waiting for node in self._routes.nodes()) else self._write_queue.room(length)
         return room if room >= at_least else 0
 
     def reserve(self, key: bytes, length: int) -> RemoteReservation | None:
@@ -251,11 +252,11 @@ class RemoteBlocks:
         if not self._home.is_here():
             return None
         self._endings.catch_up()
-        return self._outbox.reserve(key, length)
+        return self._write_queue.reserve(key, length)
 
     def flush(self) -> int:
         """As Backend.flush; those that were dropped since they were committed count too."""
-        return self._outbox.flush() if self._home.is_here() else 0
+        return self._write_queue.flush() if self._home.is_here() else 0
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class RemoteBlocks:
             yield from repeat(None, len(keys))
             return
         self._endings.catch_up()
-        here: list[base.Lease | None] = list(self._outbox.hold(keys))
+        here: list[base.Lease | None] = list(self._write_queue.hold(keys))
         load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
         hits = misses = 0
 
@@ -301,7 +302,7 @@ class RemoteBlocks:
         self._endings.catch_up()
         with self._lock:
             counts = dict(self._counts)
-        return {"server": self._name, **counts, **self._routes.stats(), **self._outbox.stats()}
+        return {"server": self._name, **counts, **self._routes.stats(), **self._write_queue.stats()}
 
     def close(self) -> None:
         """As Backend.close; waits for the answers to what was sent, which closing early could make the server drop, but
@@ -312,7 +313,7 @@ class RemoteBlocks:
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
-            self._outbox.close(self._name, self._timeout_s)
+            self._write_queue.close(self._name, self._timeout_s)
             self._routes.close()
             self._staging.close()
 
@@ -343,10 +344,9 @@ class RemoteBackend(RemoteBlocks):
         page_lock = staging.arena.page_locked == "cuda"
         link = Link(address, timeout_s, clock, connect_timeout_s=connect_timeout_s, page_lock=page_lock)
         node = Node(link, connections)
-        super().__init__(str(address), lambda outbox: OneServer(node), staging, timeout_s=timeout_s, keep=keep)
+        super().__init__(str(address), lambda write_queue: OneServer(node), staging, timeout_s=timeout_s, keep=keep)
 
     def stats(self) -> dict[str, int | float | str]:
-        """As RemoteBlocks.stats."""
         return {"kind": "remote", **super().stats()}
 
 
@@ -373,7 +373,7 @@ class ClusterBackend(RemoteBlocks):
 
         super().__init__(
             str(address),
-            lambda outbox: ClusterRoutes(address, timeout_s, node_at, outbox.let_go),
+            lambda write_queue: ClusterRoutes(address, timeout_s, node_at, write_queue.let_go),
             staging,
             timeout_s=timeout_s,
             keep=keep,
@@ -425,7 +425,6 @@ class RemotePrefetch:
         return self._finish()
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         until_s = time.monotonic() + timeout_s
         with suppress(TimeoutError):  # a server that hangs, where one that is merely slow would still be asked
             while not self._finish(left_s := max(until_s - time.monotonic(), 0.0), left_s + ANSWER_S):
@@ -435,7 +434,6 @@ class RemotePrefetch:
         return False
 
     def cancel(self) -> None:
-        """As Prefetch.cancel."""
         for node, job in self._jobs:
             node.ask_aside(b"KV.JOB", job, b"CANCEL")
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S_MAX: Final = 2.0
 WAIT_S_MIN: Final = 0.001
 RETRY_WAIT_S: Final = 0.1
-"""How long the one who has a lost server tried again waits for the outcome; later it is the next one's."""
+"""How long a caller that has a lost server tried again waits for the outcome; later it is the next one's."""
 RETRY_S_MIN: Final = 0.1
 RETRY_S_MAX: Final = 10.0
 """Also how long a server must have been back until the waits begin anew with the shortest."""
@@ -109,7 +109,7 @@ class Link:
         return self._take_found()
 
     def close(self) -> None:
-        """Look no more for a server that is lost. While it is not, who has still something to send may open more."""
+        """Look no more for a server that is lost. While it is not, a sender that has something left may open more."""
         with self._lock:
             self._closed = True
             found, self._found = self._found, None

@@ -105,7 +105,7 @@ class Stream:
         connections = self.node.borrow(1)
         try:
             if connections:
-                connections += self.node.borrow(min(self.node.lanes_with(connections[0]), len(keys)) - 1)
+                connections += self.node.borrow(min(self.node.load_connections_with(connections[0]), len(keys)) - 1)
         finally:
             for first, connection in enumerate(connections):
                 self.pipelines.append(self._pipeline_on(connection, keys[first :: len(connections)]))

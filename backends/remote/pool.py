@@ -1,8 +1,7 @@
-"""One server and our connections to it, for all who use them: questions, loads, and the thread that sends what is
-stored.
+"""One server and our connections to it, for lookups, for loads, and for the thread that sends what is stored.
 
-All are opened and retired here, so that one place knows them all: when one of them fails, most likely all have, and
-finding out costs a timeout each; so all go at once, and the server is lost once.
+All connections are opened and retired here. When one of them fails, most likely all have, and finding out costs a
+timeout each; so the pool retires all at once, and the server counts as lost once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .health import RETRY_WAIT_S, WAIT_S_MIN, Link
 from .receive import Receiver
 
 CONNECTIONS_DEFAULT: Final = 2
-LANES_MAX: Final = 4
+LOAD_CONNECTIONS_MAX: Final = 4
 """What a load uses of a server with as many threads: over 4 come 10 to 14 GB/s, over 8 10 to 22 (16 cores, TCP;
 bench/results/server-2026-11-28-16-cores-threads.json), and the engine needs processors too. `resp_num_threads` asks for
 more."""
@@ -32,9 +31,9 @@ PIPELINE_MAX: Final = 256
 
 class Node:
     """A server behind `link`, with one connection for questions, so that a lookup never waits behind a body, and those
-    that are borrowed: up to `connections` for what is stored, and those of a load (lanes_with). As many as both need
-    stay open when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to the server's
-    memory (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
+    that are borrowed: up to `connections` for what is stored, and those of a load (load_connections_with). As many as
+    both need stay open when they are idle, or each load behind a pause would wait for a new one: 2 ms where it is to
+    the server's memory (H200's host, profiled). Thread-safe; the questions take turns, nothing else waits for them.
     """
 
     def __init__(self, link: Link, connections: int | None = None) -> None:
@@ -44,7 +43,7 @@ class Node:
         self.body_bytes, self.pace_s = 0, math.inf
         """How long the last body of a load was, and how many seconds one took."""
         self._is_asked_for = connections is not None
-        self._lanes_max = self.connections  # as many as a load has used
+        self._load_connections_max = self.connections  # as many as a load has used
         self._lock = threading.RLock()  # reentrant: a collected generator may bring its connections back anywhere
         self._came_back = threading.Condition(self._lock)
         self._home = Home()
@@ -90,8 +89,8 @@ class Node:
         connection.close()
 
     def lose(self, connection: Connection | None, error: BackendError) -> None:
-        """A connection has failed: all that are open fail now too, in whatever thread they are used. Those that an
-        earlier loss has ended say nothing new."""
+        """Fail all open connections, in whatever thread they are used, since one has failed. Those that an earlier loss
+        has ended say nothing new."""
         with self._lock:
             losses = self.link.losses if connection is None else self._open.get(connection)
             if losses is None:
@@ -138,7 +137,7 @@ class Node:
             raise
         return borrowed
 
-    def lanes_with(self, connection: Connection) -> int:
+    def load_connections_with(self, connection: Connection) -> int:
         """How many connections a load uses, `connection` being the first of them, and so many stay open from now on.
         That one is enough where it does not carry the bodies, and over loopback to a server with one thread: that is
         what takes the time there, and to go from socket to socket costs both ends 7-18 % more of their processors' time
@@ -146,9 +145,9 @@ class Node:
         if isinstance(connection, AttachedConnection):
             return 1
         if connection.io_threads > 1 and not connection.is_local and not self._is_asked_for:
-            lanes = max(self.connections, min(connection.io_threads, LANES_MAX))
-            self._lanes_max = max(self._lanes_max, lanes)
-            return lanes
+            count = max(self.connections, min(connection.io_threads, LOAD_CONNECTIONS_MAX))
+            self._load_connections_max = max(self._load_connections_max, count)
+            return count
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
 
     def _one_comes_back(self) -> bool:
@@ -160,7 +159,7 @@ class Node:
         its leases would end with it."""
         for connection in connections:
             with self._lock:
-                spare = len(self._idle) >= self.connections + self._lanes_max and not connection.has_leases
+                spare = len(self._idle) >= self.connections + self._load_connections_max and not connection.has_leases
                 keep = connection.usable and not self._closed and not spare
                 if keep:
                     self._idle.append(connection)
@@ -187,7 +186,7 @@ class Node:
         and again, ends when it is done with that."""
         for receiver in receivers:
             with self._lock:
-                spare = len(self._receivers) >= self._lanes_max - 1
+                spare = len(self._receivers) >= self._load_connections_max - 1
                 keep = not self._closed and not spare and not receiver.is_busy
                 if keep:
                     self._receivers.append(receiver)

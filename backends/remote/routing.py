@@ -28,7 +28,7 @@ NODES_MAX: Final = 1000
 
 
 class Part(NamedTuple):
-    """Keys of one command, and who is asked."""
+    """Keys of one command, and the node that is asked."""
 
     node: Node
     keys: Sequence[bytes]
@@ -83,11 +83,9 @@ class OneServer:
         """As Routes.await_first: it is known."""
 
     def owner(self, key: bytes) -> Node:
-        """As Routes.owner."""
         return self._node
 
     def parts(self, keys: Sequence[bytes], size: int) -> list[Part]:
-        """As Routes.parts."""
         return [Part(self._node, part) for part in parts_of(keys, size)]
 
     def follow(self, node: Node, reply: BackendError) -> Hop | None:
@@ -95,15 +93,12 @@ class OneServer:
         return None
 
     def nodes(self) -> Sequence[Node]:
-        """As Routes.nodes."""
         return (self._node,)
 
     def stats(self) -> dict[str, int]:
-        """As Routes.stats."""
         return self._node.stats()
 
     def close(self) -> None:
-        """As Routes.close."""
         self._node.close()
 
 
@@ -129,11 +124,10 @@ class ClusterRoutes:
         self._topology = Topology(address, timeout_s, self._who_may_know, self._adopt, self._doubt)
 
     def await_first(self) -> None:
-        """As Routes.await_first: who comes first waits for what the nodes say of themselves."""
+        """As Routes.await_first: the first caller waits for what the nodes say of themselves."""
         self._topology.await_first()
 
     def owner(self, key: bytes) -> Node:
-        """As Routes.owner."""
         return self._master(slot_of(key))
 
     def parts(self, keys: Sequence[bytes], size: int) -> list[Part]:
@@ -157,12 +151,10 @@ class ClusterRoutes:
         return Hop(target, redirect.is_ask)
 
     def nodes(self) -> Sequence[Node]:
-        """As Routes.nodes."""
         with self._lock:
             return tuple(self._nodes.values())
 
     def stats(self) -> dict[str, int]:
-        """As Routes.stats."""
         with self._lock:
             total = Counter(self._past)
             for node in self._nodes.values():
@@ -172,7 +164,6 @@ class ClusterRoutes:
             return {**total, **own}
 
     def close(self) -> None:
-        """As Routes.close."""
         self._topology.close()
         for node in self.nodes():
             node.close()

@@ -1,9 +1,10 @@
-"""Values on their way to servers: a bounded queue, so that who stores never waits.
+"""Values on their way to servers: a bounded queue, so that an engine that stores never waits.
 
 A server takes what it can. When more is stored than that, the queue fills, and what comes next is not taken: it is
 dropped and counted, because an engine that waits for its cache is slower than one without. The bounds hold for all
 servers of a backend together. One thread for each server (Sender) sends SETs, and the touches between them, over a few
-connections; its queue is kept under the lock of the whole (Outbox), what is under way on its connections is its own.
+connections; its queue is kept under the lock of the whole (WriteQueue), what is under way on its connections is its
+own.
 
 WHY a value keeps its room until its SET is answered: until then it is not on the server, or not surely. A reader
 of it is served from here meanwhile, and need not wait for a queue that may be seconds long.
@@ -52,13 +53,13 @@ DRAIN_PART: Final = 0.75
 
 class Sender:
     """The way to `node`: a queue, a thread that runs while something is in it, and up to node.connections pipelines.
-    Its queue is a part of `outbox`: `outbox.changed` is held around every call of that but `forget`."""
+    Its queue is a part of `write_queue`, whose `changed` is held around every call of that but `forget`."""
 
-    def __init__(self, node: Node, outbox: Outbox, follow: Callable[[BackendError], Hop | None]) -> None:
+    def __init__(self, node: Node, write_queue: WriteQueue, follow: Callable[[BackendError], Hop | None]) -> None:
         self._node = node
-        self._outbox = outbox
+        self._write_queue = write_queue
         self._follow = follow
-        self._changed = outbox.changed
+        self._changed = write_queue.changed
         self._queue: deque[Item] = deque()
         self._held: dict[Item, None] = {}  # queued or unanswered here, oldest first
         self._leaving = False
@@ -68,7 +69,7 @@ class Sender:
         self._turn = 0
         self._flying: set[bytes] = set()  # keys whose SET may be unanswered
 
-    # ---- called by the outbox, under its lock ----------------------------------------------------------------------
+    # ---- called by the write queue, under its lock -------------------------------------------------------------------
 
     def take(self, item: Item) -> None:
         """Queue it, and see to it that the thread sends it."""
@@ -94,10 +95,10 @@ class Sender:
             self._changed.notify_all()
         if is_idle:
             self._hang_up()
-            self._outbox.forget(self._node)
+            self._write_queue.forget(self._node)
 
     def end(self) -> None:
-        """Give up what is left, and wait for the thread; the outbox is over."""
+        """Give up what is left, and wait for the thread; the write queue is over."""
         with self._changed:
             thread = self._thread
         if thread is not None:
@@ -126,7 +127,7 @@ class Sender:
     def _has_work(self) -> bool:
         with self._changed:
             linger_s = 0.0 if self._node.link.is_full else LINGER_S
-            self._changed.wait_for(lambda: self._held or self._outbox.closed or self._leaving, linger_s)
+            self._changed.wait_for(lambda: self._held or self._write_queue.closed or self._leaving, linger_s)
             is_idle = not self._held
         if is_idle:  # others may have them meanwhile: a server may take no more
             self._node.bring_back([pipeline.connection for pipeline in self._pipelines])
@@ -140,7 +141,7 @@ class Sender:
         """Send what is next, or read the answers when there is nothing to send."""
         with self._changed:
             item = self._queue.popleft() if self._queue else None
-            if item is not None and self._outbox.is_superseded(item):
+            if item is not None and self._write_queue.is_superseded(item):
                 self._settle(item)
                 return
         if item is None or not self._flying.isdisjoint(item.keys):
@@ -167,11 +168,13 @@ class Sender:
         if len(self._pipelines) < self._node.connections:
             for connection in self._node.borrow(1):
                 self._pipelines.append(SetPipeline(connection))
-                refusal = self._pipelines[-1].lend(self._outbox.arena)
+                refusal = self._pipelines[-1].lend(self._write_queue.arena)
                 if refusal is not None:
                     self._node.complain(refusal, connection)
         self._turn += 1
-        return self._pipelines[self._turn % len(self._pipelines)] if self._pipelines and not self._outbox.over else None
+        if not self._pipelines or self._write_queue.over:
+            return None
+        return self._pipelines[self._turn % len(self._pipelines)]
 
     def _read_answers(self, pipeline: SetPipeline, keep: int, keep_bytes: int) -> None:
         for item, reply in pipeline.answers(keep, keep_bytes):
@@ -186,22 +189,22 @@ class Sender:
 
     def _answered(self, item: Item, reply: Reply, hop: Hop | None) -> None:
         with self._changed:
-            if hop is None or isinstance(item, Touch) or item.hops >= HOPS_MAX or self._outbox.over:
+            if hop is None or isinstance(item, Touch) or item.hops >= HOPS_MAX or self._write_queue.over:
                 self._settle(item, "stored" if reply == "OK" else "refused")
                 return
             item.hops += 1
             item.asking = hop.asking
             del self._held[item]
-            self._outbox.pass_on(item, hop.node)
+            self._write_queue.pass_on(item, hop.node)
 
     def _settle(self, item: Item, outcome: Outcome | None = None) -> None:
         del self._held[item]
-        self._outbox.settle(item, outcome)
+        self._write_queue.settle(item, outcome)
 
     # ---- losing the server -----------------------------------------------------------------------------------------
 
     def _lose(self, error: BackendError) -> None:
-        if not self._outbox.over:
+        if not self._write_queue.over:
             for pipeline in [each for each in self._pipelines if not each.connection.usable] or self._pipelines:
                 self._node.lose(pipeline.connection, error)
         self._settle_all()
@@ -211,7 +214,7 @@ class Sender:
         """Give up all that is on its way: what was sent, even in part, counts as refused, the rest as dropped.
 
         The connections end first. A server that takes values out of our memory must know before that memory is another
-        value's, and publishes none for who has hung up.
+        value's, and publishes none of a client that has hung up.
         """
         for pipeline in self._pipelines:
             pipeline.connection.interrupt()
@@ -229,7 +232,7 @@ class Sender:
         self._flying.clear()
 
 
-class Outbox:
+class WriteQueue:
     """The SETs of one backend. Any thread may call any public method; none waits for the network, but for those that
     say so.
     """
@@ -361,7 +364,7 @@ class Outbox:
         self._senders[node].take(item)
 
     def settle(self, item: Item, outcome: Outcome | None = None) -> None:
-        """Nothing more is to come of it."""
+        """Enter the outcome of an item, which ends what is outstanding of it."""
         del self._outstanding[item]
         if isinstance(item, RemoteReservation):
             if self._newest.get(item.key) is item:
@@ -386,7 +389,7 @@ class Outbox:
             sender.leave()
 
     def forget(self, node: Node) -> None:
-        """Its sender has left; for that sender, and without the lock."""
+        """Forget the sender of a node, which has left; that sender calls it, without the lock."""
         with self.changed:
             self._senders.pop(node, None)
 

@@ -36,7 +36,7 @@ Place = tuple[str, int]
 REFRESH_S_MIN: Final = 1.0
 """Between the end of one refresh and the next, or as long as the last one took if that was longer."""
 ASK_S_MAX: Final = 2.0
-"""For one node to answer; also how long the first who come may wait for the first refresh."""
+"""For one node to answer; also how long the first callers may wait for the first refresh."""
 WAIT_AGAIN_S: Final = 0.1
 """How long they wait for a later one when that first has found none."""
 
@@ -124,9 +124,9 @@ class Topology:
         adopt: Callable[[list[SlotRange]], None],
         silent: Callable[[Sequence[Place]], None],
     ) -> None:
-        """`places` are who may know, the likeliest first. Each is given `timeout_s`, and never more than ASK_S_MAX.
-        `silent` is called as `adopt` is, once a spell in which none of them knows, with those who said nothing at all;
-        the log has been told."""
+        """`places` are the nodes that may know, the likeliest first. Each is given `timeout_s`, and never more than
+        ASK_S_MAX. `silent` is called as `adopt` is, once a spell in which none of them knows, with those who said
+        nothing at all; the log has been told."""
         self.refreshes = 0
         self.is_wanted = False  # requested, but too early: to be requested again at the next question
         self._address = address

@@ -48,21 +48,20 @@ DEPTH_MAX: Final = 16
 
 
 class ServerFull(BackendError):
-    """The server has as many connections as it takes."""
+    """Raised when the server has as many connections as it takes."""
 
 
 class Connection(Wire):
     """One connection to one server, for one thread at a time.
 
-    Requests may be pipelined: replies come in the order of the requests, and the caller reads as many as it sent.
-    Who sends without reading keeps what is owed to it small (a few hundred short replies, a few dozen long ones), or
-    both sides end up waiting for the other to read.
+    Requests may be pipelined: replies come in the order of the requests, and the caller reads as many as it sent. A
+    caller that sends without reading keeps what is owed to it small (a few hundred short replies, a few dozen long
+    ones), or both sides end up waiting for the other to read.
     """
 
     __slots__ = ("io_threads",)
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
-        """As Wire."""
         super().__init__(sock, timeout_s)
         self.io_threads = 1
         """By how many threads the server sends, as it has told: HELLO's `io-threads`."""
@@ -98,7 +97,7 @@ class Connection(Wire):
             greetings.append(promise_to_receive())
         self.set_timeout(deadline_s - time.monotonic())
         words = b"".join([bytes(part) for greeting in greetings for part in encode(greeting)])
-        with suppress(OSError):  # who has hung up already may have said why
+        with suppress(OSError):  # a server that has hung up may have said why before
             self._send(self._open_socket(), [words], len(words), deadline_s)
         self.bytes_out += len(words)
         for greeting in greetings:

@@ -1,7 +1,8 @@
 """Where a master is now: its Sentinels are asked each time that a connection to it is opened.
 
 redis-py does the asking, with authentication and TLS; payloads then go over our own connection. WHY one Sentinel at a
-time: who is gone, or hangs, must cost a share of the time only, and the one that has answered is asked first next time.
+time: one that is gone, or hangs, must cost a share of the time only, and the one that has answered is asked first next
+time.
 """
 
 from __future__ import annotations

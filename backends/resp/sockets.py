@@ -1,10 +1,10 @@
 """Opening connections to a server within a time that holds: name, connection and TLS handshake together.
 
-`open_socket` gives a socket of our own. `client` gives a client of redis-py, for short questions of who is where, each
-tried once: it knows how to log in and how Sentinels and clusters answer, and no payload passes through it. `within`
-bounds calls that nothing else bounds, which are the system's resolver and that client. WHY in a thread: the C library's
-resolver waits for its own timeouts, often half a minute, and nothing ends it. An engine goes on without the answer; the
-thread ends whenever the resolver does.
+`open_socket` gives a socket of our own. `client` gives a client of redis-py, for short questions of where masters and
+slots are, each tried once: it knows how to log in and how Sentinels and clusters answer, and no payload passes through
+it. `within` bounds calls that nothing else bounds, which are the system's resolver and that client. WHY in a thread:
+the C library's resolver waits for its own timeouts, often half a minute, and nothing ends it. An engine goes on without
+the answer; the thread ends whenever the resolver does.
 """
 
 from __future__ import annotations

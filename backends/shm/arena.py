@@ -1,9 +1,9 @@
 """A server's arena in this process: the pages in which the server on this host keeps its blocks, mapped to be read.
 
 WHY a reader cannot be hurt: the memory is a memfd that is sealed against shrinking, which is looked at before anything
-is mapped, so no page of the mapping ever lacks memory behind it, whatever the server does, and it lives as long as
-a process maps it, also when the server was killed. And the reader cannot hurt: the descriptor came opened for reading,
-and the seals forbid everybody a new writable mapping.
+is mapped, so no page of the mapping ever lacks memory behind it, whatever the server does, and it lives as long as a
+process maps it, also when the server was killed. And the reader cannot hurt: the descriptor came opened for reading,
+and the seals forbid any process a new writable mapping.
 
 WHY nothing is done about fork (MADV_DONTFORK): that advice keeps copy-on-write from moving pages under a device that
 copies from them. A shared mapping is never copied on write, and a child that inherits it can only read it.

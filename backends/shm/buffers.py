@@ -1,4 +1,4 @@
-"""Holds on room in a staging arena: a value on its way to a server, and one that can be read."""
+"""Holds on room in the engine's staging arena: of a value on its way to a server, and of one that was received."""
 
 from __future__ import annotations
 
@@ -58,17 +58,16 @@ class AnyRooms:
         self._staging = staging
 
     def reserve(self, key: bytes, length: int) -> base.Reservation | None:
-        """As Rooms.reserve."""
         return self._staging.reserve(key, length)
 
     reserve_ahead = reserve
 
 
 class RemoteReservation:
-    """A value on its way out. To the caller who fills it a base.Reservation; once committed it is the outbox's, which
-    counts in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is done.
-    The outbox notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking` that
-    the last one did so by ASK.
+    """A value on its way out. To the caller who fills it a base.Reservation; once committed it is the write queue's,
+    which counts in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is
+    done. The queue notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking`
+    that the last one did so by ASK.
     """
 
     __slots__ = (
@@ -125,7 +124,8 @@ class RemoteReservation:
             self._abort(self)
 
     def free(self) -> None:
-        """End the hold on the memory; for the outbox. With `keep` staging learns by commit that the server has it."""
+        """End the hold on the memory; for the write queue. With `keep` staging learns by commit that the server has
+        it."""
         if self._keep and self.taken:
             self._room.commit()
         else:

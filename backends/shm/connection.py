@@ -125,7 +125,6 @@ class AttachedConnection(Connection):
     )
 
     def __init__(self, sock: socket.socket, timeout_s: float = 10.0) -> None:
-        """As Wire."""
         super().__init__(sock, timeout_s)
         self._arena: SharedArena | None = None
         self._side: socket.socket | None = None

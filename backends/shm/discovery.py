@@ -1,7 +1,7 @@
-"""Whether a server that was named by kvredis:// is on this host, so that values need not go through a socket.
+"""Finding out whether the server of a kvredis:// URL is on this host, so that values need not go through a socket.
 
-It is asked at each new connection, as another server may have taken the place of the one before. What stands in the way
-is no error: the values then go over the connection that there is, as with any other URL.
+The pool asks at each new connection, as another server may have taken the place of the one before. A server on another
+host, or one whose arena cannot be mapped, is no error: values then go over the socket, as with any other URL.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from kvredis.backends.local import LocalBackend
 
 from .load import Far, LayeredLoad
 from .prefetch import FarPrefetch, LayeredPrefetch, Prefetcher
-from .staging import Leaving, Passage
+from .staging import Leaving, NearStaging
 
 RESENT_BLOCKS_MAX: Final = 128
 """How many blocks one lookup may send again: each costs it microseconds, and the server a body."""
@@ -76,19 +76,19 @@ class LayeredReservation:
 
 
 class LayeredBackend:
-    """`near` before `far`, both owned by this backend. `far` stages in `passage`, which lies over `near`'s memory.
+    """`near` before `far`, both owned by this backend. `far` stages in `staging`, which lies over `near`'s memory.
 
     Thread-safe. A thread that stores a prompt asks `match`, then `room`, then `reserve`, in that order: what these have
     told it decides whether the far side is offered what it stores.
     """
 
-    def __init__(self, near: LocalBackend, far: Far, passage: Passage) -> None:
+    def __init__(self, near: LocalBackend, far: Far, staging: NearStaging) -> None:
         self.near = near
         self.far = far
         self.asks_far = False
         """Whether others look for what is stored here on the far side alone, as a scheduler does whose workers are
         processes of their own: then what it has lost is sent again, when a caller would store it."""
-        self._passage = passage
+        self._staging = staging
         self._prefetcher = Prefetcher(self._fetch)
         self._round = _Round()
         self._counting = threading.Lock()
@@ -106,7 +106,7 @@ class LayeredBackend:
         away = [key for key in keys if find(key) is None]
         if self.asks_far and len(away) < len(keys):
             for key in self.far.absent([key for key in keys if find(key) is not None]):
-                self._passage.note_unsent(key, failed=False)
+                self._staging.note_unsent(key, failed=False)
         run = len(keys)
         if away:
             found = self.far.match(away)
@@ -125,7 +125,6 @@ class LayeredBackend:
         return [found or next(far) for found in near]
 
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
-        """As Backend.tiers_of."""
         near = self.near.tiers_of(keys)
         find = self.near.store.find
         return ["remote" if find(key) is None else tier for key, tier in zip(keys, near, strict=True)]
@@ -144,7 +143,7 @@ class LayeredBackend:
         if near:
             self.far.delete(near)
         elsewhere = [key for key in keys if find(key) is None]
-        return self.far.delete(elsewhere) + self._passage.delete(keys)
+        return self.far.delete(elsewhere) + self._staging.delete(keys)
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ class LayeredBackend:
         room = self.near.reserve(key, length)
         if room is None:
             return None
-        leaving, far = Leaving(self._passage, key, room), None
+        leaving, far = Leaving(self._staging, key, room), None
         if not self._round.near_only:
             far = self._offer(leaving)
         self._count("near_only", far is None)
@@ -176,18 +175,18 @@ class LayeredBackend:
         return self.far.flush()
 
     def _offer(self, leaving: Leaving) -> base.Reservation | None:
-        with self._passage.sending(leaving):
+        with self._staging.sending(leaving):
             far = self.far.reserve(leaving.key, len(leaving.view))
         leaving.is_offered = far is not None
         return far
 
     def _catch_up(self, keys: Sequence[bytes]) -> bool:
         """Send again, head first, what the far side lacks of a run; False when some of that could not be sent."""
-        unsent = self._passage.unsent_of(keys)
-        if unsent and not self._passage.may_send:
+        unsent = self._staging.unsent_of(keys)
+        if unsent and not self._staging.may_send:
             return False
         for key in unsent[:RESENT_BLOCKS_MAX]:
-            leaving = self._passage.take_unsent(key)
+            leaving = self._staging.take_unsent(key)
             if leaving is None:
                 return False
             far = self._offer(leaving) if self.far.room(len(leaving.view)) else None
@@ -211,7 +210,7 @@ class LayeredBackend:
             yield from repeat(None, len(keys))
             return
         self._endings.catch_up()
-        loading = LayeredLoad(self.near, self.far, self._passage, keys, within_s)
+        loading = LayeredLoad(self.near, self.far, self._staging, keys, within_s)
         try:
             for turn in range(len(keys)):
                 lease = loading.take(turn)
@@ -243,7 +242,7 @@ class LayeredBackend:
         wanted = [key for key in job.keys if store.find(key) is None]
         job.found("resident", len(job.keys) - len(wanted))
         free = store.arena.nbytes - store.retired_bytes - store.reserved_bytes
-        filling = self._passage.new_prefetch(free)
+        filling = self._staging.new_prefetch(free)
         came: list[bytes] = []
         with closing(self.far.load(wanted, rooms=filling)) as leases:
             for turn, key in enumerate(wanted):
@@ -283,7 +282,7 @@ class LayeredBackend:
         with self._counting:
             closed, self._closed = self._closed, True
         if not closed:
-            self._passage.close()
+            self._staging.close()
             self._prefetcher.close()
             self.far.close()
             self.near.close()

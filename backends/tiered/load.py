@@ -10,7 +10,7 @@ from kvredis.backends.local import LocalBackend
 from kvredis.backends.readahead import Waits
 from kvredis.backends.shm.buffers import Rooms
 
-from .staging import Passage
+from .staging import NearStaging
 
 LOOK_BLOCKS_MAX: Final = 128
 """When a block has left near since it was planned, so may have others: how many of those that follow are looked at."""
@@ -20,7 +20,7 @@ _Leases = Generator[base.Lease | None, None, None]
 
 
 class Far(base.Backend, Protocol):
-    """A backend behind a socket, which has been given a Passage as its staging, and tells it what was taken."""
+    """A backend behind a socket, which has been given a NearStaging as its staging, and tells it what was taken."""
 
     def touch_later(self, keys: Sequence[bytes]) -> None:
         """As Backend.touch, but it never waits and answers nothing; advice only."""
@@ -39,7 +39,7 @@ class LayeredLoad:
     """For one thread: `take` every turn in order, then `close`."""
 
     def __init__(
-        self, near: LocalBackend, far: Far, passage: Passage, keys: Sequence[bytes], within_s: float | None
+        self, near: LocalBackend, far: Far, staging: NearStaging, keys: Sequence[bytes], within_s: float | None
     ) -> None:
         self.outcome: Outcome = "misses"
         """Where the block that was taken last has come from."""
@@ -47,7 +47,7 @@ class LayeredLoad:
         self._keys = keys
         self._waits = Waits(within_s)
         self._near = near.read_ahead(keys, self._waits)
-        self._filling = passage.new_load(within_s)
+        self._filling = staging.new_load(within_s)
         self._from_far: list[_Leases | None] = [None] * len(keys)
         self._asked: list[_Leases] = []
         self._ask_far([turn for turn in range(len(keys)) if not self._near.expects(turn)])

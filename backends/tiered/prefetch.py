@@ -47,12 +47,10 @@ class LayeredPrefetch:
 
     @property
     def queued(self) -> int:
-        """As Prefetch.queued."""
         return self._near.queued + self._far.queued
 
     @property
     def resident(self) -> int:
-        """As Prefetch.resident."""
         return self._near.resident + self._far.resident
 
     @property
@@ -62,12 +60,10 @@ class LayeredPrefetch:
 
     @property
     def no_room(self) -> int:
-        """As Prefetch.no_room."""
         return self._near.no_room + self._far.no_room
 
     @property
     def refused(self) -> str:
-        """As Prefetch.refused."""
         return self._near.refused
 
     @property
@@ -76,12 +72,10 @@ class LayeredPrefetch:
         return self._near.is_finished and self._far.over.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """As Prefetch.wait."""
         until_s = time.monotonic() + timeout_s
         return self._near.wait(timeout_s) and self._far.over.wait(max(until_s - time.monotonic(), 0.0))
 
     def cancel(self) -> None:
-        """As Prefetch.cancel."""
         self._near.cancel()
         self._far.cancelled = True
 

@@ -38,11 +38,11 @@ of the time that the server has for its bodies, lest it is taken for lost."""
 class Filling:
     """The Rooms of one load from far, in near memory. Its blocks stay unless a delete comes in between."""
 
-    __slots__ = ("_passage", "bytes_left", "deletes", "is_wanted", "no_room", "room_wait_s")
+    __slots__ = ("_staging", "bytes_left", "deletes", "is_wanted", "no_room", "room_wait_s")
 
-    def __init__(self, passage: Passage, *, is_wanted: bool, room_wait_s: float, bytes_left: int) -> None:
-        self._passage = passage
-        self.deletes = passage.deletes
+    def __init__(self, staging: NearStaging, *, is_wanted: bool, room_wait_s: float, bytes_left: int) -> None:
+        self._staging = staging
+        self.deletes = staging.deletes
         """How many deletes there had been when it began."""
         self.is_wanted = is_wanted
         """Whether a caller waits for its blocks, so that others leave for them even if the disk has not got these."""
@@ -55,31 +55,31 @@ class Filling:
 
     def reserve(self, key: bytes, length: int) -> Arriving | None:
         """As Rooms.reserve: waits for others to make room as long as may be."""
-        return self._passage.receive(self, key, length)
+        return self._staging.receive(self, key, length)
 
     def reserve_ahead(self, key: bytes, length: int) -> Arriving | None:
         """As Rooms.reserve_ahead: no block that shall go to disk leaves unwritten for it."""
-        return self._passage.receive(self, key, length, ahead=True)
+        return self._staging.receive(self, key, length, ahead=True)
 
 
 class _Hold(ABC):
     """What the far backend has of near's memory for one value. It ends in `commit` when all went well, else `abort`."""
 
-    __slots__ = ("key", "offset", "passage", "view")
+    __slots__ = ("key", "offset", "staging", "view")
 
-    def __init__(self, passage: Passage, key: bytes, of: Reservation | Lease) -> None:
-        self.passage = passage
+    def __init__(self, staging: NearStaging, key: bytes, of: Reservation | Lease) -> None:
+        self.staging = staging
         self.key = key
         self.view = of.view
         self.offset = of.offset
 
     @abstractmethod
     def commit(self) -> None:
-        """The value has passed whole."""
+        """End the hold of a value that has passed whole."""
 
     @abstractmethod
     def abort(self) -> None:
-        """It has not."""
+        """End the hold of a value that has not passed, or not whole."""
 
     def __enter__(self) -> Self:
         return self
@@ -95,24 +95,24 @@ class Arriving(_Hold):
 
     __slots__ = ("_filling", "_has_ended", "_room")
 
-    def __init__(self, passage: Passage, room: Reservation, filling: Filling) -> None:
-        super().__init__(passage, room.key, room)
+    def __init__(self, staging: NearStaging, room: Reservation, filling: Filling) -> None:
+        super().__init__(staging, room.key, room)
         self._room = room
         self._filling = filling
         self._has_ended = False
 
     def commit(self) -> None:
-        """It has come, and its reader is done with it."""
+        """Keep a value that has come, and with which its reader is done."""
         if not self._has_ended:
             self._has_ended = True
-            self.passage.keep(self._room, self._filling.deletes)
+            self.staging.keep(self._room, self._filling.deletes)
 
     def abort(self) -> None:
-        """It has not come."""
+        """Give the room back of a value that has not come."""
         if not self._has_ended:
             self._has_ended = True
             self._room.abort()
-            self.passage.give_back(self._filling, len(self.view))
+            self.staging.give_back(self._filling, len(self.view))
 
 
 class Leaving(_Hold):
@@ -120,8 +120,8 @@ class Leaving(_Hold):
 
     __slots__ = ("_hold", "_room", "is_offered")
 
-    def __init__(self, passage: Passage, key: bytes, of: Reservation | Lease) -> None:
-        super().__init__(passage, key, of)
+    def __init__(self, staging: NearStaging, key: bytes, of: Reservation | Lease) -> None:
+        super().__init__(staging, key, of)
         self.is_offered = False
         """Whether the far side's queue has had room for it."""
         self._room = of if isinstance(of, Reservation) else None
@@ -130,18 +130,19 @@ class Leaving(_Hold):
     def publish(self) -> bool:
         """Make the value visible near, and hold it there; False when it has left again a moment later."""
         if self._room is not None:
-            self._hold = self.passage.publish(self._room)
+            self._hold = self.staging.publish(self._room)
         return self._hold is not None
 
     def commit(self) -> None:
-        """The far side has it."""
-        self.passage.note_sent(self.key)
+        """End the hold of a value that the far side has."""
+        self.staging.note_sent(self.key)
         self._end()
 
     def abort(self) -> None:
-        """The far side does not have it; a value that was not published is given up altogether."""
+        """End the hold of a value that the far side does not have; one that was not published is given up
+        altogether."""
         if self._hold is not None:
-            self.passage.note_unsent(self.key, failed=self.is_offered)
+            self.staging.note_unsent(self.key, failed=self.is_offered)
         elif self._room is not None:
             self._room.abort()
         self._end()
@@ -158,7 +159,7 @@ class _Here(threading.local):
     leaving: Leaving | None = None
 
 
-class Passage:
+class NearStaging:
     """The Staging of a far backend over `near`. A backend asks its staging for room in the thread that stores, where
     `sending` says of what; each load has rooms of its own (Filling). Thread-safe; `close` ends waits and leaves near
     open.

@@ -82,20 +82,17 @@ class Asleep:
         self._tokens_per_s = tokens_per_s
 
     def prepare(self, budget: int) -> str:
-        """As Compute.prepare."""
         return ""
 
     def begin(self, number: int) -> None:
         """As Compute.begin."""
 
     def step(self, start: int, stop: int) -> None:
-        """As Compute.step."""
         until_s = time.perf_counter() + (stop - start) / self._tokens_per_s
         while (left_s := until_s - time.perf_counter()) > 0:
             time.sleep(left_s)
 
     def kv(self, number: int) -> Tensor:
-        """As Compute.kv."""
         start = number * _SHIFT_TOKENS
         return self._all[:, :, start : start + self._tokens]
 
@@ -134,7 +131,6 @@ class Modelled:
         return ""
 
     def begin(self, number: int) -> None:
-        """As Compute.begin."""
         self._number = number
 
     def step(self, start: int, stop: int) -> None:
@@ -153,7 +149,6 @@ class Modelled:
             self._passes.run((1, self._number), self._ids[self._number][:, :stop], start, stop - start)
 
     def kv(self, number: int) -> Tensor:
-        """As Compute.kv."""
         return self._kv[number]
 
     def _cache(self, number: int, tokens: int) -> Any:

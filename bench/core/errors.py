@@ -12,4 +12,4 @@ class MissingHits(BenchError):
 
 
 class VerificationError(BenchError):
-    """A server returned other bytes than were stored. No figure of that run counts."""
+    """Raised when a server returned other bytes than were stored. No figure of that run counts."""

@@ -1,5 +1,6 @@
-"""A process that works off its standard input: a line of JSON there is a request, a line on its standard output the
-answer. It is gone when its user is, and one that ends before, or says nothing, is an error with what it has printed.
+"""A child process that answers requests: a line of JSON on its standard input is a request, a line on its standard
+output the answer. The child ends with its parent. A child that ends before, or does not answer in time, is an error
+that shows what it has printed.
 """
 
 from __future__ import annotations

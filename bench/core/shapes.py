@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from .errors import BenchError
+from .states import state_bytes, state_layers
 
 BLOCK_TOKENS: Final = 16
 """Tokens of one block in the engines that the known figures come from."""
@@ -147,6 +148,8 @@ class ModelShape:
     """What decides the size of a model's KV: planes x layers x kv_heads x head_dim elements a token.
 
     `layers` are those that keep KV. `planes` is 2 for K and V, 1 for the one latent of MLA, whose width is head_dim.
+    `states` are layers that keep a state of all tokens, and `snapshot_bytes` those states at one boundary (states.py);
+    None: the file does not say.
     """
 
     name: str
@@ -155,6 +158,8 @@ class ModelShape:
     head_dim: int
     dtype_bytes: int = 2
     planes: int = 2
+    states: int = 0
+    snapshot_bytes: int | None = 0
 
     def __post_init__(self) -> None:
         for field in ("layers", "kv_heads", "head_dim", "dtype_bytes", "planes"):
@@ -222,13 +227,14 @@ def shape_from_config(path: Path) -> ModelShape:
     kind = str(config.get("model_type") or "")
     _refuse(config, kind, path)
     layers, heads, width = (_count(config, path, *names) for names in (_LAYERS, _HEADS, _WIDTH))
-    layers = _kept_layers(config, kind, path, layers)
+    every, layers = layers, _kept_layers(config, kind, path, layers)
     name, nbytes = path.resolve().parent.name, _dtype_bytes(config, path)
     if latent := _count(config, path, "kv_lora_rank"):
         rope = _count(config, path, "qk_rope_head_dim")
         if layers is None or rope is None:
             raise _lacking(path, num_hidden_layers=layers, qk_rope_head_dim=rope)
-        return ModelShape(name, layers, 1, latent + rope, nbytes, planes=1)
+        shape = ModelShape(name, layers, 1, latent + rope, nbytes, planes=1)
+        return _with_states(shape, config, kind, every)
     kv_heads = _kv_heads(config, kind, path, heads)
     head_dim = _count(config, path, *(_HEAD_DIM[:1] if kind == "zamba2" else _HEAD_DIM))
     if head_dim is None and kind not in _SAYS_HEAD_DIM and heads and width:
@@ -236,7 +242,16 @@ def shape_from_config(path: Path) -> ModelShape:
     if layers is None or kv_heads is None or head_dim is None:
         raise _lacking(path, num_hidden_layers=layers, num_key_value_heads=kv_heads, head_dim=head_dim)
     _refuse_other_sizes(config, path, {"head_dim": head_dim, "num_key_value_heads": kv_heads})
-    return ModelShape(name, layers, kv_heads, head_dim, nbytes)
+    return _with_states(ModelShape(name, layers, kv_heads, head_dim, nbytes), config, kind, every)
+
+
+def _with_states(shape: ModelShape, config: Mapping[str, Any], kind: str, layers: int | None) -> ModelShape:
+    """Add what recurrent layers keep to the shape of a hybrid model."""
+    if layers is None or not (kind in _HYBRIDS | _BOTH or any(key.startswith(_STATES) for key in config)):
+        return shape
+    states = state_layers(config, kind, layers, shape.layers)
+    each = state_bytes(config, kind, shape.dtype_bytes) if states else 0
+    return replace(shape, states=states, snapshot_bytes=None if each is None else states * each)
 
 
 def _flattened(path: Path) -> dict[str, Any]:

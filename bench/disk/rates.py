@@ -2,10 +2,10 @@
 take turns: in each repeat, for each mode and number of threads, every arm writes all its blocks, then every arm reads
 all of them. Buffered files are read twice: cold, and out of the page cache.
 
-fio says what the device does, as a tool that everybody knows. The loop is the fairer neighbour: the same threads,
-images and memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and
-promotes (get, read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so
-making room and telling the index of it are in the figure.
+fio says what the device does, as the field's usual tool. The loop is the fairer neighbour: the same threads, images and
+memory, and nothing but preadv and pwrite. The tier spills (place, write with its checksum, publish) and promotes (get,
+read, the checksum again) by the threads that a server has for it; it is full, as a cache always is, so making room and
+telling the index of it are in the figure.
 
 An image is what the disk tier writes: page-aligned, the payload HEADER_BYTES behind its start. No two blocks are alike,
 and which image a block holds shifts by one with every pass, so that a record of another key or of an earlier pass is
@@ -205,7 +205,6 @@ class Loop:
         self._shift = 0
 
     def write(self, mode: Mode, threads: int, shift: int) -> Timing:
-        """As RateArm."""
         self._shift, size = shift, self._blocks.size_bytes
         file = RealFiles().open(self._path, direct=mode == "direct")
         times_s: list[float] = []
@@ -222,7 +221,6 @@ class Loop:
             file.close()
 
     def read(self, mode: Mode, threads: int) -> Timing:
-        """As RateArm."""
         size = self._blocks.size_bytes
         file = RealFiles().open(self._path, direct=mode == "direct")
         times_s: list[float] = []
@@ -244,7 +242,6 @@ class Loop:
         return self._blocks.verify(self._shift, "the loop", self._blocks.size_bytes - HEADER_BYTES)
 
     def forget_pages(self) -> None:
-        """As RateArm."""
         forget_pages(self._path)
 
     def close(self) -> None:
@@ -283,11 +280,9 @@ class Fio:
         self._path, self._block_bytes, self._count = path, block_bytes, count
 
     def write(self, mode: Mode, threads: int, shift: int) -> Timing:
-        """As RateArm."""
         return self._move("write", mode, threads)
 
     def read(self, mode: Mode, threads: int) -> Timing:
-        """As RateArm."""
         return self._move("read", mode, threads)
 
     def verify(self, mode: Mode) -> int:
@@ -295,7 +290,6 @@ class Fio:
         return 0
 
     def forget_pages(self) -> None:
-        """As RateArm."""
         forget_pages(self._path)
 
     def close(self) -> None:
@@ -375,7 +369,6 @@ class TierArm:
         self._shifts: dict[Mode, int] = {}
 
     def write(self, mode: Mode, threads: int, shift: int) -> Timing:
-        """As RateArm."""
         tier, size = self._tier(mode), self._blocks.size_bytes
         self._shifts[mode] = shift
 
@@ -397,7 +390,6 @@ class TierArm:
         return self._timed(threads, Priority.SPILL, spill, finish).by_block(times_s)
 
     def read(self, mode: Mode, threads: int) -> Timing:
-        """As RateArm."""
         tier, shift = self._tier(mode), self._shifts[mode]
 
         times_s: list[float] = []
@@ -412,16 +404,13 @@ class TierArm:
         return self._timed(threads, Priority.DEMAND, promote, lambda: None).by_block(times_s)
 
     def verify(self, mode: Mode) -> int:
-        """As RateArm."""
         return self._blocks.verify(self._shifts[mode], "the tier", self._blocks.size_bytes)
 
     def forget_pages(self) -> None:
-        """As RateArm."""
         for path in self._directory.glob("*/segment-*.kv"):
             forget_pages(path)
 
     def close(self) -> None:
-        """As RateArm."""
         while self._tiers:
             self._tiers.popitem()[1].close()
 

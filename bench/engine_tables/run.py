@@ -51,7 +51,6 @@ from kvredis.backends.resp.connection import Connection
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.core.line_process import LineProcess
-from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import Captions, LinePanel, lines, series_of
 from kvredis.bench.core.result import (
     Column,
@@ -61,6 +60,7 @@ from kvredis.bench.core.result import (
     Row,
     gate_line,
     gate_lines,
+    machine_facts,
     machine_lines,
     spread,
     summed,

@@ -63,15 +63,12 @@ class NoCache:
     """The row that others are compared with."""
 
     def hit(self, tokens: list[int], together: int) -> int:
-        """As Subject.hit."""
         return 0
 
     def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
-        """As Subject.load."""
         return lambda: 0
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
-        """As Subject.store."""
         return None
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -86,7 +83,6 @@ class OnDevice(NoCache):
         self._chunks: dict[bytes, Tensor] = {}
 
     def hit(self, tokens: list[int], together: int) -> int:
-        """As Subject.hit."""
         found = 0
         for chunk in chunk_keys(tokens, self._layout):
             if chunk.key not in self._chunks:
@@ -95,7 +91,6 @@ class OnDevice(NoCache):
         return min(found, len(tokens) - 1)
 
     def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
-        """As Subject.load."""
         from kvredis.adapters.engine.tensors import scatter
 
         for chunk in chunk_keys(tokens, self._layout):
@@ -104,7 +99,6 @@ class OnDevice(NoCache):
         return lambda: stop
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
-        """As Subject.store."""
         from kvredis.adapters.engine.tensors import gather
 
         for chunk in chunk_keys(tokens, self._layout):
@@ -125,7 +119,6 @@ class Tiered:
         return self._engine.plan(tokens, together=together).stop
 
     def load(self, tokens: list[int], kv: Tensor, stop: int, together: int) -> Callable[[], int]:
-        """As Subject.load."""
         load = self._engine.retrieve_later(tokens, kv, stop=stop, together=together)
 
         def wait() -> int:
@@ -137,11 +130,9 @@ class Tiered:
         return wait
 
     def store(self, tokens: list[int], kv: Tensor) -> Save | None:
-        """As Subject.store."""
         return self._engine.store_later(tokens, kv)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """As Subject.computed."""
         self._engine.prefill_took(tokens, seconds)
 
 

@@ -206,7 +206,7 @@ class _ZmqHeld:
 
 
 def contenders(recipes: Sequence[Recipe], with_zmq: bool) -> list[Contender]:
-    """Give who takes part: every recipe, kvredis with a disk as well, and the pyzmq peer."""
+    """Give the contenders: every recipe, kvredis with a disk as well, and the pyzmq peer."""
     made = []
     for recipe in recipes:
         made.append(Contender(recipe.name, _by_recipe(recipe, disk=False), (SET_PIPELINED,)))

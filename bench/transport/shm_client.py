@@ -34,7 +34,7 @@ Place = tuple[int, int]
 
 
 class LaneMissing(BenchError):
-    """The server has no same-host lane, or gives this client none."""
+    """Raised when the server has no same-host lane, or gives this client none."""
 
 
 class LentMemory:

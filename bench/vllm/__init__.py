@@ -1,2 +1,2 @@
-"""`kvredis bench vllm`: real vLLM's time to first token and requests a second, by who has kept the KV. The command
-line imports it."""
+"""`kvredis bench vllm`: real vLLM's time to first token and requests a second, by which cache has kept the KV. The
+command line imports it."""

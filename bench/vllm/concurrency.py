@@ -1,12 +1,12 @@
-"""How many requests a second does a real vLLM serve, N of them at once, by who has kept their KV? And does a connector
-that has nothing to move cost a step anything? `kvredis bench vllm --concurrency N`.
+"""How many requests a second does a real vLLM serve, N of them at once, by which cache has kept their KV? And does a
+connector that has nothing to move cost a step anything? `kvredis bench vllm --concurrency N`.
 
 Result: schema kvredis.bench.vllm-concurrency/1. Every arm is a vLLM in a process of its own, as in run.py, and arms
 take turns repeat by repeat. vLLM's own prefix cache is emptied before each round of each arm, so that within the round
 it works as always. All prompts of a repeat are new.
 
 Kinds of rounds
-    cold        N prompts that no one has seen
+    cold        N prompts that were never seen
     stored      the same prompts again: all of each is stored, but for what is behind its last whole chunk
     half        the first half of each prompt is a prefix that all N share and that is stored, the second half is its
                 own and new
@@ -35,7 +35,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import BarPanel, Captions, bar, bars
 from kvredis.bench.core.result import (
     Column,
@@ -45,6 +44,7 @@ from kvredis.bench.core.result import (
     Row,
     gate_line,
     gate_lines,
+    machine_facts,
     machine_lines,
     spread,
     summed,
@@ -187,7 +187,6 @@ class Batches:
         self._answers: dict[tuple[int, str], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
-        """As Work.warm_up."""
         self._ask(engine, 0)
 
     def _ask(self, engine: EngineProcess, seed: int) -> Together:
@@ -200,7 +199,6 @@ class Batches:
         return served
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
-        """As Work.take."""
         served = self._ask(engine, repeat + 1)
         for kind, batch in served["batches"].items():
             expected = self._answers.setdefault((repeat, kind), batch["answers"])
@@ -216,7 +214,6 @@ class Batches:
             )
 
     def opening(self, arm: str, folder: Path) -> Opening:
-        """As Work.opening."""
         setting, plan = self._setting, self._setting.plan
         port = self._server.address.port if self._server is not None else 0
         length = setting.tokens + ANSWER_TOKENS + 48

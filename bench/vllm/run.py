@@ -1,5 +1,5 @@
-"""How soon does the first token of a prompt that was seen before come in a real vLLM, by who has kept its KV? `kvredis
-bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
+"""How soon does the first token of a prompt that was seen before come in a real vLLM, by which cache has kept its KV?
+`kvredis bench vllm` asks vLLM without a connector, its OffloadingConnector, and kvredis.
 
 Every arm is a vLLM in a process of its own, since its settings are its own. As many are open at a time as the GPU has
 room for: what the others are compared with, and some of the others; they take turns prompt by prompt, each time in
@@ -36,7 +36,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, TypedDict, cast
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.bench.core.machine import machine_facts
 from kvredis.bench.core.plot import Captions, LinePanel, lines
 from kvredis.bench.core.result import (
     Column,
@@ -46,6 +45,7 @@ from kvredis.bench.core.result import (
     Row,
     gate_line,
     gate_lines,
+    machine_facts,
     machine_lines,
     spread,
     summed,
@@ -290,13 +290,11 @@ class Prompts:
         self._answers: dict[tuple[int, int], list[list[int]]] = {}
 
     def warm_up(self, engine: EngineProcess) -> None:
-        """As Work.warm_up."""
         for place, tokens in enumerate(self.turns):
             engine.measure(place, tokens)
             forget(self._server, engine.arm)
 
     def take(self, engine: EngineProcess, turn: int, repeat: int, place: int) -> None:
-        """As Work.take."""
         seed = _SEED * (repeat + 1) + self.turns.index(turn)  # no prompt begins as another
         served = engine.measure(seed, turn, 0 if repeat else ANSWER_TOKENS)
         forget(self._server, engine.arm)
@@ -306,7 +304,6 @@ class Prompts:
         row["samples"].append(_sample_of(served, expected, place))
 
     def opening(self, arm: str, folder: Path) -> Opening:
-        """As Work.opening."""
         setting, longest = self._setting, max(self._setting.prompt_tokens) + ANSWER_TOKENS
         room = room_bytes(setting.shape, longest)
         port = self._server.address.port if self._server is not None else 0

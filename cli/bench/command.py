@@ -1,4 +1,5 @@
-"""`kvredis bench`: measurements through public interfaces only, so that a reader can repeat each figure in the docs."""
+"""`kvredis bench`, its table of subcommands, and of these `server` and `plot`: measurements through public interfaces
+only, so that a reader can repeat each figure in the docs."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from kvredis.bench.core.servers import RECIPES, SUBJECT, Recipe, before_recipe
+from kvredis.bench.pictures import draw_file
 from kvredis.bench.server.run import (
     BEFORE_PARTS,
     DEFAULT_PARTS,
@@ -32,7 +34,6 @@ from .links import links
 from .lmcache import lmcache
 from .memory import memory
 from .options import Telling, counts_of, json_option, measuring, picture_option, words_of
-from .plot import plot
 from .profile import profile
 from .slow_remote import slow_remote
 from .store_overhead import store_overhead
@@ -62,7 +63,6 @@ bench.add_command(links)
 bench.add_command(lmcache)
 bench.add_command(long_prefill)
 bench.add_command(memory)
-bench.add_command(plot)
 bench.add_command(profile)
 bench.add_command(prefill)
 bench.add_command(prompts)
@@ -71,6 +71,18 @@ bench.add_command(store_overhead)
 bench.add_command(swap)
 bench.add_command(transport)
 bench.add_command(vllm)
+
+
+@bench.command(epilog="Example: kvredis bench plot bench/results/server-2026-11-22.json server.png")
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
+def plot(result: Path, picture: Path) -> None:
+    """Draw RESULT, a JSON file of bench memory, transport, server, disk or links, into PICTURE, a PNG."""
+    try:
+        draw_file(result, picture)
+    except KVRedisError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"Picture: {picture}")
 
 
 @bench.command(

@@ -150,7 +150,7 @@ class Telling:
             path = Path(self.json_path) if self.json_path else default_path(Path.cwd(), self.name)
             unsaved = ""
             try:
-                save(result, path)  # before anything is printed: who reads it may have hung up
+                save(result, path)  # before anything is printed: its reader may have hung up
             except OSError as error:
                 unsaved = f"{path}: cannot write the result: {error.strerror or error}"
             for line in [*lines, "", *([] if unsaved else [f"Result: {path}"])]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import click
 
-from kvredis.bench.slow_remote import QUICK, SlowRemotePlan, run, table_lines
+from kvredis.bench.slow_remote.run import QUICK, SlowRemotePlan, run, table_lines
 from kvredis.cli.numbers import Number
 
 from .options import Telling, json_option, measuring

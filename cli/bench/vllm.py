@@ -85,11 +85,11 @@ def vllm(
     One engine for each way of keeping KV, beside vLLM's own OffloadingConnector; TTFT by the prompt's length. Generated
     tokens and hits are compared. vLLM is looked for in this environment unless --python or --site names another.
 
-    With --concurrency N: requests a second, N at once. Cold: no one has seen them. All stored: the same again. Half
-    shared and stored: the first half of each prompt is a prefix that all N share and that is stored, the second half is
-    its own and new. vLLM's own cache is emptied before each of these rounds, in every arm, so that within a round it
-    works as always. A step that moves nothing: N short requests decode, tokens a second beside those of an engine
-    without a connector that is launched in the same way. Ratios are to `none` and to `offloading`.
+    With --concurrency N: requests a second, N at once. Cold: new prompts. All stored: the same again. Half shared and
+    stored: the first half of each prompt is a prefix that all N share and that is stored, the second half is its own
+    and new. vLLM's own cache is emptied before each of these rounds, in every arm, so that within a round it works as
+    always. A step that moves nothing: N short requests decode, tokens a second beside those of an engine without a
+    connector that is launched in the same way. Ratios are to `none` and to `offloading`.
     """
     settings = {name: value for name, value in given.items() if value is not None}
     kept = logs.resolve() if logs else None

@@ -1,4 +1,4 @@
-"""`kvredis demo`: the main job on real text, so that anyone can see it work: KV computed once, stored, loaded.
+"""`kvredis demo`: the main job on real text, to see it work: KV computed once, stored, loaded.
 
 The figures count only when they are the store's: every run is a fresh process, with a server or a disk between them,
 and the demo fails unless the store served SERVED_MIN of the prompt and all runs gave the same tokens. Each loading
@@ -289,7 +289,7 @@ def _redis(folder: Path) -> Iterator[int | None]:
 def _process(command: list[str], *, stdout: int | None, stderr: IO[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A child process without our configuration's variables, ended when the block is left."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "KVREDIS_"))}
-    # A signal that comes while the child is made waits: else no one would end the child.
+    # A signal that comes while the child is made waits: else nothing would end the child.
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env) as process:

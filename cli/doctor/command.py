@@ -1,7 +1,7 @@
 """`kvredis doctor`: what this machine has, what the configuration asks of it, and the line that mends the difference.
 
-Each part can be asked for alone. What is looked at, and how, is in doctor_memory, doctor_disk, doctor_gpu and
-doctor_system; all of them read the machine through Machine, and judge as `kvredis serve` will, by its own code.
+Each part can be asked for alone: memory.py, disk.py, gpu.py and system.py. All of them read the machine through
+Machine, and judge as `kvredis serve` will, by its own code.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One way for all subcommands to reach a running server: which one, as whom, and how it is asked.
+"""The connection of all subcommands to a running server: its address, the user, and how it is asked.
 
 The URL is any that remote_url may be. A cluster is its masters, each of them asked by itself, so that whatever is said
 about one server (SCAN, KV.JOB, INFO) is said the same way about many. redis-py carries the words: these commands are
@@ -398,7 +398,7 @@ def _packed_set(key: bytes, value: memoryview, options: Sequence[Word]) -> Itera
 
 
 def _client(address: Address, timeout_s: float) -> Client:
-    """A client that tries once: who stands before a terminal wants to be told, not to wait."""
+    """A client that tries once: a user at a terminal wants to be told, not to wait."""
     import redis
 
     where: dict[str, Any] = {"host": address.host, "port": address.port}

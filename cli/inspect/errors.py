@@ -1,8 +1,8 @@
 """What went wrong between us and a server, in one line that also says what to do about it.
 
 redis-py tells of a refused connection, a wrong password and a web server on that port each in its own words; here they
-become ours. Who hangs up or answers something else than RESP is called once more, and asked whether it is a web server
-or speaks TLS.
+become ours. A server that hangs up or answers something else than RESP is called once more, to see whether it is a web
+server or speaks TLS.
 """
 
 from __future__ import annotations

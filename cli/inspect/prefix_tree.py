@@ -40,7 +40,7 @@ class Sum:
         self.keys += 1
         self.asides += is_aside
         self.nbytes += nbytes
-        self.hits += 0 if is_aside else facts.get("hits") or 0  # who reads the value asks for both keys
+        self.hits += 0 if is_aside else facts.get("hits") or 0  # a reader of the value asks for both keys
         idle = facts.get("idle")
         if idle is not None:
             self.idle_s = idle if self.idle_s is None else min(self.idle_s, idle)

@@ -1,1 +1,1 @@
-"""The engine doors: what turns an engine's KV cache into keyed blocks and back."""
+"""Engine adapters: each turns an engine's KV cache into keyed blocks and back."""

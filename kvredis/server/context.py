@@ -97,7 +97,7 @@ class Context:
         self.client_memory = ClientMemory(self)
         self.monitors: dict[int, Client] = {}
         self.watchers: dict[tuple[int, bytes], set[Client]] = {}
-        """Who watches which key of which database."""
+        """The clients that watch a key, by key and database."""
         self.blocked = BlockedClients()
         self.event_letters = ""
         self.maxclients: int = options.maxclients
@@ -241,8 +241,8 @@ class Context:
         self.latency.note("fast-command" if "fast" in command.flags else "command", took_ns / 1e6)
 
     def note_broken(self, session: Client, broken: ProtocolError) -> None:
-        """A client has broken the protocol. That a browser was talked into speaking to us is told, but once a minute:
-        a page that does that does it often."""
+        """Count and log a client that has broken the protocol. That a browser was talked into speaking to us is told,
+        but once a minute: a page that does that does it often."""
         if isinstance(broken, QueryBufferLimit):
             self.stats.query_limit_disconnections += 1
             return
@@ -281,7 +281,7 @@ class Context:
         return None
 
     def dismiss(self, session: Client) -> None:
-        """A client's connection is gone."""
+        """Forget a client whose connection is gone."""
         self.pubsub.forget(session)
         self.tracking.forget(session)
         self.admission.forget(session)
@@ -293,7 +293,7 @@ class Context:
             self.stats.gone.setdefault(session.kind, Traffic()).add(session)
 
     def stop_monitoring(self, session: Client) -> None:
-        """A monitor goes, or RESETs."""
+        """End the feed of a monitor that goes, or RESETs."""
         if self.monitors.pop(session.id, None) is not None:
             self.reconsider()
 

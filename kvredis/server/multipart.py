@@ -170,7 +170,8 @@ class Piece(Reservation):
         return True
 
     def abort(self) -> None:
-        """It has not come, or was not to: what stood in its place has been damaged, so it counts as missing."""
+        """Give up a piece that has not come, or was not to: what stood in its place has been damaged, so it counts as
+        missing."""
         if self._end():
             self._part.lost(self._offset, self.length)
 
@@ -285,7 +286,7 @@ class Parts:
         return part
 
     def end_all(self, session: Client) -> None:
-        """A client has no reservations any more: RESET."""
+        """End all reservations of a client: RESET."""
         self.aborted += self.of(session).end_all()
 
     def open_payload(self, session: Client, args: list[Argument], length: int) -> Piece | Refused:

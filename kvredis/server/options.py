@@ -1,4 +1,4 @@
-"""What a server is started with: where it listens, whom it lets in, and the bounds that it begins with.
+"""What a server is started with: where it listens, which clients it lets in, and the bounds that it begins with.
 
 The names are those of the configuration keys (backends/config/schema.py); `kvredis serve` fills this in from there.
 What CONFIG SET may change later lives in the Server; this is what was asked for at the start.

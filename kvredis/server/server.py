@@ -62,7 +62,6 @@ class Server(Context):
         self._idle = IdleClients()
         self._tick: asyncio.TimerHandle | None = None
         self._turns = 0
-        self._stopped = asyncio.Event()
         begin(self)
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -82,10 +81,6 @@ class Server(Context):
         self._tick = loop.call_later(TICK_S, self._on_tick)
         if self.reload is not None:
             self.reload.start()
-
-    async def serve_forever(self) -> None:
-        """Return when `stop` has been called."""
-        await self._stopped.wait()
 
     async def stop(self) -> None:
         """Close the listeners, let values that are coming in, replies that are going out and blocks that come off the
@@ -108,7 +103,6 @@ class Server(Context):
         for later in (self._tick, self._expiry, self._shrinking, self._giving_back):
             if later is not None:
                 later.cancel()
-        self._stopped.set()
 
     def _on_tick(self) -> None:
         # First, so that a mistake in what follows is not the end of expiry and of time limits.

@@ -98,7 +98,6 @@ class RealFile:
         self.path = path
 
     def pread(self, into: memoryview, offset: int) -> int:
-        """As File."""
         done = 0
         while done < len(into):
             count = os.preadv(self._fd, [into[done:]], offset + done)
@@ -108,7 +107,6 @@ class RealFile:
         return done
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """As File."""
         done = 0
         while done < len(data):
             count = os.pwrite(self._fd, data[done:], offset + done)
@@ -117,11 +115,9 @@ class RealFile:
             done += count
 
     def sync(self) -> None:
-        """As File."""
         os.fdatasync(self._fd)
 
     def size_bytes(self) -> int:
-        """As File."""
         return os.fstat(self._fd).st_size
 
     def allocate(self, nbytes: int) -> None:
@@ -135,14 +131,12 @@ class RealFile:
                 os.ftruncate(self._fd, nbytes)
 
     def is_at(self, path: Path) -> bool:
-        """As File."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """As File."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -162,7 +156,6 @@ class Lock(RealFile):
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """As File."""
         if self._fd >= 0 and os.getpid() == self._pid:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         super().close()
@@ -172,7 +165,6 @@ class RealFiles:
     """The operating system's own."""
 
     def open(self, path: Path, *, direct: bool) -> File:
-        """As Files."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         return RealFile(os.open(path, flags, 0o600), path)
 
@@ -190,20 +182,16 @@ class RealFiles:
         return Lock(fd, path)
 
     def make_directory(self, path: Path) -> None:
-        """As Files."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def names(self, directory: Path) -> list[str]:
-        """As Files."""
         return os.listdir(directory)
 
     def remove(self, path: Path) -> None:
-        """As Files."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def sync_directory(self, directory: Path) -> None:
-        """As Files."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

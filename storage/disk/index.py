@@ -61,8 +61,8 @@ STAY: Final[tuple[int | None, ...]] = tuple(range(SPACES))
 
 
 class Unusable(Exception):
-    """The directory's index cannot be used. `ours` says whether it may be thrown away: a cache that lost its index,
-    or one of an older format; not what another program, or a newer kvredis, has written."""
+    """Raised when the directory's index cannot be used. `ours` says whether it may be thrown away: a cache that lost
+    its index, or one of an older format; not what another program, or a newer kvredis, has written."""
 
     def __init__(self, reason: str, *, ours: bool) -> None:
         super().__init__(reason)
@@ -115,7 +115,7 @@ class Batch:
     """A record that is confirmed loses its place to another one: what is new has to be on the device first."""
 
     def note(self, name: Name, row: Row | None) -> None:
-        """A name has another row, or None = none."""
+        """Give a name another row, or None = none."""
         self.changes[name[1]][name[0]] = row
 
     def move(self, step: tuple[int | None, ...]) -> None:

@@ -2,7 +2,7 @@
 
 The index says what is there; here only what is cheap and certain is checked (is the segment there, is it long enough,
 does nothing overlap, has the time not come), so that a hundred thousand records take well under a second. Whether the
-bytes are the right ones is checked whenever they are read.
+bytes are the right ones is checked whenever they are read. Which values a crash brings back is said in superseded.py.
 
 What cannot be used is thrown away when it is a cache that we wrote: an index that is damaged, and one of an older
 format. A newer kvredis' directory, another program's database and a directory that another server has open are refused.

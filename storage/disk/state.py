@@ -1,4 +1,4 @@
-"""The state of the disk tier, and the steps that keep it true: who lies where, who may leave, what the index
+"""The state of the disk tier, and the steps that keep it true: where each record lies, which may leave, what the index
 has yet to learn. No file is touched here.
 
 An extent always has exactly one owner: a hole of the allocator, a writer (`place`), a record that can be read, one
@@ -81,6 +81,8 @@ class Learning:
     """What the index is learning, and what it will have when it has: see `_begin_learning`."""
 
     batch: Batch
+    seq: int
+    """The sequence number that was due when it began."""
     contents: list[Contents]
     """Which database each number is."""
     indexed: list[Contents]
@@ -105,9 +107,10 @@ class DiskState:
         """Those of the databases, and of some that were cleared."""
         self._spaces = [self._contents[database].records for database in self._databases]
         self._indexed = list(self._contents.values())
-        """Whose rows the index on disk has under each number. It is another than who has the number now, from an
-        exchange on until the index learns of it."""
-        self._displaced = False  # whether it may be
+        """Whose rows the index on disk has under each number. It is another than the one that has the number now, from
+        an exchange on until the index learns of it."""
+        self._displaced = False  # whether it may be, or may have been since the index has learned of anything
+        self._learned_seq = opened.first_seq  # the number that was due when the index has begun to learn of the last
         self._cleared: list[Contents] = []
         self._undecided = False  # there may be names that belong to `untrue` and are not yet there: see `decide`
         self.decide: Callable[[], None] = lambda: None
@@ -203,7 +206,7 @@ class DiskState:
         with self._lock:
             if record in self._order and not record.superseded:
                 record.superseded = True
-                self._order.move_to_end(record)  # out of the way of who looks for the coldest
+                self._order.move_to_end(record)  # out of the way of a search for the coldest
                 self._superseded[record] = None
                 self.superseded_bytes += record.extent.length
                 contents = self._contents[record.database]
@@ -269,17 +272,18 @@ class DiskState:
             self._undecided = False
 
     def displaced(self, space: int, keys: Iterable[bytes]) -> list[bytes]:
-        """Which of `keys` the index has rows of under this number that belong to another database by now."""
+        """Which of `keys` the index has rows of under this number that are another database's by now, or that have left
+        since databases were exchanged: perhaps while this one had another number."""
         with self._lock:
             before = self._indexed[space]
-            if before.database is self._databases[space] or not (before.records or before.gone):
-                return []
-            return [key for key in keys if key in before.records or key in before.gone]
+            records = {} if before.database is self._databases[space] else before.records
+            return [key for key in keys if key in records or key in before.gone] if records or before.gone else []
 
     def has_moved(self, record: Record) -> bool:
-        """Whether the database of a record has another number than the index knows."""
+        """Whether the database of a record was exchanged since the index has last learned of anything. It may have the
+        number again that it had, and the record have come, or changed, while it had another."""
         with self._lock:
-            return not record.database.flushed and self._indexed[record.space].database is not record.database
+            return not record.database.flushed and record.database.swapped >= self._learned_seq
 
     def give_up(self, name: Name | None = None) -> bool:
         """Wait no longer for the value of a name in `untrue`, or None = of all: what a crash would find there instead
@@ -335,7 +339,7 @@ class DiskState:
             as_indexed = [each for each in (first, second) if self._indexed[each].database is databases[each]]
             Database.exchange(databases, first, second, self._next_seq())
             spaces[first], spaces[second] = spaces[second], spaces[first]
-            if not (spaces[first] or spaces[second]):
+            if not (spaces[first] or spaces[second] or self._displaced):
                 for each in as_indexed:  # of these the index has no row, or will have none
                     self._indexed[each] = self._contents[databases[each]]
                 return False
@@ -432,7 +436,8 @@ class DiskState:
         }
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every byte of every segment is accounted for, once. Waits for who is settling."""
+        """Raise AssertionError unless every byte of every segment is accounted for, once. Waits for the thread that is
+        settling."""
         with self._settling, self._lock:
             self._allocator.check_integrity()
             assert not self._freeing
@@ -521,7 +526,8 @@ class DiskState:
 
     def _begin_learning(self) -> "Learning":
         """What the index is about to learn, which is not pending any more."""
-        begun = Learning(self._pending, [self._contents[each] for each in self._databases], list(self._indexed))
+        present = [self._contents[each] for each in self._databases]
+        begun = Learning(self._pending, self._seq, present, list(self._indexed))
         self._pending = Batch()
         for contents in self._contents.values():
             if contents.gone:
@@ -530,7 +536,8 @@ class DiskState:
         return begun
 
     def _end_learning(self, begun: "Learning", *, learned: bool) -> None:
-        """The index has learned of it; or it has not, and it is pending again, before what has come meanwhile."""
+        """Note that the index has learned of it; or that it has not, and it is pending again, before what has come
+        meanwhile."""
         if not learned:
             begun.batch.add(self._pending)
             self._pending = begun.batch
@@ -540,9 +547,8 @@ class DiskState:
         for space, (contents, before) in enumerate(zip(begun.contents, begun.indexed, strict=True)):
             if self._indexed[space] is before:  # else it was cleared meanwhile
                 self._indexed[space] = contents
-        self._displaced = any(
-            each.database is not database for each, database in zip(self._indexed, self._databases, strict=True)
-        )
+        self._learned_seq = begun.seq
+        self._displaced = any(database.swapped >= begun.seq for database in self._databases)
 
     def _next_seq(self) -> int:
         seq = self._seq
@@ -631,7 +637,7 @@ class DiskState:
         return in_a_row > 0
 
     def _convict(self) -> None:
-        """A write has succeeded, so it was those spots."""
+        """Leave the suspected spots unused, as the device's fault, since a write elsewhere has succeeded."""
         if self._refused_in_a_row:
             self._refused_in_a_row = 0
             for extent in self._suspects:

@@ -95,9 +95,9 @@ class DiskTier(DiskState):
         does not make room either, superseded records leave: with `evict` all that must, else those in `instead`, which
         the block is to supersede.
 
-        Gives the extent and who had to leave for it, also when there is none in the end: the disk is full of records
-        that are being read or written, or the block is longer than a segment, or the index cannot be written. Records
-        leave for want of room for one more row, too.
+        Gives the extent and the records that had to leave for it, also when there is none in the end: the disk is full
+        of records that are being read or written, or the block is longer than a segment, or the index cannot be
+        written. Records leave for want of room for one more row, too.
         """
         nbytes = record_bytes(length)
         left: list[Record] = []
@@ -242,8 +242,8 @@ class DiskTier(DiskState):
     def close(self, order: Iterable[Name] | None = None) -> None:
         """Make everything durable, note the order of eviction and let go of the directory; again is nothing.
 
-        `order` names blocks as (key, space), coldest first; who is not named keeps an earlier place. None: the tier's
-        own order. No other method may run meanwhile or be called afterwards.
+        `order` names blocks as (key, space), coldest first; one that is not named keeps an earlier place. None: the
+        tier's own order. No other method may run meanwhile or be called afterwards.
         """
         if self._closed:
             return
@@ -269,7 +269,8 @@ class DiskTier(DiskState):
     def _make_room(
         self, nbytes: int, count: int, instead: Sequence[Record], *, evict: bool
     ) -> tuple[Extent | None, list[Record] | None]:
-        """An extent, if there is one by now, or who has left so that there will be; None when it cannot be."""
+        """An extent, if there is one by now, or the records that have left so that there will be; None when it cannot
+        be."""
         leaving = None
         with self._lock:
             extent = self._take(nbytes, count)  # another thread may have made room meanwhile

@@ -1,10 +1,15 @@
-"""Who leaves first when room is needed: the contract of an eviction policy, and those that are simple orders.
+"""Which entry leaves first when room is needed: the contract of an eviction policy, and the policies that are simple
+orders.
 
 A policy orders entries and nothing else: it takes no room, frees none, and holds no bytes. The store tells it of
 every entry that arrives, is used or leaves, and asks it for victims, coldest first.
 
 LRU, LFU, FIFO and MRU mean what they mean in LMCache; lfu.py and s3fifo.py hold those that are more than one order.
 Redis' volatile-* policies let only entries with an end leave: each keeps those and the others in two orders.
+
+To add a policy: write a class that meets Policy, here or, if it is more than a list, in a file of its own, and name it
+in POLICIES below. `cache_policy`, `maxmemory-policy`, their help and the tests that run on every policy read that
+table; tests/storage/eviction/policy_models.py wants a short model of its order.
 """
 
 import heapq
@@ -51,9 +56,9 @@ class Policy(Protocol):
         """Note that a run of blocks, given head first, is wanted at one instant: of these the last is the coldest.
         KeyError, and only some of it noted, when one of them is not in the order.
 
-        A suffix is worth nothing without its head, so a prefix must be eaten from its end. Who counts uses does not
-        count this one: engines say it of a run that they look up, of what they have just stored, and again and again
-        of the head while they store the rest. What is really used is read as well.
+        A suffix is worth nothing without its head, so a prefix must be eaten from its end. A policy that counts uses
+        does not count this one: engines say it of a run that they look up, of what they have just stored, and again and
+        again of the head while they store the rest. What is really used is read as well.
         """
         ...
 
@@ -101,7 +106,6 @@ class _OneOrder:
         self._order: OrderedDict[Entry, None] = OrderedDict()
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         self._order[entry] = None
 
     def restore(self, entry: Entry, uses: int) -> None:
@@ -112,7 +116,6 @@ class _OneOrder:
         """As Policy: an end changes nothing here."""
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         del self._order[entry]
 
     def victims(self) -> Iterator[Entry]:
@@ -152,7 +155,6 @@ class LRU(_OneOrder):
         self.touch: Callable[[Entry], None] = self._order.move_to_end  # as Policy; without a frame of its own
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         deque(map(self.touch, reversed(entries)), maxlen=0)
 
 
@@ -209,13 +211,11 @@ class Random(_OneOrder):
         self._places: dict[Entry, int] = {}
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         super().admit(entry)
         self._places[entry] = len(self._list)
         self._list.append(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         self.admit(entry)
 
     def forget(self, entry: Entry) -> None:
@@ -248,7 +248,8 @@ class Random(_OneOrder):
 
 
 class TTL(_OneOrder):
-    """Whose end comes soonest leaves first; who has none comes last. What Redis' volatile-ttl needs of an order."""
+    """The entry whose end comes soonest leaves first; one without an end comes last. What Redis' volatile-ttl needs of
+    an order."""
 
     name = "TTL"
 
@@ -261,12 +262,10 @@ class TTL(_OneOrder):
         self._ticket = 0
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         super().admit(entry)
         self.end_changed(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         self.admit(entry)
 
     def end_changed(self, entry: Entry) -> None:
@@ -323,7 +322,6 @@ class _Volatile:
         return self._ending if entry in self._ending else self._lasting
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         order = self._ending if entry.expire_at_ms else self._lasting
         if self._gone_uses and (entry.key, entry.space) == self._gone:
             order.restore(entry, self._gone_uses + 1)
@@ -331,11 +329,9 @@ class _Volatile:
             order.admit(entry)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         (self._ending if entry.expire_at_ms else self._lasting).restore(entry, uses)
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         self._order_of(entry).touch(entry)
 
     def end_changed(self, entry: Entry) -> None:
@@ -349,12 +345,10 @@ class _Volatile:
             new.restore(entry, uses or 1)
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         self._ending.touch_run([entry for entry in entries if entry in self._ending])
         self._lasting.touch_run([entry for entry in entries if entry not in self._ending])
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         order = self._order_of(entry)
         self._gone, self._gone_uses = (entry.key, entry.space), order.uses(entry) or 0
         order.forget(entry)
@@ -368,7 +362,6 @@ class _Volatile:
         return self._lasting.victims()
 
     def warmth(self, entry: Entry) -> float:
-        """As Policy."""
         return self._order_of(entry).warmth(entry)
 
     def spills(self, entry: Entry) -> bool:
@@ -376,7 +369,6 @@ class _Volatile:
         return True
 
     def uses(self, entry: Entry) -> int | None:
-        """As Policy."""
         return self._order_of(entry).uses(entry)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""LFU: who was used least often leaves first, and what was popular last week does not stay for that.
+"""LFU: the entry used least often leaves first, and one that was popular last week does not stay for that.
 
 Counts are exact, as LMCache's: a newcomer has one use, equals leave in the order in which they came to be equal. But
 LMCache counts for ever, so that a block which was hot once is never evicted again. Here every count is halved each time
@@ -47,7 +47,7 @@ class LFU:
     def __init__(self) -> None:
         self._cohorts: dict[Entry, _Cohort] = {}
         self._ladder: dict[int, list[_Cohort]] = {}
-        """Cohorts by their count, in the order in which they leave; the last takes in who comes. None is empty."""
+        """Cohorts by their count, in the order in which they leave; the last takes in newcomers. None is empty."""
         self._asked = 0
         """How often room had to be made since the counts were halved."""
         self._gone = (b"", -1)
@@ -62,7 +62,6 @@ class LFU:
             self._join(entry, min(self._gone_uses + 1, USES_MAX) if written_over else 1)
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         with self._lock:
             self._join(entry, max(1, min(uses, USES_MAX)))
 
@@ -70,7 +69,6 @@ class LFU:
         """As Policy: an end changes nothing here."""
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             cohort = self._cohorts[entry]
             self._leave(entry, cohort)
@@ -85,7 +83,6 @@ class LFU:
                 self._join(entry, cohort.uses)
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             cohort = self._cohorts.pop(entry)
             self._leave(entry, cohort)
@@ -112,7 +109,6 @@ class LFU:
         return True
 
     def uses(self, entry: Entry) -> int | None:
-        """As Policy."""
         cohort = self._cohorts.get(entry)
         return 0 if cohort is None else cohort.uses
 

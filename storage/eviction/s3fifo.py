@@ -1,10 +1,11 @@
 """S3-FIFO: blocks that are used once must not push out those that are used again.
 
 After Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Everything arrives in a *small* queue,
-a tenth of all; who comes to its front unused leaves, who was used goes over to the *main* queue. There it leaves from
-the front too, unless it was used since: then it goes round once more, for each of up to three uses. *Ghosts* are the
-names of those that left the small queue lately: who comes back while its ghost is there goes to the main queue at once.
-So a long prompt that no client asks for again passes through a tenth of the memory, and causes no write to disk.
+a tenth of all. An entry that comes to the front of it unused leaves; one that was used goes over to the *main* queue.
+There it leaves from the front too, unless it was used since: then it goes round once more, for each of up to three
+uses. *Ghosts* are the keys that left the small queue lately: a block that is stored again while its ghost is there goes
+to the main queue at once. So a long prompt that no client asks for again passes through a tenth of the memory, and
+causes no write to disk.
 
 Where this differs from the paper, and why:
 
@@ -14,7 +15,7 @@ Where this differs from the paper, and why:
 - One use is enough to go over (the paper's code asks for two): a block is read once by each prompt that begins with
   it, and its second prompt is what shows that it is shared.
 - A key of the small queue that is deleted or written over has a ghost as well, and one of the main queue that is
-  written over stays there: who writes over a block uses it, and the new one shall not stand behind the old one.
+  written over stays there: writing over a block is a use of it, and the new one shall not stand behind the old one.
 - A run that is wanted at one instant goes to the end of the queue that it is in, tail first, and that is no use: a
   prefix must be eaten from its end, and the order of arrival knows nothing of that.
 """
@@ -31,8 +32,8 @@ USES_MAX = 3
 """Two bits, as in the paper: how often an entry of the main queue goes round without a further use."""
 
 TURN_STEPS_MAX = 10_000
-"""How many used entries are passed over for one victim, some 2 ms: then who is in front leaves all the same. Otherwise
-the first eviction after a long time in which everything was used would go round all there is three times."""
+"""How many used entries are passed over for one victim, some 2 ms: then the entry in front leaves all the same.
+Otherwise the first eviction after a long time in which everything was used would go round all there is three times."""
 
 
 class _Seat:
@@ -60,7 +61,6 @@ class S3FIFO:
         """The same of the last one that left the main queue, for the case that it has only been written over."""
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         name = hash((entry.key, entry.space))
         if name in self._ghosts or name == self._gone:
             self._ghosts.pop(name, None)
@@ -76,18 +76,15 @@ class S3FIFO:
         """As Policy: an end changes nothing here."""
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         seat = self._small.get(entry) or self._main[entry]  # it may go over in between, but only in this direction
         if seat.uses < USES_MAX:
             seat.uses += 1
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         for entry in reversed(entries):
             (self._small if entry in self._small else self._main).move_to_end(entry)
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         name = hash((entry.key, entry.space))
         if self._small.pop(entry, None) is not None:
             self._ghosts[name] = None
@@ -152,10 +149,10 @@ class S3FIFO:
                 self._main.move_to_end(entry)
 
     def _foreseen(self) -> Iterator[Entry]:
-        """Who would leave one after the other if nothing was used or stored meanwhile; nothing changes."""
+        """The entries that would leave one after the other if nothing was used or stored meanwhile; nothing changes."""
         small, main = iter(self._small.items()), iter(self._main.items())
         small_left, main_left = len(self._small), len(self._main)
-        again: deque[tuple[Entry, int]] = deque()  # behind the main queue: who goes over, and who goes round
+        again: deque[tuple[Entry, int]] = deque()  # behind the main queue: those that go over, and those that go round
         passed = 0
         while left := small_left + main_left + len(again):
             in_small = _from_small(small_left, left)
@@ -177,6 +174,6 @@ class S3FIFO:
                 yield entry
 
 
-def _from_small(small: int, everybody: int) -> bool:
+def _from_small(small: int, total: int) -> bool:
     """Whether the next to leave is one of the `small` entries in the small queue."""
-    return small * SMALL_PART > everybody or small == everybody
+    return small * SMALL_PART > total or small == total

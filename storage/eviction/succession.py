@@ -79,17 +79,14 @@ class Succession:
     # ---- Policy --------------------------------------------------------------------------------------------------
 
     def admit(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             self._late[entry] = self._gone_uses + 1 if (entry.key, entry.space) == self._gone else 1
 
     def restore(self, entry: Entry, uses: int) -> None:
-        """As Policy."""
         with self._lock:
             self._late[entry] = uses
 
     def touch(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             if self._is_ending and entry in self.new:
                 self.new.touch(entry)
@@ -97,14 +94,12 @@ class Succession:
                 self._late[entry] = self._take(entry) + 1
 
     def end_changed(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             for order in (self.new, self._old):
                 if entry in order:
                     order.end_changed(entry)
 
     def touch_run(self, entries: Sequence[Entry]) -> None:
-        """As Policy."""
         with self._lock:
             for entry in reversed(entries):
                 if self._is_ending and entry in self.new:
@@ -113,7 +108,6 @@ class Succession:
                     self._late[entry] = self._take(entry)
 
     def forget(self, entry: Entry) -> None:
-        """As Policy."""
         with self._lock:
             self._gone, self._gone_uses = (entry.key, entry.space), self._take(entry)
 
@@ -123,7 +117,6 @@ class Succession:
         return _each_once(chain(self.new.victims(), filter(_has_end, rest) if self.selective else rest))
 
     def others(self) -> Iterator[Entry]:
-        """As Policy."""
         if not self.selective:
             return iter(())
         rest = chain(self._old.victims(), self._old.others(), self._unleased_late())
@@ -138,11 +131,9 @@ class Succession:
             yield from [entry for entry in list(self._late) if not entry.leases]
 
     def warmth(self, entry: Entry) -> float:
-        """As Policy."""
         return self.new.warmth(entry)
 
     def spills(self, entry: Entry) -> bool:
-        """As Policy."""
         return self.new.spills(entry) if entry in self.new else True
 
     def uses(self, entry: Entry) -> int | None:

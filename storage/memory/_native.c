@@ -4,7 +4,7 @@
  * A block is far larger than what a cache should keep of it, and a thread that fills gigabytes of arena never finds the
  * destination in a cache. memcpy reads every such line before it overwrites it; a streaming store does not, which
  * makes two transfers over the memory bus out of three. Below STREAM_FROM_BYTES nothing is won by it, and a reader
- * who follows at once finds the bytes in the cache.
+ * that follows at once finds the bytes in the cache.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

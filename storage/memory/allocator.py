@@ -118,11 +118,13 @@ class Allocator:
         return self._by_length[-1][0] if self._by_length else 0
 
     def spans(self) -> list[tuple[int, int]]:
-        """First byte and past the end of every free hole, in no order: for who may not take the time to sort them."""
+        """First byte and past the end of every free hole, in no order: for callers that may not take the time to sort
+        them."""
         return list(self._by_start.items())
 
     def window(self, length: int, victims: Iterable[V]) -> tuple[Extent, list[V]] | None:
-        """Where `length` bytes can go and who must leave for it, or None when even all `victims` would not do.
+        """Where `length` bytes can go and which victims must leave for it, or None when even all `victims` would not
+        do.
 
         `victims` come in the policy's order, coldest first. Nothing changes here: the caller frees what it is told
         to and then calls `allocate_at`. Cost: one step a victim walked.
@@ -221,7 +223,8 @@ class Allocator:
 
 
 def windows(length: int, victims: Iterable[V], holes: Iterable[tuple[int, int]]) -> Iterator[list[V]]:
-    """Who must leave so that `length` bytes can go somewhere, time and again: each time others, and all in one walk.
+    """The victims that must leave so that `length` bytes can go somewhere, time and again: each time others, and all in
+    one walk.
 
     As `Allocator.window`, over `holes` as `spans` gives them, but what is found first is taken; so it needs neither the
     allocator nor the lock that guards it, and the tenth window costs no tenth walk.

@@ -73,7 +73,8 @@ class Machine:
 
 
 class Arena:
-    """One memfd mapping of `nbytes`, zero-filled, writable by this process alone and readable by who is given it.
+    """One memfd mapping of `nbytes`, zero-filled, writable by this process alone and readable by processes that are
+    given it.
 
     `view` and its slices are lent, not given: after `close` they stay valid until their last holder lets go.
     """
@@ -226,7 +227,7 @@ def _map_hugetlb(nbytes: int, machine: Machine) -> tuple[int, mmap.mmap] | str:
     try:
         return _map_memfd(nbytes, HUGEPAGE_BYTES, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
     except ArenaError:
-        # Someone else was quicker, or the pool's pages belong to memory nodes that this process may not use.
+        # Another process was quicker, or the pool's pages belong to memory nodes that this process may not use.
         return shortage_text(HugepagePool.read(machine.sys_root, machine.proc_root), nbytes)
 
 

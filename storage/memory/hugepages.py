@@ -19,7 +19,8 @@ _THP = "kernel/mm/transparent_hugepage"
 
 @dataclass(frozen=True, slots=True)
 class HugepagePool:
-    """The 2 MiB pool in pages. `free` counts pages that no one touched, `reserved` those of them already promised."""
+    """The 2 MiB pool in pages. `free` counts pages that were never touched, `reserved` those of them already
+    promised."""
 
     total: int
     free: int

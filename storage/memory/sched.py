@@ -3,9 +3,9 @@ them.
 
 A copy of a block keeps a processor for a millisecond or two. A thread that wakes there meanwhile, an engine whose step
 is over, say, waits by Linux' EEVDF scheduler until the copy's time slice is used up, although it has run far less: it
-is let in at once only where it asks for shorter slices than who runs (PREEMPT_SHORT). Shares of the processor are the
-same, whatever the slice. Linux 6.12 and newer take a slice of 0.1 to 100 ms from sched_setattr(2), in `sched_runtime`
-(Documentation/scheduler/sched-eevdf.rst); older ones ignore it.
+is let in at once only where it asks for shorter slices than the thread that runs (PREEMPT_SHORT). Shares of the
+processor are the same, whatever the slice. Linux 6.12 and newer take a slice of 0.1 to 100 ms from sched_setattr(2), in
+`sched_runtime` (Documentation/scheduler/sched-eevdf.rst); older ones ignore it.
 """
 
 import ctypes

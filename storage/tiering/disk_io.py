@@ -51,7 +51,7 @@ class BlockLost(KVRedisError):
         super().__init__("the block could not be read from disk, was not what had been written, or has just left it")
 
 
-class Carrier:
+class DiskIo:
     """Carries the blocks of one store to its disk and back. Its methods block and belong on I/O threads; none is called
     with the store's lock held, but for `let_go`."""
 
@@ -92,12 +92,16 @@ class Carrier:
             yield parcel
 
     def write_out(self, parcel: Sequence[Entry]) -> list[bool]:
-        """Write a parcel to disk, here and now. For each entry True when it is there, or is not wanted any more."""
+        """Write a parcel to disk, here and now; for a save that wants entries which others have replaced, those others.
+        For each entry True when it, or the other one, is on disk, or was deleted."""
         store = self._store
         with self.written:
-            while not self._writing.isdisjoint(parcel):  # another thread is at it
-                self.written.wait()
-            going = [each for each in parcel if store.is_unsaved(each) and self._disk.storable(each.key, each.length)]
+            while not self._writing.isdisjoint(latest := [self._latest(each) for each in parcel]):
+                self.written.wait()  # another thread is at it
+            unsaved = filter(store.is_unsaved, dict.fromkeys(latest))
+            going = [each for each in unsaved if self._disk.storable(each.key, each.length)]
+            for entry in set(going).difference(parcel):
+                self._superseded.replaced.write_instead(entry)
             blocks = [
                 _Block(
                     *(Facts(each.key, each.space, each.length, each.expire_at_ms), each.value, each.extent),
@@ -127,11 +131,16 @@ class Carrier:
                     self._stats.spilling.add(store.now_s() - began_s)
                 if any(records):
                     self.stalled, self.written_s = False, store.now_s()
-                safe = [not store.is_unsaved(each) for each in parcel]
+                safe = [not store.is_unsaved(self._latest(each)) for each in parcel]
                 self.written.notify_all()
         if self.on_room is not None:
             self.on_room()
         return safe
+
+    def _latest(self, entry: Entry) -> Entry:
+        """What is in an entry's place, as far as a save wants to know."""
+        successor = None if self._store.is_unsaved(entry) else self._superseded.replaced.by(entry)
+        return entry if successor is None else successor
 
     def _publish_all(self, left: dict[Entry, None], records: Sequence[Record | None]) -> None:
         """Have what was written be true, or not, a few entries at a time: the event loop waits for the lock. Takes out
@@ -168,14 +177,15 @@ class Carrier:
         return None if place is None else self._disk.write(place, image, facts)
 
     def _publish(self, entry: Entry, record: Record | None) -> None:
-        """The store's lock is held: let a record be that of its entry, if this is still what it was written for."""
+        """Let a record be that of its entry, if this is still what it was written for. Holds the store's lock."""
         store = self._store
         if record is None:
             self._stats.spill_failed += 1
             self._disk.give_up((entry.key, entry.space))
             return
         if not store.is_unsaved(entry):
-            self._disk.abandon(record.extent)
+            if not self._superseded.publish_replaced(entry, record, store.unsaved):
+                self._disk.abandon(record.extent)
             return
         if (entry.key, entry.space) != record.name:  # it was renamed on its way
             record.rename(entry.key, unplaced(entry.space))
@@ -188,7 +198,7 @@ class Carrier:
             self._stats.spilled_bytes += record.length
 
     def _have_left(self, records: Sequence[Record]) -> None:
-        """The disk has let records go to make room: what memory does not have is gone."""
+        """Let entries leave whose records the disk let go to make room, unless memory has them."""
         if not records:
             return
         store = self._store
@@ -203,7 +213,7 @@ class Carrier:
                         store.lapse(entry)
 
     def let_go(self, entry: Entry) -> None:
-        """The store's lock is held: an entry has no record any more, so that it is to be written again."""
+        """Let an entry have no record any more, so that it is to be written again. Holds the store's lock."""
         record, entry.record = entry.record, None
         if entry.is_resident:
             self._store.unsaved[entry] = self._store.writes
@@ -249,7 +259,8 @@ class Carrier:
             raise BlockLost
 
     def _arrive(self, entry: Entry, record: Record, extent: Extent, image: memoryview) -> bool:
-        """The store's lock is held: a block has come in. False when it is not wanted any more, or is there."""
+        """Let a block that has come in be its entry's. False when it is not wanted any more, or is there. Holds the
+        store's lock."""
         store = self._store
         if not self._is_meant(entry, record) or entry.is_resident:
             return False
@@ -270,8 +281,8 @@ class Carrier:
         return True
 
     def _lose(self, entry: Entry, record: Record) -> bool:
-        """The store's lock is held: a record was not what had been written, or has just made room, and the disk has let
-        go of it. False when it is not missed."""
+        """Note that the disk has let go of a record, which was not what had been written, or has just made room. False
+        when it is not missed. Holds the store's lock."""
         if not self._is_meant(entry, record):
             return False
         self.let_go(entry)

@@ -1,28 +1,23 @@
-"""What moves blocks between memory and disk: when to spill whom, how a block comes back, and who hears of it.
+"""What moves blocks between memory and disk: when to spill which entries, how a block comes back, and which callers are
+told.
 
-The store decides under its lock who is where; here its decisions become jobs for the disk's threads, which disk_io.py
-does.
+The store decides under its lock what is in memory and what on disk. Here its decisions become jobs for the disk's
+threads, which disk_io.py does.
 
 Spilling is done ahead of need. The coldest blocks are written while the arena still has room, so that a caller who
 stores finds some that the disk has already and that can go at once. When stores come faster than the disk writes, they
-wait a bounded time (who waits, and how, is the caller's business: `makes_room`, `on_room`); then the coldest leave
-unwritten, and are counted.
+wait a bounded time (the caller decides how: `makes_room`, `on_room`); then the coldest leave unwritten, and are
+counted.
 
 Bringing is one wait for blocks: on their way into memory, and held there until the caller has used them. Without the
 hold a block could be evicted between its arrival and the moment when the caller runs on, and a crowd that wants more
 than memory holds would push out each other's blocks for ever.
-
-Saving writes blocks that need not leave memory, because a client waits for them: WAITAOF, SAVE, the end. Those who ask
-while a round is under way share the next one, and a sync with it: a hundred clients that wait for their writes cost the
-device one flush, not a hundred. A round is worked off by as many of the disk's threads as come to it; the last one at
-it, when nothing is left to write, finishes it.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from heapq import merge
@@ -37,8 +32,9 @@ from kvredis.storage.entry import NOWHERE, Entry, Lease, extent_length
 from kvredis.storage.state import StoreState
 from kvredis.storage.stats import TierStats
 
-from .disk_io import Carrier
+from .disk_io import DiskIo
 from .prefetch import PrefetchJob, PrefetchJobs
+from .saving import Saving
 from .transfers import Kind, State, Transfer, Transfers
 
 AHEAD_PART: Final = 2
@@ -53,8 +49,9 @@ off what was written first, which would be written again at the next look, and s
 
 LOOK_PART: Final = 4
 LOOK_BYTES_MAX: Final = 64 * 1024 * 1024
-"""We look for whom to write when a quarter of that is taken, and when this much has been stored at the latest. A disk
-that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is tried."""
+"""We look for entries to write when a quarter of that is taken, and when this much has been stored at the latest. A
+disk that took nothing last time is tried with no more than that quarter: what is coldest of it leaves before it is
+tried."""
 
 REPLACED_WAIT_S: Final = 1.0
 """How long a kill may bring back what was deleted or replaced, when the index has to wait for the device before it
@@ -181,148 +178,6 @@ class Bringing:
 
 log = logging.getLogger(__name__)
 
-Done = Callable[[bool], None]
-
-
-class Saving:
-    """The rounds of one store. `save` may be called by any thread, without the store's lock."""
-
-    def __init__(self, tiering: "Tiering", io: IoThreads) -> None:
-        self._tiering = tiering
-        self._io = io
-        self._lock = threading.Lock()
-        self._asked: list[tuple[int, Done]] = []
-        self._round: _Round | None = None
-
-    def save(self, since: int, done: Done) -> None:
-        """Have everything on disk that was written to the store from write number `since` on, and is still what its key
-        holds, and everything that was deleted, gone from it.
-
-        `done` is called, in an I/O thread as a rule, with whether all of it is safe now.
-        """
-        with self._lock:
-            self._asked.append((since, done))
-        self._next_round()
-
-    def _next_round(self) -> None:
-        with self._lock:
-            if self._round is not None or not self._asked:
-                return
-            current = self._round = _Round(self._tiering, self._asked)
-            self._asked = []
-        if self._io.submit(Priority.DEMAND, 0, self._begin) is None:  # the queue is full, or closed
-            self._over(current, saved=False)
-
-    def _begin(self) -> None:
-        with self._lock:
-            current = self._round
-            if current is None:
-                return
-            current.asked += self._asked  # none too late for what is about to be planned
-            self._asked = []
-        try:
-            current.plan()
-            for _ in range(min(self._io.threads, len(current.left)) - 1):
-                self._io.submit(Priority.DEMAND, 0, self._work)
-        except BaseException:  # whatever it is: those who wait must hear
-            self._over(current, saved=False)
-            raise
-        self._work()
-
-    def _work(self) -> None:
-        current = self._round
-        if current is not None and current.work():
-            saved = False
-            try:
-                saved = self._tiering.sync()
-                current.look_again()
-            finally:  # whatever comes of it: those who wait must hear
-                self._over(current, saved=saved)
-
-    def close(self) -> None:
-        """The disk's threads have ended: tell those who still wait that nothing more is safe."""
-        with self._lock:
-            current, self._round = self._round, None
-            asked, self._asked = self._asked, []
-        for _, done in (*(() if current is None else current.asked), *asked):
-            _tell(done, False)
-
-    def _over(self, current: "_Round", *, saved: bool) -> None:
-        with self._lock:
-            if self._round is not current:  # it was given up, or a hand that came late from another one has finished it
-                return
-            self._round = None
-        for since, done in current.asked:
-            _tell(done, saved and current.is_safe(since))
-        self._next_round()
-
-
-def _tell(done: Done, safe: bool) -> None:
-    try:
-        done(safe)
-    except BaseException:  # his own; the others, and the next round, are not to suffer for it
-        log.exception("Disk tier: a callback behind a save failed")
-
-
-class _Round:
-    """What is written in one go, for all who had asked by then."""
-
-    def __init__(self, tiering: "Tiering", asked: list[tuple[int, Done]]) -> None:
-        self.asked = asked
-        self.unsaved_since = -1
-        """The highest number of a write that did not reach the disk."""
-        self._pushed_out = 0
-        self._all_safe = False
-        self._tiering = tiering
-        tiering.carrier.pushed_out = 0
-        self._lock = threading.Lock()
-        self._at_it = 0
-        self._over = False
-        self._numbers: dict[Entry, int] = {}
-        self.left: deque[list[Entry]] = deque()
-
-    def plan(self) -> None:
-        """Find what is to be written; blocks for a second where a million values are unsaved."""
-        self._numbers = dict(self._tiering.unsaved_since(min(since for since, _ in self.asked)))
-        self.left = deque(self._tiering.carrier.parcels(self._numbers))
-
-    def work(self) -> bool:
-        """Write blocks until none is left; True for the one thread that is to finish the round."""
-        with self._lock:
-            if self._over:
-                return False
-            self._at_it += 1
-        while (parcel := self._take()) is not None:
-            safe = [False] * len(parcel)
-            try:
-                safe = self._tiering.carrier.write_out(parcel)
-            except BaseException:  # of this parcel; the others, and those who wait, are not to suffer for it
-                log.exception("Disk tier: a block could not be written")
-            with self._lock:
-                for entry, is_safe in zip(parcel, safe, strict=True):
-                    if not is_safe:
-                        self.unsaved_since = max(self.unsaved_since, self._numbers[entry])
-        with self._lock:
-            self._at_it -= 1
-            last = not self._at_it and not self._over
-            self._over = self._over or last
-            return last
-
-    def look_again(self) -> None:
-        """Note who has had to make room: on a small disk what was written first leaves for the rest."""
-        self._pushed_out = self._tiering.carrier.pushed_out
-        self._all_safe = not any(map(self._tiering.is_unsaved, self._numbers))
-
-    def is_safe(self, since: int) -> bool:
-        """Whether what was written from number `since` on is on disk now; 0 = all that was not when this began."""
-        if since:
-            return max(self.unsaved_since, self._pushed_out) < since
-        return self._all_safe and self.unsaved_since < 0
-
-    def _take(self) -> list[Entry] | None:
-        with self._lock:
-            return self.left.popleft() if self.left else None
-
 
 class Tiering:
     """The ways between one store's memory and its disk. Any thread may call any public method without the store's lock,
@@ -340,7 +195,7 @@ class Tiering:
         self.stats = TierStats()
         self.superseded = Superseded(disk)
         disk.decide = self._decide
-        self.carrier = Carrier(store, disk, self.superseded, self.stats)
+        self.disk_io = DiskIo(store, disk, self.superseded, self.stats)
         self._ahead_bytes = min(store.arena.nbytes // AHEAD_PART, AHEAD_BYTES_MAX, disk.limit_bytes // AHEAD_DISK_PART)
         self._failing_bytes = self._ahead_bytes // LOOK_PART
         self._look_bytes = min(self._failing_bytes, LOOK_BYTES_MAX)
@@ -366,19 +221,20 @@ class Tiering:
             self.disk.touch(record)
 
     def forget(self, entry: Entry) -> None:
-        """An entry has left the index."""
+        """Forget an entry that has left the index."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.superseded.forget(entry)
 
     def supersede(self, old: Entry, entry: Entry) -> None:
-        """An entry has left the index, since `entry` has come in its place."""
+        """Note that an entry has left the index, since `entry` has come in its place."""
         if len(self.transfers):
             self.transfers.forget(old.key, old.space)
         self.superseded.take_over(old, entry)
 
     def unloaded(self, entry: Entry, record: Record) -> None:
-        """An entry has left memory. What is still in flight for it brings nothing to who sends for it from now on."""
+        """Note that an entry has left memory. What is still in flight for it brings nothing to callers that ask for it
+        from now on."""
         if len(self.transfers):
             self.transfers.forget(entry.key, entry.space)
         self.disk.touch(record)
@@ -389,10 +245,11 @@ class Tiering:
         self.superseded.clear(space)
 
     def rename(self, entry: Entry, old: tuple[bytes, int]) -> bool:
-        """An entry has another name. False when the disk has let go of it meanwhile and memory does not have it."""
+        """Note that an entry has another name. False when the disk has let go of it meanwhile and memory does not have
+        it."""
         self.transfers.forget(*old)
         if not self.superseded.rename(entry, old):
-            self.carrier.let_go(entry)
+            self.disk_io.let_go(entry)
         return entry.is_resident or entry.record is not None
 
     def swap(self, first: int, second: int) -> None:
@@ -402,7 +259,7 @@ class Tiering:
         self.superseded.swap(first, second, unsaved=bool(self._store.unsaved))
 
     def set_expiry(self, entry: Entry) -> None:
-        """An entry has another end."""
+        """Note that an entry has another end."""
         if entry.record is not None:
             self.disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
 
@@ -433,7 +290,7 @@ class Tiering:
             self._settling = self.io.submit(Priority.DEMAND, 0, self.disk.settle)
 
     def _write_successors(self) -> None:
-        """Have those written for whom the index waits, or who keep too much of the disk's room taken."""
+        """Have the entries written for which the index waits, or which keep too much of the disk's room taken."""
         if (self.disk.waits or self._takes_too_much()) and (self._successors is None or self._successors.done()):
             self._successors = self.io.submit(Priority.SPILL, 0, self._write_some_successors)
 
@@ -441,7 +298,7 @@ class Tiering:
         return self.disk.superseded_bytes * SUPERSEDED_PART > self.disk.limit_bytes
 
     def _write_some_successors(self) -> None:
-        self.disk.settle()  # it may have to find out first for whom it waits
+        self.disk.settle()  # it may have to find out first for which entries it waits
         self._write_waited_for()
         if self._takes_too_much():
             with self._store.lock:
@@ -466,15 +323,14 @@ class Tiering:
             time.sleep(DECIDE_PAUSE_S)
 
     def waited_for(self, names: Iterable[tuple[bytes, int]]) -> list[Entry]:
-        """The store's lock is held: the unsaved entries of these names."""
+        """The unsaved entries of these names. Holds the store's lock."""
         found = [self._store.index.get(*name) for name in names]
         return [entry for entry in found if entry is not None and entry in self._store.unsaved]
 
     def close(self, *, save: bool) -> None:
-        """Write what the disk has not, unless told not to, note the order of eviction, and let go of the disk. Takes as
-        long as the device needs, but one that hangs is given up: its files then stay open."""
+        """Tell those who still wait that nothing more is safe: the disk's threads have ended."""
         store = self._store
-        self.carrier.on_room = None
+        self.disk_io.on_room = None
         wait_s = self.hung_after_s
         if save and not self._save_all():
             wait_s /= HUNG_PART
@@ -544,20 +400,20 @@ class Tiering:
     @property
     def makes_room(self) -> bool:
         """Whether it is worth waiting for the disk."""
-        return not (self.carrier.failing or self.carrier.stalled)
+        return not (self.disk_io.failing or self.disk_io.stalled)
 
     def call_on_room(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, in an I/O thread, when a block has reached the disk or could not be written, so that
         it is worth asking for room again; there is one such callback."""
-        self.carrier.on_room = callback
+        self.disk_io.on_room = callback
 
     def waited_in_vain(self, since_s: float) -> None:
-        """A caller has waited from `since_s`, on the store's clock, and no room has come. When no block at all has
-        reached the disk since, no caller shall wait until one does."""
-        self.carrier.stalled = self.carrier.stalled or self.carrier.written_s < since_s
+        """Note that a caller has waited from `since_s`, on the store's clock, and no room has come. When no block at
+        all has reached the disk since, no caller shall wait until one does."""
+        self.disk_io.stalled = self.disk_io.stalled or self.disk_io.written_s < since_s
 
     def make_room(self, nbytes: int, *, urgent: bool) -> None:
-        """A caller has taken an extent of `nbytes`, or urgently wants one: see to it that the next finds one too."""
+        """Make room for the next caller, since one has taken an extent of `nbytes`, or urgently wants one."""
         self._taken_bytes += nbytes
         if urgent or self._taken_bytes >= self._look_bytes:
             with self._store.lock:
@@ -588,8 +444,8 @@ class Tiering:
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Block until something has been written; False when nothing was. Not for an event loop."""
-        with self.carrier.written:
-            return self.carrier.written.wait(timeout_s)
+        with self.disk_io.written:
+            return self.disk_io.written.wait(timeout_s)
 
     def spill(self, entries: Iterable[Entry]) -> None:
         """Have blocks written that are not on their way; those that the queue has no room for are met again."""
@@ -599,11 +455,12 @@ class Tiering:
                 self.transfers.join_or_start(Kind.SPILL, entry.key, entry.space, start)
 
     def _plan(self, wanted_bytes: int) -> list[Entry]:
-        """Whom to write: who stands where `wanted_bytes` could be, then the coldest as far ahead as we look."""
+        """The entries to write: those that stand where `wanted_bytes` could be, then the coldest as far ahead as we
+        look."""
         store = self._store
         standing = store.standing_at(wanted_bytes) if wanted_bytes else []
         plan = [entry for entry in standing if store.is_due(entry)]
-        ahead_bytes = self._failing_bytes if self.carrier.failing else self._ahead_bytes
+        ahead_bytes = self._failing_bytes if self.disk_io.failing else self._ahead_bytes
         short_bytes = min(ahead_bytes, store.limit_bytes // AHEAD_PART) - store.room_bytes
         if short_bytes > 0:
             for entry in islice(store.victims(store.policy), AHEAD_ENTRIES_MAX):
@@ -645,8 +502,8 @@ class Tiering:
         return found
 
     def _by_warmth(self, entries: Sequence[Entry], first: int) -> list[tuple[bool, bool, float, int, Entry]]:
-        """The store's lock is held: those that are unsaved still, small ones first, the coldest of each first; what is
-        read comes last. `first` is the place of the first one among all."""
+        """The entries that are unsaved still, small ones first, the coldest of each first; what is read comes last.
+        `first` is the place of the first one among all. Holds the store's lock."""
         store = self._store
         warmths = (
             (
@@ -671,13 +528,25 @@ class Tiering:
             self._write_waited_for()
         return False
 
+    def want_replaced(self, entries: Mapping[Entry, object] | None) -> int:
+        """Have it noted what comes in the place of these entries, or None = of any, after the write whose number it
+        gives."""
+        with self._store.lock:
+            self.superseded.replaced.want(entries)
+            return self._store.writes
+
+    def exchanged_since(self, write: int) -> bool:
+        """Whether databases were exchanged after that write."""
+        with self._store.lock:
+            return any(database.swapped > write for database in self._store.index.databases)
+
     def is_unsaved(self, entry: Entry) -> bool:
         """Whether memory alone has an entry; one look into a dict needs no lock."""
         return self._store.is_unsaved(entry)
 
     def _write_all(self, entries: Sequence[Entry]) -> None:
-        for parcel in self.carrier.parcels(entries):
-            self.carrier.write_out(parcel)
+        for parcel in self.disk_io.parcels(entries):
+            self.disk_io.write_out(parcel)
 
     # ---- asking for blocks -------------------------------------------------------------------------------------------
 
@@ -761,7 +630,7 @@ class Tiering:
         record = entry.record
         if record is not None:  # else what has to leave memory for it could push it off a full disk
             self.disk.touch(record)
-        read = partial(self.carrier.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
+        read = partial(self.disk_io.read_in, entry.key, entry.space, drop=kind is Kind.PROMOTE)
         start = partial(self.io.submit, kind.priority, entry.length, read)
         return self.transfers.join_or_start(kind, entry.key, entry.space, start, done)
 

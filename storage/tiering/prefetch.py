@@ -1,9 +1,9 @@
-"""What KV.JOB tells of: a list of blocks that a client will want, and how far they have come.
+"""Prefetch jobs, which KV.JOB tells of: a list of blocks that a client will want, and how far they have come.
 
 A prefetch answers at once, so the client that asked for it needs something to ask afterwards: a job with counts, that
 can be waited for (by a callback: no thread blocks here), cancelled, and given a deadline. A job owns no bytes. What it
-has brought into memory is in the store, evictable like any other block; cancelling it takes back only what has not
-begun and what no other wants.
+has brought into memory is in the store, evictable like any other block; cancelling it takes back only transfers that
+have not begun and that no other caller wants.
 
 Putting a thousand blocks on their way would take ten milliseconds, and room in memory long before the disk comes to
 them. So a job has but a few moving at a time and begins another when one has arrived. A demand for a block that is
@@ -119,7 +119,7 @@ class PrefetchJob(Generic[T]):
                 self._drop_waiting()
 
     def seal(self) -> None:
-        """Nothing will be added: begin. Costs the begin of a few blocks, however long the list is."""
+        """Begin, since nothing will be added. Costs the begin of a few blocks, however long the list is."""
         with self._lock:
             self._sealed = True
         self._feed()
@@ -155,8 +155,8 @@ class PrefetchJob(Generic[T]):
         self._call(callback)
 
     def remove_done(self, callback: "Callable[[PrefetchJob[T]], None]") -> bool:
-        """Take a callback back: who waits has gone, or has waited long enough. False when it was not there, or has been
-        or is about to be called."""
+        """Take a callback back: its caller has gone, or has waited long enough. False when it was not there, or has
+        been or is about to be called."""
         with self._lock:
             if callback not in self._callbacks:
                 return False

@@ -2,7 +2,7 @@
 
 A block may be wanted by many at once: ten clients ask for the head of one prompt, a prefetch has queued it a moment
 ago. One transfer is in flight for each key and database, and a caller who asks again joins it: a job that was queued as
-a prefetch becomes as urgent as the demand that joins. No caller blocks to wait here: one who wants to know gives a
+a prefetch becomes as urgent as the demand that joins. No caller blocks to wait here: one that wants to know gives a
 callback.
 
 Nothing is locked here while foreign code runs (`start`, callbacks), so the store may ask with its own lock held, and
@@ -112,7 +112,7 @@ class Transfer(Generic[T]):
         self.key = key
         self.space = space
         self.priority = kind.priority
-        """That of the most urgent who asked."""
+        """That of the most urgent caller."""
         self.result: T | None = None
         self.error: BaseException | None = None
         self._owner = owner
@@ -147,9 +147,9 @@ class Transfer(Generic[T]):
         callback: "Callable[[Transfer[T]], None]",
         unwanted: "Callable[[Transfer[T]], None] | None" = None,
     ) -> bool:
-        """Take a callback back: who gave it no longer waits. When that was the last, and none had asked without
-        waiting, a transfer not yet begun is cancelled; one under way goes on to its end, of which `unwanted` is told,
-        as by add_done, if no other has asked for the block by then.
+        """Take a callback back: its caller no longer waits. When that was the last, and none had asked without waiting,
+        a transfer not yet begun is cancelled; one under way goes on to its end, of which `unwanted` is told, as by
+        add_done, if no other has asked for the block by then.
 
         False when it was not there, or has been or is about to be called.
         """
@@ -178,7 +178,8 @@ class Transfers(Generic[T]):
         `start` is called for a new one only: it submits the job and returns its future, or None when there is no room.
         Callbacks that it adds to the future run before those of the transfer: the place to give back what was reserved
         for a job that is not run. What it raises passes through here and fails the transfer for those who have joined
-        meanwhile. What a job does must be visible to others when it returns: from then on who asks again starts anew.
+        meanwhile. What a job does must be visible to others when it returns: from then on a caller that asks again
+        starts anew.
 
         With `done`, as for add_done, the caller waits and may withdraw; without it the transfer is to be made whatever
         becomes of those who wait. The kind of a transfer that was joined may be another: while a SPILL is in flight,
@@ -304,7 +305,7 @@ class Transfers(Generic[T]):
             del self._in_flight[where]
 
     def _settle(self, transfer: Transfer[T], future: Future[T]) -> None:
-        """The job's future is done."""
+        """End a transfer whose job's future is done."""
         if future.cancelled():
             self._end(transfer, State.CANCELLED)
             return

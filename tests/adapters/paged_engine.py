@@ -10,7 +10,7 @@ import torch
 from kvredis.adapters.engine.block import checksum_of, encode_header
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.engine.tensors import TORCH_DTYPES
-from kvredis.adapters.paged.jobs import ChunkMove, MovingOptions
+from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions
 from kvredis.adapters.paged.mover import ChunkMover, PagedGroup
 from kvredis.adapters.transfer.base import Moving, Part, Transfer
 from kvredis.adapters.transfer.cpu import HostTransfer
@@ -120,18 +120,26 @@ def mover_on(backend: Backend, engine: PagedEngine, **options: object) -> Iterat
     assert stats["loading_chunks"] == stats["storing_chunks"] == 0
 
 
+def load_now(mover: ChunkMover, job: LoadJob) -> int:
+    """Load before it returns: how many of the job's first moves have come. No other load may be under way."""
+    before = mover.stats()["loaded_chunks"]
+    mover.load(job)
+    assert mover.settle(WAIT_S)
+    return int(mover.stats()["loaded_chunks"] - before)
+
+
 def assert_rests(backend: Backend) -> None:
     """Neither leases nor reservations."""
     if isinstance(backend, FakeBackend):
         assert backend.leases == 0
     elif isinstance(backend, LocalBackend):
         store = backend.store  # whose disk may be writing still what was stored last
-        wait_until(lambda: store.leases == store.reserved_bytes == 0, "nobody holds anything", WAIT_S)
+        wait_until(lambda: store.leases == store.reserved_bytes == 0, "no hold is left", WAIT_S)
         backend.store.check_integrity()
 
 
 class GatedTransfer(HostTransfer):
-    """Copies when it is told to; `began` says that somebody has asked."""
+    """Copies when it is told to; `began` says that a copy was asked for."""
 
     def __init__(self, paged: PagedKV) -> None:
         super().__init__(paged)

@@ -116,7 +116,7 @@ class FakeServer:
         return [args[1:] for args in self.commands if args[0] == name]
 
     def hang_up(self) -> None:
-        """Hang up on everybody who is connected now."""
+        """Hang up on all clients that are connected now."""
         for client in self._clients:
             try:
                 client.shutdown(socket.SHUT_RDWR)
@@ -124,7 +124,7 @@ class FakeServer:
                 continue
 
     def close(self) -> None:
-        """Hang up on everybody and end."""
+        """Hang up on all clients and end."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()

@@ -1,7 +1,8 @@
 """Servers on loopback TCP ports that must be known before they start: a process each, which tests kill and start again.
 
 A port that was free when we looked may be taken when the server binds it. So a node counts as started only when what
-answers on its port says that it is our process, and whoever starts nodes tries again with others (`with_free_ports`).
+answers on its port says that it is our process, and the caller that starts nodes tries again with others
+(`with_free_ports`).
 """
 
 import contextlib
@@ -30,7 +31,7 @@ CLIENT_TIMEOUT_S: Final = 10
 
 
 class PortTakenError(Exception):
-    """A server has ended before it was ready; mostly because somebody else has its port."""
+    """Raised when a server has ended before it was ready; mostly because another process has its port."""
 
 
 def wait_until(condition: Callable[[], bool], what: str, within_s: float = WAIT_S) -> None:
@@ -58,7 +59,7 @@ def free_ports(count: int) -> list[int]:
 class Node:
     """A server process that listens on `port` of loopback; `folder` is its own and has its log.
 
-    `papers` are what it speaks TLS with. Nothing is started before `start`; whoever made it kills it in the end.
+    `papers` are what it speaks TLS with. Nothing is started before `start`; its maker kills it in the end.
     """
 
     def __init__(

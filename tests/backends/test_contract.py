@@ -14,7 +14,7 @@ from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote.backend import ClusterBackend, RemoteBackend
 from kvredis.backends.shm.buffers import Staging
 from kvredis.backends.tiered.backend import LayeredBackend
-from kvredis.backends.tiered.staging import Passage
+from kvredis.backends.tiered.staging import NearStaging
 from kvredis.storage.store import Store
 
 from .conftest import ServerProcess, small_disk, small_store
@@ -31,7 +31,7 @@ SIZES = [0, 1, 1000, 20_000, 1 << 20, 3_000_001]
 @pytest.fixture(params=[*LOCAL_KINDS, *REMOTE_KINDS, *LAYERED_KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     """Of which kind the backend under test is. With "-disk" there is a disk below memory, with "-only" memory is but a
-    place of passage for it; a layered one has kvredis behind it unless it says otherwise. With "lane" blocks go through
+    place of staging for it; a layered one has kvredis behind it unless it says otherwise. With "lane" blocks go through
     memory that is shared with it."""
     found: str = request.param
     return found
@@ -78,8 +78,8 @@ def backend(near: LocalBackend | None, url: str | None, store: Store) -> Iterato
     elif near is None:
         backend = open_far(url, store)
     else:
-        passage = Passage(near, 5.0)
-        backend = LayeredBackend(near, open_far(url, passage, keep=True), passage)
+        staging = NearStaging(near, 5.0)
+        backend = LayeredBackend(near, open_far(url, staging, keep=True), staging)
     yield backend
     backend.close()
 
@@ -89,7 +89,7 @@ AtRest = Callable[[], None]
 
 @pytest.fixture
 def at_rest(backend: Backend, kind: str, store: Store) -> AtRest:
-    """Asserts that nobody holds anything, and that a memory which keeps nothing is empty."""
+    """Assert that no hold is left, and that a memory which keeps nothing is empty."""
 
     def check() -> None:
         backend.flush()

@@ -1,4 +1,5 @@
-"""A load that nobody closes and the garbage collector finds: it ends, and never in the middle of something else."""
+"""A load that its caller does not close and the garbage collector finds: it ends, and never in the middle of something
+else."""
 
 import gc
 import threading

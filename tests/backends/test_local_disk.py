@@ -110,7 +110,7 @@ def test_a_block_that_was_damaged_on_disk_is_a_miss_and_the_rest_is_loaded(
     assert backend.stats()["lost"] == 1
 
 
-# ---- local_cpu false: memory is a place of passage ---------------------------------------------------------------
+# ---- local_cpu false: memory is only staging -------------------------------------------------------------------------
 
 
 def test_with_local_cpu_false_blocks_live_on_disk_and_pass_through_memory(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""How a local backend waits for its disk: blocks come ahead of the reader, a store waits its time, nobody for ever."""
+"""How a local backend waits for its disk: blocks come ahead of the reader, a store waits its time, and no caller for
+ever."""
 
 import threading
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def test_what_has_not_begun_when_a_load_is_given_up_is_not_read(backend: LocalBa
     assert promoted(backend) == 4
 
 
-def test_a_reader_who_holds_all_of_memory_gets_misses_and_no_deadlock(tmp_path: Path) -> None:
+def test_a_reader_that_holds_all_of_memory_gets_misses_and_no_deadlock(tmp_path: Path) -> None:
     keys = keys_of(2 * FIT)
     with closing(open_local(tmp_path, spill_wait_s=0.1)) as backend:
         put_away(backend, keys[:FIT])
@@ -106,7 +107,7 @@ def test_what_is_read_ahead_never_keeps_the_next_block_from_its_room(backend: Lo
         drain(backend)
         held += backend.load([b"other:%d" % number for number in range(4, 15)])
         assert None not in held
-        taken = backend.reserve(b"new", LENGTH)  # of the one block that nobody holds: the one that is next
+        taken = backend.reserve(b"new", LENGTH)  # of the one block without a lease: the one that is next
         assert taken is not None
         assert not resident(backend, late)
         tiering_of(backend).spill_wait_s = 0.0
@@ -123,7 +124,7 @@ def test_what_is_read_ahead_never_keeps_the_next_block_from_its_room(backend: Lo
                 assert each.view == content(key, LENGTH)
 
 
-def test_a_reader_who_lets_go_late_still_gets_every_block(backend: LocalBackend) -> None:
+def test_a_reader_that_lets_go_late_still_gets_every_block(backend: LocalBackend) -> None:
     keys = keys_of(3 * FIT)
     put_all(backend, keys)
     held = []
@@ -166,7 +167,7 @@ def test_a_disk_that_does_not_answer_makes_misses_after_one_wait(tmp_path: Path)
             began_s = backend.store.now_s()
             assert loaded(backend, [*keys, b"other:15"]) == [None] * 6 + [content(b"other:15", LENGTH)]
             assert backend.store.now_s() - began_s < 10
-            assert io.figures()[Priority.DEMAND].queued == 0, "nobody waits for them any more"
+            assert io.figures()[Priority.DEMAND].queued == 0, "no reader waits for them any more"
         backend.load_wait_s = 20
         assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
 
@@ -185,7 +186,7 @@ def test_a_load_with_little_time_gives_what_is_in_memory_and_waits_no_longer_for
     assert loaded(backend, keys) == [content(key, LENGTH) for key in keys]
 
 
-def test_time_enough_is_not_used_up_by_a_reader_who_takes_his(backend: LocalBackend) -> None:
+def test_time_enough_is_not_used_up_by_a_slow_reader(backend: LocalBackend) -> None:
     keys = keys_of(6)
     put_away(backend, keys)
     leases = backend.load(keys, within_s=20.0)
@@ -239,7 +240,7 @@ def test_a_store_waits_its_time_for_a_stuck_disk_and_then_the_coldest_leaves(tmp
             put_all(backend, keys[FIT : FIT + 1])
             assert (tiering.stats.spill_waits, tiering.stats.spill_dropped) == (1, 1)
             put_all(backend, keys[FIT + 1 :])
-            assert tiering.stats.spill_waits == 1, "nobody waits again until a block has reached the disk"
+            assert tiering.stats.spill_waits == 1, "no caller waits again until a block has reached the disk"
             assert tiering.stats.spill_dropped == 2
             assert [backend.match([key]) for key in keys] == [0, 0, *[1] * FIT]
         drain(backend)
@@ -264,7 +265,7 @@ def test_a_store_goes_on_as_soon_as_the_disk_has_made_room(
     assert loaded(backend, [*keys_of(FIT), b"more"]) == [content(key, LENGTH) for key in [*keys_of(FIT), b"more"]]
 
 
-def test_in_the_long_run_who_stores_waits_a_fiftieth_of_the_time(
+def test_in_the_long_run_an_engine_that_stores_waits_a_fiftieth_of_the_time(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait_in_vain(timeout_s: float) -> bool:

@@ -175,7 +175,7 @@ def test_kvredis_nodes_speak_tls_and_want_a_password(papers: Papers) -> None:
         assert cluster.url.startswith(f"rediss-cluster://:{PASSWORD}@127.0.0.1:")
 
 
-def test_a_port_that_somebody_else_has_is_tried_again_with_another(tmp_path: Path) -> None:
+def test_a_port_that_another_process_has_is_tried_again_with_another(tmp_path: Path) -> None:
     needs_redis()
     tries: list[int] = []
 

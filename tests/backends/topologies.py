@@ -86,7 +86,7 @@ class Topology:
         self.nodes[number].start()
 
     def owner_of(self, slot: int, *, as_seen_by: Node) -> Node | None:
-        """The node that serves a slot as far as another one knows; None for nobody."""
+        """The node that serves a slot as far as another one knows; None for none."""
         for first, last, (_, port, *_), *_ in as_seen_by.ask("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == port)

@@ -95,7 +95,7 @@ ROWS = [
     beside_an_h200("LMCache lm://", 1.65),
 ]
 INVENTED = [
-    # Nobody publishes a hit that loses: tiers of the rows above beside accelerators so many times as fast, and a slow
+    # No result shows a hit that loses: tiers of the rows above beside accelerators so many times as fast, and a slow
     # link. The speed-up is the bandwidth over the one that breaks even.
     Row("remote 3.7 GB/s, prefilled 8 times as fast", "7b", 10_240, 8 * 9752, 3.7, 3.7 / 4.47),
     Row("SSD 1.3 GB/s, prefilled 2.5 times as fast", "8b", 8192, 2.5 * 9204, 1.3, 1.3 / 3.02),

@@ -17,8 +17,7 @@ from kvredis.backends.config.url import Address
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.core.servers import ServerProcess
-from kvredis.bench.core.throttle import Link, Throttle
-from kvredis.bench.slow_remote import (
+from kvredis.bench.slow_remote.run import (
     AUTO,
     FREE,
     NONE,
@@ -32,6 +31,7 @@ from kvredis.bench.slow_remote import (
     slow_remote_gate,
     table_lines,
 )
+from kvredis.bench.slow_remote.throttle import Link, Throttle
 from kvredis.cli.bench.command import bench
 
 TIMEOUT_S = 30
@@ -105,10 +105,10 @@ def test_a_limit_holds_for_all_connections_together_until_it_is_lifted(echo: Add
         assert time.monotonic() - began_s < 10, "which is 15 s at 200 kB/s"
 
 
-def test_a_proxy_before_nobody_hangs_up() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and not listening
-        with Throttle(Address(host="127.0.0.1", port=nobody.getsockname()[1])) as proxy:
+def test_a_proxy_without_a_server_hangs_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # bound, and not listening
+        with Throttle(Address(host="127.0.0.1", port=silent.getsockname()[1])) as proxy:
             assert exchange(proxy.address, b"") == b""
 
 
@@ -220,7 +220,7 @@ def test_a_figure_that_is_missing_does_not_pass() -> None:
 
 def test_a_server_that_does_not_take_what_is_stored_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvredis.adapters.engine.engine import CacheEngine
-    from kvredis.bench.slow_remote import run
+    from kvredis.bench.slow_remote.run import run
 
     monkeypatch.setattr(CacheEngine, "lookup", lambda engine, tokens: 0)
     with pytest.raises(BenchError, match="does not hold"):
@@ -239,7 +239,7 @@ def test_a_server_that_dies_gets_no_figure_although_engines_go_on_without_it(mon
         if step == f"{FREE}, {NONE}":
             servers[0].stop()
 
-    monkeypatch.setattr("kvredis.bench.slow_remote.ServerProcess", Noted)
+    monkeypatch.setattr("kvredis.bench.slow_remote.run.ServerProcess", Noted)
     plan = SlowRemotePlan(repeats=1, prompts=1, prompt_tokens=512)
     with pytest.raises(BenchError, match="slow accepts no connection"):
         run(plan, stop)

@@ -140,7 +140,7 @@ def sample(percent: float) -> SwapSample:
     return SwapSample(repeat=0, seconds=1.0, gb_per_s=percent, percent=percent, verified_bytes=1)
 
 
-def test_the_gate_holds_ours_to_its_shape_s_bar_and_nobody_else() -> None:
+def test_the_gate_holds_ours_to_its_shape_s_bar_and_no_other_arm() -> None:
     rows = [
         swap_row("8b", 16, 1, (OURS, "out"), [sample(96.0), sample(97.0), sample(99.0)]),
         swap_row("8b", 16, 1, (OURS, "in"), [sample(96.9)]),

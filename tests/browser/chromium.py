@@ -36,7 +36,7 @@ FLAGS = (
     "--disable-gpu",
     "--hide-scrollbars",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost",  # nothing may be fetched from elsewhere
-    "--disable-renderer-backgrounding",  # a window that nobody sees is drawn all the same
+    "--disable-renderer-backgrounding",  # a hidden window is drawn all the same
     "--disable-backgrounding-occluded-windows",
     "--disable-background-timer-throttling",
 )

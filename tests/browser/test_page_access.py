@@ -1,4 +1,4 @@
-"""The page by keys alone, to the ear and to the eye: whoever looks after a server can, however he reads a screen."""
+"""The page by keys alone, to the ear and to the eye: any operator can use it, whatever reads the screen to them."""
 
 from itertools import pairwise
 
@@ -153,7 +153,7 @@ def test_a_narrow_screen_needs_no_scrolling_to_the_side(browser: Browser, width:
         browser.picture("page-narrow")
 
 
-def test_who_wants_less_motion_gets_none(browser: Browser) -> None:
+def test_a_reader_who_wants_less_motion_gets_none(browser: Browser) -> None:
     browser.prefer(reduced_motion="reduce")
     browser.run("Element.prototype.scrollIntoView = function (how) { window.how = how.behavior; }")
     browser.run("arguments[0].click()", browser.find("#prompts tbody button"))

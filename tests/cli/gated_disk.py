@@ -22,7 +22,7 @@ def read(self: DiskTier, record: Record, into: memoryview) -> bool:
     with _lock:
         number = next(_numbers)
     while number >= int(os.environ["GATE_READS"]) and not os.path.exists(os.environ["GATE"]):
-        time.sleep(LOOK_S)  # a file tells nobody that it has come
+        time.sleep(LOOK_S)  # a new file sends no event here
     return _read(self, record, into)
 
 

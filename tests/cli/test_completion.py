@@ -61,7 +61,7 @@ def test_keys_of_the_server_are_offered(url: str) -> None:
 
 def test_a_pattern_in_a_word_is_a_word_and_what_would_need_quotes_is_not_offered(url: str) -> None:
     assert offered(f"kvredis get -u {url} sta", 4) == ["star*", "stay"]
-    assert offered(f"kvredis get -u {url} with", 4) == [], "no shell runs what somebody has called a key"
+    assert offered(f"kvredis get -u {url} with", 4) == [], "no shell runs what a client has called a key"
     assert offered(f"kvredis get -u {url} -w", 4) == []
 
 
@@ -71,7 +71,7 @@ def test_subcommands_options_and_choices_are_offered() -> None:
     assert offered("kvredis ls --sort h", 3) == ["hits"]
 
 
-def test_nobody_waits_at_the_tab_key_for_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tab_key_does_not_wait_for_a_server_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(key_options, "_ask", lambda url, incomplete, found: over.wait())
     try:

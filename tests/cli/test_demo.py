@@ -86,7 +86,7 @@ def test_a_running_server_is_cold_once(tmp_path: Path) -> None:
             assert server.stdout is not None
             ready = next(line for line in server.stdout if line.startswith(b"Ready"))
             url = "redis://" + ready.decode().split(" on ")[1].split(",")[0].strip()
-            prompt = tmp_path / "prompt.txt"  # a text that nobody edits between the two runs
+            prompt = tmp_path / "prompt.txt"  # a text that does not change between the two runs
             prompt.write_text(Path(__file__).read_text())
             first, again = (run("--json", "--url", url, "--prompt-file", str(prompt)) for _ in range(2))
         finally:

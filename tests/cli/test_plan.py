@@ -14,6 +14,12 @@ from tests.bench.disk.fake_disk_result import get, rate, result
 
 RATE = ("--prefill-tokens-per-s", "9752")
 BASE = ("--shape", "7b", *RATE)
+QWEN3_NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""Qwen3-Next-80B-A3B's sizes: 36 of 48 layers keep 3 x 8192 inputs of a convolution and 32 x 128 x 128 elements."""
 
 
 def call(*arguments: str) -> Result:
@@ -191,6 +197,19 @@ def test_a_file_that_is_no_result_of_a_tier_is_refused_by_name(tmp_path: Path, t
 def test_the_command_is_listed_and_has_an_example() -> None:
     assert "plan" in CliRunner().invoke(main, ["--help"]).output
     assert "Example: kvredis plan" in call("--help").output
+
+
+def test_a_hybrid_model_is_planned_with_a_snapshot_of_its_states(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
+    arguments = ("--config", str(tmp_path), *RATE, "--tier", "memory=50GB/s")
+    found = planned(*arguments)
+    snapshot = 36 * 2 * (3 * 8192 + 32 * 128 * 128)
+    assert (found["shape"]["states"], found["shape"]["snapshot_bytes"]) == (36, snapshot)
+    assert found["sizes"]["bytes_per_token"] == 12 * 2 * 2 * 256 * 2
+    assert found["tiers"][0]["load_ms"] == pytest.approx((8192 * 24576 + snapshot) / 50e9 * 1e3)
+    assert "37.69 MiB, 36 states, as much as the KV of 1608 tokens" in call(*arguments).output
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT | {"linear_value_head_dim": None}))
+    assert "unknown, 36 states" in call(*arguments).output
 
 
 def test_a_latent_is_planned_as_one_plane(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class Terminal:
         deadline_s = time.monotonic() + WAIT_S
         while not until(screen := self.see()):
             assert time.monotonic() < deadline_s, f"did not come: {seen}; the screen is\n{screen}"
-            time.sleep(LOOK_S)  # between two looks: a terminal tells nobody that it has changed
+            time.sleep(LOOK_S)  # between two looks: a terminal does not tell that it has changed
         return screen
 
     def wait_prompt(self) -> str:
@@ -91,7 +91,7 @@ class Terminal:
         return self.wait(lambda screen: screen.rstrip().splitlines()[-1:] == [PROMPT])
 
     def resize(self, columns: int, lines: int) -> None:
-        """Make the window another size, as somebody who pulls at its corner."""
+        """Make the window another size, as a user who pulls at its corner."""
         self._call("resize-window", "-x", str(columns), "-y", str(lines))
 
     def settings(self) -> str:

@@ -1,8 +1,8 @@
 """The promise of client-side caching, under a random walk: no copy that a client keeps is ever out of date.
 
 Clients in every mode of tracking read, keep what they have read, and write, while keys expire, are evicted, flushed,
-and fall out of a tracking table that is too small. After each step every key is looked at by somebody who keeps
-nothing, and whoever has a copy, having read all that it was told by then, must have the same.
+and fall out of a tracking table that is too small. After each step a client without copies looks at every key, and each
+client with a copy, having read all that it was told by then, must have the same.
 """
 
 import random
@@ -53,7 +53,7 @@ class Keeper:
             self.copies[key] = value
 
     def write(self, words: list[Word], keys: list[bytes]) -> None:
-        """A command that may change `keys`. With NOLOOP nobody else will say so."""
+        """A command that may change `keys`. With NOLOOP the server will not say so."""
         self.say(*words)
         if "NOLOOP" in self.options:
             for key in keys:

@@ -1,6 +1,6 @@
 """What Prometheus' redis_exporter and RedisInsight ask, command by command, and the shapes that they parse.
 
-A field that is missing or no number is a hole in somebody's dashboard, and some drop everything for one wrong answer.
+A field that is missing or no number is a hole in a dashboard, and some exporters drop everything for one wrong answer.
 """
 
 import re

@@ -147,7 +147,7 @@ def hits_and_misses(wire: Wire) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("line", ["EXISTS", "TOUCH", "TTL", "PTTL", "EXPIRETIME", "TYPE", "STRLEN", "OBJECT ENCODING"])
-def test_redis_counts_who_only_looks_as_a_hit_or_a_miss_and_we_do_not(
+def test_redis_counts_commands_that_only_look_as_hits_or_misses_and_we_do_not(
     line: str, redis_server: RunningServer, kvredis: RunningServer
 ) -> None:
     for server, counted in ((redis_server, 1), (kvredis, 0)):
@@ -160,7 +160,7 @@ def test_redis_counts_who_only_looks_as_a_hit_or_a_miss_and_we_do_not(
 
 
 @pytest.mark.parametrize("line", ["GET {}", "MGET {}", "GETRANGE {} 0 1", "SUBSTR {} 0 1", "GETEX {}", "DUMP {}"])
-def test_who_asks_for_a_value_is_counted_as_in_redis(
+def test_a_client_that_asks_for_a_value_is_counted_as_in_redis(
     line: str, redis_server: RunningServer, kvredis: RunningServer
 ) -> None:
     counted = []

@@ -73,7 +73,7 @@ def test_redis_py_hears_of_a_reservation_that_it_lost_with_its_connection(client
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
-def test_redis_cli_stores_a_value_in_parts_that_somebody_types(kvredis: RunningServer) -> None:
+def test_redis_cli_stores_a_value_in_parts_that_are_typed(kvredis: RunningServer) -> None:
     ours, its = os.openpty()  # or it would keep its answers until it ends
     command = ["timeout", str(TIMEOUT_S), "redis-cli", "-s", kvredis.unixsocket]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=its, stderr=its) as cli:

@@ -174,7 +174,7 @@ def test_a_cached_value_follows_its_own_client_too(caching: Any, writer: Any) ->
         assert caching.mget("k", "nope") == [b"%d" % number, None]
 
 
-def test_info_counts_who_tracks_and_listens(caching: Any, writer: Any) -> None:
+def test_info_counts_the_clients_that_track_and_listen(caching: Any, writer: Any) -> None:
     caching.get("k")
     info = writer.info("everything")
     assert info["tracking_clients"] == 1

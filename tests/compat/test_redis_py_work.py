@@ -52,7 +52,7 @@ def client(kind: str, kvredis: RunningServer) -> Iterator[Any]:
 
 @pytest.fixture
 def other(kvredis: RunningServer) -> Iterator[Any]:
-    """Somebody else."""
+    """Another client."""
     with redis.Redis(port=kvredis.port, socket_timeout=WAIT_S) as connected:
         yield connected
 
@@ -278,8 +278,8 @@ def test_a_user_logs_in_and_is_kept_within_bounds(kind: str, kvredis: RunningSer
                 app.delete("app:k")
         good.disconnect()
         bad = pool_of(kind, kvredis, username="app", password="wrong")
-        with redis.Redis(connection_pool=bad) as nobody, pytest.raises(redis.AuthenticationError):
-            nobody.ping()
+        with redis.Redis(connection_pool=bad) as refused, pytest.raises(redis.AuthenticationError):
+            refused.ping()
         bad.disconnect()
     finally:
         other.acl_deluser("app")

@@ -92,7 +92,7 @@ def tcp(server: RunningServer) -> dict[str, Any]:
 
 
 def client(server: RunningServer) -> redis.Redis:
-    """Somebody who looks at the server from outside."""
+    """A client that looks at the server from outside."""
     return redis.Redis(host="127.0.0.1", port=server.port, protocol=2)
 
 
@@ -479,6 +479,6 @@ def test_lmcaches_variables_configure_it_too(opened: Open, kvredis: RunningServe
     assert client(kvredis).dbsize() == 4
 
 
-def test_an_argument_that_nobody_knows_is_named(opened: Open) -> None:
+def test_an_argument_that_kvredis_does_not_know_is_named(opened: Open) -> None:
     with pytest.raises(BenchError, match="hicache-storage-backend-extra-config: blocking_timeout: unknown key"):
         opened(extra={"host": "127.0.0.1", "blocking_timeout": 3})

@@ -5,6 +5,7 @@ vLLM keeps states only with its own prefix caching, behind whole blocks. So "col
 itself, and before each load it forgets what it has.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import takewhile
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 import redis
+from transformers import CONFIG_MAPPING
 
+from kvredis.bench.core.shapes import shape_of
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site
@@ -87,14 +90,57 @@ def states(client: redis.Redis) -> list[bytes]:
     return sorted(key for key in client.keys("*") if isinstance(key, bytes) and b'"U8"' in value_of(client, key)[:512])
 
 
+PLANNED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "jamba": ("jamba:JambaForCausalLM", "auto", {}),
+    "granitemoehybrid": (
+        "granitemoehybrid:GraniteMoeHybridForCausalLM", "auto",
+        {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2},
+    ),
+    "nemotron_h": (
+        "nemotron_h:NemotronHForCausalLM", "float32",
+        {"layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3},
+    ),
+    "falcon_h1": ("falcon_h1:FalconH1ForCausalLM", "auto", {}),
+    "zamba2": ("zamba2:Zamba2ForCausalLM", "auto", {}),
+    "qwen3_next": ("qwen3_next:Qwen3NextForCausalLM", "auto", {}),
+    "lfm2": (
+        "lfm2:Lfm2ForCausalLM", "auto",
+        {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "conv_dim": 2560},
+    ),
+}  # fmt: skip
+"""Of types of models: vLLM's class, the type it gives what recurs, and what the type's defaults leave out."""
+
+
+@pytest.mark.parametrize("kind", PLANNED)
+def test_a_plan_counts_the_states_that_vllm_keeps(engine: VLLMProcess, tmp_path: Path, kind: str) -> None:
+    named, ssm_dtype, more = PLANNED[kind]
+    config = CONFIG_MAPPING[kind]().to_dict() | more
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, default=str))
+    planned = shape_of(str(tmp_path))
+    assert planned.states > 0
+    each = engine.ask(
+        "state_bytes", named=named, config=json.loads(json.dumps(config, default=str)), ssm_dtype=ssm_dtype
+    )
+    assert planned.snapshot_bytes == planned.states * each["bytes"]
+
+
+def open_any(value: bytes) -> bytes:
+    """The tensor of a block (safetensors)."""
+    return value[8 + int.from_bytes(value[:8], "little") :]
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_too(
     engine: VLLMProcess, client: redis.Redis, model: str
 ) -> None:
     opened(engine, model, {}, connector=None)
     alone = engine.generate(FIRST)
-    opened(engine, model, far(client))
+    folder = opened(engine, model, far(client))["folder"]
     cold, warm = cold_and_warm(engine, FIRST)
+    snapshot_bytes = shape_of(folder).snapshot_bytes
+    assert snapshot_bytes is not None
+    scale = 2 if model == "lfm2" else 1  # which runs with four bytes where its file says two
+    assert sum(len(open_any(value_of(client, key))) for key in states(client)) == scale * snapshot_bytes
     opened(engine, model, far(client))
     fresh = engine.generate(FIRST)
     assert [each[0]["cached"] for each in (cold, warm, fresh)] == [0, MODELS[model], MODELS[model]]

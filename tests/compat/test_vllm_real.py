@@ -195,7 +195,7 @@ def test_a_second_turn_finds_the_answer_to_the_first(first: VLLMProcess, model: 
     assert (second["tokens"], second["cached"]) == (alone, 192)  # of 199 whose KV the first turn has made
 
 
-def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
+def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
     first: VLLMProcess, server: RunningServer, tmp_path: Path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/events"
@@ -217,6 +217,28 @@ def test_who_listens_to_kv_events_hears_what_is_stored_and_what_is_gone(
         first.generate(prompt(200))
         (gone,) = first.ask("events", medium="STORAGE", count=1)["events"]
         assert (gone["kind"], gone["hashes"]) == ("BlockRemoved", [hashes[1]])
+
+
+@pytest.mark.parametrize("model", ["llama", nightly("gemma")])
+def test_events_say_of_blocks_what_vllm_s_own_events_do(first: VLLMProcess, tmp_path: Path, model: str) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    first.open(model, LOCAL, kv_events=events, enable_prefix_caching=True)
+    assert first.ask("listen", endpoint=endpoint)["connected"]
+    first.generate(prompt(200), salt="tenant")
+    groups = 1 if model == "llama" else 3
+    theirs = first.ask("events", medium="GPU", count=groups)["events"]
+    first.stored()
+    first.generate(prompt(20), tokens=2)  # steps in which it can be told
+    ours = first.ask("events", medium="CPU", count=3 * groups)["events"]
+    said = ("group", "adapter", "kind of layers", "window")
+    assert {tuple(map(str, map(each.get, said))) for each in ours} == {
+        tuple(map(str, map(each.get, said))) for each in theirs
+    }
+    heads = [each["extra_keys"][0] for each in theirs if each["parent"] is None and each["group"] == groups - 1]
+    assert heads == [["tenant"]], "of the first block, which windows have let go of"
+    assert [each["extra_keys"] for each in ours if each["parent"] is None] == [[["tenant"]]] * groups
+    assert {str(each["extra_keys"]) for each in ours if each["parent"] is not None} == {"None"}
 
 
 def test_a_salt_keeps_tenants_apart_and_roles_are_kept(first: VLLMProcess, server: RunningServer) -> None:
@@ -249,7 +271,7 @@ def test_a_block_that_was_damaged_is_computed_again(first: VLLMProcess, proxy: P
         assert first.ask("stats")["worker"]["corrupt_chunks"] >= 1
         first.stored()
         assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
-        # That the tokens would be others, if nobody looked:
+        # That the tokens would be others without the check:
         for key in client.keys("*"):
             stored = client.get(key)
             assert isinstance(stored, bytes)
@@ -322,6 +344,23 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(first: V
     assert first.generate(prompt())[0]["tokens"] == cold["tokens"]
     stats = first.ask("stats")
     assert (stats["free"], stats["left"]) == (free, 0)
+
+
+def test_requests_are_computed_while_another_waits_for_a_server_that_is_stopped(
+    first: VLLMProcess, tmp_path: Path
+) -> None:
+    process, server = start_kvredis(tmp_path)
+    variables = far(server.port) | PATIENT
+    first.open("llama", variables, **MODELS["llama"])
+    (computed,) = first.generate(prompt())
+    first.stored()
+    process.send_signal(signal.SIGSTOP)
+    beside = first.ask("beside", held=[prompt()], others=[prompt(60, seed) for seed in range(4)])
+    assert beside["states"] == ["WAITING"]
+    process.send_signal(signal.SIGCONT)
+    (found,) = first.generate(prompt())
+    assert (found["tokens"], found["cached"]) == (computed["tokens"], 960)
+    stop(process)
 
 
 @pytest.mark.parametrize("models", [["llama"], nightly([*MODELS])], ids=len)

@@ -1,7 +1,8 @@
-"""KVRedisConnector's own tests under other versions of vLLM than requirements.txt has: the oldest that it serves.
+"""KVRedisConnector's own tests under versions of vLLM before that of requirements.txt, from the oldest that it serves.
 
 What is left out is vLLM's own: 0.27 has no MLA on a CPU, and where a connector makes one group of Gemma's it computes
-other tokens than with several, whoever the connector is. 0.28 to 0.31 have run by hand, each named by such a file.
+other tokens than with several, whichever the connector is. 0.33 has no build for the CPU yet: what is known of it is
+what its connector's base class says.
 """
 
 from pathlib import Path
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.nightly
 VERSIONS = sorted((Path(__file__).parent / "vllm" / "versions").glob("*.txt"))
 CORE = (
     "(found_gives and not deepseek) or without_the_connector or in_parts or one_by_one or own_prefix or kv_events"
-    " or roles_are_kept or damaged_is_computed or guessed_ahead or middle_of_a_load or aborted"
+    " or roles_are_kept or damaged_is_computed or guessed_ahead or middle_of_a_load or aborted or that_is_stopped"
 )
 WITHIN_S = 900
 
@@ -26,4 +27,4 @@ def test_the_connector_does_the_same_with_this_version(requirements: Path) -> No
     variables = {"VLLM_UNDER_TEST": requirements.stem}
     assert version_of(variables) == requirements.stem
     found = passed(["-m", "", "tests/compat/test_vllm_real.py"], CORE, variables, WITHIN_S)
-    assert found >= 14, "these tests are there under other names?"
+    assert found >= 15, "these tests are there under other names?"

@@ -84,7 +84,7 @@ def test_it_is_two_stages_of_one_pinned_image() -> None:
     ] * 2
 
 
-def test_it_fetches_nothing_but_packages_and_runs_as_nobody() -> None:
+def test_it_fetches_nothing_but_packages_and_runs_without_rights() -> None:
     build, final = stages()
     words = [step.word for step in (*build, *final)]
     assert "ADD" not in words
@@ -162,7 +162,7 @@ def test_its_own_commands_make_a_server_that_is_healthy(tmp_path: Path) -> None:
         words = [str(installed / "bin" / check[0]), *check[1:]]
         return subprocess.run(words, env=env, capture_output=True, timeout=WAIT_S).returncode == 0
 
-    assert not healthy(), "nobody is there yet"
+    assert not healthy(), "no server is there yet"
     process = subprocess.Popen(
         [str(installed / "bin" / start[0]), *start[1:]],
         cwd=tmp_path,
@@ -194,7 +194,7 @@ def test_the_first_process_of_a_container_ends_when_it_is_told_to_while_it_start
     if subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
         pytest.skip("the kernel lets us have no process numbers of our own (unshare --pid)")
     config = tmp_path / "kvredis.yaml"
-    os.mkfifo(config)  # so that it starts for as long as nobody writes
+    os.mkfifo(config)  # so that it starts for as long as this test writes nothing
     env = {"PATH": os.environ["PATH"], "LMCACHE_CONFIG_FILE": str(config)}
     process = subprocess.Popen([*alone, sys.executable, "-m", "kvredis", "serve"], cwd=ROOT, env=env)
     try:

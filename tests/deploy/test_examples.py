@@ -160,7 +160,7 @@ def test_an_engine_of_the_cluster_stores_and_loads() -> None:
         works(replace(config, remote_url=cluster.url))
 
 
-def test_the_compose_file_builds_our_image_and_lets_nobody_in_without_a_password() -> None:
+def test_the_compose_file_builds_our_image_and_lets_no_client_in_without_a_password() -> None:
     path = ROOT / "deploy/container/compose.yaml"
     service = yaml.safe_load(path.read_text())["services"]["kvredis"]
     context = (path.parent / service["build"]["context"]).resolve()

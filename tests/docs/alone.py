@@ -1,6 +1,6 @@
 """Runs a command in a network of its own: only the loopback, all ports free, and the addresses that our pages use.
 
-Called inside `unshare --net`. A page says port 6379 and 10.0.0.1 because its readers do; here they are nobody else's.
+Called inside `unshare --net`. A page says port 6379 and 10.0.0.1 because its readers do; here they are no other's.
 """
 
 import fcntl

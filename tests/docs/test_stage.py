@@ -109,7 +109,7 @@ def test_a_server_that_does_not_start_fails_the_page_with_its_words(tmp_path: Pa
     assert "max_local_cpu_size" in outcome.output
 
 
-def test_a_network_of_its_own_reaches_nobody_else(tmp_path: Path, room: Path) -> None:
+def test_a_network_of_its_own_reaches_no_other_host(tmp_path: Path, room: Path) -> None:
     if not stage.own_network():
         pytest.skip("the kernel lets us have no network of our own (unshare --net)")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,5 @@
-"""What the documents say of the tree is there, and they are written in the words that CONTRIBUTING asks for."""
+"""What the documents say of the tree is there, and they and the code are written in the words that CONTRIBUTING asks
+for."""
 
 import re
 from pathlib import Path
@@ -12,6 +13,8 @@ TOURS = [ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
 ROOMS = ("storage", "backends", "kvredis", "cli", "bench", "tests", "docs", "deploy", "scripts")
 ACTORLESS = re.compile(r"\b(nobody|somebody|whoever|anybody|behind (its|their|his) backs?)\b", re.IGNORECASE)
 QUOTES = re.compile(r"`[^`]*`")
+DATA = re.compile(r'(?<!")"(?!")[^"\n]*"')
+"""A string of one line in code: tests name users and hosts as they like."""
 _PATH = re.compile(rf"`((?:{'|'.join(ROOMS)})/[\w./-]*)(?:::(\w+))?`")
 
 
@@ -23,6 +26,19 @@ def test_no_document_leaves_out_who_acts() -> None:
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
         if ACTORLESS.search(QUOTES.sub("", line))  # what the program says is its own affair
     ]
+    assert found == []
+
+
+def test_no_code_and_no_test_leaves_out_who_acts() -> None:
+    found = []
+    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*")):
+        if path.suffix in (".py", ".c", ".html", ".sh") and path.name != "test_words.py":
+            text = path.read_text(encoding="utf-8").replace("_", " ")
+            found += [
+                f"{path.relative_to(ROOT)}: {line.strip()}"
+                for line in text.splitlines()
+                if ACTORLESS.search(DATA.sub("", line) if path.is_relative_to(ROOT / "tests") else line)
+            ]
     assert found == []
 
 
@@ -66,7 +82,8 @@ def test_every_promise_names_a_test_that_there_is() -> None:
         tests = _PATH.findall(row)
         assert tests, row
         for path, name in tests:
-            assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+            assert name, f"{path}: which test?"
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
 
 def test_what_leaves_out_who_acts_is_found() -> None:

@@ -94,6 +94,8 @@ class Load:
         self._space = 0
         self._misses = misses
         self._batch: list[tuple[bytes, Callable[[Reply], None]]] = []
+        self.journal: list[list[object]] = []
+        """What was sent, each with its reply if there was one."""
         self._sizes: dict[int, tuple[int, int]] = {}  # of each value: its bytes, and its pieces
 
     def run(self, port: int) -> None:
@@ -135,7 +137,18 @@ class Load:
         rng.choices(last, (36, 10, 4, 12, 5, 3, 0.5))[0]()
 
     def _add(self, told: Callable[[Reply], None], *words: Word | int) -> None:
-        self._batch.append((request(*(str(each) if isinstance(each, int) else each for each in words)), told))
+        """Have a command sent with the batch, and a line about it in the journal."""
+        line: list[object] = [self._space]
+        line += [each for each in words if isinstance(each, int) or len(each) < VALUE_BYTES_MIN]
+        if words[0] == "SET" and isinstance(words[1], bytes):
+            line.append(self.writes.latest((words[1], self._space)))
+        self.journal.append(line)
+
+        def heard(reply: Reply) -> None:
+            line.append(reply if not isinstance(reply, bytes) else reply[:16])
+            told(reply)
+
+        self._batch.append((request(*(str(each) if isinstance(each, int) else each for each in words)), heard))
 
     def _write(self, check: Callable[[Reply], None], *words: Word | int) -> None:
         """A write, which the model knows of already."""
@@ -224,7 +237,7 @@ class Load:
         name = self._name()
         before = self.writes.latest(name)
         if not before.ident or before.is_over(_now_ms() + 1000 * LIMIT_S):
-            return  # whether it comes in time nobody can know, nor what the rest of the batch would find
+            return  # whether it comes in time is unknown, and what the rest of the batch would find
         at_ms = 0 if before.expire_at_ms and self._rng.random() < 0.5 else self._end()
         self.writes.expire(name, at_ms)
 
@@ -322,7 +335,8 @@ class Load:
 
 
 def look(port: int, names: Sequence[Name]) -> dict[Name, Seen]:
-    """What a server holds under each name; AssertionError for bytes that nobody wrote, and for a reply that is late."""
+    """What a server holds under each name; AssertionError for bytes that were never written, and for a reply that is
+    late."""
     wire = Wire(port)
     seen: dict[Name, Seen] = {}
     try:

@@ -172,7 +172,7 @@ class Writes:
     # ---- what is found afterwards ------------------------------------------------------------------------------------
 
     def compare(self, seen: Mapping[Name, Seen], *, misses: bool) -> None:
-        """AssertionError unless all that was found is what somebody wrote there and nothing confirmed is missing;
+        """AssertionError unless all that was found is what a client wrote there and nothing confirmed is missing;
         `misses`: unless the disk may have let go of it. From then on what was found counts as confirmed."""
         homes: dict[int, Name] = {}
         looked_ms = max((each.to_ms for each in seen.values()), default=0)  # a value may have ended where it was last

@@ -45,7 +45,7 @@ def run_jobs(store: Store, jobs_max: int = 1 << 30) -> int:
 
 
 def save(store: Store, since: int = 0) -> bool | None:
-    """WAITAOF: whether everything from write number `since` on is safe; None when nobody says."""
+    """WAITAOF: whether everything from write number `since` on is safe; None when the store does not say."""
     answers: list[bool] = []
     tiering_of(store).saving.save(since, answers.append)
     run_jobs(store)

@@ -118,7 +118,7 @@ class Subject:
 
 
 def seed(url: str, *numbers: int) -> None:
-    """Have an engine that nobody disturbs store prompts, and see that they are there."""
+    """Have an undisturbed engine store prompts, and see that they are there."""
     with Subject(url) as seeder:
         for number in numbers:
             seeder.ask(number)
@@ -133,9 +133,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def assert_recovers(subject: Subject, url: str, numbers: Iterator[int] = FRESH) -> None:
-    """The same engine loads again what others store to `url`, and others what it stores, without anybody's help.
+    """The same engine loads again what others store to `url`, and others what it stores, without any help.
 
-    `numbers` are prompts that nobody has asked for yet.
+    `numbers` are prompts that no engine has asked for yet.
     """
     theirs = next(numbers)
     seed(url, theirs)

@@ -92,7 +92,7 @@ def reserve(peer: Peer) -> None:
 
 
 def put_many(peer: Peer) -> None:
-    """Lend, and ask for more copies than anybody waits for."""
+    """Lend, and ask for more copies than any client waits for."""
     lend(peer)
     peer.link.sendall(b"".join(request("KV.PUT", f"put{n}", 0, LENT_BYTES) for n in range(50)))
 

@@ -37,7 +37,7 @@ class Realm(NamedTuple):
 
 
 PATIENT: Final = ("--spill-wait", "15")
-"""Nobody leaves memory unwritten: who stores waits for the disk."""
+"""No block leaves memory unwritten: a client that stores waits for the disk."""
 
 REALMS: Final = (
     Realm((*PATIENT, "--max-local-disk-size", "256MB"), segment_bytes=256 * MIB),
@@ -80,9 +80,15 @@ class Dynasty:
         return CrashServer(self._directory, self._realm.flags, segment_bytes=self._realm.segment_bytes)
 
     def _look_after(self, server: CrashServer) -> None:
-        """Nobody has written to this server: what it has is what the last one left."""
+        """Check a server that no client has written to: what it has is what the last one left."""
         for load in self._loads:
-            load.writes.compare(look(server.port, load.writes.names()), misses=self._realm.misses)
+            seen = look(server.port, load.writes.names())
+            try:
+                load.writes.compare(seen, misses=self._realm.misses)
+            except AssertionError as error:
+                error.add_note("\n".join(map(repr, load.journal)))
+                raise
+            load.journal.append(["-- looked at --"])
         wire = Wire(server.port)
         quarantined = figure(wire, b"disk", b"quarantined")
         wire.close()

@@ -28,7 +28,7 @@ from tests.storage.small_store import Clock
 KEYS: Final = 6
 OPS: Final = 90
 PATIENCE: Final = 20
-"""Jobs that a SET waits for, one after the other; more than that is nobody's fault but the disk's."""
+"""Jobs that a SET waits for, one after the other; more than that is the disk's fault."""
 ROOMY, TIGHT = 10, 2
 """Segments: room for all that the keys can hold and more, and for half of it."""
 
@@ -91,7 +91,7 @@ class Script:
             reservation = self._store.reserve(name[0], length, name[1])
         if not self._alive():
             return
-        assert reservation is not None, "nobody makes room, and nobody is told"
+        assert reservation is not None, "no thread makes room, and no caller is told"
         expire_at_ms = self._end()
         reservation.view[:] = value(self.writes.set(name, expire_at_ms), length)
         reservation.commit(expire_at_ms)

@@ -1,5 +1,5 @@
-"""Many clients at once, at a server process whose memory is looked at: nobody gets another's bytes, nobody is let down,
-and who sends nothing, announces much or reads slowly costs a bounded amount of memory."""
+"""Many clients at once, at a server process whose memory is looked at: no client gets another's bytes, none is let
+down, and who sends nothing, announces much or reads slowly costs a bounded amount of memory."""
 
 import asyncio
 import contextlib
@@ -117,7 +117,7 @@ def test_a_thousand_clients_at_once_each_read_their_own_bytes(loop: str, tmp_pat
         assert (state["leases"], state["reserved"], state["retired"]) == (0, 0, 0)
 
 
-async def test_three_hundred_slow_lorises_are_served_and_keep_nobody_waiting(loop: str, tmp_path: Path) -> None:
+async def test_three_hundred_slow_lorises_are_served_and_keep_no_client_waiting(loop: str, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, 32 * MIB) as live:
         quick = await live.connect()
         crowd = [await live.connect(("unix", "tcp")[n % 2]) for n in range(300)]

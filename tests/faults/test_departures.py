@@ -46,7 +46,7 @@ async def test_a_client_that_vanishes_leaves_nothing_behind(loop: str, state: st
     assert not server.admission.queue
     assert not server.monitors
     assert not server.blocked.timeouts
-    assert await keeper.ask("PUBLISH", "a", "nobody hears") == b":0\r\n"
+    assert await keeper.ask("PUBLISH", "a", "unheard") == b":0\r\n"
     if at.pause:
         assert await keeper.ask("CLIENT", "UNPAUSE") == b"+OK\r\n"
     assert await keeper.get(KEY) == OLD

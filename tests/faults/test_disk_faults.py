@@ -422,7 +422,7 @@ def test_an_index_that_cannot_be_written_is_never_reported_as_saved(tmp_path: Pa
     bury(store)
 
 
-def test_one_who_has_gone_does_not_keep_others_waiting_for_their_save(tmp_path: Path) -> None:
+def test_a_client_that_has_gone_does_not_keep_others_waiting_for_their_save(tmp_path: Path) -> None:
     """A client's event loop is closed when his WAITAOF comes to its end, and the end of the server waits for the next
     round."""
 

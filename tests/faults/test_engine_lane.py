@@ -52,8 +52,8 @@ AfterCopy = Callable[[int, Lease], None]
 
 @pytest.fixture
 def after_copy(monkeypatch: pytest.MonkeyPatch) -> Callable[[AfterCopy], None]:
-    """Has something happen when a chunk's bytes have been copied, and nobody has looked yet whether they were good: it
-    is given the number of the chunk, and the lease."""
+    """Has something happen when a chunk's bytes have been copied, and before they were checked: it is given the number
+    of the chunk, and the lease."""
 
     def install(then: AfterCopy) -> None:
         take, copy = TensorLoad._take, TensorLoad._copy
@@ -115,7 +115,7 @@ def test_a_connection_that_is_killed_while_a_chunk_is_copied_costs_that_chunk_an
     def kill(number: int, lease: Lease) -> None:
         if number == 2:
             server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "YES")
-            server.ask("FLUSHALL")  # and the room is anybody's
+            server.ask("FLUSHALL")  # and the room is free for any value
             wait_until(lambda: not lease.held, "the end of the lease")
 
     with Subject(shared(server)) as subject:
@@ -145,7 +145,7 @@ def test_bytes_that_are_no_block_any_more_are_a_miss_and_no_error(
         copied.append(chunk)
         if len(copied) == 2:
             server.kill()
-            return copy(loading, chunk, memoryview(bytes(len(view))))  # what somebody else has written there
+            return copy(loading, chunk, memoryview(bytes(len(view))))  # what another client has written there
         return copy(loading, chunk, view)
 
     monkeypatch.setattr(TensorLoad, "_copy", late)

@@ -120,8 +120,8 @@ def test_a_server_that_becomes_a_replica_is_read_from_or_given_up_and_written_to
     with served("redis") as server, Subject(server.url, mode) as subject:
         seed(server.url, 0, 1)
         assert subject.ask(0) == STORED
-        (nobody,) = free_ports(1)
-        server.ask("REPLICAOF", "127.0.0.1", nobody)
+        (free,) = free_ports(1)
+        server.ask("REPLICAOF", "127.0.0.1", free)
         caplog.clear()
         for number in range(2, 5):
             assert subject.ask(number) == 0

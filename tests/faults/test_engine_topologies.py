@@ -1,5 +1,5 @@
 """An engine over several servers, of which one dies in the middle: what lies on the others is served as before, what
-lay on that one is computed, and whoever takes its place is found without a restart.
+lay on that one is computed, and the one that takes its place is found without a restart.
 """
 
 from collections.abc import Iterator

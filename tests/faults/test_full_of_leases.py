@@ -62,7 +62,7 @@ async def test_deaf_readers_get_their_old_bytes_after_delete_and_refusal(loop: s
     await until(lambda: live.store.retired_bytes == 0)
 
 
-async def test_a_reader_who_has_been_deaf_for_long_is_closed_when_its_blocks_are_needed(
+async def test_a_reader_that_has_been_deaf_for_long_is_closed_when_its_blocks_are_needed(
     loop: str, live: LiveServer
 ) -> None:
     keeper = await live.connect()

@@ -124,7 +124,7 @@ async def test_an_idle_client_is_hung_up_on_and_a_listening_one_is_not(loop: str
         assert await busy.ask("PUBLISH", "news", "x") == b":1\r\n"
 
 
-async def test_who_is_slow_to_send_a_value_or_to_take_one_is_not_idle(loop: str, tmp_path: Path) -> None:
+async def test_a_client_that_is_slow_to_send_a_value_or_to_take_one_is_not_idle(loop: str, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, timeout=300, body_timeout=1e6) as live:
         sender, reader, silent, idle = [await live.connect() for _ in range(4)]
         big, small = pattern(4 * MIB), pattern(MIB)
@@ -180,7 +180,9 @@ async def test_a_value_that_stops_coming_is_given_up_and_a_slow_one_is_not(loop:
 
 
 @pytest.mark.parametrize("end", ["given up", "vanish", "finish"])
-async def test_who_waits_for_a_turn_gets_it_when_those_before_are_done(loop: str, end: str, tmp_path: Path) -> None:
+async def test_a_client_that_waits_for_a_turn_gets_it_when_those_before_are_done(
+    loop: str, end: str, tmp_path: Path
+) -> None:
     async with LiveServer(tmp_path, body_timeout=30.0) as live, contextlib.AsyncExitStack() as stack:
         sent = request("SET", "k", pattern(2 * MIB))
         first = await live.connect()

@@ -16,7 +16,7 @@ from kvredis.adapters.transfer.base import Moving
 from kvredis.backends.base import Backend
 from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
-from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, mover_on, moves_of, pages_in
+from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, load_now, mover_on, moves_of, pages_in
 from tests.backends.nodes import HOST, Node, wait_until
 from tests.faults.engine_runs import TIMEOUT_S, quick_retries, served
 from tests.gate import nightly
@@ -38,7 +38,7 @@ class Server:
         self._opened: list[Backend] = []
 
     def open(self, way: Way, address: str | None = None, timeout_s: float = TIMEOUT_S) -> Backend:
-        """A backend of an engine's own; `address` is that of somebody in between."""
+        """A backend of an engine's own; `address` is that of a proxy in between."""
         url = f"redis://{address or self.node.address}"
         url = f"unix://{self._path}" if way == "unix" else url
         url = url.replace("redis://", "kvredis://") if "lane" in way else url
@@ -94,7 +94,7 @@ def both(name: str, seed: int = 0) -> list[ChunkMove]:
 
 
 def seed(server: Server, name: str = "a") -> PagedEngine:
-    """An engine that nobody disturbs has stored a prompt's chunks, and gone."""
+    """Have an undisturbed engine store a prompt's chunks, and end it."""
     engine = PagedEngine(50)
     backend = server.open("tcp")
     with mover_on(backend, engine) as mover:
@@ -108,8 +108,8 @@ Between = Callable[[int], None]
 
 
 def after_copy(engine: PagedEngine, then: Between) -> None:
-    """Something happens when a chunk has been copied into the pages, and nobody has looked yet whether it was good; it
-    is given the number of the copy."""
+    """Something happens when a chunk has been copied into the pages, and before it was checked; it is given the number
+    of the copy."""
     transfer, count = engine.groups[0].transfer, iter(range(1, 10_000))
     load = transfer.load
 
@@ -125,7 +125,7 @@ def assert_loads(mover: ChunkMover, engine: PagedEngine, source: PagedEngine, na
     """All comes, and is right."""
     moves = both(name, seed=7)
     mover.finished()
-    assert mover.load_now(LoadJob("again", moves)) == len(moves)
+    assert load_now(mover, LoadJob("again", moves)) == len(moves)
     assert mover.finished().failed_pages == {}
     for from_, to in zip(both(name), moves, strict=True):
         assert engine.bytes_of(to) == source.bytes_of(from_)
@@ -145,7 +145,7 @@ def test_what_one_engine_stores_whole_and_layer_by_layer_another_loads(server: S
     engine = PagedEngine(100)
     with mover_on(server.open(way), engine, batch_bytes=70_000) as mover:
         assert_loads(mover, engine, source)
-        assert mover.load_now(LoadJob("t", both("b", seed=9))) == COUNT + 3
+        assert load_now(mover, LoadJob("t", both("b", seed=9))) == COUNT + 3
         assert mover.finished().failed_pages == {}
         assert mover.stats()["errors"] == 0
     for from_, to in zip(both("b"), both("b", seed=9), strict=True):
@@ -160,7 +160,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_load_costs_what_was_not_sure
     after_copy(engine, lambda number: server.node.kill() if number == 3 else None)
     with mover_on(server.open(way), engine, batch_bytes=1) as mover:
         moves = both("a", seed=7)
-        come = mover.load_now(LoadJob("r", moves))
+        come = load_now(mover, LoadJob("r", moves))
         assert come < len(moves) if "lane" in way else come >= 3
         assert set(mover.finished().failed_pages.get("r", ())) == pages_in(moves[come:])
         for from_, to in zip(both("a")[:come], moves[:come], strict=True):
@@ -171,7 +171,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_load_costs_what_was_not_sure
         server.node.start()
 
         stored = seed(server, "c")
-        wait_until(lambda: mover.load_now(LoadJob("u", both("c", seed=7))) == COUNT + 3, "a hit after the trouble")
+        wait_until(lambda: load_now(mover, LoadJob("u", both("c", seed=7))) == COUNT + 3, "a hit after the trouble")
         assert_loads(mover, engine, stored, "c")
         assert mover.stats()["errors"] == 0, "a backend keeps its trouble to itself"
         assert mover.stats()["corrupt_chunks"] == 0
@@ -197,11 +197,11 @@ def test_a_lease_that_is_revoked_in_the_middle_of_a_copy_costs_what_was_copied_t
     after_copy(engine, revoke)
     with mover_on(server.open("lane"), engine, batch_bytes=1, verify=False) as mover:
         moves = both("a", seed=7)
-        assert mover.load_now(LoadJob("r", moves)) == 2
+        assert load_now(mover, LoadJob("r", moves)) == 2
         assert set(mover.finished().failed_pages["r"]) == pages_in(moves[2:])
         stats = mover.stats()
         assert (stats["expired_chunks"], stats["corrupt_chunks"], stats["errors"]) == (1, 0, 0)
-        wait_until(lambda: mover.load_now(LoadJob("s", moves)) == len(moves), "the lane again")
+        wait_until(lambda: load_now(mover, LoadJob("s", moves)) == len(moves), "the lane again")
         assert_loads(mover, engine, source)
 
 
@@ -217,7 +217,7 @@ def test_a_block_that_was_damaged_on_the_server_is_a_miss_and_is_deleted_there(s
         client.setrange(bad, length - 100, b"?")
     engine, moves = PagedEngine(100), both("a", seed=7)
     with mover_on(server.open(way), engine) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 2
+        assert load_now(mover, LoadJob("r", moves)) == 2
         assert set(mover.finished().failed_pages["r"]) == pages_in(moves[2:])
         assert mover.stats()["corrupt_chunks"] == 1
         wait_until(lambda: server.node.ask("EXISTS", bad) == 0, "it is not found any more")
@@ -229,7 +229,7 @@ def test_bytes_that_a_network_has_spoilt_never_come(server: Server, good_bytes: 
     with Proxy((HOST, server.node.port)) as proxy:
         with mover_on(server.open("tcp", proxy.address), engine) as mover:
             proxy.corrupt(good_bytes)
-            come = mover.load_now(LoadJob("r", moves))
+            come = load_now(mover, LoadJob("r", moves))
             assert come < len(moves)
             assert set(mover.finished().failed_pages["r"]) == pages_in(moves[come:])
             for from_, to in zip(both("a")[:come], moves[:come], strict=True):
@@ -261,7 +261,7 @@ def test_a_server_that_is_not_there_is_a_miss(server: Server, way: Way) -> None:
     server.node.kill()
     engine = PagedEngine(100)
     with mover_on(server.open(way), engine) as mover:
-        assert mover.load_now(LoadJob("r", both("a"))) == 0
+        assert load_now(mover, LoadJob("r", both("a"))) == 0
         mover.store(StoreJob("s", both("a"), COUNT * CHUNK))
         assert mover.settle(WAIT_S)
         finished = mover.finished()

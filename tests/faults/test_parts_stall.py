@@ -60,7 +60,9 @@ async def test_a_reservation_that_nothing_comes_for_is_given_up_and_its_client_s
         live.complaints.clear()
 
 
-async def test_who_brings_enough_in_time_keeps_it_and_who_writes_the_same_again_does_not(tmp_path: Path) -> None:
+async def test_a_client_that_brings_enough_in_time_keeps_its_reservation_and_one_that_writes_the_same_again_does_not(
+    tmp_path: Path,
+) -> None:
     async with stopped_clock(tmp_path) as live:
         client = await live.connect()
         busy, idle = await reserve(client, "busy", LENGTH), await reserve(client, "idle", LENGTH)
@@ -75,7 +77,7 @@ async def test_who_brings_enough_in_time_keeps_it_and_who_writes_the_same_again_
         live.complaints.clear()
 
 
-async def test_while_the_server_holds_everybody_up_no_reservation_is_given_up(tmp_path: Path) -> None:
+async def test_while_the_server_holds_all_clients_up_no_reservation_is_given_up(tmp_path: Path) -> None:
     async with stopped_clock(tmp_path) as live:
         client, operator = await live.connect(), await live.connect()
         whole, begun = await reserve(client, "whole", LENGTH), await reserve(client, "begun", LENGTH)
@@ -124,7 +126,7 @@ async def test_client_kill_frees_what_a_client_has_reserved(live: LiveServer) ->
 
 
 async def test_others_wait_their_turn_for_room_and_are_told_once_that_they_ran(loop: str, live: LiveServer) -> None:
-    """Reservations and values that come at once share a quarter of the arena; whoever waits counts when he has run."""
+    """Reservations and values that come at once share a quarter of the arena; one that waits counts when it has run."""
     first, second, setter, watcher = [await live.connect() for _ in range(4)]
     for careful in (False, True):
         if careful:
@@ -153,7 +155,7 @@ async def test_others_wait_their_turn_for_room_and_are_told_once_that_they_ran(l
     watcher.close()
 
 
-async def test_who_holds_room_is_refused_more_and_never_made_to_wait_with_it(live: LiveServer) -> None:
+async def test_a_client_that_holds_room_is_refused_more_and_never_made_to_wait_with_it(live: LiveServer) -> None:
     client, other = await live.connect(), await live.connect()
     await client.say_hello()
     number = await reserve(client, "a", 3 * MIB)

@@ -1,4 +1,4 @@
-"""Who has no right to the lane gets nothing of it, and what is sent over it harms nobody."""
+"""A client without the right to shared memory gets nothing of it, and what is sent over it harms no other client."""
 
 import asyncio
 import fcntl
@@ -22,7 +22,7 @@ from tests.faults.lane_process import LENT_BYTES, STATES
 from tests.server.lane_client import LaneClient, attached, connected, memory, open_descriptors
 from tests.server.live import MIB, LiveServer, pattern, until
 
-NOBODY: Final = 65534
+OTHER_USER: Final = 65534
 ALONE: Final = "ERR want one message of one byte with one descriptor in the side channel, and nothing else"
 
 _STRANGER: Final = """
@@ -44,7 +44,7 @@ except OSError:
 async def as_another(address: str, *lines: str) -> list[str]:
     """What another user's client hears: the first line of each reply, and whether descriptors came with it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-ISc", _STRANGER, address, str(NOBODY), *lines, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-ISc", _STRANGER, address, str(OTHER_USER), *lines, stdout=asyncio.subprocess.PIPE
     )
     out, _ = await process.communicate()
     return out.decode().splitlines()
@@ -52,7 +52,7 @@ async def as_another(address: str, *lines: str) -> list[str]:
 
 @asynccontextmanager
 async def open_to_all() -> AsyncIterator[LiveServer]:
-    """A server whose unix socket anybody may connect to: pytest's own folders are for its user alone."""
+    """A server whose unix socket any user may connect to: pytest's own folders are for its user alone."""
     with TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         async with LiveServer(Path(folder), unixsocketperm="777") as live:
@@ -69,7 +69,9 @@ async def test_another_user_is_given_the_arena_only_after_a_login(loop: str) -> 
         path = str(live.server.unixsocket)
         assert await as_another(path, "KV.ATTACH", "PING") == [NOT_FOR_YOU, "+PONG 0"]
         await admin.ask("ACL", "SETUSER", "open", "on", "nopass", "+@all", "~*")
-        assert await as_another(path, "AUTH open x", "KV.ATTACH") == ["+OK 0", NOT_FOR_YOU], "anybody can be him"
+        assert await as_another(path, "AUTH open x", "KV.ATTACH") == ["+OK 0", NOT_FOR_YOU], (
+            "any client can log in as this user"
+        )
         await admin.ask("ACL", "SETUSER", "engine", "on", ">secret", "+@all", "~*")
         assert await as_another(path, "AUTH engine secret", "KV.ATTACH") == ["+OK 0", "*12 1"]
         await admin.ask("CONFIG", "SET", "requirepass", "secret")
@@ -242,7 +244,7 @@ async def test_memory_far_larger_than_the_machine_costs_nothing_to_lend(loop: st
             assert await client.ask("KV.PUT", "k", 0, MIB) == b"OK"
             assert await client.ask("GET", "k") == pattern(MIB)
             assert await client.ask("KV.PUT", "k", (1 << 50) - MIB, MIB) == b"OK"
-            assert await client.ask("GET", "k") == bytes(MIB), "nobody has ever written there"
+            assert await client.ask("GET", "k") == bytes(MIB), "no client has ever written there"
 
 
 async def test_memory_that_grows_is_lent_as_it_was(loop: str, live: LiveServer) -> None:

@@ -100,7 +100,7 @@ LEFT_OUT: Final = {
     "flushall": "takes the canaries along; test_socket_fuzz.py has a run of its own for it",
     "flushdb": "as flushall",
     "swapdb": "as flushall",
-    "client|pause": "with any digit added it stops everybody for minutes; tests/faults has it",
+    "client|pause": "with any digit added it stops all clients for minutes; tests/faults has it",
     "failover": "needs replicas, which there are none of",
 }
 """Commands that no session here says, and why."""

@@ -1,6 +1,6 @@
 """Dumps for RESTORE, sound and damaged: behind a right checksum the bytes are still a stranger's.
 
-The checksum is no secret and keeps nobody out, so most of these have the right one, whatever they hold.
+The checksum is no secret and keeps no attacker out, so most of these have the right one, whatever they hold.
 """
 
 import random

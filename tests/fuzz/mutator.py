@@ -1,4 +1,4 @@
-"""Turns valid sessions into streams that nobody would send, and a stream that did harm into the shortest that does.
+"""Turns valid sessions into streams that no client would send, and a stream that did harm into the shortest that does.
 
 Everything is drawn from one seeded generator, so that a seed and a case number are all that a failure needs. Damage is
 done on three levels: to the commands (order, arguments), to their framing (counts, lengths, kinds), and to the bytes.

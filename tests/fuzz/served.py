@@ -1,6 +1,6 @@
 """A server in a process of its own, whose memory can be measured and whose store can still be asked for its accounts.
 
-`kvredis serve` would do for the first, but nobody can call check_integrity() in it. So this module is both: run as a
+`kvredis serve` would do for the first, but no test can call check_integrity() in it. So this module is both: run as a
 program it serves and answers one JSON line for each word on its standard input; ServedProcess is the other end.
 """
 
@@ -17,6 +17,7 @@ from kvredis.server.server import Server, ServerOptions
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.server.live import LOOPS
+from tests.storage.small_store import keys_in
 
 ROOT: Final = Path(__file__).parents[2]
 STOP_S: Final = 30
@@ -50,7 +51,7 @@ def sweep(store: Store) -> None:
     """Delete every key of every database but the canaries where they belong."""
     for space in range(len(store.index.spaces)):
         kept = KEPT_PREFIX if space in KEPT_SPACES else b"\0no key"
-        store.delete([key for key in store.keys_in(space) if not key.startswith(kept)], space)
+        store.delete([key for key in keys_in(store, space) if not key.startswith(kept)], space)
 
 
 class ServedProcess:

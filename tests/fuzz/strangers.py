@@ -36,7 +36,7 @@ KEEPER: Final = ("keeper", "a password that no stream holds")
 @dataclass(frozen=True)
 class Profile:
     """Who the strangers are. `restricted`: an ACL user who may not touch a canary; `sweeping`: their sessions hold
-    FLUSHALL and the like; `observed`: somebody monitors and keyspace events are on, so each command is looked at."""
+    FLUSHALL and the like; `observed`: a client monitors and keyspace events are on, so each command is looked at."""
 
     restricted: bool = False
     sweeping: bool = False
@@ -287,7 +287,7 @@ class Host:
         assert await self._say("SET", key, self._canaries[space, key]) == b"+OK\r\n"
 
     async def _say(self, *words: Word) -> bytes:
-        """What the keeper's one-line command is answered; a keeper whom somebody has killed comes again."""
+        """What the keeper's one-line command is answered; a keeper that a session has killed connects again."""
         return await self._keeper.ask(*words)
 
     async def _enter_as_keeper(self, set_up: bool = False) -> Guest:
@@ -302,7 +302,7 @@ class Host:
         return keeper
 
     async def _watch(self) -> Guest:
-        """Somebody who monitors and does not read."""
+        """A client that monitors and does not read."""
         monitor = await enter(self._door)
         assert await monitor.ask("MONITOR") == b"+OK\r\n"
         return monitor

@@ -1,4 +1,4 @@
-"""The parser against streams that nobody would send: whatever the quick reader takes, the careful one takes too.
+"""The parser against streams that no client would send: whatever the quick reader takes, the careful one takes too.
 
 Mutated sessions (the seed is in the test's name), streams of fragments, and a list of those that hiredis or a split at
 CR LF would take for commands. `scripts/fuzz` runs many more of the first kind.

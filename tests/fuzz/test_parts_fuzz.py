@@ -71,7 +71,7 @@ async def play(live: LiveServer, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-async def test_damaged_parts_harm_nobody_and_hold_nothing(loop: str, seed: int, tmp_path: Path) -> None:
+async def test_damaged_parts_harm_no_other_client_and_hold_nothing(loop: str, seed: int, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, 8 * MIB) as live:
         keeper = await live.connect()
         assert await keeper.ask("SET", "canary", CANARY) == b"+OK\r\n"

@@ -1,4 +1,4 @@
-"""Anyone may connect: mutated sessions on several connections at once do no harm to anyone else.
+"""Mutated sessions on several connections at once do no harm to other clients.
 
 5,000 cases on both loops and in four settings (strangers.py says which), and some at a server process whose memory is
 looked at. `scripts/fuzz` plays many more. A failure names its seed and the shortest stream that repeats it.

@@ -13,7 +13,7 @@ EDGE: Final = SLOTS // 2
 
 
 def topology_file(folder: Path, nodes: str) -> str:
-    """The path of a file with these nodes, in place of the one before, which nobody sees half written."""
+    """The path of a file with these nodes, in place of the one before, which no reader sees half written."""
     path = folder / "topology.yaml"
     written = path.with_suffix(".new")
     written.write_text(f"nodes: [{nodes}]\n")

@@ -149,7 +149,7 @@ class Closes(Protocol):
 
 
 class LiveServer:
-    """`async with LiveServer(folder) as live`: a store, a server, clients; at its end nothing may be held by anyone and
+    """`async with LiveServer(folder) as live`: a store, a server, clients; at its end no client may hold anything and
     no error may have been logged."""
 
     def __init__(self, folder: Path, arena_bytes: int = 16 * MIB, **options: Any) -> None:

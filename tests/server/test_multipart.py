@@ -88,7 +88,7 @@ def test_what_lies_behind_a_piece_is_put_back_after_its_terminator_fell_there(en
     part.end()
 
 
-def test_room_that_somebody_writes_into_is_not_given_away_before_he_is_done(store: Store) -> None:
+def test_room_that_a_writer_fills_is_not_given_away_before_it_is_done(store: Store) -> None:
     part = make_part(store)
     free = store.allocator.free_bytes
     part.begin_fill()

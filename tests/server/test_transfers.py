@@ -1,4 +1,4 @@
-"""Large values under way: slow readers keep what they asked for, writers stop no one, and every hold ends."""
+"""Large values under way: slow readers keep what they asked for, writers stop no other client, and every hold ends."""
 
 import asyncio
 from pathlib import Path

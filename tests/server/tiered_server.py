@@ -159,7 +159,7 @@ class TieredServer(LiveServer):
         assert not len(self.server.admission.disk_room)
         recorded = [entry for entry in self.store.index if entry.record is not None]
         assert all(self.disk.get(entry.key, entry.space) is entry.record for entry in recorded)
-        assert len(recorded) == len(self.disk), "the disk holds what nobody can find"
+        assert len(recorded) == len(self.disk), "the disk holds what no lookup can find"
 
 
 async def info(client: Client, *sections: str) -> dict[str, str]:

@@ -26,8 +26,8 @@ class Fault(Enum):
 
     DIE = "die"
     TEAR = "tear"  # a write: half of it, then death; another step: death
-    HALF = "half"  # a write: half of it, and nobody is told
-    FLIP = "flip"  # a write: one bit turned, and nobody is told
+    HALF = "half"  # a write: half of it, and no error
+    FLIP = "flip"  # a write: one bit turned, and no error
     EIO = "eio"
     ENOSPC = "enospc"
     EMFILE = "emfile"

@@ -56,6 +56,15 @@ def present(store: Store, keys: list[bytes]) -> list[bytes]:
     return [key for key in keys if store.find(key) is not None]
 
 
+def keys_in(store: Store, space: int = 0) -> list[bytes]:
+    """Every key of a database, in their order as bytes."""
+    cursor, keys = store.scan(0, 1000, space)
+    while cursor:
+        cursor, more = store.scan(cursor, 1000, space)
+        keys += more
+    return sorted(keys)
+
+
 def read(store: Store, key: bytes, space: int = 0) -> bytes | None:
     """A copy of what a GET would send."""
     found = store.fetch(key, space)

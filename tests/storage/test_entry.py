@@ -21,6 +21,7 @@ from kvredis.storage.memory.allocator import GRAIN_BYTES
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from kvredis.storage.tensor_facts import tokens_of
+from tests.storage.small_store import keys_in
 
 from .small_store import BLOCK_BYTES, content, small_store
 
@@ -77,7 +78,7 @@ def test_memory_is_what_the_extent_or_the_inline_value_takes_and_the_key(store: 
 
 
 @pytest.mark.parametrize("length", [0, 100, INLINE_BYTES_MAX - 1, INLINE_BYTES_MAX, BLOCK_BYTES])
-def test_what_is_being_written_is_seen_by_nobody_before_the_commit(store: Store, length: int) -> None:
+def test_no_reader_sees_what_is_being_written_before_the_commit(store: Store, length: int) -> None:
     reservation = reserved(store, length=length)
     reservation.view[:] = content(1, length)
     assert store.find(b"k") is None
@@ -107,7 +108,7 @@ def test_a_with_block_without_a_commit_aborts_and_one_with_it_does_not(store: St
         pass
     with reserved(store, b"kept") as reservation:
         reservation.commit()
-    assert store.keys_in() == [b"kept"]
+    assert keys_in(store) == [b"kept"]
     assert (store.stats.created, store.stats.aborted) == (1, 1)
 
 
@@ -119,7 +120,7 @@ def test_the_first_end_of_a_reservation_is_the_only_one(store: Store) -> None:
     aborted.abort()
     aborted.abort()
     aborted.commit()
-    assert store.keys_in() == [b"committed"]
+    assert keys_in(store) == [b"committed"]
     assert (store.stats.created, store.stats.overwritten, store.stats.aborted) == (1, 0, 1)
     assert store.reserved_bytes == 0
 
@@ -134,13 +135,13 @@ def test_a_lease_ends_once(store: Store, length: int) -> None:
     assert first is not None
     assert second is not None
     entry = first.entry
-    assert (entry.leases, store.leases, first.released) == (2, 2, False)
+    assert (entry.leases, store.leases, first.held) == (2, 2, True)
     first.release()
     first.release()
-    assert (entry.leases, store.leases, first.released) == (1, 1, True)
+    assert (entry.leases, store.leases, first.held) == (1, 1, False)
     with second:
         assert second.view.readonly
-    assert (entry.leases, store.leases, second.released) == (0, 0, True)
+    assert (entry.leases, store.leases, second.held) == (0, 0, False)
 
 
 @pytest.mark.parametrize("length", [100, BLOCK_BYTES])
@@ -158,7 +159,7 @@ def test_a_revoked_lease_cannot_be_read_and_its_release_changes_nothing(store: S
     assert lease is not None
     entry = lease.entry
     assert lease.revoke()
-    assert lease.released
+    assert not lease.held
     with pytest.raises(ValueError, match="released"):
         lease.view[0]
     assert not lease.revoke()
@@ -173,7 +174,7 @@ def test_a_lease_whose_view_is_in_use_elsewhere_is_revoked_all_the_same(store: S
     assert lease is not None
     exported = pickle.PickleBuffer(lease.view)  # as a tensor over the view does, it keeps the view from being released
     assert lease.revoke()
-    assert lease.released
+    assert not lease.held
     exported.release()
     store.release(lease.entry)
 

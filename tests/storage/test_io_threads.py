@@ -182,7 +182,7 @@ def test_a_callback_that_ends_wildly_does_not_take_its_thread_along(caplog: pyte
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-def test_figures_are_right_for_whoever_was_woken_by_a_result() -> None:
+def test_figures_are_right_for_a_thread_that_a_result_has_woken() -> None:
     with threads(1) as io:
         for count in range(1, 50):
             queue(io, DEMAND, nbytes=3).result(LONG_S)
@@ -236,7 +236,7 @@ def test_a_cancelled_job_gives_back_its_room_at_once_and_never_runs() -> None:
     assert io.cancel(future)
     assert not io.cancel(future)
     assert future.cancelled()
-    assert wait([future], 0).done, "whoever waits in concurrent.futures hears of it"
+    assert wait([future], 0).done, "a thread that waits in concurrent.futures hears of it"
     queue(io, PREFETCH)
     assert (io.run(), ran) == (1, [])
     assert io.figures()[PREFETCH].cancelled == 1
@@ -284,7 +284,7 @@ def test_a_job_not_begun_by_its_deadline_is_dropped_and_its_future_says_so() -> 
     assert io.figures()[PREFETCH].dropped == 1
 
 
-def test_those_who_wait_for_an_overdue_job_are_told_before_its_turn_comes() -> None:
+def test_those_that_wait_for_an_overdue_job_are_told_before_its_turn_comes() -> None:
     io, told = ManualIo(), list[int]()
     for number in range(10):
         future = io.submit(Priority(number % 3), 1, nothing, deadline_s=io.clock.now_s + number)
@@ -309,7 +309,7 @@ def test_overdue_jobs_make_room_when_the_queue_is_full() -> None:
     assert io.figures()[PREFETCH].refused == 1
 
 
-def test_who_joins_a_job_lifts_the_deadline_that_the_first_one_gave_it() -> None:
+def test_a_caller_that_joins_a_job_lifts_the_deadline_that_the_first_one_gave_it() -> None:
     io = ManualIo()
     future = io.submit(PREFETCH, 1, lambda: 7, deadline_s=io.clock.now_s + 1)
     assert future is not None
@@ -580,7 +580,7 @@ class Askers:
 
 @pytest.mark.usefixtures("_restless_interpreter")
 @pytest.mark.parametrize("seed", range(3))
-def test_among_many_threads_everybody_is_answered_once_and_no_block_moves_twice_at_a_time(seed: int) -> None:
+def test_among_many_threads_each_is_answered_once_and_no_block_moves_twice_at_a_time(seed: int) -> None:
     io = IoThreads(3, 3, 1000)
     io.start()
     askers = Askers(io)

@@ -1,4 +1,4 @@
-"""What the store tells of changes, and what it spares because somebody was told that it is there."""
+"""What the store tells of changes, and what it spares because a client was told that it is there."""
 
 import pytest
 
@@ -98,7 +98,7 @@ def test_a_flush_lists_nothing_and_the_list_goes_on_after_it(store: Store) -> No
     assert told(store) == [("set", b"k", 0)]
 
 
-def test_nothing_is_listed_for_nobody(store: Store) -> None:
+def test_nothing_is_listed_where_no_reader_wants_it(store: Store) -> None:
     store.journal = None
     store.put(b"k", b"v")
     store.put(b"k", b"w")
@@ -215,7 +215,7 @@ def test_what_another_thread_writes_while_the_journal_is_asked_for_is_in_it() ->
     assert store.take_journal() == [("set", b"key", 0), ("evicted", b"late", 0)]
 
 
-def test_nobody_who_wants_to_know_takes_away_what_is_already_listed() -> None:
+def test_another_reader_of_the_journal_keeps_what_is_already_listed() -> None:
     store = small_store()
     store.keep_journal(True)
     store.put(b"key", b"value")

@@ -239,7 +239,7 @@ def test_natively_the_store_is_asked_only_about_what_is_not_simply_there() -> No
     assert (here.hits, here.leases, here.accessed_s) == (1, 1, 7.5)
 
 
-def test_only_who_is_visible_no_more_is_told_of(way: Way) -> None:
+def test_only_entries_that_are_visible_no_more_are_told_of(way: Way) -> None:
     visible, gone, other = (entry(key, Extent(0, 4096)) for key in (b"visible", b"gone", b"visible"))
     told: list[Entry] = []
     for spaces, left in (([{b"visible": visible}], [gone, other]), (None, [visible, gone, other])):

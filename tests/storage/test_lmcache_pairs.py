@@ -80,7 +80,7 @@ def test_a_chunk_of_which_one_half_was_affirmed_keeps_both_while_others_can_go()
     store.check_integrity()
 
 
-def test_when_all_were_affirmed_who_was_affirmed_last_stays_longest() -> None:
+def test_when_all_were_affirmed_the_one_affirmed_last_stays_longest() -> None:
     store = small_store(nbytes=4 * MIB)
     for number in range(8):
         store_chunk(store, number)

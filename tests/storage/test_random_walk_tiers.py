@@ -165,7 +165,7 @@ class Walk:
     def finish_writing(self) -> None:
         if self.writers:
             room, data = self.writers.pop(self.rng.randrange(len(self.writers)))
-            assert room.view == data, "somebody wrote into it"
+            assert room.view == data, "another writer wrote into it"
             self.commit(room, Value(data, 0)) if self.rng.random() < 0.7 else room.abort()
 
     def put(self) -> None:
@@ -205,7 +205,7 @@ class Walk:
             self.waits.pop(0).release()
 
     def use(self) -> None:
-        """Somebody's blocks have come, or he waits no longer."""
+        """Take a caller's blocks, which have come, or end its wait."""
         if self.waits:
             self.waits.pop(self.rng.randrange(len(self.waits))).release()
 
@@ -226,7 +226,7 @@ class Walk:
         evicted = self.tiers.disk.stats.evicted
 
         def saved(answer: bool) -> None:
-            """Somebody is told that what he wrote is safe, or that it is not."""
+            """Take what a caller is told: that what it wrote is safe, or that it is not."""
             self.totals["saved" if answer else "not saved"] += 1
             left = [entry for entry in asked if entry in store.unsaved]
             unsaved = [entry for entry in left if store.write_of(entry) == asked[entry]]
@@ -289,7 +289,7 @@ class Walk:
             self.follow()
 
     def restart(self) -> None:
-        """Everybody goes; what is on disk by then is there again."""
+        """End all callers and start again; what is on disk by then is there again."""
         if self.nested or self.rng.random() < 0.5:
             return
         self.let_go()
@@ -320,7 +320,7 @@ class Walk:
             value = self.model[entry.key, entry.space]
             assert (entry.length, entry.expire_at_ms) == (len(value.data), value.expire_at_ms)
         for lease, data in self.leases:
-            assert lease.view == data, "somebody wrote under a reader"
+            assert lease.view == data, "a writer wrote under a reader"
         assert len(self.told) == len(set(map(id, self.told))), "told twice"
 
     def act(self) -> None:
@@ -345,7 +345,7 @@ class Walk:
         for job in self.jobs:
             job.cancel()
         self.leases, self.writers, self.waits = [], [], []
-        self.nested = True  # nobody comes in between
+        self.nested = True  # no other step comes in between
         self.tiers.io.run()
         self.nested = False
         self.check()

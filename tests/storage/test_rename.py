@@ -5,6 +5,7 @@ import pytest
 from kvredis.storage.entry import Lease
 from kvredis.storage.state import SLICE_ENTRIES
 from kvredis.storage.store import Store
+from tests.storage.small_store import keys_in
 
 from .small_store import BLOCK_BYTES, BLOCKS, Clock, Unwalked, content, fill, present, read
 
@@ -100,7 +101,7 @@ def test_exchanged_databases_keep_their_values_ends_and_walks(store: Store, cloc
     assert isinstance(lease, Lease)
     store.swap(0, 1)
     store.check_integrity()
-    assert (store.keys_in(0), store.keys_in(1)) == ([b"b", b"c"], [b"a"])
+    assert (keys_in(store, 0), keys_in(store, 1)) == ([b"b", b"c"], [b"a"])
     assert store.scan(0, 10_000, 1) == (0, [b"a"])
     lease.release()
     store.swap(0, 0)
@@ -108,7 +109,7 @@ def test_exchanged_databases_keep_their_values_ends_and_walks(store: Store, cloc
     assert store.collect_expired() == 1
     clock.now_s += 1
     assert store.collect_expired() == 1
-    assert (store.keys_in(0), store.keys_in(1)) == ([b"b"], [])
+    assert (keys_in(store, 0), keys_in(store, 1)) == ([b"b"], [])
 
 
 def test_no_key_is_looked_at_to_exchange_databases(store: Store, clock: Clock) -> None:
@@ -118,7 +119,7 @@ def test_no_key_is_looked_at_to_exchange_databases(store: Store, clock: Clock) -
     spaces[:2] = Unwalked(spaces[0]), Unwalked(spaces[1])
     store.swap(0, 1)
     spaces[:2] = dict(dict.items(spaces[0])), dict(dict.items(spaces[1]))
-    assert (store.keys_in(0), store.keys_in(1)) == ([b"b"], [b"a"])
+    assert (keys_in(store, 0), keys_in(store, 1)) == ([b"b"], [b"a"])
     store.put(b"a", b"3", 0)
     assert store.delete([b"a"], 1), "what is stored later is in the database that has the number by now"
     assert read(store, b"a") == b"3"
@@ -143,7 +144,7 @@ def test_a_flush_leaves_an_empty_store_at_once_and_its_readers_what_they_hold(st
     assert len(store.index) == BLOCKS
 
 
-def test_a_flush_does_not_disturb_who_writes(store: Store) -> None:
+def test_a_flush_does_not_disturb_a_writer(store: Store) -> None:
     fill(store, count=4)
     reservation = store.reserve(b"k", BLOCK_BYTES)
     assert reservation is not None
@@ -194,7 +195,7 @@ def test_a_flushed_database_is_empty_at_once_and_given_back_slice_by_slice(store
     assert store.retired_bytes == 0
 
 
-def test_who_wants_room_that_flushed_entries_hold_gets_it_at_once(store: Store) -> None:
+def test_a_writer_gets_room_that_flushed_entries_hold_at_once(store: Store) -> None:
     store.evicts = False
     fill(store)
     store.put(b"small", b"1")

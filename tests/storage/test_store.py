@@ -10,6 +10,7 @@ from kvredis.storage.errors import ConfigError
 from kvredis.storage.memory.arena import HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
+from tests.storage.small_store import keys_in
 
 from .small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read, small_store
 
@@ -35,7 +36,7 @@ def test_a_second_value_replaces_the_first_and_its_room_is_free_again(store: Sto
     store.put(b"k", content(1, first))
     store.put(b"k", content(2, second))
     assert read(store, b"k") == content(2, second)
-    assert store.keys_in() == [b"k"]
+    assert keys_in(store) == [b"k"]
     assert (store.stats.created, store.stats.overwritten) == (1, 1)
     store.check_integrity()
     assert store.delete([b"k"]) == 1
@@ -73,7 +74,7 @@ def test_databases_do_not_see_one_another(store: Store) -> None:
 
 
 @pytest.mark.parametrize("length", [ARENA_BYTES, ARENA_BYTES * 100, extent_length(ARENA_BYTES - 513)])
-def test_a_value_larger_than_the_arena_is_refused_and_nobody_leaves_for_it(store: Store, length: int) -> None:
+def test_a_value_larger_than_the_arena_is_refused_and_no_entry_leaves_for_it(store: Store, length: int) -> None:
     keys = fill(store)
     assert store.reserve(b"k", length) is None
     assert store.stats.refused == 1
@@ -148,7 +149,7 @@ def test_deleting_counts_what_there_was(store: Store) -> None:
     keys = fill(store, count=3)
     store.put(b"small", b"x")
     assert store.delete([*keys[:2], keys[0], b"small", b"never"]) == 3
-    assert store.keys_in() == [keys[2]]
+    assert keys_in(store) == [keys[2]]
     assert store.stats.deleted == 3
 
 
@@ -269,7 +270,7 @@ def test_every_counter_counts_what_it_says(store: Store, clock: Clock) -> None:
     clock.now_s += 1
     store.collect_expired()
     store.delete([b"fill:7", b"fill:8"])
-    _, run = store.lease_run([b"fill:0", b"nobody else"], 0, 1.0)
+    _, run = store.lease_run([b"fill:0", b"missing"], 0, 1.0)
     store.end_leases([(run, 0, 0)])
     assert store.flush() == store.stats.flushed
     assert store.stats.as_dict() == {

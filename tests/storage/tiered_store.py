@@ -140,5 +140,5 @@ class TieredStore:
         self.io.check_integrity()
         recorded = [entry for entry in self.store.index if entry.record is not None]
         assert all(self.disk.get(entry.key, entry.space) is entry.record for entry in recorded)
-        assert len(recorded) == len(self.disk), "the disk holds what nobody can find"
+        assert len(recorded) == len(self.disk), "the disk holds what no lookup can find"
         assert all(entry.record is None or entry.record.expire_at_ms == entry.expire_at_ms for entry in recorded)

@@ -1,8 +1,8 @@
 """What `kvredis top` knows: figures of one moment, what they say per second, and which prompts a server holds.
 
 All of it is asked of INFO, KV.TIERS, SLOWLOG and CLIENT LIST in one exchange; what this user may not ask is left out.
-What it asks is not in its figures. The prompts come from KV.SCAN, a slice a moment, so that a server of millions of
-keys is not asked for all of them at once.
+Its own requests are not counted in the figures. The prompts come from KV.SCAN, a slice a moment, so that a server of
+millions of keys is not asked for all of them at once.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Task:
         self._cancelled = True
 
     def end(self, tokens: int) -> None:
-        """It is over: called once, by what has done it or has turned it away."""
+        """End the task: called once, by what has done it or has turned it away."""
         self._tokens = tokens
         self._over.set()
 

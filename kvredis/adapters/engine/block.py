@@ -1,4 +1,4 @@
-"""A stored block explains itself: to kvredis when it is read back, and to other tools without kvredis.
+"""The format of a stored block, which explains itself: to kvredis when it is read back, and to other tools.
 
 A block is a safetensors file (https://huggingface.co/docs/safetensors, "Format"): an 8-byte little-endian length N, N
 bytes of JSON, the tensor's bytes. The JSON is padded with blanks until 8 + N is a multiple of 512: the tensor is then

@@ -282,7 +282,7 @@ class BreakEven:
             return [tier for tier, speed in self._speeds.items() if speed.given_up]
 
     def unmeasured(self, tiers: Iterable[Tier]) -> list[Tier]:
-        """Those whose speed is unknown."""
+        """The tiers whose speed is unknown."""
         with self._lock:
             return [tier for tier in tiers if tier not in self._speeds]
 
@@ -467,7 +467,7 @@ PROBE_EVERY_S = 1.0
 PROBE_PART = 100
 """Behind a probe comes a rest of a hundred times what it took."""
 WAITED_SHARE = 0.9
-"""Who has waited for nearly as long as was allowed has met a slow tier, not a gap; clocks differ a little."""
+"""A load that has waited for nearly as long as was allowed has met a slow tier, not a gap; clocks differ a little."""
 FIRST_BLOCKS = 3
 """Blocks of the first probe: the middle one counts (break_even.py)."""
 QUICK_S = 0.01
@@ -592,7 +592,7 @@ class Worth:
         self._steps: deque[tuple[float, int]] = deque()
         self._over_s = 0.0
         self._loads: dict[str, tuple[float, Tier, int]] = {}
-        self._latest: list[Piece] | None = None  # chosen, and not yet said for whom
+        self._latest: list[Piece] | None = None  # chosen, and not yet said for which request
         self._chosen: dict[str, list[Piece]] = {}
 
     def narrow(self, keys: Sequence[bytes], tokens: int, rest: int) -> int:
@@ -614,26 +614,27 @@ class Worth:
         return count
 
     def asked(self, request: str) -> None:
-        """A request was asked for: what `narrow` has chosen since the last one is its own. Others may be asked for
-        before it is loaded, and it need not be."""
+        """Note that a request was asked for: what `narrow` has chosen since the last one is its own. Others may be
+        asked for before it is loaded, and it need not be."""
         latest, self._latest = self._latest, None
         if latest is not None:
             self._chosen[request] = latest
 
     def load_began(self, request: str) -> None:
-        """The chunks chosen for a request are being loaded."""
+        """Note that the chunks chosen for a request are being loaded."""
         chosen = self._chosen.pop(request, [])
         if chosen:
             self._loads[request] = (self._clock(), *_farthest(chosen))
 
     def load_over(self, request: str, *, failed: bool) -> None:
-        """That load is over; a failed one says nothing of its tier's speed."""
+        """Note the end of that load; a failed one says nothing of its tier's speed."""
         began_s, tier, nbytes = self._loads.pop(request, (0.0, "memory", 0))
         if nbytes and not failed:
             self._break_even.load_took(tier, nbytes, self._clock() - began_s)
 
     def forget(self, request: str) -> None:
-        """A request has ended. A load that is under way is not waited for any more, and ends when it likes."""
+        """Forget a request that has ended. Nothing waits any more for a load that is under way, which ends when it
+        likes."""
         self._chosen.pop(request, None)
         self._loads.pop(request, None)
 
@@ -644,7 +645,7 @@ class Worth:
             self._steps.append((self._clock(), tokens))
 
     def step_over(self) -> None:
-        """The output of the oldest step has come."""
+        """Note that the output of the oldest step has come."""
         now_s = self._clock()
         if self._steps:
             began_s, tokens = self._steps.popleft()

@@ -1,4 +1,4 @@
-"""An engine's own way to pass arguments (a JSON of extra_config) leads to the same Config as everything else.
+"""Config from an engine's own way to pass arguments (a JSON of extra_config), with the same keys as everywhere else.
 
 A tier below an engine's host memory differs from CacheEngine in one default: with a server behind it, it keeps no
 copies of its own (local_cpu), since the engine's memory above it has them, and has 1 GiB for what is passing through.

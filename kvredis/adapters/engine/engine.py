@@ -1,4 +1,4 @@
-"""What an engine calls: which prefix of these tokens is stored, store it, load it.
+"""CacheEngine, which an engine calls: which prefix of these tokens is stored, store it, load it.
 
 The cache must never be the reason that an engine fails: trouble of the backend, a lost server and a block that is not
 what its layout says are misses, counted and logged once per spell. Only the caller's own mistakes raise: KV whose shape
@@ -416,7 +416,7 @@ class CacheEngine:
 
     def _save_later(self, save: Save) -> int:
         stored = self._store(save)
-        save.kv, save.keys = [], []  # who keeps a Save for its count keeps no tensors
+        save.kv, save.keys = [], []  # a caller that keeps a Save for its count keeps no tensors
         return stored
 
     # -- shared ------------------------------------------------------------------------------------------------------

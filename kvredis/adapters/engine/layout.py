@@ -1,4 +1,4 @@
-"""One small value says what a chunk of KV looks like, so that keys, block headers and tensors cannot disagree.
+"""ChunkLayout: what a chunk of KV looks like, in one value, so that keys, block headers and tensors cannot disagree.
 
 It knows no tensor library: a server, a planner or a command line can size a chunk without torch.
 """

@@ -76,8 +76,8 @@ class PrefixOrder:
 
     def runs(self) -> Iterator[range]:
         """Give the numbers of the chunks to be stored next, from the last to the first: all that are missing at once,
-        or from the head on as many at a time as there is room for. Who could not store one of a run asks for no other:
-        what is behind a gap is worth nothing."""
+        or from the head on as many at a time as there is room for. Where one of a run could not be stored no other is
+        asked for: what is behind a gap is worth nothing."""
         while count := self._room():
             start, self._position = self._position, self._position + count
             self._head = self._keys[:start]

@@ -1,4 +1,4 @@
-"""KV goes from the model's tensors into a reservation and out of a lease with one copy, so both must look like tensors.
+"""Torch tensors over the bytes of a reservation or a lease, and the one copy between them and a model's KV tensors.
 
 A view made here borrows: it is valid only while the reservation or lease that lent the bytes is held.
 """

@@ -1,4 +1,4 @@
-"""What moving chunks is told, bounded by and counted with: jobs of one step, groups of layers, options, outcomes.
+"""The plain values of moving chunks: the jobs of one step, groups of layers, options, outcomes, counters.
 
 A scheduler tells its workers what to move as plain values that pickle (ChunkMove, LoadJob, StoreJob, Moves): chunks by
 key, and the engine's pages that they belong to. A chunk is always made of whole pages; one of which a page is missing
@@ -71,7 +71,7 @@ PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """Layers that share page numbers: what their chunks look like, where they are, and who moves them.
+    """Layers that share page numbers: what their chunks look like, where they are, and their transfer.
 
     `places` gives for each of the group's layers its number in the model, rising, for layer-wise work; () stands for
     0, 1, 2 ...

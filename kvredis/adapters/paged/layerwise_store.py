@@ -47,13 +47,14 @@ class LayerStores(MoverTask):
         """Of each group, its chunks that are wanted still: how many, and their plan."""
 
     def computed(self, place: int, after: torch.cuda.Event | None) -> bool:
-        """A layer of the model is there, on a GPU when `after` has passed. False: it is not this step's next."""
+        """Take a layer of the model that is computed, on a GPU when `after` has passed. False: it is not this step's
+        next."""
         with self._changed:
             if self._finished or (self.computed_s and place <= max(self.computed_s)):
                 return False
             self.computed_s[place] = time.monotonic()
             self._computed.append((place, after))
-            if len(self._computed) >= self._wanted:  # who stores would take the interpreter for nothing
+            if len(self._computed) >= self._wanted:  # the storing thread would take the interpreter for nothing
                 self._changed.notify_all()
         return True
 
@@ -64,7 +65,6 @@ class LayerStores(MoverTask):
             self._changed.notify_all()
 
     def cancel(self) -> None:
-        """As Task.cancel."""
         super().cancel()
         self.finish()
 

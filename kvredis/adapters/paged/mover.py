@@ -57,22 +57,17 @@ class ChunkMover:
         self._finished = Finished()
         self._failing = {True: False, False: False}
         """Whether the latest load, and store, has failed: one line a spell."""
-        self._layer_stores: LayerStores | None = None
+        self.layer_stores: LayerStores | None = None
+        """Those of this step."""
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 
     def load(self, job: LoadJob, after: torch.cuda.Event | None = None) -> None:
         """Bring a job's chunks in the background, behind the loads that were asked for before; on a GPU pages are
         written behind `after`, recorded behind what wrote them last."""
-        self._load(job, after)
-
-    def load_now(self, job: LoadJob) -> int:
-        """The same before it returns: how many of the job's first moves have come. What has failed is in the next
-        `finished`, as with `load`."""
-        state = self._load(job, None)
-        with self._changed:
-            self._changed.wait_for(lambda: state.over)  # what is cleaned up behind it goes on
-        return state.moved
+        state = JobState(job.request, job.moves)
+        if self._admit(state):
+            self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
 
     def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
         """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
@@ -106,9 +101,9 @@ class ChunkMover:
     # ---- layer by layer ----------------------------------------------------------------------------------------------
 
     def save_layer(self, place: int, jobs: Sequence[StoreJob]) -> None:
-        """That layer of the model is computed (on a GPU: launched on the current stream): it may leave. The jobs are
-        the same for all layers of a step, which are said in their order; the first begins it."""
-        stores = self._layer_stores
+        """Let a layer leave that the model has computed (on a GPU: launched on the current stream). The jobs are the
+        same for all layers of a step, which are said in their order; the first begins it."""
+        stores = self.layer_stores
         if stores is not None and place != self._context.places[0] and place in stores.computed_s:
             return  # a draft's layer runs once for each draft
         if stores is None or not stores.computed(place, self._launched()):
@@ -116,21 +111,16 @@ class ChunkMover:
                 stores.finish()
             states = [JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound) for job in jobs]
             states = [state for state in states if self._admit(state)]
-            self._layer_stores = LayerStores(self._context, states)
-            self._layer_stores.computed(place, self._launched())
+            self.layer_stores = LayerStores(self._context, states)
+            self.layer_stores.computed(place, self._launched())
             if states:
-                self._submit(self._storer, self._layer_stores)
+                self._submit(self._storer, self.layer_stores)
 
     def end_layers(self) -> None:
-        """The step is over. Stores go on in the background; those that lack a layer are given up."""
-        if self._layer_stores is not None:
-            self._layer_stores.finish()
-        self._layer_stores = None
-
-    @property
-    def layer_stores(self) -> LayerStores | None:
-        """Those of this step."""
-        return self._layer_stores
+        """End the step's stores by layers: they go on in the background; those that lack a layer are given up."""
+        if self.layer_stores is not None:
+            self.layer_stores.finish()
+        self.layer_stores = None
 
     # ---- all of it ---------------------------------------------------------------------------------------------------
 
@@ -154,12 +144,6 @@ class ChunkMover:
         self._cancel_all()  # what was asked for meanwhile has not begun, and does not any more
 
     # ---- jobs under way ----------------------------------------------------------------------------------------------
-
-    def _load(self, job: LoadJob, after: torch.cuda.Event | None) -> JobState:
-        state = JobState(job.request, job.moves)
-        if self._admit(state):
-            self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
-        return state
 
     def _begin_following(self, left_bytes: int) -> None:
         """Have the load that comes next begin, on the loader's thread, with so many bytes under way at most."""
@@ -203,7 +187,7 @@ class ChunkMover:
                     self._refuse(job)
 
     def _refuse(self, job: JobState) -> None:
-        """It is too much; holds the lock."""
+        """Refuse a job that is too much; holds the lock."""
         if not job.over:
             if job.is_load:
                 self.counters.add(refused_loads=1)
@@ -260,7 +244,7 @@ class ChunkMover:
                 self._end(job)
 
     def _end(self, job: JobState) -> None:
-        """It is over; holds the lock. A second call does nothing."""
+        """Enter a job's end; holds the lock. A second call does nothing."""
         if job.over:
             return
         job.over = True

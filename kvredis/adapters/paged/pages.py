@@ -313,7 +313,6 @@ class _TierJob(Task):
         self._call_over = over
 
     def end(self, tokens: int) -> None:
-        """As Task.end."""
         self._call_over(self)
         super().end(tokens)
 

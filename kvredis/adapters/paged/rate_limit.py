@@ -1,5 +1,5 @@
-"""A cache that shares a link with something more important may use so much of it and no more, and what an engine waits
-for goes before what it does not.
+"""A bound on the bandwidth that the cache takes of a link it shares, and turns: loads, which an engine waits for, go
+before stores.
 
 Each piece books its time on an imagined link of that speed, and is moved when its time has passed: so a bound of 1 GB/s
 gives 1 GB/s from the first piece on. What the moving itself takes overlaps with the next piece's time. Stores wait for

@@ -1,4 +1,4 @@
-"""What tells an SGLang engine's weights apart, and when they become others.
+"""The identity of an SGLang engine's weights, and its change when they are updated.
 
 SGLang gives a storage backend no model. It makes the backend beneath its Scheduler, though, when it starts as well as
 when a backend is attached later, so the scheduler is on the stack, and its workers have the models (`caller`). All

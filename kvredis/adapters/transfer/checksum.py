@@ -36,7 +36,8 @@ class Checksums:
 
 
 class Checksum:
-    """That of one chunk's tensor in host memory. Once begun, the bytes are looked at until `result` or `drop`."""
+    """The checksum of one chunk's tensor in host memory. Once begun, the bytes are looked at until `result` or
+    `drop`."""
 
     __slots__ = ("_pool", "_row", "_sum", "_tensor")
 

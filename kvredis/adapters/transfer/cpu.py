@@ -18,7 +18,6 @@ class HostTransfer:
         self.paged = paged
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.store."""
         shapes = [check_part(self.paged, part) for part in parts]
         check_writable(parts)
         for part, shape in zip(parts, shapes, strict=True):
@@ -28,7 +27,6 @@ class HostTransfer:
         return Moved(len(parts))
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        """As Transfer.load."""
         shapes = [check_part(self.paged, part) for part in parts]
         for part, shape in zip(parts, shapes, strict=True):
             if part.pages:
@@ -37,7 +35,6 @@ class HostTransfer:
         return Moved(len(parts))
 
     def layers(self, parts: Sequence[Part]) -> Layers:
-        """As Transfer.layers."""
         return LayersByPart(self, parts)
 
     def sum_of(self, nbytes: int) -> Sum | None:
@@ -67,5 +64,4 @@ class LayersByPart:
         self._parts = parts
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.store."""
         return self._transfer.store(layer_parts(self._transfer.paged, self._parts, layer, count), after=after)

@@ -1,4 +1,5 @@
-"""An engine with paged attention keeps a prompt's KV in pages that lie anywhere, layer by layer, in its own order.
+"""PagedKV, an engine's paged KV cache: a prompt's KV is in pages that lie anywhere, layer by layer, in the engine's
+order.
 
 A stored block is one contiguous tensor of AXES' order. What lies between the two is strides and a list of page numbers:
 `PagedKV` names the engine's memory in one way, whatever the engine, and copies whole pages without a step between. vLLM

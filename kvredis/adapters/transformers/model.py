@@ -1,4 +1,4 @@
-"""What a model of transformers is to its KV: the layout, what tells its keys from another's, what must be refused.
+"""Facts of a transformers model: its KV's layout, the name that its keys carry, and which models are refused.
 
 Two models that share a name and shapes may still have other KV: the same folder opened with other rotary angles, of
 another revision, with a quantization or an adapter, or the same object after a training step. So a layout's model is

@@ -17,6 +17,7 @@ from kvredis.storage.errors import ConfigError
 
 from .kv_layout import LayerGroup, is_recurrent, layer_groups
 from .scheduler import Prompt
+from .stored_events import PLAIN, Origin
 
 logger = logging.getLogger(__name__)
 
@@ -123,16 +124,30 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
         extras.append((0, ["salt", request.cache_salt]))
     for feature in getattr(request, "mm_features", None) or ():
         extras.append((feature.mm_position.offset, ["mm", feature.identifier, feature.mm_position.offset]))
+    origin = _origin_of(request)
     spelled = tuple((position, json.dumps(extra).encode()) for position, extra in extras)
     # The list of all tokens grows beneath its holder: a copy says what there was.
     tokens = list(request.all_token_ids) if generated else request.prompt_token_ids
-    return Prompt(request.request_id, tokens, spelled, request.num_preemptions)
+    return Prompt(request.request_id, tokens, spelled, request.num_preemptions, origin)
+
+
+def _origin_of(request: Any) -> Origin:
+    lora = getattr(request, "lora_request", None)
+    pictures = [
+        (feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in getattr(request, "mm_features", None) or ()
+    ]
+    salt, session = getattr(request, "cache_salt", None), getattr(request, "session_id", None)
+    if lora is None and not pictures and salt is None and session is None:
+        return PLAIN
+    adapter = None if lora is None else (lora.lora_int_id, lora.lora_name)
+    return Origin(adapter, salt, tuple(pictures), session)
 
 
 def is_pause() -> bool:
     """Whether vLLM's EngineCore empties caches of its own accord: for `sleep` and `pause`, behind which weights may be
     others or the same. A connector is told so and of a user's reset_prefix_cache by the same call, so that only who
-    calls whom tells them apart (v1/engine/core.py, _reset_caches, 0.26 to 0.33)."""
+    calls which tells them apart (v1/engine/core.py, _reset_caches, 0.26 to 0.33)."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "_reset_caches":

@@ -76,8 +76,9 @@ class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
 CPU, STORAGE = getattr(kv_events, "MEDIUM_CPU", "CPU"), getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
 
 
-def events_of(told: Iterable[Stored | Removed]) -> Iterator[Any]:
-    """What vLLM publishes of it, with the fields that this version of vLLM has."""
+def events_of(told: Iterable[Stored | Removed], kinds: Sequence[Mapping[str, Any]] = ()) -> Iterator[Any]:
+    """What vLLM publishes of it, with the fields that this version of vLLM has. `kinds` is what it says of each of its
+    groups."""
     for each in told:
         where: dict[str, Any] = {"medium": medium_of(each.tier), "group_idx": each.group}
         if isinstance(each, Removed):
@@ -89,10 +90,37 @@ def events_of(told: Iterable[Stored | Removed]) -> Iterator[Any]:
             parent_block_hash=each.parent,
             token_ids=list(each.tokens),
             block_size=len(each.tokens),
-            lora_id=None,
-            lora_name=None,
+            lora_id=each.origin.adapter[0] if each.origin.adapter else None,
+            lora_name=each.origin.adapter[1] if each.origin.adapter else None,
+            extra_keys=None if each.extra_keys is None else [each.extra_keys],
+            session_id=each.origin.session,
             **where,
+            **(kinds[each.group] if each.group < len(kinds) else {}),
         )
+
+
+def kinds_of(kv_cache_config: Any) -> list[dict[str, Any]]:
+    """What vLLM's own events say of each group's layers; nothing where this version has no words for it."""
+    try:
+        from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+    except ImportError:
+        return []
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [
+        {
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+        for spec in specs
+    ]
+
+
+def sources_of(tokens: Mapping[Tier, int]) -> dict[Any, int]:
+    """Tokens by tier as vLLM counts them by where they came from. A server is what it calls external."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    named = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "remote": CacheHitSource.EXTERNAL_UNSPECIFIED}
+    return {named[tier]: count for tier, count in tokens.items() if count}
 
 
 def medium_of(tier: Tier) -> str:
@@ -164,6 +192,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._scheduling: Scheduling | None = None
         self._worth: Worth | None = None
         self._has_told_of_no_handshake = False
+        self._kinds: list[dict[str, Any]] = []  # for events
 
     @staticmethod
     def _groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int) -> list[LayerGroup]:
@@ -208,11 +237,14 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             state_bytes=config.state_bytes_per_prompt,
             max_load_chunks=config.max_load_chunks,
             waits_for_shared=self._shares_pages,
+            lookup_s_max=config.blocking_timeout_secs,
         )
         narrow = self._worth.narrow if self._worth else None
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights)
+        compute_s = shared.break_even.prefill_s if self._worth else None  # it learns from what Worth tells it alone
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
+            self._kinds = kinds_of(self._kv_cache_config)
             self._scheduling.tell_events()
 
     @property
@@ -244,6 +276,13 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._loads[request.request_id] = time.perf_counter(), num_external_tokens
             if self._worth is not None:
                 self._worth.load_began(request.request_id)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        """Where the tokens of a load come from, as vLLM counts them since 0.32: this host's memory, its disk, or a
+        server."""
+        if self._scheduling is None or not num_external_tokens:
+            return {}
+        return sources_of(self._scheduling.sources(request.request_id, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers are to do beside this step."""
@@ -311,10 +350,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         that ends behind the last step is told of in the next."""
         if self._scheduling is None or self._scheduling.events is None:
             return ()
-        return events_of(self._scheduling.events.take())
+        return events_of(self._scheduling.events.take(), self._kinds)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its pages are free at once: a request that gets one that is still being stored has that store ended first."""
+        """Free a request's pages at once: a request that gets one that is still being stored has that store ended
+        first."""
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
@@ -330,7 +370,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """The weights may have changed, or be about to: what is found from now on is of those that the workers have
+        """Take the weights for changed, or about to be: what is found from now on is of those that the workers have
         then. Nothing is deleted, and no server is asked. Where a user has asked for it by
         reset_prefix_cache(reset_connector=True), and the weights turn out to be the same, this engine finds nothing of
         what is stored; behind sleep and pause, which call this too, it finds all of it."""
@@ -382,7 +422,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._worker.before(kv_connector_metadata.step)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A step begins, and is not launched yet: newer vLLM asks for its loads only behind that."""
+        """Begin a step, which is not launched yet: newer vLLM asks for its loads only behind that."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._jobs = self._worker.stores(connector_metadata.step)
@@ -402,12 +442,12 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         CPU's copy of a request's position alone, and async scheduling has launched the next step by then."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """That layer's attention has run: let it leave, where layers are stored one by one."""
+        """Let a layer leave whose attention has run, where layers are stored one by one."""
         if self._by_layers and self._jobs and self._worker is not None and layer_name in self._worker.places:
             self._worker.mover.save_layer(self._worker.places[layer_name], self._jobs)
 
     def wait_for_save(self) -> None:
-        """The forward pass is launched: hand its stores over. Waits for none of them."""
+        """Hand over the stores of a forward pass that is launched. Waits for none of them."""
         if self._worker is None:
             return
         if self._by_layers:
@@ -447,7 +487,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def settle(self, wait_s: float) -> bool:
         """Wait until all that was computed so far is stored, the backend's own work included, so long at most; say
-        whether it is. For who measures or compares: an engine need not wait."""
+        whether it is. For benches and tests: an engine need not wait."""
         if self._worker is None or self._shared is None:
             return True
         settled = self._worker.mover.settle(wait_s)
@@ -497,6 +537,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         """End what is under way; a second call does nothing."""
         if self._scheduling is not None:
             self._scheduling.tell_hits()
+            self._scheduling.close()
         if self._worker is not None:
             self._worker.close()
         if self._shared is not None:

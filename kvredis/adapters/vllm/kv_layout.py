@@ -1,4 +1,4 @@
-"""vLLM's KV tensors have had five shapes in two years; what they hold has not changed: pages of K and V by token.
+"""How vLLM lays KV pages out: five shapes of tensors in two years, all of which hold pages of K and V by token.
 
 From what vLLM says of a layer (its spec) comes the layout of stored chunks, the same on the scheduler's side, which has
 no tensors, and on each worker's. From a tensor comes a view of PagedKV's order, without a copy. Nothing here imports

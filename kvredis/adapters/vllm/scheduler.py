@@ -1,4 +1,4 @@
-"""What a scheduler with paged KV must remember of each request, so that its workers can be told what to move.
+"""The connector's scheduler side: what it remembers of each request, so that it can tell its workers what to move.
 
 An engine asks which prefix of a prompt is stored, gives pages, computes a part of the prompt in each step, takes pages
 away again and ends requests in any order. Here that becomes loads and stores of whole chunks (paged/jobs.py). Nothing
@@ -14,19 +14,20 @@ number of tokens before it (`snapshots`), and what is loaded of them is the one 
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, key_of_rank, keys_of_bytes, token_bytes
+from kvredis.adapters.engine.keys import DEFAULT_ALGORITHM, ChunkKey, keys_of_bytes, token_bytes
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, Moves, StoreJob
-from kvredis.backends.base import Backend
+from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
-from .stored_events import Offered, StoredEvents, digest_of
+from .lookup import Found, Lookups, Question
+from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
 
 REST_TOKENS = 256
@@ -38,12 +39,14 @@ load would keep the request out of that step. Without such a prefix all that is 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
-    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted."""
+    images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted. `origin` is what
+    events say of it."""
 
     request: str
     tokens: Sequence[int]
     extras: tuple[tuple[int, bytes], ...] = ()
     attempt: int = 0
+    origin: Origin = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class SchedulingOptions:
     fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
     waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages. The states
     of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks; None stands for as much
-    as the prompt's KV takes. The last one is always stored."""
+    as the prompt's KV takes. The last one is always stored. A server's answer is waited for as long as computing the
+    prompt takes, and never longer than `lookup_s_max`."""
 
     loads: bool = True
     stores: bool = True
@@ -63,6 +67,7 @@ class SchedulingOptions:
     max_load_chunks: int = 1024
     waits_for_shared: bool = False
     state_bytes: int | None = None
+    lookup_s_max: float = 10.0
 
 
 @dataclass(slots=True)
@@ -73,8 +78,11 @@ class Request:
     keys: list[list[ChunkKey]]
     found: int = 0
     """Chunks of the prefix that were stored when it was asked for."""
-    ends: list[int] = field(default_factory=list)
-    """Of a model with recurrent layers, all numbers of chunks behind which their states were stored as well, rising."""
+    answered: Found = field(default_factory=Found)
+    """Up to which chunks it could have been loaded then."""
+    lookup: Question[Found] | None = None
+    """The question for it, until the answer has been taken over or given up."""
+    asked_s: float = 0
     snapshot: int = 0
     """Chunks before the last state that was found, or handed over for storing."""
     computed: int = 0
@@ -117,12 +125,11 @@ NO_PAGE = 0
 """vLLM's null block: where a sliding window has let go of a page, or never had one."""
 NO_KEY = b"-{0@-}"
 """No chunk has it."""
-Found = TypeVar("Found")
-WINDOW_QUESTIONS_MAX = 4
-"""How often a shorter prefix is tried whose end a sliding window still has."""
+LOOKUP_S_LEAST = 0.05
+"""A server's answer is waited for at least so long: the thread that asks may be late itself, by a few steps."""
 
 COUNTERS = (
-    *("lookups", "lookups_without_hit", "lookup_tokens", "hit_tokens", "skipped_tokens"),
+    *("lookups", "lookups_without_hit", "lookups_given_up", "lookup_tokens", "hit_tokens", "skipped_tokens"),
     *("load_tokens", "loaded_tokens", "store_tokens"),
 )
 """Tokens to be loaded, those of loads that came whole, and those that were offered for storing."""
@@ -135,6 +142,8 @@ Tables = Sequence[Sequence[int]]
 Narrow = Callable[[Sequence[bytes], int, int], int]
 """Of the chunks found behind what is computed (their keys, tokens each, and all tokens that would be computed without
 them), how many are worth loading."""
+ComputeSeconds = Callable[[int], float | None]
+"""How long computing so many tokens takes, None while that is unknown."""
 
 
 class Scheduling:
@@ -147,6 +156,8 @@ class Scheduling:
         options: SchedulingOptions,
         narrow: Narrow | None = None,
         weights: KeyWeights | None = None,
+        compute_s: ComputeSeconds | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = list(groups)
         self.weights = KeyWeights({}) if weights is None else weights
@@ -160,7 +171,11 @@ class Scheduling:
         """Where blocks are told of, once `tell_events` has been called."""
         self._backend = backend
         self._narrow = narrow
-        self._failing = False
+        self._compute_s = compute_s
+        self._clock = clock
+        self._lookups = Lookups(self.groups, backend)
+        self._is_late = False
+        """Whether the last answer was given up, as the log has been told."""
         self._page_tokens = max(group.page_tokens for group in groups)
         self._states = [place for place, group in enumerate(groups) if group.is_state]
         self._by_token = [place for place, group in enumerate(groups) if not group.is_state]
@@ -177,9 +192,10 @@ class Scheduling:
     # -- a request comes ---------------------------------------------------------------------------------------------
 
     def match(self, prompt: Prompt, computed: int) -> int | None:
-        """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again when a load
-        that is under way is over, since it leaves no room for this one or brings the same chunks, or when workers have
-        told which weights there are. Asks the backend once for each attempt of a request, and changes nothing."""
+        """Tokens that are stored behind the first `computed`, which the engine has itself. None: ask again. A server
+        has not answered yet; or a load that is under way leaves no room for this one, or brings the same chunks; or
+        workers have not told yet which weights there are. Asks the backend once for each attempt of a request, waits
+        for no server, and changes nothing."""
         request = self.follow(prompt)
         if not self.options.loads or self.weights.is_unknown:
             return 0
@@ -190,13 +206,16 @@ class Scheduling:
         if request.asked_attempt != prompt.attempt or request.computed != computed:
             is_new, request.computed = request.asked_attempt != prompt.attempt, computed
             if is_new:
-                request.found = self._find(request)
+                if (answer := self._answer(request)) is None:
+                    return None
+                self._note(request, answer)
             request.asked_attempt = prompt.attempt
             request.answer = self._worth(request, is_new)
         return self._within_bounds(request)
 
     def allocated(self, name: str, tables: Tables, external: int) -> None:
-        """The engine has given a request pages; `external` tokens behind its own are to be loaded into them now."""
+        """Note the pages that the engine has given a request; `external` tokens behind its own are to be loaded into
+        them now."""
         request = self._requests.get(name)
         if request is None or not external:
             return
@@ -211,6 +230,17 @@ class Scheduling:
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
+
+    def sources(self, name: str, external: int) -> dict[Tier, int]:
+        """Where the tokens of a load come from that `allocated` has been told of; asks no server."""
+        request, found = self._requests.get(name), dict[Tier, int]()
+        if request is None:
+            return found
+        begin, stop = request.computed, request.computed + external
+        chunks = [chunk for chunk in request.keys[0] if chunk.stop > begin and chunk.start < stop]
+        for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
+            found[tier] = found.get(tier, 0) + min(chunk.stop, stop) - max(chunk.start, begin)
+        return found
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -311,7 +341,7 @@ class Scheduling:
     # -- a request goes ----------------------------------------------------------------------------------------------
 
     def loaded(self, name: str, *, failed: bool = False) -> None:
-        """A load is over. Where it failed, all that the request has is offered for storing again."""
+        """Note that a load is over. Where it failed, all that the request has is offered for storing again."""
         self._loading.pop(name, None)
         request = self._requests.get(name)
         if request is not None and failed:
@@ -326,8 +356,10 @@ class Scheduling:
                 self._offer_again(request)
 
     def finished(self, name: str) -> None:
-        """The request has ended, or was given up; a load that is under way is not wanted any more."""
+        """Forget a request that has ended, or was given up; a load that is under way is not wanted any more."""
         request = self._requests.pop(name, None)
+        if request is not None and request.lookup is not None:
+            request.lookup.cancel()
         if name in self._loading:
             self._step.moves.cancelled.append(name)
         elif request is not None:
@@ -345,12 +377,16 @@ class Scheduling:
     def tell_events(self) -> None:
         """From now on note which blocks are stored and which are gone."""
         passes = isinstance(self._backend, RemoteBlocks)
-        self.events = StoredEvents(self._count, self._backend.tiers_of, passes=passes)
+        self.events = StoredEvents(self._lookups.present, self._backend.tiers_of, passes=passes)
 
     @property
     def chunks_loading(self) -> int:
         """Of all requests."""
         return sum(map(len, self._loading.values()))
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._lookups.close()
 
     # -- keys and what is there --------------------------------------------------------------------------------------
 
@@ -360,6 +396,8 @@ class Scheduling:
         epoch = self.weights.epoch
         if request is None or len(request.prompt.tokens) != len(prompt.tokens) or request.epoch != epoch:
             request = Request(prompt, self._keys(prompt), next=[0] * len(self.groups), epoch=epoch)
+            if earlier is not None and earlier.lookup is not None:
+                earlier.lookup.cancel()  # of other keys
             if earlier is not None and earlier.epoch != epoch:
                 request.tables, request.computed = earlier.tables, earlier.computed
                 request.loaded_attempt, request.loading = earlier.loaded_attempt, earlier.loading
@@ -421,12 +459,39 @@ class Scheduling:
             keys.append(keys_of_bytes(data, layout, unfull=unfull, algorithm=algorithm, extras=extras))
         return keys
 
-    def _find(self, request: Request) -> int:
-        """How many chunks of the prefix can be loaded, as far as the backend knows."""
-        total = len(request.prompt.tokens)
-        self.counters["lookups"] += 1
-        self.counters["lookup_tokens"] += total
-        count = len(request.keys[0])
+    def _answer(self, request: Request) -> Found | None:
+        """What of a request is stored; None while the answer is waited for. It is asked for here, and given up when
+        waiting takes as long as computing would."""
+        lookup = request.lookup
+        if lookup is None:
+            lookup = request.lookup = self._lookups.find(request.keys, self._loadable(request))
+            request.asked_s = self._clock()
+        if lookup.done:
+            request.lookup = None
+            self._is_late = False
+            return lookup.answer
+        waited_s, total = self._clock() - request.asked_s, len(request.prompt.tokens)
+        patience_s = self._patience_s(total - request.computed)
+        if waited_s < patience_s:
+            return None
+        lookup.cancel()
+        request.lookup = None
+        self.counters["lookups_given_up"] += 1
+        if not self._is_late:
+            text = "KV cache lookup of %s was given up after %.3f s, %d tokens are computed: the server is slow or hung"
+            logger.warning(text, request.prompt.request, waited_s, total - request.computed)
+        self._is_late = True
+        return Found()
+
+    def _patience_s(self, tokens: int) -> float:
+        """How long an answer is worth waiting for that may save so many tokens' computing."""
+        compute_s = None if self._compute_s is None else self._compute_s(tokens)
+        most_s = self.options.lookup_s_max
+        return most_s if compute_s is None else min(max(compute_s, LOOKUP_S_LEAST), most_s)
+
+    def _loadable(self, request: Request) -> int:
+        """How many chunks of a request may be loaded, if they are stored."""
+        total, count = len(request.prompt.tokens), len(request.keys[0])
         if (
             count
             and request.keys[0][-1].stop == total
@@ -435,103 +500,23 @@ class Scheduling:
             # The last token is computed for its logits. It sees a window that is let go of behind it, or the state
             # before itself, which the one behind it does not tell.
             count -= 1
+        return count
+
+    def _note(self, request: Request, answer: Found) -> None:
+        """Take over what is stored of a request, and count it."""
+        total, keys = len(request.prompt.tokens), request.keys[0]
+        self.counters["lookups"] += 1
+        self.counters["lookup_tokens"] += total
+        request.answered = answer
+        request.found = found = answer.up_to(len(keys))
         if self._states:
-            request.ends = self._find_ends(request, count)
-            found = request.snapshot = request.ends[-1] if request.ends else 0
-        else:
-            found = self._shorter(request, self._find_whole(request, count))
-        self.counters["hit_tokens"] += request.keys[0][found - 1].stop if found else 0
-        if self.events is not None and found < count and self.groups[0].window is None:
-            self.events.missed([request.keys[0][found].key])
+            request.snapshot = found
+        self.counters["hit_tokens"] += keys[found - 1].stop if found else 0
+        if self.events is not None and answer.missed is not None and self.groups[0].window is None:
+            self.events.missed([keys[answer.missed].key])
         self.counters["lookups_without_hit"] += not found
         if found:
-            self.hit_rates.append(request.keys[0][found - 1].stop / total)
-        return found
-
-    def _find_whole(self, request: Request, count: int) -> int:
-        """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
-        places = [place for place, group in enumerate(self.groups) if group.window is None]
-        names = [name for at in range(count) for place in places for name in self._of_ranks(request, place, at)]
-        if not names:
-            return count
-        return self._count(names) * count // len(names)
-
-    def _find_ends(self, request: Request, count: int) -> list[int]:
-        """All numbers of chunks, up to `count`, behind which the states of all recurrent layers are stored, and what
-        all others need of the chunks before; in one question."""
-        asked = [(place, at) for at in range(count) for place in range(len(self.groups))]
-        names = [self._of_ranks(request, place, at) for place, at in asked]
-        present = iter(self._present([name for each in names for name in each]))
-        there = {
-            where for where, each in zip(asked, names, strict=True) if sum(next(present) for _ in each) == len(each)
-        }
-        whole = [place for place in self._by_token if self.groups[place].window is None]
-        ends = []
-        for at in range(count):
-            if not all((place, at) in there for place in whole):
-                break
-            if all((place, at) in there for place in self._states) and self._has_windows(request, at, there):
-                ends.append(at + 1)
-        return ends
-
-    def _has_windows(self, request: Request, at: int, there: set[tuple[int, int]]) -> bool:
-        for place in self._by_token:
-            first = (
-                self.groups[place].first_kept(request.keys[place][at].stop) // self.groups[place].layout.chunk_tokens
-            )
-            if self.groups[place].window is not None and any(
-                (place, each) not in there for each in range(first, at + 1)
-            ):
-                return False
-        return True
-
-    def _shorter(self, request: Request, found: int) -> int:
-        """`found`, or the next shorter prefix whose end all recurrent layers and sliding windows have."""
-        if self._states:
-            return max((end for end in request.ends if end <= found), default=0)
-        for _ in range(WINDOW_QUESTIONS_MAX):
-            left = self._find_windows(request, found)
-            if left == found:
-                return found
-            found = left
-        return 0
-
-    def _find_windows(self, request: Request, found: int) -> int:
-        """`found`, or less where a sliding window lacks a chunk that it would need there."""
-        for place, group in enumerate(self.groups):
-            if group.window is None or not found:
-                continue
-            first = group.first_kept(request.keys[place][found - 1].stop) // group.layout.chunk_tokens
-            names = [name for at in range(first, found) for name in self._of_ranks(request, place, at)]
-            present = self._count(names) if names else 0
-            if present < len(names):
-                return first + present * (found - first) // len(names)
-        return found
-
-    def _count(self, names: list[bytes]) -> int:
-        """How many of these, from the first on, are stored; trouble is a miss."""
-        return self._asked(self._backend.match, names, 0)
-
-    def _present(self, names: list[bytes]) -> list[bool]:
-        """Which of these are stored; trouble is a miss."""
-        return self._asked(self._backend.present, names, [False] * len(names))
-
-    def _asked(self, question: Callable[[list[bytes]], Found], names: list[bytes], missing: Found) -> Found:
-        try:
-            found = question(names) if names else missing
-        except Exception as error:
-            if not self._failing:
-                logger.warning("KV cache lookup failed; the engine goes on without: %s", error, exc_info=error)
-            self._failing = True
-            return missing
-        self._failing = False
-        return found
-
-    def _of_ranks(self, request: Request, place: int, at: int) -> list[bytes]:
-        group, key = self.groups[place], request.keys[place][at].key
-        if group.layout.world_size == 1:
-            return [key]
-        return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
+            self.hit_rates.append(keys[found - 1].stop / total)
 
     def _worth(self, request: Request, is_new: bool) -> int:
         """Tokens to load of what was found."""
@@ -544,7 +529,7 @@ class Scheduling:
             chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
         reached = keys.index(chosen[-1]) + 1 if chosen else 0
         if reached < request.found:  # windows and states were looked at where the whole ends
-            left = self._shorter(request, reached)
+            left = request.answered.up_to(reached)
             chosen = chosen[: max(len(chosen) - (reached - left), 0)]
         need = chosen[-1].stop - computed if chosen else 0
         found, why = max(hit - computed, 0), ""
@@ -664,8 +649,9 @@ class Scheduling:
             for at, chunk in enumerate(request.keys[place][: request.next[place]]):
                 if chunk.key in wanted:
                     mine = tuple(tokens[chunk.start : chunk.stop])
-                    names = tuple(self._of_ranks(request, place, at))
-                    blocks.append(Offered(names, parent, mine, self.groups[place].group))
+                    names = tuple(self._lookups.of_ranks(request.keys, place, at))
+                    group, origin = self.groups[place].group, request.prompt.origin
+                    blocks.append(Offered(names, parent, mine, group, origin, chunk.start))
                 parent = digest_of(chunk.key)
             if blocks:
                 events.offered(request.prompt.request, blocks)

@@ -1,4 +1,4 @@
-"""An engine's scheduler and its worker know nothing of each other; where they are in one process they share memory.
+"""One backend for a connector's scheduler and its worker, where both halves are in one process.
 
 The half that comes first opens the backend, the one that goes last closes it. With a backend of its own each would
 have an arena of its own, and the scheduler would look for blocks where no worker puts any.

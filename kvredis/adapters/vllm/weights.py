@@ -404,7 +404,7 @@ class WeightsWatch:
         return self.table
 
     def suspect(self) -> None:
-        """The weights may be others by the next step."""
+        """Suspect that the weights are others by the next step."""
         self._is_suspect = True
 
     @property
@@ -510,7 +510,7 @@ class KeyWeights:
         return bool(self._unheard) and not self.is_waiting
 
     def reset(self, *, forgets: bool) -> None:
-        """The weights may be others from now on. Where they are the same, and the engine `forgets`, its keys become
+        """Take the weights for others from now on. Where they are the same, and the engine `forgets`, its keys become
         its own."""
         self._forgets |= forgets
         self._unheard, self._steps_waited, self._asks = set(self._tables), 0, bool(self._tables)

@@ -1,4 +1,4 @@
-"""A worker of an engine with paged KV: between the step that its scheduler describes and the chunks that are moved.
+"""The connector's worker side: between the step that its scheduler describes and the chunks that are moved.
 
 The engine asks before, in and behind each forward pass; a ChunkMover works in the background. This is what lies
 between the two: whose pages must be let go before a forward writes them, which loads are over, and which pages have
@@ -89,8 +89,9 @@ REST_WAIT_S = 30.0
 """How long an engine that goes to sleep waits for stores under way before it breaks them."""
 IDLE_WAIT_S = 0.006
 """An engine with nothing to compute asks as fast as it can whether a load is over, and so keeps it from being so: a
-wait, which a load's end ends, leaves the interpreter to who moves. A request that comes meanwhile waits as well. On an
-H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does there."""
+wait, which a load's end ends, leaves the interpreter to the moving thread. A request that comes meanwhile waits as
+well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does
+there."""
 
 
 @dataclass(slots=True)
@@ -273,8 +274,8 @@ class PagedWorker:
         return results
 
     def rest(self) -> None:
-        """The engine's pages are unmapped, or lose what is in them, when this returns: loads that no scheduler knows to
-        be over have failed, and stores have ended. Until the next step no page is touched."""
+        """Let go of the engine's pages, which are unmapped, or lose what is in them, when this returns: loads that no
+        scheduler knows to be over have failed, and stores have ended. Until the next step no page is touched."""
         for name in self._waited_for:
             self._spoilt.add(name)
             self.mover.cancel(name)

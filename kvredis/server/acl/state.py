@@ -40,7 +40,7 @@ from .rules import (
 # ACL LOG: who was refused what, so that an operator sees a wrong rule, a wrong password or an intruder.
 #
 # Equal refusals within a minute are one entry with a count, and the log is bounded in entries and in bytes an entry: it
-# is filled by whom it is meant to catch.
+# is filled by the clients that it is meant to catch.
 
 
 GROUPED_MS = 60_000

@@ -1,4 +1,4 @@
-"""Who may receive a value into the arena, and when: a header is a claim, not bytes.
+"""Which client may receive a value into the arena, and when: a header is a claim, not bytes.
 
 Room for a value is contiguous, so it must be had before the value comes, and what is announced may never come. Three
 bounds keep that from hurting those whose blocks are cached. The parser asks only when some of the value has arrived.
@@ -83,7 +83,7 @@ SLOW_READER_S: Final = 5.0
 
 
 class DiskRoom:
-    """Who waits for the disk of one server."""
+    """The clients that wait for the disk of one server."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
@@ -121,7 +121,7 @@ class DiskRoom:
         return room
 
     def forget(self, session: Client) -> None:
-        """A client has gone, or what it wanted to store."""
+        """Forget a client that has gone, or what it wanted to store."""
         if self._waiting.pop(session, None) is not None:
             self._next()
 
@@ -142,7 +142,7 @@ class DiskRoom:
         return session.wait(Reason.DISK_ROOM)
 
     def _tell(self, loop: asyncio.AbstractEventLoop) -> None:
-        """There may be room; called by I/O threads too."""
+        """Look again at the waiting clients, since there may be room; called by I/O threads too."""
         if self._waiting and not self._told:
             self._told = True
             tell_loop(loop, self._next)
@@ -384,7 +384,7 @@ class Admission:
             self._next = None
 
     def forget(self, session: Client) -> None:
-        """A client has gone, and with it all that it held."""
+        """Forget a client that has gone, or what it wanted to store."""
         self._receiving.pop(session, None)
         self._called.discard(session)
         self._signs.pop(session, None)

@@ -2,7 +2,7 @@
 
 The model is Valkey's blocked.c. A command's handler, or admission for a value that is announced, returns a Blocked in
 place of a reply; the session then keeps it as `waiting`, and runs and reads nothing until it is unblocked. One table,
-BlockedClients, has who waits for what. Reasons, and what bounds each wait:
+BlockedClients, has all of them. Reasons, and what bounds each wait:
 
     YIELD      a long command gives others their turn: until the loop's next turn
     COMMAND    WAITAOF, KV.JOB WAIT, SAVE: until what they name has happened, or the timeout that the client gave
@@ -73,7 +73,7 @@ class Waiter(Protocol):
 
 
 class Blocked(Later):
-    """That one client waits, in the place of one reply in its pipeline. `unblock` ends it."""
+    """The wait of one client, in the place of one reply in its pipeline. `unblock` ends it."""
 
     __slots__ = ("_client", "_table", "_timer", "is_silent", "on_cancel", "reason", "runs_again", "timeout_reply")
 
@@ -115,7 +115,7 @@ class Blocked(Later):
                 self.unblock(client.apologize([client.last_command.encode()]))
 
     def cancel(self) -> None:
-        """The client has gone."""
+        """End the wait of a client that has gone."""
         if self._end() is not None and self.on_cancel is not None:
             self.on_cancel()
 
@@ -159,7 +159,7 @@ class BlockedClients:
             blocked.unblock(b"")
 
     def forget(self, blocked: Blocked, client: Waiter) -> None:
-        """A wait has ended: for Blocked alone."""
+        """Remove a wait that has ended: for Blocked alone."""
         self._by_reason[blocked.reason].pop(blocked, None)
         if self.timeouts.get(client.id) is blocked:
             del self.timeouts[client.id]

@@ -25,7 +25,7 @@ from kvredis.storage.store import Store
 from .blocked import Answer, Blocked, BlockedClients, Reason
 
 NO_NAMES: Final = cast("set[Any]", frozenset())
-"""What a client watches or listens to that does neither, as most: who adds a name makes a set first."""
+"""What a client watches or listens to that does neither, as most: code that adds a name makes a set first."""
 
 OBJECTS_BYTES: Final = 8 * 1024
 """What a connection costs without its buffers: the session, its parser and the loop's transport."""
@@ -200,25 +200,27 @@ class Client(Protocol):
         """Find out anew whether this client's commands may take the fast path, and what its parser allows."""
 
     def speak(self, resp: int) -> None:
-        """Switch to RESP2 or RESP3."""
+        """Switch to RESP2 or RESP3: HELLO."""
 
     def authenticate(self, user: User) -> None:
-        """The client has proved to be `user`."""
+        """Make the client `user`, which it has proved to be."""
 
     def forget_authentication(self) -> None:
-        """Back to a new connection's rights."""
+        """Give back a new connection's rights: RESET."""
 
     def refuse_payload(self, why: bytes) -> None:
-        """A payload of the command that is being read is not taken."""
+        """Take no payload of the command that is being read; `why` is its error, should nothing else be wrong."""
 
     def wait(self, reason: Reason = Reason.COMMAND) -> Blocked:
-        """What takes the place of a reply that comes later; the caller returns it."""
+        """Make what takes the place of a reply that comes later; the caller returns it."""
 
     def turns_for_others(self) -> Iterator[Blocked]:
-        """Give what a long handler yields between two of its steps, so that other clients have their turn."""
+        """Give what a long handler yields between two of its steps, so that other clients have their turn: a wait until
+        the loop's next turn, or nothing in a transaction, whose commands run without a gap."""
 
     def go_on(self, reply: Reply) -> None:
-        """A reply that was waited for is there."""
+        """Take a reply that was waited for: Blocked alone calls it. What follows runs in a turn of its own, because the
+        code that answers may be in the middle of another client's command."""
 
     def postpone(self, args: list[Argument], pending: Blocked) -> Blocked:
         """Run `args` again when `pending` is unblocked, with an empty reply; the caller returns it."""
@@ -246,7 +248,8 @@ class Client(Protocol):
         """Whether a client that says nothing for long may be taken for forgotten."""
 
     def rest(self) -> None:
-        """Called every second or so, and when the client has sent its last byte."""
+        """Take what lies unread below the low water mark: called about once a second, and when the client has sent its
+        last byte."""
 
     def describe(self) -> bytes:
         """One line of CLIENT LIST."""
@@ -255,7 +258,7 @@ class Client(Protocol):
         """Run a command that may run, and tell of it: EXEC, for each that was queued."""
 
     def account(self, command: Command | None, calls: int, began_ns: int) -> int:
-        """Enter a run of calls into the statistics."""
+        """Enter a run of calls into the statistics; returns the time now, in ns."""
 
     def count_failure(self, command: Command | None, reply: bytes) -> None:
         """Note that a handler has answered with an error."""
@@ -265,39 +268,40 @@ class Client(Protocol):
         """End the holds of a command that will not run."""
 
     def apologize(self, args: list[Argument]) -> bytes:
-        """A handler has raised, which is a mistake of ours."""
+        """Answer for a handler that has raised, which is a mistake of ours: nothing that it brought may stay reserved,
+        and the client, whose state the server does not know now, is disconnected. The others are served on."""
 
     def fail(self, broken: ProtocolError) -> None:
-        """The protocol is broken."""
+        """Answer a client that has broken the protocol, if there is something to say, and hang up."""
 
     def hold(self, lease: Lease) -> None:
         """Keep a lease whose view is part of the reply being made until that reply has left the process."""
 
     def push(self, message: bytes) -> None:
-        """Send an encoded message that answers no command."""
+        """Send an encoded message that answers no command: after the replies before it, at once to an idle client."""
 
     def drop_lent(self, since: int) -> None:
-        """End the holds taken since there were `since` of them."""
+        """End the leases taken since there were `since` of them: those of a reply that will not be sent."""
 
     @property
     def lent(self) -> int:
         """How many leases are behind what is not sent yet."""
 
     def begin_answer(self) -> None:
-        """A command runs now."""
+        """Note that a command runs now: what is pushed to this client meanwhile goes behind its reply."""
 
     def end_answer(self, reply: Answer) -> Answer:
-        """The reply with what was pushed meanwhile."""
+        """Give the reply with what was pushed meanwhile; of one that comes later, or in parts, it goes by itself."""
 
     def close(self) -> None:
-        """Hang up now."""
+        """Hang up now; what is not sent is lost."""
 
     def finish(self) -> None:
         """Hang up once what is queued has been sent."""
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that the client has not taken yet."""
+        """Bytes that the client has not taken yet: `omem` of CLIENT LIST."""
 
     @property
     def is_caught_up(self) -> bool:
@@ -305,7 +309,8 @@ class Client(Protocol):
 
     @property
     def slow_since_s(self) -> float:
-        """Since when this client has kept blocks leased by not reading; infinity if it does not."""
+        """Since when this client has kept blocks of the arena leased by not reading that hanging up on it would free;
+        infinity if it does not. What was spliced outlasts the connection."""
 
     def peer_pid(self) -> int:
         """The process that has connected, of a client on a unix socket."""
@@ -326,14 +331,14 @@ class Host(Protocol):
     body_timeout_s: float
 
     def reconsider(self) -> None:
-        """A reason has come or gone for commands not to take the fast path."""
+        """Let each client find out anew whether its commands may take the fast path."""
 
 
 S_co = TypeVar("S_co", covariant=True)
 
 
 class ClientOf(Client, Protocol[S_co]):
-    """A client, and its server as the one who asks sees it."""
+    """A client with its server, of which S names what the code that asks needs."""
 
     @property
     def server(self) -> S_co:

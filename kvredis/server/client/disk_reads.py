@@ -57,10 +57,10 @@ class DiskReads:
         self._server = server
         self._store = server.store
         self._since: dict[Client, tuple[object, float]] = {}  # for which command, and when its wait began
-        self._refused: list[Blocked] = []  # who ask again at the next tick, since there was no room
+        self._refused: list[Blocked] = []  # they ask again at the next tick, since there was no room
 
     def tick(self) -> None:
-        """Let those ask again for whom there was no room."""
+        """Let the clients ask again for which there was no room."""
         refused, self._refused = self._refused, []
         for pending in refused:
             pending.unblock(b"")
@@ -115,7 +115,7 @@ class DiskReads:
             yield None
 
     def forget(self, session: Client) -> None:
-        """A client has gone."""
+        """Forget a client that has gone."""
         self._since.pop(session, None)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class DiskReads:
 
     def _come(self, session: Client, pending: Blocked, bringing: Bringing) -> None:
         if bringing.refused:
-            bringing.release()  # or two who hold half of what they want wait for each other
+            bringing.release()  # or two clients that hold half of what they want wait for each other
             self._refused.append(pending)
             return
         try:

@@ -1,7 +1,7 @@
-"""Clients that go while they wait: the server does not read from them then, so that no read tells it.
+"""Hang-ups of clients that wait: the server does not read from them, so no read tells it that they have gone.
 
-Most waits are short, and server.py asks of each client once a second. Clients whose value waits for its turn may be
-thousands, each with a socket and what lies in it: of those the kernel tells at once.
+Most waits are short, and server.py looks at each waiting client once a second. Clients whose value waits for its turn
+may be thousands, each with a socket and unread bytes in it: the kernel (epoll) tells of their hang-ups at once.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class ClientMemory:
             self._trim(0)
 
     def forget(self, session: Client) -> None:
-        """A client has gone."""
+        """Forget a client that has gone."""
         total, beside = self._measured.pop(session, (0, 0))
         self._total -= total
         self._beside -= beside

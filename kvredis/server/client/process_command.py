@@ -7,8 +7,8 @@ order. There are three ways on:
     the handler      a plain command (short, O(1), of a client with nothing special about it): called by the session
     process_command  everything else: what Redis asks before a command (server.c, processCommand), in Redis' order,
                      which is part of the protocol, as it decides which of two errors a client sees, and what makes a
-                     transaction fail; then `call`, as for each command of EXEC: the handler, and telling those who
-                     want to know
+                     transaction fail; then `call`, as for each command of EXEC: the handler, then MONITOR, the slow log
+                     and client-side caches
 
 `Session.reconsider` decides, whenever a reason comes or goes, whether a client's commands may take the first two: the
 answers to all questions are known then.
@@ -211,7 +211,7 @@ def mind_broken_clients(session: Caller, command: Command, reply: bytes) -> None
     """Close a connection whose client cannot understand that its SET was refused.
 
     LMCache's native client reads exactly the bytes of +OK and never says HELLO: after one error it takes each reply for
-    another command's, for ever. Who has said HELLO is a client that reads errors.
+    another command's, for ever. A client that has said HELLO reads errors.
     """
     if reply is OUT_OF_MEMORY and command.name == "set" and not session.said_hello:
         session.close_after_reply = True

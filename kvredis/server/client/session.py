@@ -80,7 +80,7 @@ NO_COMMANDS: Final[Iterator[list[Argument]]] = iter(())
 
 
 class Session(asyncio.BufferedProtocol):
-    """The protocol object of one connection; its public attributes are what command handlers read and set."""
+    """The protocol object of one connection. Client (client.py) says what its public methods and attributes are."""
 
     # How each connection begins; what each has of its own, and what every read looks at, is in __init__.
     name = lib_name = lib_ver = b""
@@ -152,7 +152,6 @@ class Session(asyncio.BufferedProtocol):
     # ---- what handlers call --------------------------------------------------------------------------------------
 
     def reconsider(self) -> None:
-        """Find out anew whether this client's commands may take the fast path, and what its parser allows."""
         server, parser = self.server, self._parser
         parser.authenticated = self.authenticated
         parser.bulk_bytes_max = server.bulk_bytes_max
@@ -169,63 +168,50 @@ class Session(asyncio.BufferedProtocol):
         )
 
     def speak(self, resp: int) -> None:
-        """Switch to RESP2 or RESP3: HELLO."""
         self.resp = resp
         self.said_hello = True
         self.nil = NULL if resp == 3 else NULL_BULK
         self.reconsider()
 
     def authenticate(self, user: User) -> None:
-        """The client has proved to be `user`."""
         self.user = user
         self.authenticated = True
         self.reconsider()
 
     def forget_authentication(self) -> None:
-        """Back to a new connection's rights: RESET."""
         self.user = self.server.acl.default
         self.authenticated = self.user.needs_no_password
         self.reconsider()
 
     def refuse_payload(self, why: bytes) -> None:
-        """A payload of the command that is being read is not taken: the error for it, should nothing else be wrong."""
         self.refused, self._may_run = why, False
 
     def wait(self, reason: Reason = Reason.COMMAND) -> Blocked:
-        """What takes the place of a reply that comes later; the caller returns it."""
         return self.server.blocked.block(self, reason)
 
     def turns_for_others(self) -> Iterator[Blocked]:
-        """Give what a long handler yields between two of its steps, so that other clients have their turn: a wait until
-        the loop's next turn, or nothing in a transaction, whose commands run without a gap."""
         if self.transaction is None:
             pending = self.wait(Reason.YIELD)
             asyncio.get_running_loop().call_soon(pending.unblock, b"")
             yield pending
 
     def go_on(self, reply: Reply) -> None:
-        """A reply that was waited for is there: for Blocked alone. What follows runs in a turn of its own, because
-        the code that answers may be in the middle of another client's command."""
         asyncio.get_running_loop().call_soon(self._go_on, reply)
 
     def postpone(self, args: list[Argument], pending: Blocked) -> Blocked:
-        """Run `args` again when `pending` is unblocked, with an empty reply; the caller returns it."""
         self._commands, pending.runs_again = iter([args, *self._commands]), True
         return pending
 
     def upcoming(self) -> Iterator[list[Argument]]:
-        """The commands that are parsed and not yet run, in their order."""
         waiting = list(self._commands)
         self._commands = iter(waiting)
         return iter(waiting)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes received and not yet run."""
         return self._parser.pending_bytes
 
     def held(self) -> Held:
-        """What this client holds beside values, by kind."""
         parser, queued = self._parser, self.transaction
         unread, free, argv, in_arena = parser.memory()
         if self._paused or self.waiting is not None:
@@ -249,26 +235,21 @@ class Session(asyncio.BufferedProtocol):
 
     @property
     def reservations(self) -> list[Reservation]:
-        """Room in the arena that this client holds for values that come in one command and are not yet stored."""
         queued = [] if self.transaction is None else self.transaction.reservations
         return [*self._parser.reservations, *queued]
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a value is coming in, which a shutdown waits for as it does for replies that go out."""
         return bool(self._parser.reservations)
 
     @property
     def may_be_idle(self) -> bool:
-        """Whether a client that says nothing for long may be taken for forgotten."""
         return not (self.subscriptions or self.waiting is not None or self.id in self.server.monitors)
 
     def hold(self, lease: Lease) -> None:
-        """Keep a lease whose view is part of the reply being made until that reply has left the process."""
         self._lent.append(lease)
 
     def push(self, message: bytes) -> None:
-        """Send an encoded message that answers no command; after the replies before it, at once to an idle client."""
         if self._transport is None or self._transport.is_closing():
             return
         self._pushes.append(message)
@@ -279,41 +260,34 @@ class Session(asyncio.BufferedProtocol):
             self._check_output_limit()
 
     def drop_lent(self, since: int) -> None:
-        """End the holds taken since there were `since` of them: a reply that will not be sent."""
         dropped, self._lent[since:] = self._lent[since:], []
         for lease in dropped:
             lease.release()
 
     @property
     def lent(self) -> int:
-        """How many leases are behind what is not sent yet."""
         return len(self._lent)
 
     def begin_answer(self) -> None:
-        """A command runs now: what is pushed to this client meanwhile goes behind its reply."""
         self._answering = True
 
     def end_answer(self, reply: Answer) -> Answer:
-        """The reply with what was pushed meanwhile; of one that comes later, or in parts, it goes by itself."""
         self._answering = False
         if not self._pushes or not isinstance(reply, bytes | list):
             return reply
         return reply + self._take_pushes() if isinstance(reply, bytes) else [*reply, self._take_pushes()]
 
     def close(self) -> None:
-        """Hang up now; what is not sent is lost."""
         if self._transport is not None:
             self._transport.abort()
 
     def finish(self) -> None:
-        """Hang up once what is queued has been sent."""
         self.close_after_reply = True
         if not self._is_behind and self._transport is not None:
             self._transport.close()
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes that the client has not taken yet: `omem` of CLIENT LIST."""
         waiting = sum(map(len, self._backlog)) + len(self._unsent) + self._push_bytes
         if self._splicer is not None:
             waiting += self._splicer.unsent_bytes
@@ -322,13 +296,10 @@ class Session(asyncio.BufferedProtocol):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether every reply before the one being made has left the process."""
         return not (self._replies or self._pushes or self._is_behind or self.unsent_bytes)
 
     @property
     def slow_since_s(self) -> float:
-        """Since when this client has kept blocks of the arena leased by not reading that hanging up on it would free;
-        infinity if it does not. What was spliced outlasts the connection."""
         splices = self._splicer is not None and self._splicer.is_busy
         return self._paused_since_s if self._paused and self._lent and not splices else float("inf")
 
@@ -352,7 +323,7 @@ class Session(asyncio.BufferedProtocol):
     # ---- asyncio.BufferedProtocol --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected: take it in or turn it away."""
+        """Take in a client that has connected, or turn it away."""
         # Not an isinstance check: uvloop's transports do not inherit from asyncio's.
         transport = cast(asyncio.Transport, transport)
         self._open_outgoing(transport)
@@ -486,7 +457,6 @@ class Session(asyncio.BufferedProtocol):
         self._low_water.expect(self._parser.missing)
 
     def rest(self) -> None:
-        """Called every second or so, and when the client has sent its last byte."""
         self._low_water.expect(0)
         if self._is_behind:
             self._check_output_limit()  # whose soft limit is one of time
@@ -505,7 +475,7 @@ class Session(asyncio.BufferedProtocol):
         return not self.encrypted  # TLS knows no half-closed connection: it ends when what is written has gone
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone: every hold ends here, whatever state it was in."""
+        """End every hold of a connection that is gone, whatever state it was in."""
         self._parser.abandon()  # with its callback, the cycle that would leave this to the collector
         self.give_back([arg for args in self._commands for arg in args])
         if self.transaction is not None:
@@ -545,15 +515,12 @@ class Session(asyncio.BufferedProtocol):
     # ---- commands in, replies out --------------------------------------------------------------------------------
 
     def describe(self) -> bytes:
-        """One line of CLIENT LIST."""
         return describe(self)
 
     def call(self, command: Command, args: list[Argument]) -> Answer:
-        """Run a command that may run, and tell of it: EXEC, for each that was queued."""
         return call(self, command, args)
 
     def account(self, command: Command | None, calls: int, began_ns: int) -> int:
-        """Enter a run of calls into the statistics; returns the time now, in ns."""
         assert command is not None
         now_ns = perf_counter_ns()
         stats = self.server.stats
@@ -567,21 +534,17 @@ class Session(asyncio.BufferedProtocol):
         return now_ns
 
     def count_failure(self, command: Command | None, reply: bytes) -> None:
-        """Note that a handler has answered with an error."""
         assert command is not None
         self.server.stats.count_error(reply)
         self.server.stats.command(command.name).failed_calls += 1
 
     @staticmethod
     def give_back(args: list[Argument]) -> None:
-        """End the holds of a command that will not run."""
         for arg in args:
             if isinstance(arg, Reservation):
                 arg.abort()
 
     def apologize(self, args: list[Argument]) -> bytes:
-        """A handler has raised, which is a mistake of ours: nothing it brought may stay reserved, and the client, whose
-        state the server does not know now, is sent away. The others are served on."""
         log.exception("command %r failed; its client %s is closed", args[0], self.addr)
         self.server.stats.handler_exceptions += 1
         self.give_back(args)
@@ -589,7 +552,6 @@ class Session(asyncio.BufferedProtocol):
         return error("ERR internal error")
 
     def fail(self, broken: ProtocolError) -> None:
-        """The protocol is broken: say so, if there is something to say, and hang up."""
         self._parser.abandon()
         self.close_after_reply = True
         self.server.note_broken(self, broken)
@@ -805,7 +767,7 @@ class Session(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._transport.close)
 
     def _open_outgoing(self, transport: asyncio.Transport) -> None:
-        """The connection is there."""
+        """Set up how replies leave by this connection."""
         self._transport = transport
         self.encrypted = encrypted = transport.get_extra_info("sslcontext") is not None
         self._lends = self._lends and not encrypted
@@ -826,12 +788,11 @@ class Session(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def peer_pid(self) -> int:
-        """The process that has connected, of a client on a unix socket."""
         assert self._transport is not None
         return peer_pid(self._transport.get_extra_info("socket"))
 
     def _close_outgoing(self) -> None:
-        """The connection is gone: every hold ends here."""
+        """End every hold behind replies that were to leave."""
         if self._splicer is not None:
             half_sent: list[Lease] = []
             if self._splicer.is_busy:

@@ -1,4 +1,4 @@
-"""Client-side caching: who may hold a copy of which key, and telling them when it is out of date.
+"""Client-side caching: which clients may hold a copy of which key, and telling them when it is out of date.
 
 A client in the default mode is remembered with every key that it reads; the first change of the key sends it one
 invalidation and forgets the pair. A client in broadcast mode names prefixes instead and costs nothing for each key:
@@ -49,7 +49,7 @@ class TrackingTable:
         self.clients: dict[int, Client] = {}
         """Every client whose tracking is on."""
         self.prefixes: dict[bytes, dict[int, Client]] = {}
-        """Who is told of changes to keys that begin so."""
+        """The clients that are told of changes to keys that begin so."""
         self._server = server
         self._call_soon = call_soon
         self._readers: OrderedDict[bytes, set[int]] = OrderedDict()
@@ -105,7 +105,7 @@ class TrackingTable:
             self._server.reconsider()
 
     def forget(self, session: Client) -> None:
-        """The client is gone or starts afresh. With the last one the table is empty."""
+        """Forget a client that is gone or starts afresh. With the last one the table is empty."""
         self.disable(session)
         if not self.clients:
             self._clear()

@@ -1,9 +1,9 @@
-"""CLUSTER and its kin: what a client asks to learn which node serves which slots, and how many keys a slot has here.
+"""CLUSTER, ASKING, READONLY: which node serves which slots, and how many keys a slot has here.
 
 All answers are made from the topology file (topology.py), which is all that this cluster is: every node is a master and
 taken for well, since no node here finds out that one has failed. Commands that would change who belongs to the cluster
-are refused. A server without a topology refuses all of them with Redis' words for one that stands alone, which is the
-answer that clients want who ask in order to find that out.
+are refused. A server without a topology refuses all of them with Redis' words for one that stands alone: clients ask in
+order to find that out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CLIENT: who is connected, under which name, and sending a client away."""
+"""CLIENT: the connected clients, their names and options, and disconnecting them."""
 
 from __future__ import annotations
 
@@ -110,19 +110,19 @@ def client_info(session: Caller, args: list[bytes]) -> Reply:
 )
 def client_list(session: Caller, args: list[bytes]) -> Reply:
     """CLIENT LIST [TYPE type | ID id ...]."""
-    everyone = session.server.sessions
+    sessions = session.server.sessions
     option = args[2].upper() if len(args) > 3 else b""
     if option == b"TYPE" and len(args) == 4:
         if args[3].upper() not in CLIENT_TYPES:
             return _unknown_type(args[3])
-        listed = [each for each in everyone.values() if type_of(each) == args[3].upper()]
+        listed = [each for each in sessions.values() if type_of(each) == args[3].upper()]
     elif option == b"ID":
         numbers = [parse_integer(arg) for arg in args[3:]]
         if None in numbers:
             return error("ERR Invalid client ID")
-        listed = [everyone[number] for number in numbers if number in everyone]
+        listed = [sessions[number] for number in numbers if number in sessions]
     elif len(args) == 2:
-        listed = list(everyone.values())
+        listed = list(sessions.values())
     else:
         return SYNTAX_ERROR
     return verbatim(session, b"".join(each.describe() for each in listed))
@@ -223,7 +223,7 @@ def describe(session: Caller) -> bytes:
     now_s = time.monotonic()
     held = session.held()
     unix_socket = not session.addr.startswith("[") and session.addr.endswith(":0")
-    queued, lane = session.transaction, session.server.shm.of(session)
+    queued, attached = session.transaction, session.server.shm.of(session)
     letters = "".join(
         letter
         for letter, is_so in (
@@ -271,9 +271,9 @@ def describe(session: Caller) -> bytes:
         ("resp", session.resp),
         ("lib-name", session.lib_name.decode("latin-1")),
         ("lib-ver", session.lib_ver.decode("latin-1")),
-        ("lane", "none" if lane is None else "attached"),
-        ("leases", 0 if lane is None else lane.leases),
-        ("lent", 0 if lane is None else lane.lent_bytes),
+        ("lane", "none" if attached is None else "attached"),
+        ("leases", 0 if attached is None else attached.leases),
+        ("lent", 0 if attached is None else attached.lent_bytes),
         ("resv", len(session.server.parts.of(session))),
     ]
     return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"
@@ -429,7 +429,7 @@ def client_reply(session: Caller, args: list[bytes]) -> Reply:
 
 
 REDIRECTED_TWICE = error("ERR A client can only redirect to a single other client")
-NOBODY_THERE = error("ERR The client ID you want redirect to does not exist")
+NO_SUCH_REDIRECT = error("ERR The client ID you want redirect to does not exist")
 PREFIX_NEEDS_BCAST = error("ERR PREFIX option requires BCAST mode to be enabled")
 BCAST_STAYS = error(
     "ERR You can't switch BCAST mode on/off before disabling tracking for this client, "
@@ -559,7 +559,7 @@ def _parse(session: Caller, args: list[bytes]) -> tuple[Tracking, list[bytes]] |
             if number is None:
                 return NOT_AN_INTEGER
             if number not in session.server.sessions:
-                return NOBODY_THERE
+                return NO_SUCH_REDIRECT
             tracking.redirect = number
         elif option == b"BCAST":
             tracking.broadcast = True

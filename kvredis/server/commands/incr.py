@@ -1,4 +1,4 @@
-"""INCR and its kin: numbers are kept as the text that clients set, and each change publishes a new text.
+"""INCR, DECR, INCRBY, INCRBYFLOAT: numbers are kept as the text that clients set, and each change publishes a new text.
 
 The end of a key stays what it was: a counter in a time window is what these commands are mostly used for.
 """

@@ -2,6 +2,9 @@
 
 Tools drop a whole scrape over one missing field, so what cannot happen here (forks, replicas, scripts) is reported as
 Redis reports it when it has not happened. Everything else is measured.
+
+To add a field: into the function of its section (SECTIONS lists them). The fields of `# Kv` are the figures of
+metrics/metrics.py, which /metrics and the page show too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands about keys rather than values: whether they exist, what they are, that they shall go.
+"""Commands about keys rather than values: DEL, EXISTS, TYPE, KEYS, SCAN, OBJECT, FLUSHDB, SWAPDB and their like.
 
 Only TOUCH counts as a use: EXISTS, TYPE, OBJECT and MEMORY look without moving a block in the eviction order.
 """
@@ -489,7 +489,7 @@ def swapdb(session: Caller, args: list[bytes]) -> Reply:
             for space in (first, second):
                 server.flushed(space)
             store.swap(first, second)
-            for space in (first, second):  # who watches a key that only the other one had has missed a change too
+            for space in (first, second):  # a watcher of a key that only the other one had has missed a change too
                 mark_flushed(server, space)
     return OK
 

@@ -1,4 +1,4 @@
-"""Keyspace notifications: which changes are told to whom, in the words of `notify-keyspace-events`.
+"""Keyspace notifications: which changes are published on which channels, in the words of `notify-keyspace-events`.
 
 A change is an ordinary message to ordinary channels, `__keyspace@<db>__:<key>` and `__keyevent@<db>__:<event>`. Nearly
 always no client has asked for any, so a change costs one look at `server.event_letters`, which is empty unless a class

@@ -145,7 +145,7 @@ def hold_to_look(store: Store, entry: Entry) -> Lease | None:
 
 
 def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
-    """Those of META_FIELDS that are known of a visible block."""
+    """The facts of META_FIELDS that are known of a visible block."""
     facts: dict[str, int | str | list[int]] = {}
     lease = hold_to_look(store, entry)
     if lease is not None:
@@ -168,9 +168,9 @@ def block_facts(store: Store, entry: Entry) -> dict[str, int | str | list[int]]:
     summary="Returns the figures of each tier: capacity, use, entries, leases, pages and what kind they are.",
 )
 def tiers(session: Caller, args: list[bytes]) -> Reply:
-    """A map of maps; sizes in bytes. The lane's figures are the server's, and stand with the memory that it shows."""
-    found, lane = session.store.tiers(), session.server.shm
-    found["memory"] |= {"lane_clients": len(lane.clients), "lane_leases": lane.leases}
+    """A map of maps; sizes in bytes. The figures of shared memory stand with the memory that it shows."""
+    found, shared = session.store.tiers(), session.server.shm
+    found["memory"] |= {"lane_clients": len(shared.clients), "lane_leases": shared.leases}
     return map_reply(
         session,
         [

@@ -1,9 +1,9 @@
 """SAVE, BGSAVE, LASTSAVE, BGREWRITEAOF and WAITAOF: when what was written is on disk.
 
 With a disk tier SAVE writes every block that the disk has not yet, and WAITAOF those that its own client may have
-written; both wait for the device. Without one they answer as a Redis does that has nothing to do: SAVE and its kin
-succeed, since all that was promised to be on disk, which is nothing, is there, LASTSAVE moves on, so that a script
-which waits for it ends, and WAITAOF is refused where a local copy is asked for.
+written; both wait for the device. Without one they answer as a Redis does that has nothing to do: SAVE, BGSAVE and
+BGREWRITEAOF succeed, since all that was promised to be on disk, which is nothing, is there, LASTSAVE moves on, so that
+a script which waits for it ends, and WAITAOF is refused where a local copy is asked for.
 """
 
 from __future__ import annotations

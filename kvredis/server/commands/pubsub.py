@@ -1,4 +1,4 @@
-"""Publish and subscribe: who listens to which channel, and what a message looks like to each of them.
+"""Publish and subscribe: which client listens to which channel, and what a message looks like to it.
 
 A message is encoded once for each protocol, not once for each subscriber, and handed to `Session.push`, which keeps the
 order of Redis 7.2: what a client causes itself arrives after the reply to the command that caused it. How much may wait
@@ -79,7 +79,7 @@ class PubSub:
         self._remove(self.shard_channels, session.shard_channels, session, channel)
 
     def forget(self, session: Client) -> None:
-        """The client is gone or starts afresh (RESET): nothing is sent to it any more, and it is told nothing."""
+        """End the subscriptions of a client that is gone or starts afresh (RESET), which is told nothing of it."""
         for channel in list(session.channels):
             self.unsubscribe(session, channel)
         for pattern in list(session.patterns):
@@ -104,24 +104,26 @@ class PubSub:
 
     # ---- in common -----------------------------------------------------------------------------------------------
 
-    def _add(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
+    def _add(self, subscribers: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
         if name in own:
             return
         own.add(name)
-        everyone.setdefault(name, {})[session.id] = session
+        subscribers.setdefault(name, {})[session.id] = session
         self._costs[session.id] = self._costs.get(session.id, 0) + len(name) + SUBSCRIPTION_BYTES
         session.subscriptions += 1
         if session.subscriptions == 1:
             session.reconsider()
 
-    def _remove(self, everyone: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes) -> None:
+    def _remove(
+        self, subscribers: dict[bytes, dict[int, Client]], own: set[bytes], session: Client, name: bytes
+    ) -> None:
         if name not in own:
             return
         own.discard(name)
-        listeners = everyone[name]
+        listeners = subscribers[name]
         del listeners[session.id]
         if not listeners:
-            del everyone[name]
+            del subscribers[name]
         self._costs[session.id] -= len(name) + SUBSCRIPTION_BYTES
         session.subscriptions -= 1
         if session.subscriptions == 0:
@@ -275,7 +277,7 @@ def sunsubscribe(session: Caller, args: list[bytes]) -> Reply:
     since="2.0.0",
     complexity="O(N+M) in the number of the channel's subscribers and of all patterns",
     syntax="channel message",
-    summary="Send a message to everyone who listens to a channel.",
+    summary="Send a message to all clients that listen to a channel.",
     **_SPEAK,
 )
 def publish(session: Caller, args: list[bytes]) -> Reply:
@@ -291,7 +293,7 @@ def publish(session: Caller, args: list[bytes]) -> Reply:
     since="7.0.0",
     complexity="O(N) in the number of the channel's subscribers",
     syntax="shardchannel message",
-    summary="Send a message to everyone who listens to a shard channel.",
+    summary="Send a message to all clients that listen to a shard channel.",
     **_SPEAK,
 )
 def spublish(session: Caller, args: list[bytes]) -> Reply:

@@ -1,9 +1,12 @@
 """The command table: every command is one record, and whatever is said about commands is read from it.
 
-Dispatch, arity errors, `COMMAND`, `CLIENT HELP`'s neighbours, `INFO commandstats` and the parser's question "may this
-argument be received straight into the arena?" all use the same `Command`. A command family registers its functions with
-the decorators here when it is imported, and commands/__init__.py imports them all; this file alone leaves the table
-empty, so a test can build a server out of the families that it needs.
+Dispatch, arity errors, COMMAND, ACL's categories, INFO commandstats, the reference in docs/ and the parser's question
+"may this argument be received straight into the arena?" all use the same `Command`.
+
+To add a command: decorate its handler with `command` (or `subcommand`) in the file of its group. The handler takes the
+client (`Caller`, context.py) and the arguments, and returns a reply (protocol/replies.py) or, when it must wait, a
+Blocked (client/blocked.py). `Command` below explains the fields. The name of a new file goes into FAMILIES of
+commands/__init__.py, which imports them all; this file alone leaves the table empty.
 """
 
 from __future__ import annotations

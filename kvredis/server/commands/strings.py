@@ -1,4 +1,4 @@
-"""String commands: the ones that move payloads, SET and GET and their kin.
+"""String commands that move payloads: SET, GET, MSET, MGET, GETRANGE, STRLEN and their variants.
 
 A value argument is bytes when it was small and a Reservation when the parser received it into the arena; a value leaves
 as bytes or as a view under a Lease that the session keeps until it is sent.
@@ -165,7 +165,9 @@ def small_ones_fit(session: Caller, pairs: Sequence[tuple[bytes, object]]) -> bo
             continue
         old = store.find(key, session.space)
         held = 0 if old is None or old.value is None else old.memory_bytes
-        growth += max(0, ENTRY_OVERHEAD_BYTES + len(key) + len(value) - held)  # who shrinks may come after who grows
+        growth += max(
+            0, ENTRY_OVERHEAD_BYTES + len(key) + len(value) - held
+        )  # a shrinking one may follow a growing one
     return store.admits_inline(growth)
 
 
@@ -484,7 +486,7 @@ def getrange(session: Caller, args: list[bytes]) -> Reply:
     if isinstance(value, bytes):
         return b"$%d\r\n%b\r\n" % (end - start + 1, value[start : end + 1])
     session.hold(value)
-    if end == length - 1:  # who reads a block in parts has then read it
+    if end == length - 1:  # a client that reads a block in parts has then read it
         session.store.stats.hit_tokens += value.entry.tokens
     return [b"$%d\r\n" % (end - start + 1), value.view[start : end + 1], b"\r\n"]
 

@@ -146,7 +146,7 @@ def unwatch_all(server: _Server, session: Client) -> None:
 
 
 def mark_changed(server: _Server, key: bytes, space: int) -> None:
-    """A key has changed: transactions that watch it will fail."""
+    """Let transactions fail that watch a key, which has changed."""
     for session in server.watchers.get((space, key), ()):
         session.watch_broken = True
 

@@ -1,9 +1,9 @@
-"""SIGHUP: the topology is read again, and what is in slots that are no longer ours leaves.
+"""SIGHUP: the server reads the cluster topology again, and drops the keys of slots that it no longer serves.
 
-A key of such a slot cannot be asked for any more, but it must be gone before the slot may come back, or its value of
-then would come back too. So a reread that is asked for while keys still leave begins when they have left. Clients are
-served all the while: the file is read in a thread, and keys leave some at a time. It is the same at the start with a
-disk tier that has kept keys from before: whose slots were given away meanwhile is found out, and they leave.
+A key of such a slot cannot be asked for any more, but it must be gone before the slot may come back, or its old value
+would come back too. So a reload that is asked for while keys still leave begins when they have left. Clients are served
+all the while: the file is read in a thread, and keys leave some at a time. At the start the same is done with keys that
+a disk tier has kept from an earlier run.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Reload:
             self._begin_sweep()
 
     def _hush(self, lost: set[int]) -> None:
-        """Tell who listens to shard channels of these slots that there is nothing more to hear; they ask elsewhere."""
+        """Tell listeners to shard channels of these slots that there is nothing more to hear; they ask elsewhere."""
         pubsub = self._server.pubsub
         for channel in [each for each in pubsub.shard_channels if slot_of(each) in lost]:
             for session in list(pubsub.shard_channels[channel].values()):

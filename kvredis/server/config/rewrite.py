@@ -185,7 +185,7 @@ def _with_end(text: str) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put a new file in the place of an old one; who reads it meanwhile sees one of the two, whole."""
+    """Put a new file in the place of an old one; a reader sees one of the two, whole."""
     mode = path.stat().st_mode & 0o7777
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
     try:

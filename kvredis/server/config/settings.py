@@ -275,7 +275,7 @@ def set_lane_limit(server: Context, milliseconds: str) -> None:
 
 
 def set_policy(server: Context, policy: str) -> None:
-    """maxmemory-policy: who leaves for what is new, if anyone."""
+    """maxmemory-policy: which entries leave for what is new, if any may."""
     server.store.set_eviction(None if policy == "noeviction" else make_policy(policy))
 
 
@@ -444,7 +444,7 @@ def _working_folder() -> str:
 
 
 def _policy(text: str) -> str:
-    """A policy of Redis or of ours; who is refused is told of Redis' alone, in its words."""
+    """A policy of Redis or of ours; the error of another names Redis' alone, in its words."""
     if text.lower() in REDIS_POLICIES:
         return text.lower()
     return one_of(

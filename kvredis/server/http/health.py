@@ -2,8 +2,8 @@
 
 "ok" is 200, all else 503 with the reason. /health knows all of it; /health/ready and /health/live are for Kubernetes,
 which takes a pod that is not ready from its clients and starts one anew that is not alive: neither is good for a server
-whose disk is broken and that still answers out of memory, so only /health tells of that. Live is who answers at all.
-Before the store is there, `starting` answers.
+whose disk is broken and that still answers out of memory, so only /health tells of that. A server that answers at all
+is live. Before the store is there, `starting` answers.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def trouble(server: Context) -> str | None:
         return None
     if tiering.disk.distrusted:
         return UNSYNCED
-    if tiering.carrier.failing:
+    if tiering.disk_io.failing:
         return WRITES_FAIL
-    return STALLED if tiering.carrier.stalled else None
+    return STALLED if tiering.disk_io.stalled else None
 
 
 def told(reason: str | None, uptime_s: float) -> HttpResponse:

@@ -1,9 +1,9 @@
 """The HTTP server on metrics_port: small answers for monitoring systems, probes and the page, on the server's own loop.
 
-h11 knows the protocol; what is here is who may take how much of the server meanwhile. A head has a bound in bytes and
-in time, a body is refused, an answer that is not taken is given up, and when all places are taken the client that has
-been silent for longest gives up its own. Requests of one connection are answered one after the other, and while one is
-being answered nothing more is read.
+h11 knows the protocol; here are the bounds on what a client may take of the server. A request's head has a bound in
+bytes and in time, a body is refused, an answer that the client does not take is given up, and when all places are taken
+the client that has been silent for longest loses its own. Requests of one connection are answered one after the other,
+and while one is being answered nothing more is read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ Route = Callable[[HttpRequest], HttpResponse | Awaitable[HttpResponse]]
 """Answers one path. May raise HttpError; whatever else it raises is a mistake of ours, logged, and 500."""
 
 Routes = Mapping[str, tuple[Route, bool]]
-"""By path: who answers, and whether the gate is asked first (for a password, if the server has one)."""
+"""By path: the function that answers, and whether auth.py is asked first (for a password, if the server has one)."""
 
 Gate = Callable[[HttpRequest, Peer], None]
 """Raises HttpError for a client that may not see this path."""
@@ -180,12 +180,12 @@ class HttpServer:
         self._connections[connection] = None
 
     def heard(self, connection: Connection) -> None:
-        """A client has asked for something: it is the last to lose its place."""
+        """Note that a client has asked for something: it is the last to lose its place."""
         self._connections.pop(connection, None)
         self._connections[connection] = None
 
     def dismiss(self, connection: Connection) -> None:
-        """A client has gone."""
+        """Forget a client that has gone."""
         self._connections.pop(connection, None)
 
     async def answer(self, request: HttpRequest, peer: Peer) -> HttpResponse:
@@ -233,7 +233,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
+        """Take in a client that has connected."""
         self._transport = cast(asyncio.Transport, transport)
         # TLS transports pause at a buffer of `high` bytes, the others above it: with 0 they would never rest.
         self._transport.set_write_buffer_limits(high=int(self._server.encrypted))
@@ -265,11 +265,11 @@ class Connection(asyncio.Protocol):
         return half_open and (self.task is not None or self._sending)
 
     def pause_writing(self) -> None:
-        """The client is slow to take its answer."""
+        """Note that the client is slow to take its answer."""
         self._sending = True
 
     def resume_writing(self) -> None:
-        """The answer has left the process."""
+        """Go on, since the answer has left the process."""
         if self._sending:
             self._sending = False
             if self._ended:
@@ -278,7 +278,7 @@ class Connection(asyncio.Protocol):
                 self._next()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone, and with it what was being made for it."""
+        """End what was being made for a client that has gone."""
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
@@ -341,7 +341,7 @@ class Connection(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        """An answer is out: the next request, or the end."""
+        """Go on behind an answer: to the next request, or to the end."""
         if self._transport is None:
             return
         if self._http.our_state is h11.IDLE:  # TLS has been busy with something else

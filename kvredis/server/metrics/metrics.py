@@ -3,6 +3,9 @@
 Nothing is counted here. A figure says where its number stands already and what it means; what would cost too much to
 keep is worked out when a reader asks. Names and units are those of Prometheus: base units, `_total` for what only
 grows, and labels whose values are known beforehand.
+
+To add a figure: a Figure in the table of what it is about (SERVER, CLIENTS, BLOCKS, MEMORY, DISK, TIMES). INFO and the
+page show it under its name, /metrics with `kvredis_` in front, and the reference in docs/ is made of the tables.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ END: Final = b"# EOF\n"
 
 
 def routes(server: Context) -> Routes:
-    """/metrics, for who may see it."""
+    """/metrics, for users who may see it."""
     process = ProcessCollector(registry=None)
     turn = asyncio.Lock()
 

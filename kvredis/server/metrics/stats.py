@@ -120,7 +120,7 @@ class Traffic:
 
 
 class Exchanging(Protocol):
-    """Who counts what it receives and sends: a session, too."""
+    """What counts the bytes that it receives and sends: a session, too."""
 
     input_bytes: int
     output_bytes: int
@@ -211,7 +211,7 @@ class ServerStats:
         return self.used_peak_bytes
 
     def note_save(self, *, saved: bool) -> None:
-        """All that is to be on disk is there now, or could not be brought there."""
+        """Note that all that is to be on disk is there, or could not be brought there."""
         self.saving = False
         self.last_save_failed = not saved
         if saved:

@@ -1,10 +1,10 @@
 """Large replies sent by threads, where several clients take some at the same time: Redis' `io-threads`.
 
-The kernel copies what is sent, on the processor of who sends it and outside of the interpreter's lock. The loop is one
-thread, and so one processor's copying was the bound for all clients together: over TCP 4.6 GB/s of 32 MiB values on 16
-cores, where seven threads beside the loop bring 14.4 to four connections and 22.3 to eight (2 MiB: 4.5, 11.1 and 10.2;
-bench/results/server-2026-11-28-16-cores-threads.json). So while a client is behind with a large reply, the next one's
-goes to a thread. The first stays with the loop: alone it would gain nothing, and wait for two threads to wake.
+The kernel copies what is sent, on the processor of the sending thread and outside of the interpreter's lock. The loop
+is one thread, and so one processor's copying was the bound for all clients together: over TCP 4.6 GB/s of 32 MiB values
+on 16 cores, where seven threads beside the loop bring 14.4 to four connections and 22.3 to eight (2 MiB: 4.5, 11.1 and
+10.2; bench/results/server-2026-11-28-16-cores-threads.json). So while a client is behind with a large reply, the next
+one's goes to a thread. The first stays with the loop: alone it would gain nothing, and wait for two threads to wake.
 
 What a thread may do: give the kernel the bytes of one reply. All else of the session is the loop's, and the session
 rests meanwhile, as if its transport held a rest (client/session.py): it runs no command, and the loop sends it nothing.
@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 THREADS_AUTO_MAX: Final = 8
 PROCESSORS_MIN: Final = 8
-"""With fewer, who receives on this host and the engine beside it have none to spare. Measured on 16 alone."""
+"""With fewer, a client on this host and the engine beside it have none to spare. Measured on 16 alone."""
 REPLY_BYTES_MIN: Final = 512 * 1024
 """Shorter replies are sent before a thread would have woken up."""
 IOV_MAX: Final = 1024
 """Buffers in one sendmsg, on Linux."""
 IDLE_MS: Final = 20
-"""Who reads on takes something sooner, however busy its machine is."""
+"""A client that reads on takes something sooner, however busy its machine is."""
 AT_ONCE: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -66,14 +66,14 @@ class Receiver(Protocol):
         """Whether its transport has nothing left to send."""
 
     def pause_writing(self) -> None:
-        """A rest is left over; the client runs no command until it has gone."""
+        """Take note that a rest is left over; the client runs no command until it has gone."""
 
     def sent(self, sending: Sending) -> None:
-        """The thread is done."""
+        """Go on, since the thread is done."""
 
 
 class Sending:
-    """One reply that a thread sends to a client, who hears in the loop when that has come to its end."""
+    """One reply that a thread sends to a client, which is told in the loop when that has ended."""
 
     def __init__(self, client: Receiver, buffers: Sequence[Buffer]) -> None:
         """OSError when there is no descriptor left."""
@@ -121,7 +121,7 @@ class Sending:
         return ()
 
     def end(self) -> None:
-        """The connection is gone: have the thread find out."""
+        """Have the thread find out that the connection is gone."""
         with contextlib.suppress(OSError):  # it has been shut down already
             self._sock.shutdown(socket.SHUT_RDWR)
 

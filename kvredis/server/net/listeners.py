@@ -92,14 +92,10 @@ class Listeners:
         self._room = room
         self._open: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         self._arriving: set[asyncio.Task[None]] = set()
-        self._handshakes = 0
+        self.handshakes = 0
+        """TLS clients that are no sessions yet."""
         self._rest: asyncio.TimerHandle | None = None
         self._socket_inode = 0  # of the socket file that we have made, 0 = none
-
-    @property
-    def handshakes(self) -> int:
-        """TLS clients that are no sessions yet."""
-        return self._handshakes
 
     @property
     def keepalive_s(self) -> int:
@@ -208,11 +204,11 @@ class Listeners:
             if listener is self._own_users and uid_of(sock) != os.geteuid():
                 sock.close()
                 continue
-            if context is not None and self._handshakes >= self._room():
+            if context is not None and self.handshakes >= self._room():
                 sock.close()  # nothing can be told before the handshake, and that is what there is no room for
                 continue
             sock.setblocking(False)
-            self._handshakes += context is not None
+            self.handshakes += context is not None
             task = asyncio.get_running_loop().create_task(self._admit(sock, context))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)
@@ -235,7 +231,7 @@ class Listeners:
             self.handshakes_failed += context is not None
             log.debug("a client was lost before it was one: %s", failed)
         finally:
-            self._handshakes -= context is not None
+            self.handshakes -= context is not None
 
     def _take_a_rest(self, failed: OSError) -> None:
         """Look away from the clients that wait, until there may be room for them."""

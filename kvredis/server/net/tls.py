@@ -1,4 +1,4 @@
-"""TLS for the listeners, made from file names: a context that speaks 1.2 and 1.3 and checks who comes.
+"""TLS for the listeners, made from file names: a context that speaks 1.2 and 1.3 and checks clients' certificates.
 
 WHY so many checks: OpenSSL says "PEM lib" of nearly everything, and asks for a password on the terminal when it wants
 one. Here each file is tried by itself, so that what is wrong names the key of the configuration that is at fault, and
@@ -11,7 +11,7 @@ from kvredis.server.options import TLS_PROTOCOLS, ServerOptions
 from kvredis.storage.errors import ConfigError
 
 OPTION = "option"
-"""The source in a ConfigError of ours; who knows the true one (file and line) replaces it."""
+"""The source in a ConfigError of ours; a caller that knows the true one (file and line) replaces it."""
 
 _VERSIONS = {"TLSv1.2": ssl.TLSVersion.TLSv1_2, "TLSv1.3": ssl.TLSVersion.TLSv1_3}
 _AUTH = {"yes": ssl.CERT_REQUIRED, "optional": ssl.CERT_OPTIONAL, "no": ssl.CERT_NONE}

@@ -17,9 +17,9 @@ WHY it must be asked for: a client that does not receive but splices on (HAProxy
 into a pipe into another socket) holds pages that no account of ours shows, and would hand on what is written there
 later. It cannot change a page, as spliced pages are never written in place. But it may read what was not meant for it,
 and what is behind it would take wrong bytes for right ones. So KV.SPLICE asks for two things: the promise to receive,
-by a user who may read every key anyhow; and the process id of who speaks, which is compared with that of who connected
-(SO_PEERCRED), so that no process between the two is taken for the client. `CONFIG SET unix-splice yes` believes
-it of every client on a unix socket, `no` of none.
+by a user who may read every key anyhow; and the id of the process that speaks, which is compared with that of the
+process that connected (SO_PEERCRED), so that no process between the two is taken for the client. `CONFIG SET
+unix-splice yes` believes it of every client on a unix socket, `no` of none.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class Splicer:
         return False
 
     def keep(self, leases: list[Lease]) -> None:
-        """The reply is in the socket, or as much of it as ever will be: hold what it has lent until it is received."""
+        """Hold what a reply has lent, which is in the socket, or as much of it as ever will be, until it is
+        received."""
         self._held.append(_Held(self._sent_bytes, leases, self._charged_bytes))
         self._charged_bytes = 0
         self._splicing.holders.setdefault(self)
@@ -245,7 +246,7 @@ class Splicer:
                 self._sock.close()
 
     def end(self, leases: list[Lease]) -> None:
-        """The connection is gone; what of it is still to be read stays as it is, `leases` of half a reply too."""
+        """End with the connection; what of it is still to be read stays as it is, `leases` of half a reply too."""
         if self._pipe is not None:
             self._splicing.put_pipe(self._pipe, empty=False)
             self._pipe = None
@@ -360,7 +361,7 @@ class Splicing:
             holder.collect()
 
     def close(self) -> None:
-        """The server has ended."""
+        """End with the server."""
         self.has_ended = True
         for holder in list(self.holders):
             if holder.has_ended:

@@ -1,8 +1,9 @@
 """RESP requests from bytes, without I/O: it says where the next bytes shall be received and which commands they made.
 
 A payload is the reason for its shape. As soon as a `$n` header announces a large value in a place where a command takes
-one, the parser asks `open_payload` for a Reservation and from then on offers the arena itself as the receive buffer,
-so the kernel writes the value where it will live. Everything else passes through a small scratch buffer.
+one, the parser asks `open_payload` for a Reservation (client/admission.py grants it) and from then on offers the arena
+itself as the receive buffer, so the kernel writes the value where it will live. Everything else passes through a small
+scratch buffer. When the client goes before the last byte, the session calls `abandon`, which gives the room back.
 
 Two readers share the work. Small commands, which is what clients mostly send, go through fast_parser.py, many at a
 time; whatever is not plain is read by the parser below, which is the one that knows every rule and error text of Redis
@@ -190,7 +191,7 @@ class Parser:
         return NOTHING if command is None else [command]
 
     def abandon(self) -> None:
-        """The client is gone: give back what a half-received command holds, and let go of `open_payload`."""
+        """Give back what a half-received command of a client that is gone holds, and let go of `open_payload`."""
         for arg in [*self._args, self._body_hold]:
             if isinstance(arg, Reservation):
                 arg.abort()
@@ -200,9 +201,9 @@ class Parser:
         self._open_payload = lambda args, length: None
 
     def rest(self) -> bool:
-        """The client has been silent for a while, or for good: give up a scratch that had to grow and is empty. Whether
-        `take` should look again: a long command that was to be gathered is now read as far as it has come, since it
-        may be broken."""
+        """Give up a scratch that had to grow and is empty, since the client has been silent for a while, or for good.
+        Says whether `take` should look again: a long command that was to be gathered is now read as far as it has come,
+        since it may be broken."""
         if self._start == self._end:
             if len(self._scratch) > SCRATCH_BYTES and self._body is None:
                 self._start = self._end = 0

@@ -60,8 +60,8 @@ EVIDENCE_FROM_BYTES: Final = 1024 * 1024
 EVIDENCE_SHIFT: Final = 13
 EVIDENCE_BYTES_MAX: Final = 8 * 1024
 """A header is a claim: room for a value of EVIDENCE_FROM_BYTES or more is asked for when length >> EVIDENCE_SHIFT of
-its bytes have come, at most EVIDENCE_BYTES_MAX. So who announces 512 MiB and sends a kilobyte takes nothing, and up to
-4 MiB it costs a client that sends no further receive."""
+its bytes have come, at most EVIDENCE_BYTES_MAX. So a client that announces 512 MiB and sends a kilobyte takes nothing,
+and up to 4 MiB it costs a client that sends no further receive."""
 
 GATHER_ARGS_MIN: Final = 17
 GATHER_BYTES_MAX: Final = 1024 * 1024

@@ -6,8 +6,8 @@ which we copy (lent_memory.py). Neither can damage what is the other's, nor be k
 
 WHY a client can trust what it has read: a lease keeps a block's bytes where they are. It ends when the client says so
 (KV.RELEASE, RESET), when its time limit has passed, or with the connection. The client counts the limit from before it
-has asked, so its own clock ends first. Of the last it learns from its socket, because the socket is shut before the
-leases are ended: who finds it open after having read has read what was leased.
+has asked, so its own clock ends first. Of the last it learns from its socket, because the server shuts the socket
+before it ends the leases: a client that finds it open after reading has read what was leased.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ class AttachedClient:
         return self._store.end_leases(ending)
 
     def end(self, *, hang_up: bool = True) -> None:
-        """The connection is over, or only (without `hang_up`) attached no more, as the client itself has asked. The
-        socket is shut first, so that who looks at it afterwards sees that, and only then the leases end, since others
-        may write where they were."""
+        """End the attachment with the connection, or alone (without `hang_up`), as the client itself has asked. The
+        socket is shut first, so that a client that looks at it afterwards sees that, and only then the leases end,
+        since others may write where they were."""
         if hang_up:
             with contextlib.suppress(OSError):  # the client has hung up itself
                 self._peer.shutdown(socket.SHUT_RDWR)
@@ -334,7 +334,7 @@ class _Server(Host, Protocol):
 
 
 class SharedMemory:
-    """The attached clients of one server, and who may become one."""
+    """The attached clients of one server, and which client may become one."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server

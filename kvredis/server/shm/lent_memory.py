@@ -1,12 +1,12 @@
 """Memory that a client lends to the server, and the copy out of it into the arena.
 
-WHY it is not simply mapped and read: a page of a client's memfd that cannot be had (it lies behind a new end or in
-a hole, no hugepage is left, the control group is full) kills who touches it in a mapping, and is an error to preadv. So
-a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own engines'
-arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ, Linux
-5.14). It is worth that, because the streaming stores of storage/memory/copy.py take half the time of preadv's copy. Nor
-is another user's memory mapped: to have a page that was never written to would cost us one. Either way the bytes go
-straight into the extent, long ones without the GIL.
+WHY it is not simply mapped and read: a page of a client's memfd that cannot be had (it lies behind a new end or in a
+hole, no hugepage is left, the control group is full) kills the process that touches it in a mapping, and is an error to
+preadv. So a mapping is used only for memory whose seals forbid its owner to shorten it or to punch holes, as our own
+engines' arenas have them, and only after the kernel has said that every page of the range is there (MADV_POPULATE_READ,
+Linux 5.14). It is worth that, because the streaming stores of storage/memory/copy.py take half the time of preadv's
+copy. Nor is another user's memory mapped: to have a page that was never written to would cost us one. Either way the
+bytes go straight into the extent, long ones without the GIL.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READ_BYTES_MAX: Final = 1 << 30
 """What one preadv is asked for; the kernel gives at most 2 GiB less a page."""
 
 MESSAGES_MAX: Final = 16
-"""What may lie in the side channel before a KV.LEND; who sends more does not mean it."""
+"""What may lie in the side channel before a KV.LEND; a client that sends more does not mean it."""
 
 _F_SEAL_SHRINK: Final = fcntl.F_SEAL_SHRINK
 _NO_HOLES: Final = fcntl.F_SEAL_WRITE | 0x10

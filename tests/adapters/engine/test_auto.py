@@ -154,7 +154,7 @@ def test_a_remote_that_hangs_costs_a_trial_or_what_computing_costs_and_once(
         assert engine.plan(TOKENS).need_to_load == 0
         assert engine.retrieve(TOKENS, kv_of(len(TOKENS))) == 0, "also of one who has not asked for a plan"
         settle()
-        assert backend.now_s - began_s <= 4 * CHUNK_S + 1e-9, "the probe's, which nobody waits for"
+        assert backend.now_s - began_s <= 4 * CHUNK_S + 1e-9, "the probe's, which no caller waits for"
 
 
 def test_what_is_near_is_loaded_though_the_rest_is_not_worth_it(engine: CacheEngine, backend: SlowBackend) -> None:

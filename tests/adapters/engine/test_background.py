@@ -91,7 +91,7 @@ def test_an_engine_computes_while_its_tokens_come(engine: CacheEngine, backend: 
     assert engine.stats.loaded_tokens == 80
 
 
-def test_the_tensors_of_a_load_that_is_over_are_kept_by_nobody(engine: CacheEngine, backend: GatedBackend) -> None:
+def test_the_tensors_of_a_load_that_is_over_are_not_kept(engine: CacheEngine, backend: GatedBackend) -> None:
     out = torch.zeros_like(kv_of())
     kept = weakref.ref(out)
     load = engine.retrieve_later(TOKENS, out)
@@ -284,7 +284,7 @@ def test_a_job_that_fails_in_our_own_code_ends_refused_and_the_next_one_is_done(
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_who_stands_back_goes_on_when_the_next_job_comes_or_none_will(is_closed: bool) -> None:
+def test_a_job_that_stands_back_goes_on_when_the_next_one_comes_or_none_will(is_closed: bool) -> None:
     ended: list[tuple[Task, bool]] = []
 
     def run(job: Task) -> int:

@@ -113,7 +113,7 @@ def test_a_prefill_is_asked_for_until_two_are_known_and_not_for_ever(even: Break
 # ---- the speed of a tier -----------------------------------------------------------------------------------------
 
 
-def test_a_tier_that_nobody_has_tried_is_tried(even: BreakEven) -> None:
+def test_an_untried_tier_is_tried(even: BreakEven) -> None:
     assert even.worth(pieces("remote", "disk", "memory")) == 3
 
 

@@ -163,7 +163,7 @@ def even_of(*passes: tuple[int, float], load_s: float) -> BreakEven:
 
 
 @pytest.mark.parametrize(("share", "worth"), [(0.45, 4), (0.55, 0)])
-def test_while_nobody_knows_what_a_pass_costs_at_all_a_tier_must_be_twice_as_fast_to_be_loaded_from(
+def test_while_it_is_unknown_what_a_pass_costs_at_all_a_tier_must_be_twice_as_fast_to_be_loaded_from(
     share: float, worth: int
 ) -> None:
     even = even_of((1024, 0.1024), load_s=CHUNK * 1e-4 * share)

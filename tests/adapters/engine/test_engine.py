@@ -268,7 +268,7 @@ def test_behind_a_long_head_a_few_chunks_are_not_worth_the_touches_and_the_backe
     assert engine.stats.dropped_stores == 18
 
 
-def test_chunks_that_did_not_arrive_are_counted_when_somebody_waits_for_them(
+def test_chunks_that_did_not_arrive_are_counted_when_a_caller_waits_for_them(
     engine: CacheEngine, backend: FakeBackend
 ) -> None:
     backend.refused = 1

@@ -26,7 +26,7 @@ KEYS = chunk_keys(TOKENS, LAYOUT)
 
 @dataclass
 class Copied:
-    """An event that is passed when somebody waits for it, unless the GPU has failed."""
+    """An event that is passed when a caller waits for it, unless the GPU has failed."""
 
     order: list[int]
     number: int

@@ -1,4 +1,4 @@
-"""The end of a load, which somebody waits for: a transfer is told of it, and a ring brings it in smaller pieces."""
+"""The end of a load, which a caller waits for: a transfer is told of it, and a ring brings it in smaller pieces."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ import torch
 from kvredis.adapters.paged.jobs import LoadJob
 from kvredis.adapters.transfer.base import Moving, Part
 from kvredis.adapters.transfer.kv_cache import PagedKV
-from tests.adapters.paged_engine import GatedTransfer, PagedEngine, mover_on, moves_of
+from tests.adapters.paged_engine import GatedTransfer, PagedEngine, load_now, mover_on, moves_of
 from tests.adapters.paged_layouts import block_of, planes_first
 from tests.adapters.transfer.manual_transfer import with_blocks
 from tests.adapters.transfer.test_passing_sums import COUNTS, ring, summed, true_sum
@@ -32,7 +32,7 @@ def test_a_transfer_is_told_of_the_last_call_of_a_load_and_of_no_other(batch_byt
     engine, job = PagedEngine(100, transfer=NotingTransfer), LoadJob("r", moves_of("a", 5) + moves_of("a", 4, group=1))
     backend, _ = with_blocks(job)
     with mover_on(backend, engine, batch_bytes=batch_bytes) as mover:
-        assert mover.load_now(job) == 9
+        assert load_now(mover, job) == 9
     transfers = [group.transfer for group in engine.groups]
     first, second = (each.loads for each in transfers if isinstance(each, NotingTransfer))
     assert [is_last for _, is_last in (*first, *second)] == [False] * (len(first) + len(second) - 1) + [True]

@@ -53,7 +53,7 @@ def test_a_tier_in_good_standing_is_not_probed(probes: Probes, even: BreakEven) 
     assert probe(probes) == 0
 
 
-def test_a_tier_that_nobody_has_measured_is_probed_if_it_is_asked_for_and_once(
+def test_an_unmeasured_tier_is_probed_if_it_is_asked_for_and_once(
     probes: Probes, even: BreakEven, backend: SlowBackend
 ) -> None:
     backend.lags_s["remote"] = CHUNK_S * 2
@@ -85,7 +85,7 @@ class Hiccuping(SlowBackend):
         ((0.03, 0.001, 0.001), 1, False),  # a slow link is not kept from those who store
     ],
 )
-def test_of_a_tier_that_nobody_has_measured_the_middle_of_three_quick_blocks_counts(
+def test_of_an_unmeasured_tier_the_middle_of_three_quick_blocks_counts(
     even: BreakEven, seconds: tuple[float, ...], loaded: int, is_fast: bool
 ) -> None:
     even.prefill_took(100, 0.005)  # the shorter of two counts: computing a block takes 5 ms
@@ -222,7 +222,7 @@ def test_of_a_long_prompt_the_head_is_remembered_which_stays_longest(backend: Sl
     assert backend.loaded == KEYS[:4] * 2
 
 
-def test_trouble_in_a_probe_is_nobodys(probes: Probes, even: BreakEven, backend: SlowBackend) -> None:
+def test_trouble_in_a_probe_reaches_no_caller(probes: Probes, even: BreakEven, backend: SlowBackend) -> None:
     even.load_stopped("remote", 0, 1.0)
     backend.broken = True
     assert probe(probes) == 1

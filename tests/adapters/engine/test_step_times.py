@@ -56,7 +56,7 @@ def test_everything_is_computed_until_it_is_known_how_long_that_takes_and_no_tie
     assert break_even.given_up() == []
 
 
-def test_a_server_of_which_nobody_ever_hears_a_step_loads_everything_after_a_while() -> None:
+def test_an_engine_that_never_reports_a_step_loads_everything_after_a_while() -> None:
     speeds, backend, _ = worth()
     assert [load(speeds, backend, 1.0) for _ in range(66)] == [0] * 64 + [10] * 2
 
@@ -105,7 +105,7 @@ def test_a_load_is_measured_by_all_of_its_bytes() -> None:
     assert abs(pace - 2.0 / (10 * block_bytes(LAYOUT, 256))) < 1e-12
 
 
-def test_a_load_is_measured_by_what_was_chosen_for_it_whoever_was_asked_for_since() -> None:
+def test_a_load_is_measured_by_what_was_chosen_for_it_whichever_request_was_asked_for_since() -> None:
     speeds, backend, break_even = worth()
     warm(speeds, backend)
     speeds.narrow(KEYS, 256, REST)
@@ -123,7 +123,7 @@ def test_a_load_is_measured_by_what_was_chosen_for_it_whoever_was_asked_for_sinc
     assert break_even.given_up() == []
 
 
-def test_a_load_that_nobody_waits_for_any_more_says_nothing_and_nothing_is_kept_of_it() -> None:
+def test_a_load_that_no_request_waits_for_any_more_says_nothing_and_nothing_is_kept_of_it() -> None:
     speeds, backend, break_even = worth()
     warm(speeds, backend)
     for number in range(3):
@@ -142,7 +142,7 @@ def test_a_load_that_nobody_waits_for_any_more_says_nothing_and_nothing_is_kept_
 def test_steps_in_which_an_engine_only_waits_for_loads_are_not_taken_for_others() -> None:
     speeds, backend, break_even = worth()
     for _ in range(100):
-        speeds.step_began(0)  # of whose output nobody hears
+        speeds.step_began(0)  # whose output is never reported
         backend.now_s += 0.001
     speeds.step_began(0)
     backend.now_s += 0.001

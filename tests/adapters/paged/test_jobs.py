@@ -11,7 +11,7 @@ from kvredis.backends.config.schema import Config
 from kvredis.backends.factory import open_backend
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.errors import ConfigError
-from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, mover_on, moves_of
+from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of
 from tests.backends.conftest import StartServer, server_of
 
 __all__ = ["server_of"]
@@ -70,7 +70,7 @@ def test_a_load_longer_than_the_memory_that_it_passes_through_comes_whole(server
             client.set(move.key, block_for(source, move))
     backend = open_backend(config)
     mover = ChunkMover(backend, engine.groups, options_of(config))
-    assert mover.load_now(LoadJob("r", moves)) == CHUNKS
+    assert load_now(mover, LoadJob("r", moves)) == CHUNKS
     mover.close()
     backend.close()
     assert all(engine.bytes_of(move) == source.bytes_of(move) for move in moves)
@@ -88,6 +88,6 @@ def test_chunks_on_a_disk_come_and_go(tmp_path: Path) -> None:
         assert mover.settle(WAIT_S)
     assert "disk" in with_disk.tiers_of([move.key for move in moves])
     with mover_on(with_disk, engine, window_bytes=1 << 17, batch_bytes=1 << 16) as mover:
-        assert mover.load_now(LoadJob("s", moves)) == CHUNKS
+        assert load_now(mover, LoadJob("s", moves)) == CHUNKS
     with_disk.close()
     assert all(engine.bytes_of(move) == source.bytes_of(move) for move in moves)

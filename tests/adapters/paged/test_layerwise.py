@@ -15,6 +15,7 @@ from tests.adapters.paged_engine import (
     WAIT_S,
     PagedEngine,
     block_for,
+    load_now,
     mover_on,
     moves_of,
 )
@@ -60,7 +61,7 @@ def test_layer_0_has_been_stored_before_the_last_layer_is_computed_and_nothing_c
         assert all(backend.present([move.key for move in job.moves]))
         assert mover.stats()["stored_chunks"] == 5
     with mover_on(backend, other := PagedEngine(300)) as mover:
-        assert mover.load_now(LoadJob("s", of_both("r", seed=4).moves)) == 5
+        assert load_now(mover, LoadJob("s", of_both("r", seed=4).moves)) == 5
     for from_, to in zip(job.moves, of_both("r", seed=4).moves, strict=True):
         assert other.bytes_of(to) == engine.bytes_of(from_)
     backend.close()
@@ -91,7 +92,7 @@ def test_a_step_that_ends_without_its_last_layer_stores_nothing_and_gives_its_ro
     with mover_on(backend, engine) as mover:
         for place in PLACES[:5]:
             mover.save_layer(place, jobs[:1])
-        for place in PLACES:  # nobody has said that the step before was over
+        for place in PLACES:  # the engine has not said that the step before was over
             mover.save_layer(place, jobs[1:])
         mover.end_layers()
         assert mover.settle(WAIT_S)

@@ -19,6 +19,7 @@ from tests.adapters.paged_engine import (
     GatedTransfer,
     PagedEngine,
     block_for,
+    load_now,
     mover_on,
     moves_of,
     pages_in,
@@ -73,7 +74,7 @@ def test_a_load_now_is_over_when_it_returns(local: LocalBackend) -> None:
         mover.store(StoreJob("r", moves[:3], 3 * CHUNK))
         assert mover.settle(WAIT_S)
     with mover_on(local, second) as mover:
-        assert mover.load_now(LoadJob("s", moves)) == 3
+        assert load_now(mover, LoadJob("s", moves)) == 3
         finished = mover.finished()
         assert finished.loaded == {"s"}
         assert set(finished.failed_pages["s"]) == pages_in(moves[3:])
@@ -87,7 +88,7 @@ def test_of_a_chunk_the_last_pages_may_be_loaded_alone(local: LocalBackend) -> N
         mover.store(StoreJob("r", whole, 2 * CHUNK))
         assert mover.settle(WAIT_S)
     with mover_on(local, second) as mover:
-        assert mover.load_now(LoadJob("s", part)) == 3
+        assert load_now(mover, LoadJob("s", part)) == 3
         assert mover.finished().failed_pages == {}
     assert all(second.bytes_of(move) == first.bytes_of(move) for move in part)
     assert second.changed_pages() == pages_in(part)
@@ -154,7 +155,7 @@ def test_a_damaged_block_is_a_miss_and_is_deleted(at: int, batch_bytes: int, cap
     block[at] ^= 1
     backend.put(moves[1].key, bytes(block))
     with mover_on(backend, engine, batch_bytes=batch_bytes) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 1
+        assert load_now(mover, LoadJob("r", moves)) == 1
         assert set(mover.finished().failed_pages["r"]) == pages_in(moves[1:])
         assert mover.stats()["corrupt_chunks"] == 1
         assert moves[1].key not in backend.values, "it would be found and missed for ever"
@@ -170,7 +171,7 @@ def test_without_verify_nothing_is_hashed_and_with_it_blocks_that_have_no_checks
         for move in moves:
             backend.put(move.key, block_for(source, move, is_checked=False))
         with mover_on(backend, engine, verify=verify) as mover:
-            assert mover.load_now(LoadJob("r", moves)) == 2
+            assert load_now(mover, LoadJob("r", moves)) == 2
             more = moves_of("b", 1)
             mover.store(StoreJob("r", more, CHUNK))
             assert mover.settle(WAIT_S)
@@ -179,7 +180,7 @@ def test_without_verify_nothing_is_hashed_and_with_it_blocks_that_have_no_checks
     spoilt[-1] ^= 1
     backend.put(moves[0].key, bytes(spoilt))
     with mover_on(backend, engine, verify=False) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 2, "who does not want to know is not told"
+        assert load_now(mover, LoadJob("r", moves)) == 2, "who does not want to know is not told"
 
 
 class FleetingLease(FakeLease):
@@ -212,7 +213,7 @@ def test_a_chunk_whose_lease_ended_before_its_last_byte_was_copied_has_not_come(
 
     monkeypatch.setattr(transfer, "load", load_and_lose, raising=False)
     with mover_on(backend, engine) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 3
+        assert load_now(mover, LoadJob("r", moves)) == 3
         assert set(mover.finished().failed_pages["r"]) == pages_in(moves[3:])
         stats = mover.stats()
         assert (stats["expired_chunks"], stats["corrupt_chunks"]) == (1, 0)
@@ -237,8 +238,8 @@ def test_a_load_too_many_fails_at_once_and_the_others_come() -> None:
         assert mover.settle(WAIT_S)
         assert mover.finished().loaded == {"a", "b"}
         assert mover.stats()["refused_loads"] == 1
-        assert mover.load_now(LoadJob("c", moves[2])) == 4, "there is room again"
-        assert mover.load_now(LoadJob("d", moves[0] * 3)) == 0, "no load has more than the bound"
+        assert load_now(mover, LoadJob("c", moves[2])) == 4, "there is room again"
+        assert load_now(mover, LoadJob("d", moves[0] * 3)) == 0, "no load has more than the bound"
 
 
 def test_the_newest_store_is_dropped_and_counted_when_too_many_wait() -> None:
@@ -291,7 +292,7 @@ def test_a_producer_never_loads_and_a_consumer_never_stores() -> None:
     engine, moves = PagedEngine(groups=1), moves_of("a", 2)
     backend = stored(FakeBackend(), engine, moves)
     with mover_on(backend, engine, role="kv_producer") as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 0
+        assert load_now(mover, LoadJob("r", moves)) == 0
         finished = mover.finished()
         assert finished.loaded == {"r"}
         assert set(finished.failed_pages["r"]) == pages_in(moves)
@@ -312,7 +313,7 @@ def test_a_broken_backend_is_a_failed_load_and_one_line_in_the_log(caplog: pytes
     backend.broken = True
     with mover_on(backend, engine) as mover:
         for name in "rst":
-            assert mover.load_now(LoadJob(name, moves)) == 0
+            assert load_now(mover, LoadJob(name, moves)) == 0
             mover.store(StoreJob(name, moves_of("b", 2), 2 * CHUNK))
         assert mover.settle(WAIT_S)
         finished = mover.finished()
@@ -320,7 +321,7 @@ def test_a_broken_backend_is_a_failed_load_and_one_line_in_the_log(caplog: pytes
         assert mover.stats()["errors"] == 6
         assert len([each for each in caplog.records if each.levelno >= logging.WARNING]) == 2, "one for each thread"
         backend.broken = False
-        assert mover.load_now(LoadJob("r", moves)) == 2
+        assert load_now(mover, LoadJob("r", moves)) == 2
 
 
 def test_a_move_that_cannot_be_is_a_failed_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -328,11 +329,11 @@ def test_a_move_that_cannot_be_is_a_failed_one(caplog: pytest.LogCaptureFixture)
     moves = moves_of("a", 2)
     backend = stored(FakeBackend(), engine, moves)
     with mover_on(backend, engine) as mover:
-        assert mover.load_now(LoadJob("r", [replace(moves[0], group=1)])) == 0
-        assert mover.load_now(LoadJob("s", [replace(moves[0], pages=())])) == 0
-        assert mover.load_now(LoadJob("t", [replace(moves[0], pages=(0, 1, 2, 40))])) == 0
-        assert mover.load_now(LoadJob("u", [replace(moves[0], pages=(0, 1, 2, 3, 4))])) == 0, "more than it holds"
-        assert mover.load_now(LoadJob("v", [])) == 0
+        assert load_now(mover, LoadJob("r", [replace(moves[0], group=1)])) == 0
+        assert load_now(mover, LoadJob("s", [replace(moves[0], pages=())])) == 0
+        assert load_now(mover, LoadJob("t", [replace(moves[0], pages=(0, 1, 2, 40))])) == 0
+        assert load_now(mover, LoadJob("u", [replace(moves[0], pages=(0, 1, 2, 3, 4))])) == 0, "more than it holds"
+        assert load_now(mover, LoadJob("v", [])) == 0
         mover.store(StoreJob("w", [replace(moves[0], group=-1)], CHUNK))
         assert mover.settle(WAIT_S)
         finished = mover.finished()
@@ -356,7 +357,7 @@ def test_closing_gives_up_what_waits_and_holds_nothing() -> None:
     assert mover.finished().loaded == {"a", "b", "c"}
     mover.load(LoadJob("d", moves_of("a", 4)))
     mover.store(StoreJob("d", moves_of("a", 4), 4 * CHUNK))
-    assert mover.finished().failed_pages.keys() == {"d"}, "it is refused, and nobody waits for it"
+    assert mover.finished().failed_pages.keys() == {"d"}, "it is refused, and no thread waits for it"
     assert mover.settle(0)
 
 
@@ -366,7 +367,7 @@ def test_the_log_says_what_is_stored_and_loaded_and_how_fast(caplog: pytest.LogC
     with mover_on(backend, engine) as mover:
         mover.store(StoreJob("req-7", moves, 150))
         assert mover.settle(WAIT_S)
-        mover.load_now(LoadJob("req-8", moves))
+        load_now(mover, LoadJob("req-8", moves))
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "Storing KV cache for 128 out of 150 tokens for request req-7"
     assert lines[1].startswith("Stored 128 tokens for request req-7: 0.0001 GB in ")

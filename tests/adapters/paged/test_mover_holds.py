@@ -16,6 +16,7 @@ from tests.adapters.paged_engine import (
     GatedTransfer,
     PagedEngine,
     block_for,
+    load_now,
     mover_on,
     moves_of,
     pages_in,
@@ -139,13 +140,13 @@ class SlowToTouch(FakeBackend):
         return super().touch(keys)
 
 
-def test_nobody_waits_until_a_load_s_chunks_have_been_touched() -> None:
+def test_no_caller_waits_until_a_load_s_chunks_have_been_touched() -> None:
     engine, source, backend, moves = PagedEngine(groups=1), PagedEngine(50, groups=1), SlowToTouch(), moves_of("a", 3)
     for move in moves:
         backend.put(move.key, block_for(source, move))
 
     def load() -> None:
-        assert mover.load_now(LoadJob("r", moves)) == 3
+        assert load_now(mover, LoadJob("r", moves)) == 3
 
     with mover_on(backend, engine) as mover:
         engine_s = threading.Thread(target=load)
@@ -170,12 +171,12 @@ def test_what_is_left_of_a_load_lets_the_engine_go_on_first_and_the_next_load_do
         backend.put(move.key, block_for(source, move))
     monkeypatch.setattr("kvredis.adapters.paged.mover.STAND_BACK_S", 10 * WAIT_S)
     with caplog.at_level(logging.INFO), mover_on(backend, engine) as mover:
-        assert mover.load_now(LoadJob("first", first)) == 3
+        assert load_now(mover, LoadJob("first", first)) == 3
         assert mover.finished().loaded == {"first"}
         assert backend.leases == 3, "all of one batch"
         assert list(backend.values) == [move.key for move in (*first, *second)], "they are not touched yet"
         assert "Retrieved" not in caplog.text
-        assert mover.load_now(LoadJob("second", second)) == 2
+        assert load_now(mover, LoadJob("second", second)) == 2
         assert backend.leases == 2
         assert list(backend.values) == [move.key for move in (*second, *reversed(first))]
         assert "request first" in caplog.text
@@ -196,12 +197,12 @@ def test_a_load_that_came_and_was_not_touched_is_an_error_that_is_counted_and_to
 
     monkeypatch.setattr(backend, "touch", lost)
     with caplog.at_level(logging.WARNING), mover_on(backend, engine) as mover:
-        assert mover.load_now(LoadJob("r", moves)) == 3
+        assert load_now(mover, LoadJob("r", moves)) == 3
     assert mover.stats()["errors"] == 1
     assert "the other side went away" in caplog.text
 
 
-def test_a_step_that_nobody_ends_holds_up_neither_the_next_nor_the_end() -> None:
+def test_a_step_without_an_end_holds_up_neither_the_next_nor_the_end() -> None:
     engine, backend, moves = PagedEngine(groups=1), FakeBackend(), moves_of("a", 2)
     with mover_on(backend, engine) as mover:
         for move in moves:
@@ -222,7 +223,7 @@ class SlowToReserve(FakeBackend):
         return super().reserve(key, length)
 
 
-def test_who_waits_for_a_load_waits_for_no_store() -> None:
+def test_a_caller_that_waits_for_a_load_waits_for_no_store() -> None:
     engine, backend, moves = PagedEngine(groups=1), SlowToReserve(), moves_of("a", 3)
     for move in moves:
         backend.put(move.key, block_for(engine, move))

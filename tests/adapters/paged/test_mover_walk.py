@@ -34,7 +34,7 @@ def on_lazy_gpu(paged: PagedKV) -> Transfer:
 
 
 FREE = 7
-"""What pages hold that nobody has."""
+"""What free pages hold."""
 UNWRITTEN = -7
 """What pages hold that a load is to write."""
 
@@ -132,7 +132,7 @@ class Walk:
                 self._wipe(move.group, move.pages, FREE)
         for layers, pages in zip(self.engine.memory, self.free, strict=True):
             for layer in layers:
-                assert bool((layer[pages].contiguous().view(torch.int16) == FREE).all()), "nobody's page was written"
+                assert bool((layer[pages].contiguous().view(torch.int16) == FREE).all()), "a free page was written"
 
     def _take(self, bits: int) -> tuple[str, list[ChunkMove]]:
         """A new request with pages of its own, for chunks that are stored, or will be, or never are."""

@@ -51,7 +51,7 @@ class TestValue:
         FORMAT.read(value, out)
         assert b"".join(out) == b"".join(filled(7, sizes))
 
-    def test_it_is_a_safetensors_file_that_anybody_opens(self) -> None:
+    def test_it_is_a_safetensors_file_that_other_tools_open(self) -> None:
         value = memoryview(bytearray(FORMAT.total_bytes))
         FORMAT.write(value, filled(3))
         assert load(bytes(value))["kv"].tobytes() == bytes(filled(3)[0])
@@ -192,7 +192,7 @@ class GatedBackend(FakeBackend):
 
 
 class TestJobs:
-    """Jobs that nobody waits for."""
+    """Jobs that no thread waits for."""
 
     def test_a_load_overtakes_stores_and_each_job_is_answered_once(self) -> None:
         backend = GatedBackend()

@@ -1,4 +1,4 @@
-"""A bandwidth on a clock that moves only when somebody waits."""
+"""A bandwidth on a clock that moves only when a thread waits."""
 
 import threading
 

@@ -66,7 +66,7 @@ class LazyGpu:
         self.copies_until_failure = -1
 
     def step(self) -> bool:
-        """One stream does one thing; false when none can. Whoever waits makes it go on, one at a time."""
+        """One stream does one thing; false when none can. A thread that waits makes it go on, one at a time."""
         with self._stepping:
             return self._step()
 

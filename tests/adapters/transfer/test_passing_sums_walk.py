@@ -44,7 +44,7 @@ def load(mover: ChunkMover, lot: random.Random, moves: dict[str, list[ChunkMove]
     for job in jobs:
         mover.load(job)
     for _ in range(lot.randint(1, 2)):
-        mover.cancel(lot.choice([*moves, "nobody"]))
+        mover.cancel(lot.choice([*moves, "unknown"]))
 
 
 def store(mover: ChunkMover, lot: random.Random, moves: dict[str, list[ChunkMove]]) -> None:
@@ -52,12 +52,12 @@ def store(mover: ChunkMover, lot: random.Random, moves: dict[str, list[ChunkMove
     if lot.random() < 0.5:
         for place in range(lot.choice([LAYERS, LAYERS, LAYERS - 1])):
             mover.save_layer(place, jobs)
-            mover.cancel(lot.choice([*moves, *["nobody"] * 9]))
+            mover.cancel(lot.choice([*moves, *["unknown"] * 9]))
         mover.end_layers()
     else:
         for job in jobs:
             mover.store(job)
-        mover.cancel(lot.choice([*moves, "nobody"]))
+        mover.cancel(lot.choice([*moves, "unknown"]))
 
 
 @pytest.mark.parametrize("seed", range(12))

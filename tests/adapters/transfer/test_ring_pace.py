@@ -139,7 +139,7 @@ def test_jobs_of_many_parts_have_no_pauses(count: int, is_paced: bool, monkeypat
 
 
 @pytest.mark.parametrize("way", ["store", "load"])
-def test_whoever_moves_layers_is_not_kept(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_by_layers_is_not_paced(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers, transfer, gpu, part = made()
     half = part.memory.nbytes // 2
     gate, after = closed_gate(gpu)

@@ -70,7 +70,7 @@ def test_checksums_of_layers_are_found_behind_each_other_with_other_loads_in_bet
         move.wait()
 
 
-def test_whoever_waited_for_a_load_that_failed_comes_behind_its_kernels() -> None:
+def test_a_stream_that_waited_for_a_failed_load_comes_behind_its_kernels() -> None:
     layers = made_layers()
     transfer, gpu = ring(layers)
     slow(gpu, lambda: transfer._load._kernels)

@@ -226,7 +226,7 @@ def test_a_batch_of_equal_prompts_stores_them_once() -> None:
     assert warm.last_loaded == 3 * 96
 
 
-def test_one_prompt_that_nobody_has_seen_makes_its_batch_compute(windowed: PreTrainedModel) -> None:
+def test_one_new_prompt_makes_its_batch_compute(windowed: PreTrainedModel) -> None:
     backend = FakeBackend()
     greedy(cached_over(windowed, backend), prompt(100))
     ids, mask = batch(prompt(100), prompt(60, seed=9))
@@ -391,7 +391,7 @@ def test_a_prompt_that_begins_as_one_on_its_way_waits_for_it() -> None:
     cached.close()
 
 
-def test_a_cache_that_the_caller_keeps_is_stored_before_he_has_it() -> None:
+def test_a_cache_that_the_caller_keeps_is_stored_before_it_is_returned() -> None:
     model, backend = tiny("llama"), FakeBackend()
     cached = CachedModel(model, CacheEngine(Config(chunk_size=CHUNK), layout_of(model, "tiny"), backend), behind=True)
     result = cached.generate(prompt(100), max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True)

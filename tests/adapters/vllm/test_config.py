@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from kvredis.adapters.vllm.config import configured, groups_of, log_as_vllm_does, prompt_of
+from kvredis.adapters.vllm.stored_events import Origin
 from kvredis.backends.config.schema import Config
 from kvredis.storage.errors import ConfigError
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, names
 
-LORA = SimpleNamespace(lora_name="poet", lora_path="/adapters/poet")
+LORA = SimpleNamespace(lora_int_id=7, lora_name="poet", lora_path="/adapters/poet")
 
 
 def engine(**changes: Any) -> SimpleNamespace:
@@ -158,3 +159,19 @@ def test_our_lines_go_where_vllms_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours.handlers == [handler]
     finally:
         ours.setLevel(level)
+
+
+def test_events_say_of_a_request_what_vllm_does() -> None:
+    where = SimpleNamespace(offset=1, length=2)
+    asked = request(
+        lora_request=SimpleNamespace(lora_name="french", lora_path="/french", lora_int_id=7),
+        cache_salt="tenant",
+        mm_features=[SimpleNamespace(identifier="cat", mm_position=where)],
+        session_id="session",
+    )
+    told = prompt_of(asked, generated=False)
+    assert told is not None
+    assert told.origin == Origin((7, "french"), "tenant", (("cat", 1, 2),), "session")
+    plain = prompt_of(request(), generated=False)
+    assert plain is not None
+    assert plain.origin == Origin()

@@ -12,6 +12,7 @@ import torch
 
 from kvredis.adapters.engine.keys import key_prefix
 from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.stored_events import Origin, Stored
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 from tests.adapters.vllm.paged_specs import (
@@ -93,6 +94,14 @@ def opened(
     if role == "SCHEDULER" and shake:  # as vLLM does with what it has asked its workers for
         half.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), half.get_handshake_metadata()))
     return half
+
+
+def matched(half: Any, prompt: Prompt) -> int | None:
+    """What a scheduler's half is told at last of a prompt that it must ask a server for."""
+    assert half._scheduling.match(prompt, 0) is None
+    assert half._scheduling.follow(prompt).lookup.wait(10)
+    found: int | None = half._scheduling.match(prompt, 0)
+    return found
 
 
 def test_workers_elsewhere_look_on_the_server_too(door: Any) -> None:
@@ -177,7 +186,7 @@ def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reac
         SimpleNamespace(kv_connector_worker_meta=told, invalid_block_ids=set(), finished_recving=None)
     )
     assert scheduler._scheduling.weights.suffix not in ("", suffix)
-    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert matched(scheduler, prompt) == 0
     assert workers[0].build_connector_worker_meta() is None
     for half in (*workers, scheduler):
         half.shutdown()
@@ -238,6 +247,54 @@ def test_vllm_that_does_not_tell_of_sleep_is_refused_where_its_worker_is_not_fou
     worker.shutdown()
 
 
+class Told(SimpleNamespace):
+    """A struct of kv_events.py."""
+
+    __struct_fields__ = (
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "lora_name", "medium"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
+    )
+
+
+def test_events_say_what_vllm_s_own_do_and_nothing_that_this_version_does_not_know(
+    door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = Origin((7, "french"), "tenant", (), "session")
+    stored = Stored(b"d", None, (1, 2), 1, "remote", origin, origin.extra_keys(0, 2))
+    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec) for spec in SEVERAL.values()])
+    assert door.kinds_of(caches) == [], "an older vLLM has no words for it"
+    interface = ModuleType("vllm.v1.kv_cache_interface")
+    interface.__dict__.update(
+        get_kv_cache_spec_kind=lambda spec: SimpleNamespace(value=type(spec).__name__),
+        get_kv_cache_spec_sliding_window=lambda spec: getattr(spec, "sliding_window", None),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.v1", ModuleType("vllm.v1"))
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_cache_interface", interface)
+    monkeypatch.setattr(door.kv_events, "BlockStored", Told)
+    (event,) = door.events_of([stored], door.kinds_of(caches))
+    assert (event.lora_id, event.lora_name, event.extra_keys) == (7, "french", [("french", "tenant")])
+    assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == ("FullAttentionSpec", None)
+    assert not hasattr(event, "session_id")
+    monkeypatch.setattr(Told, "__struct_fields__", ("block_hashes", "lora_name", "session_id"))
+    (event,) = door.events_of([stored], [])
+    assert vars(event) == {"block_hashes": [b"d"], "lora_name": "french", "session_id": "session"}
+
+
+def test_tokens_of_a_load_are_counted_by_where_they_come_from(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = ModuleType("vllm.v1.metrics.cache_hit_source")
+    sources.__dict__["CacheHitSource"] = Enum("CacheHitSource", ["HOST", "DISK", "EXTERNAL_UNSPECIFIED"])
+    for name in ("vllm.v1", "vllm.v1.metrics"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", sources)
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), ranks=1)
+    scheduler._scheduling.follow(Prompt("r", list(range(600))))
+    asked = request(request_id="r")
+    assert scheduler.get_external_cache_hit_sources(asked, 0) == {}
+    found = scheduler.get_external_cache_hit_sources(asked, 512)
+    assert {source.name: tokens for source, tokens in found.items()} == {"EXTERNAL_UNSPECIFIED": 512}
+    scheduler.shutdown()
+
+
 def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(door: Any) -> None:
     worker = opened(door, "WORKER", UniformTypeKVCacheSpecs(SEVERAL), ranks=1)
     scheduler = opened(door, "SCHEDULER", next(iter(SEVERAL.values())), ranks=1)
@@ -246,7 +303,7 @@ def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(do
     scheduler = opened(door, "SCHEDULER", next(iter(SEVERAL.values())), ranks=1, shake=False)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     prompt = Prompt("a", list(range(300)))
-    assert scheduler._scheduling.match(prompt, 0) == 0
+    assert matched(scheduler, prompt) == 0
     keys = scheduler._scheduling.follow(prompt).keys
     assert [each[0].key.partition(b"{")[0] for each in keys] == [
         key_prefix(group.layout).partition(b"{")[0] for group in worker._groups

@@ -11,6 +11,7 @@ from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
 from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Prompt, Scheduling, SchedulingOptions, Step
+from kvredis.backends.base import Tier
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec, names
 
@@ -357,6 +358,17 @@ def test_tokens_looked_up_are_counted_where_they_were() -> None:
         "engine": 160, "memory": 800, "disk": 0, "remote": 0, "miss": 1040
     }  # fmt: skip
     assert sum(counters[f"{place}_tokens"] for place in PLACES) == counters["lookup_tokens"]
+
+
+def test_tokens_of_a_load_are_told_apart_by_where_they_come_from() -> None:
+    engine = Engine()
+    engine.put([move for step in engine.compute(TOKENS) for job in step.moves.stores for move in job.moves])
+    assert engine.match(TOKENS, 160, name="s") == 800
+    where: list[Tier] = ["memory", "disk", "remote"]
+    engine.backend.tiers_of = lambda keys: [where[min(at // 2, 2)] for at in range(len(keys))]  # type: ignore[method-assign]
+    assert engine.scheduling.sources("s", 800) == {"memory": 96, "disk": 128, "remote": 576}
+    assert engine.scheduling.sources("s", 40) == {"memory": 40}
+    assert engine.scheduling.sources("unheard of", 40) == {}
 
 
 def test_what_was_offered_asked_for_and_came_whole_is_counted_in_tokens() -> None:

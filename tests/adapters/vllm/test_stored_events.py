@@ -1,8 +1,23 @@
 """Which blocks are told of as stored and as gone: those that the backend has, once each."""
 
+from collections.abc import Callable
+
 from kvredis.adapters.engine.keys import chunk_keys
-from kvredis.adapters.vllm.stored_events import TRIES, Offered, Removed, Stored, StoredEvents, digest_of
+from kvredis.adapters.vllm.lookup import Question
+from kvredis.adapters.vllm.scheduler import Prompt
+from kvredis.adapters.vllm.stored_events import TRIES, Offered, Origin, Removed, Stored, StoredEvents, digest_of
 from tests.adapters.vllm.test_scheduler import CHUNK, TOKENS, Engine
+
+
+def answered(there: bool) -> Callable[[list[bytes]], Question[list[bool]]]:
+    """Questions of which all are answered so, at once."""
+
+    def ask(names: list[bytes]) -> Question[list[bool]]:
+        question = Question(list[bool], [there] * len(names))
+        question.end(0)
+        return question
+
+    return ask
 
 
 def engine_that_tells(world_size: int = 1) -> Engine:
@@ -61,7 +76,7 @@ def test_a_block_is_stored_when_all_ranks_have_it() -> None:
     assert [event.digest for event in events.take()] == [digest_of(moves[0].key)]
 
 
-def test_a_broken_backend_has_no_blocks_and_troubles_nobody() -> None:
+def test_a_broken_backend_has_no_blocks_and_raises_nothing() -> None:
     engine = engine_that_tells()
     events = engine.scheduling.events
     assert events is not None
@@ -72,8 +87,8 @@ def test_a_broken_backend_has_no_blocks_and_troubles_nobody() -> None:
 
 
 def test_a_block_on_its_way_to_a_server_is_told_of_when_it_is_there_however_long_that_takes() -> None:
-    key, tier, present = f"kvredis:m@0@{{0@1}}{'ab' * 32}".encode(), "memory", 1
-    events = StoredEvents(lambda keys: present, lambda keys: [tier for _ in keys], passes=True)  # type: ignore[misc]
+    key, tier, present = f"kvredis:m@0@{{0@1}}{'ab' * 32}".encode(), "memory", True
+    events = StoredEvents(lambda keys: answered(present)(keys), lambda keys: [tier for _ in keys], passes=True)  # type: ignore[misc]
     events.offered("r", [Offered((key,), None, (1, 2), 0)])
     events.over({"r"})
     for _ in range(2 * TRIES):
@@ -84,10 +99,10 @@ def test_a_block_on_its_way_to_a_server_is_told_of_when_it_is_there_however_long
     events.over({"s"})
     tier = "memory"
     assert not events.take()
-    tier, present = "remote", 0
+    tier, present = "remote", False
     for _ in range(2 * TRIES):
         assert not events.take(), "it was dropped on its way"
-    present = 1
+    present = True
     assert not events.take(), f"{other!r} is not asked for any more"
 
 
@@ -121,7 +136,7 @@ def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_the
         Offered((key,), None if before is None else digest_of(before), (1,), 0)
         for before, key in zip((None, *keys), keys, strict=False)
     )
-    events = StoredEvents(lambda names: len(names), lambda names: ["memory" for _ in names])
+    events = StoredEvents(answered(True), lambda names: ["memory" for _ in names])
     events.offered("long", [first])
     events.offered("short", [second])
     events.over({"short"})
@@ -129,7 +144,7 @@ def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_the
     events.over({"long"})
     assert {event.digest for event in events.take()} == {digest_of(keys[0])}
     assert [event.digest for event in events.take()] == [digest_of(keys[1])]
-    events.offered("endless", [second])  # once more: what is told of already holds nobody up
+    events.offered("endless", [second])  # once more: what is told of already holds no other up
     events.offered("next", [third])
     events.over({"next"})
     assert [event.digest for event in events.take()] == [digest_of(keys[2])]
@@ -140,3 +155,22 @@ def test_a_block_waits_for_the_store_of_another_request_that_puts_its_parent_the
     for _ in range(TRIES - 2):
         assert not events.take()
     assert [event.digest for event in events.take()] == [digest_of(keys[2])]
+
+
+def test_a_block_says_what_else_than_tokens_its_kv_hangs_on() -> None:
+    engine = engine_that_tells()
+    events = engine.scheduling.events
+    assert events is not None
+    origin = Origin((7, "french"), "tenant", (("cat", 20, 60), ("dog", 130, 10)), "session")
+    assert engine.scheduling.match(Prompt("r", TOKENS[:200], origin=origin), 0) == 0
+    engine.scheduling.scheduled("r", engine.tables(200), 0, 200, anew=True)
+    engine.put(engine.scheduling.step().moves.stores[0].moves)
+    events.over({"r"})
+    told = [event for event in events.take() if isinstance(event, Stored)]
+    assert [event.extra_keys for event in told] == [
+        ("french", ("cat", 20), "tenant"),
+        ("french", ("cat", 20 - CHUNK)),
+        ("french", ("dog", 130 - 2 * CHUNK)),
+    ]
+    assert {event.origin for event in told} == {origin}
+    assert Origin().extra_keys(0, CHUNK) is None

@@ -89,7 +89,7 @@ def test_what_is_preempted_while_it_is_stored_is_stored_when_it_is_computed_agai
 
 
 @pytest.mark.parametrize(("anew", "computed", "taken"), [(True, 32, [3, 4]), (False, 32, [1, 2, 3, 4])])
-def test_pages_of_requests_that_nobody_looks_for_are_taken_as_well(anew: bool, computed: int, taken: list[int]) -> None:
+def test_pages_of_requests_without_a_lookup_are_taken_as_well(anew: bool, computed: int, taken: list[int]) -> None:
     scheduling = Engine().scheduling
     scheduling.scheduled("embeddings", [[1, 2, 3, 4]], computed, 30, anew=anew)
     step = scheduling.step()

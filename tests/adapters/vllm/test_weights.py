@@ -22,7 +22,7 @@ from kvredis.adapters.vllm.weights import (
 
 
 class Block(torch.nn.Module):
-    """A layer as ranks share it: rows of `up` and columns of `down` are split, `norm` is everybody's."""
+    """A layer as ranks share it: rows of `up` and columns of `down` are split, `norm` is on all ranks."""
 
     up: torch.nn.Parameter
     down: torch.nn.Parameter

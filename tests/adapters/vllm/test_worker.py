@@ -193,7 +193,7 @@ def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its
     assert halves.scheduling.match(Prompt("a", TOKENS), 0) == 0
     halves.scheduling.scheduled("a", tables, 0, 128, anew=True)
     halves.step(lambda: halves.compute(tables, 0, 128))
-    assert halves.worker.mover.settle(WAIT_S)  # over, and nobody has asked yet
+    assert halves.worker.mover.settle(WAIT_S)  # over, and the worker has not asked yet
     gate.opened.clear()
     halves.scheduling.scheduled("a", None, 128, 172)
     halves.step(lambda: halves.compute(tables, 128, 300))

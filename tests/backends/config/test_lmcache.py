@@ -171,7 +171,7 @@ def test_a_full_file_gives_one_line_for_each_key_and_entry_that_has_no_meaning_h
     assert load("full.yaml").warnings == tuple(lines[number] for number in sorted(lines))
 
 
-def test_what_the_pages_say_about_the_server_reaches_whoever_connects() -> None:
+def test_what_the_pages_say_about_the_server_reaches_the_backend_that_connects() -> None:
     cluster, resp = load("valkey.yaml"), load("full.yaml")
     assert cluster.effective_remote_url == (
         "valkey-cluster://Your%20username:Your%20password@node-1:7000,node-2:7001,node-3:7002"

@@ -317,7 +317,7 @@ def test_a_server_does_not_start_open_because_its_password_or_certificate_is_mis
 @pytest.mark.parametrize(
     "name", ["KVREDIS_PASS", "KVREDIS_AUTH", "KVREDIS_REDIS_AUTH", "KVREDIS_TLS_KEY", "KVREDIS_SSL_CERT", "KVREDIS_ACL"]
 )
-def test_a_variable_that_looks_like_one_of_who_may_come_in_stops_a_server_and_is_not_shown(name: str) -> None:
+def test_a_variable_that_looks_like_an_access_rule_stops_a_server_and_is_not_shown(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: unknown") as caught:
         Config.load(env={name: "hush"}, server=True)
     assert "hush" not in str(caught.value)

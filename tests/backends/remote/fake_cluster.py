@@ -57,7 +57,7 @@ class Pair:
         node.answer = member(lambda: self.table, answer)
 
     def open(self) -> None:
-        """Let the shelves take what they are given, so that whoever waits for them ends."""
+        """Let the shelves take what they are given, so that senders that wait for them end."""
         for shelf in self.shelves:
             shelf.open.set()
 

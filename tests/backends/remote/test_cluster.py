@@ -160,7 +160,7 @@ def test_blocks_of_a_slot_that_is_moving_are_found_where_they_are(
     assert loaded(backend, newer) == contents(newer)
     assert backend.delete([*newer, *keys[:10]]) == 15
     assert int(backend.stats()["redirects"]) > int(before)
-    assert backend.stats()["refreshes"] == 1, "ASK changes nobody's slots"
+    assert backend.stats()["refreshes"] == 1, "ASK changes no node's slots"
     while cluster.move_keys(slot, source, target):
         pass
     cluster.end_migration(slot, target)

@@ -190,8 +190,8 @@ def test_values_under_way_go_to_the_other_node_out_of_the_room_they_have(
 
 
 def test_a_value_sent_on_to_a_node_that_is_not_there_is_dropped(pair: Pair, connect: Connect, store: Store) -> None:
-    (nobody,) = free_ports(1)
-    pair.answers(pair.nodes[0], lambda args: polite(args) if args[0] == b"PING" else moved(nobody, b"ASK"))
+    (free,) = free_ports(1)
+    pair.answers(pair.nodes[0], lambda args: polite(args) if args[0] == b"PING" else moved(free, b"ASK"))
     backend = connect()
     assert put(backend, KEYS[0], content(KEYS[0]))
     assert backend.flush() == 1
@@ -355,7 +355,7 @@ def test_a_node_without_slots_is_let_go_and_its_connections_closed(
         ),
     )
     assert backend.match([high]) == 0
-    # A refresh that was asked for too early is made when somebody comes by.
+    # A refresh that was asked for too early is made with the next call.
     wait_until(lambda: backend.match([high]) == 0 and backend.stats()["nodes"] == 1, "one master")
     wait_until(lambda: backend.stats()["connections"] == len(backend._routes.nodes()[0]._open), "the rest is closed")
     wait_until(lambda: int(backend.stats()["bytes_out"]) >= int(before["bytes_out"]), "what was counted stays counted")

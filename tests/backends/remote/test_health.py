@@ -127,7 +127,7 @@ def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(
             assert connection.call(b"PING") == "PONG"
 
 
-def test_a_name_that_nobody_resolves_in_time_is_given_up(resolves: Callable[[str, Resolve], None]) -> None:
+def test_a_name_that_is_not_resolved_in_time_is_given_up(resolves: Callable[[str, Resolve], None]) -> None:
     hold = threading.Event()
 
     def resolve(_: str) -> list[str]:
@@ -212,7 +212,7 @@ def test_attempts_are_spaced_out_and_the_loss_and_the_return_are_said_once(
     fake.answer = lambda args: b"-LOADING Redis is loading the dataset in memory\r\n"
     for _ in range(5):
         assert link.open() is None
-        assert link.open() is None  # too early: nobody is asked
+        assert link.open() is None  # too early: no server is asked
         clock.now_s += 100
     assert len(fake.named(b"PING")) == 5
     fake.answer = polite
@@ -241,14 +241,14 @@ def lost_and_late(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> tuple[Li
     return link, answers
 
 
-def test_a_lost_server_that_hangs_is_waited_for_by_nobody_and_looked_for_by_one(
+def test_no_caller_waits_for_a_lost_server_that_hangs_and_one_thread_looks_for_it(
     fake: FakeServer, lost_and_late: tuple[Link, threading.Event]
 ) -> None:
     link, answers = lost_and_late
     began_s = time.monotonic()
     for _ in range(20):
         assert link.open() is None
-        assert link.waiting, "what is stored meanwhile would find nobody to take it"
+        assert link.waiting, "what is stored meanwhile would find no server to take it"
     assert time.monotonic() - began_s < 15, "one short wait, and not a connect timeout each"
     answers.set()
     found: list[Connection] = []
@@ -291,7 +291,7 @@ def test_a_connection_that_was_found_and_has_gone_again_is_not_handed_out(
 
 
 class LostAtOnce(Link):
-    """Its server is lost again as soon as it is back, before anybody has heard of that."""
+    """Its server is lost again as soon as it is back, before a caller has heard of that."""
 
     def _try(self, *, beside: bool = False) -> Connection | None:
         connection = super()._try()

@@ -34,7 +34,7 @@ def opened(node: Node) -> Connection:
     return connection
 
 
-def test_a_loss_ends_all_connections_and_is_one_loss_whoever_tells_of_it(node: Node) -> None:
+def test_a_loss_ends_all_connections_and_is_one_loss_whichever_connection_tells_of_it(node: Node) -> None:
     several = [opened(node) for _ in range(3)]
     for connection in several:
         node.lose(connection, BackendError("cut"))
@@ -82,7 +82,7 @@ def test_what_was_open_before_an_attempt_failed_ends_when_the_server_is_back_and
     fake.answer = lambda args: Leave()
     assert node.open() is None
     fake.answer = polite
-    assert old.call(b"PING") == "PONG", "nobody knows yet of a better one"
+    assert old.call(b"PING") == "PONG", "the pool does not know yet of a better one"
     clock.now_s += 100
     new = opened(node)
     with pytest.raises(BackendError):
@@ -95,7 +95,7 @@ def test_what_was_open_before_an_attempt_failed_ends_when_the_server_is_back_and
 
 
 @pytest.mark.parametrize("last_words", [b"+PONG\r\n", b"+PONG\r\n+and\r\n"])
-def test_a_server_that_hangs_up_after_its_greeting_keeps_nobody(
+def test_a_server_that_hangs_up_after_its_greeting_holds_no_caller_up(
     node: Node, fake: FakeServer, last_words: bytes
 ) -> None:
     fake.answer = lambda args: Leave(last_words) if args[0] == b"PING" else polite(args)

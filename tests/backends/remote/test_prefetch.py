@@ -88,7 +88,7 @@ def test_a_server_that_keeps_nothing_in_memory_refuses_with_the_reason(
     assert prefetch.is_finished
 
 
-def test_redis_has_nothing_to_prefetch_and_nobody_waits(redis_server: ServerProcess, connect: Connect) -> None:
+def test_redis_has_nothing_to_prefetch_and_no_caller_waits(redis_server: ServerProcess, connect: Connect) -> None:
     backend = connect(redis_server.url)
     prefetch = backend.prefetch(keys_of(3))
     assert (counts(prefetch), prefetch.refused, prefetch.wait(0)) == ((0, 0, 0, 0), "", True)
@@ -97,7 +97,9 @@ def test_redis_has_nothing_to_prefetch_and_nobody_waits(redis_server: ServerProc
 # ---- servers that know less, or lie ------------------------------------------------------------------------------
 
 
-def test_two_who_ask_at_once_how_far_a_prefetch_has_come_both_hear_it(fake: FakeServer, connect: Connect) -> None:
+def test_two_threads_that_ask_at_once_how_far_a_prefetch_has_come_both_hear_it(
+    fake: FakeServer, connect: Connect
+) -> None:
     both = threading.Barrier(2)
 
     def together(args: list[bytes]) -> bytes | Leave:
@@ -186,7 +188,7 @@ def test_a_job_that_the_server_has_forgotten_is_finished(fake: FakeServer, conne
 
 
 @pytest.mark.parametrize("farewell", [Leave(), Leave(b"*2\r\n$6\r\nsta")])
-def test_a_server_that_is_lost_while_somebody_waits_ends_the_wait(
+def test_a_server_that_is_lost_while_a_caller_waits_ends_the_wait(
     fake: FakeServer, connect: Connect, farewell: Leave
 ) -> None:
     fake.answer = answers(KV_PREFETCH=STARTED)
@@ -208,7 +210,7 @@ def test_a_job_may_be_asked_for_when_its_backend_is_closed(fake: FakeServer, con
     assert prefetch.wait(WAIT_S)
 
 
-def test_a_lookup_does_not_wait_behind_somebody_who_waits_for_a_job(fake: FakeServer, connect: Connect) -> None:
+def test_a_lookup_does_not_wait_behind_a_caller_that_waits_for_a_job(fake: FakeServer, connect: Connect) -> None:
     waiting, looked_up = threading.Event(), threading.Event()
 
     def slow(args: list[bytes]) -> bytes | Leave:
@@ -248,7 +250,7 @@ LIES: list[bytes | Leave] = [
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_about_a_prefetch_queue_nothing_and_nobody_waits_for_them(
+def test_lies_about_a_prefetch_queue_nothing_and_no_caller_waits_for_them(
     fake: FakeServer, connect: Connect, lie: bytes | Leave
 ) -> None:
     fake.answer = lambda args: lie if args[0].endswith(b"PREFETCH") else polite(args)

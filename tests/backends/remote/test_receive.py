@@ -1,4 +1,4 @@
-"""Threads that receive beside a load, and how a load ends: whoever is interrupted leaves nothing under way behind."""
+"""Threads that receive beside a load, and how a load ends: one that is interrupted leaves nothing under way behind."""
 
 import threading
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def test_a_receiver_that_has_not_been_told_of_its_work_is_not_waited_for_in_vain
     wait_until(lambda: receivers() == 0, "the thread has ended")
 
 
-def test_a_receiver_that_is_given_back_at_work_serves_nobody_else_and_ends_with_it() -> None:
+def test_a_receiver_that_is_given_back_at_work_serves_no_other_load_and_ends_with_it() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def take(_allocate: object) -> None:

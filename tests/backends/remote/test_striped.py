@@ -16,7 +16,7 @@ from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.remote.pipeline import GetPipeline
 from kvredis.backends.remote.receive import Body, Receiver
 from kvredis.backends.tiered.backend import LayeredBackend
-from kvredis.backends.tiered.staging import Passage
+from kvredis.backends.tiered.staging import NearStaging
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from tests.backends.fake_server import FakeServer, Shelf, _read_command, polite
@@ -36,7 +36,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Relay:
     """Sends the body of an odd key, or of an even one, only when the one behind it, on the other connection, has been
-    taken. Its bodies are longer than a unix socket holds, so what is sent to the end has been received by somebody."""
+    taken. Its bodies are longer than a unix socket holds, so what is sent to the end has been received by a thread."""
 
     def __init__(self, path: Path) -> None:
         self.waits = 1
@@ -53,7 +53,7 @@ class Relay:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def wait_for_nobody(self) -> None:
+    def send_at_once(self) -> None:
         """From now on send each body at once."""
         for event in self.taken:
             event.set()
@@ -65,7 +65,7 @@ class Relay:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
-        self.wait_for_nobody()
+        self.send_at_once()
         for thread in self._threads:
             thread.join(WAIT_S)
 
@@ -145,7 +145,7 @@ def test_bodies_of_a_load_are_received_at_the_same_time(
         assert receivers() == 1
 
 
-def test_a_reader_who_leaves_gives_back_what_was_received_ahead_of_him(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_gives_back_what_was_received_ahead_of_it(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
         load = backend.load(KEYS)
         for number in (0, 1):
@@ -161,7 +161,7 @@ def test_a_reader_who_leaves_gives_back_what_was_received_ahead_of_him(tmp_path:
 @pytest.mark.parametrize("held", [1, 2])
 def test_where_there_is_little_room_one_comes_at_a_time(tmp_path: Path, held: int) -> None:
     with connected(tmp_path, 4 * MIB) as (relay, backend, _):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         leases = []
         for number, lease in enumerate(backend.load(KEYS)):
             assert lease is not None, number
@@ -175,7 +175,7 @@ def test_where_there_is_little_room_one_comes_at_a_time(tmp_path: Path, held: in
 
 def test_what_others_hold_is_no_reason_to_miss_what_has_room_one_at_a_time(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         others = []
         while (room := store.reserve(b"other", MIB)) is not None:
             others.append(room)
@@ -189,7 +189,7 @@ def test_what_others_hold_is_no_reason_to_miss_what_has_room_one_at_a_time(tmp_p
 @pytest.mark.parametrize("length", [MIB - 5, MIB + 5, 100_000, 9])
 def test_a_body_of_another_length_than_the_last_comes_beside_others_too(tmp_path: Path, length: int) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, _):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         relay.lengths = dict.fromkeys((2, 5, 8), length)
         read_all(relay, backend)
 
@@ -199,7 +199,7 @@ def test_one_comes_at_a_time_where_others_beside_it_gain_nothing(
     tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         if why == "short bodies":
             relay.lengths = dict.fromkeys(range(9), remote_load.TOGETHER_BYTES_MIN - 1)
         else:
@@ -217,7 +217,7 @@ def test_without_another_thread_one_comes_at_a_time(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Receiver, "__init__", refuse)
     with connected(tmp_path, 64 * MIB) as (relay, backend, _):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         read_all(relay, backend)
 
 
@@ -241,7 +241,7 @@ def test_when_one_connection_breaks_what_had_come_before_it_is_given_out(
 
 def test_a_body_that_stops_halfway_beside_others_is_a_miss_within_the_time_given(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, _):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         relay.lengths = {4: 0}
         came = []
         for lease in backend.load(KEYS, within_s=2.0):
@@ -255,7 +255,7 @@ def test_a_body_that_stops_halfway_beside_others_is_a_miss_within_the_time_given
 
 def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is_given_back(tmp_path: Path) -> None:
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         relay.lengths = {1: 0, 2: 0}  # one in this thread, one beside it
 
         def interrupt() -> None:
@@ -278,7 +278,7 @@ def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_before_memory_is_given_back(
+def test_a_load_interrupted_again_while_it_waits_for_its_receivers_still_waits_before_memory_is_given_back(
     tmp_path: Path, interrupts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, receiving, dropped = [interrupts], set[Body](), list[bool]()
@@ -304,7 +304,7 @@ def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_
     monkeypatch.setattr(Body, "receive", watched)
     monkeypatch.setattr(Body, "drop", noted)
     with connected(tmp_path, 64 * MIB) as (relay, backend, store):
-        relay.wait_for_nobody()
+        relay.send_at_once()
         relay.lengths = {2: 0}
         load = backend.load(KEYS)
         first = next(load)
@@ -325,9 +325,9 @@ def test_whoever_is_interrupted_again_while_he_waits_for_the_others_still_waits_
 def layered(url: str, blocks: int) -> Iterator[LayeredBackend]:
     """Near memory of so many MiB before a server to which there are four connections."""
     near = LocalBackend(Store(Arena.create(blocks * 2 * MIB, HugepageMode.OFF)), keep=True, load_wait_s=5.0)
-    passage = Passage(near, 5.0)
-    far = RemoteBackend(Address(path=url.removeprefix("unix://")), passage, connections=4, keep=True)
-    with closing(LayeredBackend(near, far, passage)) as backend:
+    staging = NearStaging(near, 5.0)
+    far = RemoteBackend(Address(path=url.removeprefix("unix://")), staging, connections=4, keep=True)
+    with closing(LayeredBackend(near, far, staging)) as backend:
         yield backend
         near.store.check_integrity()
         assert near.store.leases == near.store.reserved_bytes == 0

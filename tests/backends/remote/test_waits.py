@@ -153,7 +153,7 @@ def test_a_server_that_is_slow_but_steady_is_not_lost_when_the_time_is_up(
         assert caplog.messages == []
 
 
-def test_a_reader_who_stops_early_does_not_wait_for_what_he_does_not_want(fake: FakeServer, shop: Shop) -> None:
+def test_a_reader_that_stops_early_does_not_wait_for_what_it_does_not_want(fake: FakeServer, shop: Shop) -> None:
     shop.served_at_once = 1
     with closing(RemoteBackend(parse_url(fake.url), small_store(), connections=1, timeout_s=PATIENT_S)) as backend:
         leases = backend.load(keys_of(10))
@@ -210,7 +210,7 @@ def test_a_lookup_ends_within_the_timeout_though_each_answer_comes_just_in_time(
     assert backend.stats()["losses"] == 1
 
 
-# ---- where blocks are, and advice that waits for nobody -----------------------------------------------------------
+# ---- where blocks are, and advice that no caller waits for --------------------------------------------------------
 
 
 def test_what_is_on_its_way_is_in_memory_and_the_rest_is_remote(

@@ -26,7 +26,7 @@ def names(shelf: Shelf, *of: bytes) -> list[tuple[bytes, ...]]:
     return [entry for entry in shelf.log if entry[0] in of]
 
 
-# ---- nobody waits, and the queue is bounded ----------------------------------------------------------------------
+# ---- no engine waits, and the queue is bounded --------------------------------------------------------------------
 
 
 def test_stores_return_while_the_server_takes_none_and_the_newest_are_dropped(
@@ -387,7 +387,7 @@ def test_a_thread_that_had_nothing_to_do_has_a_successor(
     assert len(fake.named(b"PING")) == 1, "the connection outlives the threads"
 
 
-def test_when_no_thread_can_be_had_the_value_is_dropped_and_nobody_hangs(
+def test_when_no_thread_can_be_had_the_value_is_dropped_and_no_caller_hangs(
     fake: FakeServer, connect: Connect, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = connect(fake.url)

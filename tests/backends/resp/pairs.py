@@ -53,5 +53,5 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 
 
 def pattern(length: int, seed: int = 1) -> bytes:
-    """Bytes that nobody gets right by chance."""
+    """Bytes that no code gets right by chance."""
     return random.Random(seed).randbytes(length)

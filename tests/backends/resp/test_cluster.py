@@ -1,4 +1,4 @@
-"""Slots, redirections and the table of owners, as Redis Cluster says them and as whoever means us harm might."""
+"""Slots, redirections and the table of owners, as Redis Cluster says them and as a hostile server might."""
 
 import random
 

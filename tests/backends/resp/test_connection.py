@@ -242,7 +242,7 @@ def test_lent_memory_that_is_not_to_be_written_is_not_and_the_connection_ends(pa
     assert not connection.usable
 
 
-def test_stale_sees_a_close_and_bytes_that_nobody_asked_for(pair: Pair) -> None:
+def test_stale_sees_a_close_and_bytes_that_were_not_asked_for(pair: Pair) -> None:
     connection, peer = pair
     assert not connection.stale()
     peer.sendall(b"+hello\r\n")
@@ -390,7 +390,7 @@ def test_a_peer_that_does_not_read_is_given_up_after_the_timeout(make_pair: Make
     assert not connection.usable
 
 
-def test_another_thread_may_interrupt_whoever_waits(make_pair: MakePair) -> None:
+def test_another_thread_may_interrupt_the_one_that_waits(make_pair: MakePair) -> None:
     connection, peer = make_pair(30.0)
     peer.sendall(b"$100000\r\nabc")
     interruption = threading.Timer(0.1, connection.interrupt)

@@ -98,5 +98,5 @@ def test_the_memory_is_free_again_afterwards(receive: Receive, ends: Ends) -> No
     assert receive(ours.fileno(), views, 0) == 5
     for view in views:
         view.release()
-    memory.extend(b" and more")  # or it would raise BufferError: held by somebody
+    memory.extend(b" and more")  # or it would raise BufferError: a view holds it
     assert memory == b"bytes and more"

@@ -66,7 +66,7 @@ def test_the_sentinels_name_the_master_with_our_credentials_for_it(shared: Senti
     assert SentinelResolver(address).master(20.0) == address.server(HOST, master_port(shared))
 
 
-def test_who_does_not_answer_is_passed_over_and_asked_last_from_then_on(shared: Sentinels) -> None:
+def test_a_sentinel_that_does_not_answer_is_passed_over_and_asked_last_from_then_on(shared: Sentinels) -> None:
     address = address_of(shared)
     with socket.create_server((HOST, 0)) as deaf, socket.socket() as closed:
         closed.bind((HOST, 0))
@@ -80,18 +80,18 @@ def test_who_does_not_answer_is_passed_over_and_asked_last_from_then_on(shared: 
             deaf.accept()
 
 
-def test_when_nobody_knows_a_master_each_answer_is_said(shared: Sentinels) -> None:
+def test_when_no_sentinel_knows_a_master_each_answer_is_said(shared: Sentinels) -> None:
     address = address_of(shared)
     with socket.create_server((HOST, 0)) as deaf, socket.socket() as closed:
         closed.bind((HOST, 0))
         hung: list[tuple[str, int]] = [deaf.getsockname()[:2], closed.getsockname()[:2]]
-        unknown = replace(address, sentinels=(*hung, address.sentinels[0]), service="nobody's")
+        unknown = replace(address, sentinels=(*hung, address.sentinels[0]), service="team's")
         began_s = time.monotonic()
         with pytest.raises(BackendError) as caught:
             SentinelResolver(unknown).master(1.0)
         assert time.monotonic() - began_s < 10
     said = str(caught.value)
-    assert said.startswith('no Sentinel knows a master for "nobody\'s"')
+    assert said.startswith('no Sentinel knows a master for "team\'s"')
     for (host, port), answer in zip(
         unknown.sentinels, ("timed out|Timeout", "refused", "does not watch it"), strict=True
     ):

@@ -152,7 +152,7 @@ def test_an_idle_connection_is_not_stale_until_the_server_has_gone(papers: Paper
         assert connection.call(b"PING") == "PONG"
         assert not connection.stale()
         connection.send((b"PING",))
-        wait_until(connection.stale, "an answer nobody has read")
+        wait_until(connection.stale, "an answer that was not read")
         assert connection.read() == "PONG"
         node.kill()
         wait_until(connection.stale, "the end of the stream")

@@ -26,7 +26,7 @@ def lane_path(server: ServerProcess) -> str:
 
 
 def ask(server: ServerProcess, *words: str | int) -> Any:
-    """Ask the server over TCP, as somebody who has nothing to do with the lane."""
+    """Ask the server over TCP, as a client that does not use shared memory."""
     with closing(redis.Redis.from_url(server.tcp_url, decode_responses=True, protocol=2)) as client:
         return client.execute_command(*words)  # type: ignore[no-untyped-call]
 

@@ -58,7 +58,7 @@ def test_all_connections_to_one_server_share_a_mapping_that_goes_with_the_last_v
     view = two.part(0, 5)
     del one, two
     gc.collect()
-    assert mapped() == 1, "somebody reads"
+    assert mapped() == 1, "a reader is left"
     assert bytes(view) == b"block"
     del view
     gc.collect()

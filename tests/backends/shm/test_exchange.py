@@ -208,12 +208,12 @@ def test_a_near_tier_gets_a_copy_and_the_server_its_room_back(lane: Open, server
         assert layered.stats()["memory_hits"] == 12
 
 
-def test_who_sends_again_what_near_has_lends_it_as_well(lane: Open, server: ServerProcess) -> None:
+def test_a_value_that_near_has_is_lent_when_it_is_sent_again(lane: Open, server: ServerProcess) -> None:
     layered = open_layered(lane_path(server))
     with closing(layered):
         assert put_through(layered, b"block:0", content(b"block:0", 60_000))
         ask(server, "FLUSHALL")
-        layered._passage.note_unsent(b"block:0", failed=False)
+        layered._staging.note_unsent(b"block:0", failed=False)
         before = int(layered.stats()["far_bytes_out"])
         layered.match([b"block:0"])
         assert layered.flush() == 0

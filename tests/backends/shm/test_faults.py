@@ -55,7 +55,7 @@ def backend(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 # ---- a server that goes --------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_leaves_readable_bytes_that_nobody_takes_for_sure_and_the_next_one_is_mapped_anew(
+def test_a_killed_server_leaves_readable_bytes_that_no_reader_relies_on_and_the_next_one_is_mapped_anew(
     server: ServerProcess, backend: RemoteBackend
 ) -> None:
     keys = keys_of(6)
@@ -173,7 +173,7 @@ def test_a_server_stores_nothing_out_of_memory_that_a_client_has_given_to_anothe
         server.signal(signal.SIGSTOP)
         assert put(backend, b"late", content(b"late", length))
         assert backend.flush() == 1, "it has taken too long"
-        room = staging.reserve(b"other", 15 << 20)  # the memory is somebody else's now
+        room = staging.reserve(b"other", 15 << 20)  # the memory is another value's now
         assert room is not None
         room.view[:] = bytes(15 << 20)
         server.signal(signal.SIGCONT)
@@ -206,7 +206,7 @@ def attached_to(server: ServerProcess) -> Iterator[AttachedConnection]:
         yield connection
 
 
-def test_releases_that_the_server_does_not_take_wait_for_it_and_nobody_waits_for_them(server: ServerProcess) -> None:
+def test_releases_that_the_server_does_not_take_wait_for_it_and_no_caller_waits_for_them(server: ServerProcess) -> None:
     with attached_to(server) as connection:
         connection.set(b"k", content(b"k", 50_000))
         server.signal(signal.SIGSTOP)
@@ -253,7 +253,7 @@ def other_file() -> int:
 
 
 def open_descriptors() -> int:
-    """How many this process has, without those of objects that nobody has any more."""
+    """How many this process has, without those of unreachable objects."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
@@ -309,7 +309,7 @@ def test_too_many_descriptors_are_closed_again() -> None:
     assert open_descriptors() == before
 
 
-def test_who_may_not_leave_replies_out_gets_no_lane() -> None:
+def test_a_user_who_may_not_leave_replies_out_gets_no_lane() -> None:
     with (
         told(answer(), memfd(), then=b"-NOPERM CLIENT\r\n+PONG\r\n+PONG\r\n") as connection,
         pytest.raises(BackendError, match="CLIENT REPLY SKIP: NOPERM"),
@@ -378,7 +378,7 @@ def test_a_signal_that_comes_while_it_is_looked_ends_no_lease(monkeypatch: pytes
         monkeypatch.setattr(attached, "_poll", poll)
         assert connection.is_open
         numbers += [errno.ENOMEM, 0]
-        assert not connection.is_open, "nobody knows"
+        assert not connection.is_open, "it is not known"
 
 
 def test_a_lease_is_not_held_when_the_sockets_number_is_anothers_by_the_time_of_the_look(

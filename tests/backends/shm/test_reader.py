@@ -273,7 +273,7 @@ def test_memory_that_is_read_by_a_gpu_stays_registered_when_the_connection_break
         assert isinstance(lease, SharedLease)
         connection.close()
         gc.collect()
-        assert driver.registered, "somebody may be copying"
+        assert driver.registered, "a thread may be copying"
         lease.release()
         del lease
         gc.collect()

@@ -8,7 +8,7 @@ from kvredis.backends.config.url import parse_url
 from kvredis.backends.local import LocalBackend
 from kvredis.backends.remote.backend import RemoteBackend
 from kvredis.backends.tiered.backend import LayeredBackend
-from kvredis.backends.tiered.staging import Passage
+from kvredis.backends.tiered.staging import NearStaging
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
 from kvredis.storage.entry import PAYLOAD_OFFSET_BYTES, SLACK_BYTES
 from tests.backends.conftest import small_store
@@ -33,9 +33,9 @@ def open_layered(
         tier = DiskTier.open(DiskOptions(disk, 16 << 20, direct=False, segment_bytes=1 << 20))
         store.add_disk(tier, io_threads=2, spill_wait_s=20.0, keep=keep)
     near = LocalBackend(store, keep=keep, load_wait_s=timeout_s)
-    passage = Passage(near, timeout_s)
-    far = RemoteBackend(parse_url(url), passage, timeout_s=timeout_s, keep=True, clock=clock)
-    return LayeredBackend(near, far, passage)
+    staging = NearStaging(near, timeout_s)
+    far = RemoteBackend(parse_url(url), staging, timeout_s=timeout_s, keep=True, clock=clock)
+    return LayeredBackend(near, far, staging)
 
 
 def store_prompt(backend: LayeredBackend, keys: list[bytes]) -> int:

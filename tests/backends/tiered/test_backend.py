@@ -249,7 +249,7 @@ def test_a_lookup_asks_the_server_once_and_only_for_what_is_not_near(
     assert backend.match([]) == 0
 
 
-def test_where_blocks_are_is_said_without_asking_anybody(
+def test_where_blocks_are_is_said_without_asking_the_server(
     backend: LayeredBackend, fake: FakeServer, shelf: Shelf
 ) -> None:
     keys = keys_of(3)
@@ -307,7 +307,7 @@ def test_what_does_not_come_within_the_time_given_is_a_miss_and_what_is_near_is_
         if lease is not None:
             lease.release()
     stuck.set()
-    assert loaded(backend, keys) == values_of(keys), "nobody was lost over it"
+    assert loaded(backend, keys) == values_of(keys), "no server was lost over it"
     assert figures(backend, "far_losses") == (0,)
 
 

@@ -49,7 +49,7 @@ def far_is_a_prefix(shelf: Shelf, keys: list[bytes]) -> bool:
 def rested(backend: LayeredBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on what was not taken may be sent again at once."""
     monkeypatch.setattr(staging, "UNSENT_PAUSE_S", 0.0)
-    wait_until(lambda: backend._passage.may_send, "the pause is over")
+    wait_until(lambda: backend._staging.may_send, "the pause is over")
 
 
 # ---- a full queue ------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ def test_what_is_known_to_be_missing_is_bounded(
     monkeypatch.setattr(staging, "UNSENT_KEYS_MAX", 3)
     keys = keys_of(24)
     store_prompt(backend, keys)
-    assert len(backend._passage.unsent_of(keys)) == 3
+    assert len(backend._staging.unsent_of(keys)) == 3
     backend.delete([])
     shelf.open.set()
     backend.delete(keys)
-    assert backend._passage.unsent_of(keys) == []
+    assert backend._staging.unsent_of(keys) == []

@@ -57,7 +57,7 @@ def bounded() -> Iterator[None]:
 
 
 def on_server(server: ServerProcess, keys: list[bytes]) -> int:
-    """How many of `keys` the server has, asked by somebody else, from the first on."""
+    """How many of `keys` the server has, asked over another connection, from the first on."""
     with closing(open_layered(server.url, blocks=16)) as other:
         return other.far.match(keys)
 
@@ -234,7 +234,7 @@ def test_what_the_server_has_lost_is_sent_again_where_others_look_for_it_there(
     wait_until(lambda: backend.far.match([b"-"]) == 0 and not on_server(server, keys), "an empty server")
     assert backend.match(keys) == 12
     assert backend.flush() == 0
-    assert on_server(server, keys) == 0, "near has it, and nobody asked for more"
+    assert on_server(server, keys) == 0, "near has it, and no caller asked for more"
     backend.asks_far = True
     wait_until_far(backend, server, keys)
     sent = backend.stats()["sent_again"]

@@ -128,7 +128,7 @@ class Storing(NoCache):
         self.under_way -= 1
 
 
-def test_steps_are_made_when_nobody_stores(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_made_when_no_engine_stores(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     subject, seen = Storing(), list[int]()
 
     def noting(*arguments: Any) -> Graphed:

@@ -74,7 +74,7 @@ def test_a_server_is_gone_when_the_block_fails() -> None:
     assert not is_running(pids[0])
 
 
-def test_a_server_that_has_ended_is_named_to_whoever_connects() -> None:
+def test_a_server_that_has_ended_is_named_to_a_client_that_connects() -> None:
     with ServerProcess(RECIPES["kvredis"], "tcp") as server:
         server.stop()
         with pytest.raises(BenchError, match="kvredis accepts no connection: Connection refused"):

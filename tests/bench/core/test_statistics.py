@@ -44,7 +44,7 @@ def test_each_server_begins_once_in_as_many_turns_as_there_are_servers() -> None
 
 
 @pytest.mark.parametrize("count", [2, 3, 6, 9])
-def test_nobody_is_always_behind_the_same_one(count: int) -> None:
+def test_no_arm_is_always_behind_the_same_one(count: int) -> None:
     turns = [rotated(range(count), turn) for turn in range(2 * count)]
     assert [turn[0] for turn in turns] == 2 * list(range(count))
     before = {each: {turn[turn.index(each) - 1] for turn in turns if turn[0] != each} for each in range(count)}

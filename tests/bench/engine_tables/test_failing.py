@@ -132,7 +132,7 @@ def test_what_computes_is_served_once_before_anything_is_measured() -> None:
         before = worker.tasks[: len(plan.points)]
         assert [(task["arm"], task["output"]) for task in before] == [
             (RECOMPUTE, point.output) for point in plan.points
-        ], "every point, in both processes: the first of a process takes longer, whoever serves it"
+        ], "every point, in both processes: the first of a process takes longer, whichever arm serves it"
     assert all(len(row["samples"]) == plan.repeats for row in tables.rows.values()), "and it is in no row"
 
 

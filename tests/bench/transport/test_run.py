@@ -79,13 +79,13 @@ def test_a_byte_that_differs_is_an_error_that_names_its_block() -> None:
     turn = blocks.turn(0)
     for source, to in turn.pairs:
         blocks.place(to)[:] = blocks.value(source, 5)
-    assert blocks.verify_pairs(turn.pairs, 5, "nobody") == COUNT * SIZE
+    assert blocks.verify_pairs(turn.pairs, 5, "unknown") == COUNT * SIZE
     source, to = turn.pairs[7]
     blocks.place(to)[SIZE - 1] ^= 1
-    with pytest.raises(VerificationError, match=f"somebody returned a wrong byte: key bench:{SIZE}:{source:05d}"):
-        blocks.verify_pairs(turn.pairs, 5, "somebody")
+    with pytest.raises(VerificationError, match=f"a server returned a wrong byte: key bench:{SIZE}:{source:05d}"):
+        blocks.verify_pairs(turn.pairs, 5, "a server")
     with pytest.raises(VerificationError, match=f"block {source}"):
-        blocks.check(blocks.place(to), (source, 5), "somebody")
+        blocks.check(blocks.place(to), (source, 5), "a server")
 
 
 def moved(arm: Arm, blocks: Blocks, number: int) -> None:

@@ -169,7 +169,7 @@ def test_a_run_tells_what_each_engine_answered_and_leaves_out_what_fails(tmp_pat
     assert "none, 100 tokens" in steps
     openings = [json.loads(line) for line in told.read_text().splitlines()]
     assert [arm for arm, _, _ in openings] == [*arms[:4], "none", "offloading", "memory", "tcp"]
-    assert len({opening["model"] for _, opening, _ in openings}) == len(openings), "nobody finds another's blocks"
+    assert len({opening["model"] for _, opening, _ in openings}) == len(openings), "no arm finds another's blocks"
     assert all(path.startswith(str(tmp_path)) for _, _, path in openings)
     assert openings[0][1]["options"]["attention_backend"] == "FLASH_ATTN"
     assert (tmp_path / "logs" / "vllm-lane.log").exists()

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from kvredis.bench.core.servers import RECIPES, Recipe
 from kvredis.bench.core.wire import Resp
 from kvredis.bench.server.run import BenchResult, HeldJson, ServerPlan
-from kvredis.cli.bench.command import bench
+from kvredis.cli.main import main
 from tests.bench import fake_server
 from tests.bench.fake_server import load
 
@@ -23,7 +23,7 @@ TINY = ("server", "--quick", "--repeats", "1", "--sizes", "64KiB")
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, arguments)
+    return CliRunner().invoke(main, ["bench", *arguments])
 
 
 def fake(fault: str) -> Recipe:

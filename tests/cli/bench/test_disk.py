@@ -11,14 +11,14 @@ from click.testing import CliRunner, Result
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.result import GateLine
 from kvredis.bench.disk.run import own_directory
-from kvredis.cli.bench.command import bench
+from kvredis.cli.main import main
 from tests.bench.disk.fake_disk_result import rate, result
 
 TINY = ("disk", "--quick", "--repeats", "1")
 
 
 def call(*arguments: str) -> Result:
-    return CliRunner().invoke(bench, arguments)
+    return CliRunner().invoke(main, ["bench", *arguments])
 
 
 def test_a_tiny_run_prints_a_table_and_writes_the_result_and_leaves_nothing_else(tmp_path: Path) -> None:

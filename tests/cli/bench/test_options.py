@@ -1,4 +1,4 @@
-"""How a bench begins and ends for whoever called it: errors in a line, the result where it was asked for, the gate."""
+"""How a bench begins and ends for its caller: errors in a line, the result where it was asked for, the gate."""
 
 import json
 import signal
@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from kvredis.bench.core.errors import BenchError
-from kvredis.cli.bench.command import bench
 from kvredis.cli.bench.options import Telling, measuring
 from kvredis.cli.main import main
 
@@ -54,7 +53,7 @@ def test_what_a_bench_cannot_do_is_one_line_for_its_caller() -> None:
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     tmp_path: Path, name: str, why: str
 ) -> None:
-    done = CliRunner().invoke(bench, ["links", "--json", str(tmp_path / name)])  # as all that take --json
+    done = CliRunner().invoke(main, ["bench", "links", "--json", str(tmp_path / name)])  # as all that take --json
     assert done.exit_code == 2
     assert why in done.output
 
@@ -65,10 +64,10 @@ def test_a_folder_that_takes_no_result_is_refused_too_when_no_file_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     unfit = ("swap", "--chunk-tokens", "17")  # which is found out later, when the bench begins
-    done = CliRunner().invoke(bench, unfit)
+    done = CliRunner().invoke(main, ["bench", *unfit])
     assert done.exit_code == 2
     assert "may not be written" in done.output
-    assert CliRunner().invoke(bench, [*unfit, "--json", "-"]).exit_code == 1
+    assert CliRunner().invoke(main, ["bench", *unfit, "--json", "-"]).exit_code == 1
 
 
 def test_what_was_measured_is_told_when_it_can_no_longer_be_saved(

@@ -36,7 +36,7 @@ def set_pool(machine: Machine, total: int, free: int) -> None:
 
 
 def set_meminfo(machine: Machine, *lines: str, available: int = 16 * GIB, page_kib: int = 2048) -> None:
-    """Write /proc/meminfo; its own HugePages_Total is another pool's, and nobody is to believe it."""
+    """Write /proc/meminfo; its own HugePages_Total is another pool's, which no reader may believe."""
     first = f"MemAvailable: {available // 1024} kB\nHugePages_Total: 7\nHugepagesize: {page_kib} kB\n"
     write(machine.proc_root / "meminfo", first + "\n".join(lines))
 

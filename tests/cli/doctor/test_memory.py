@@ -159,7 +159,7 @@ def test_root_that_lost_the_capability_is_bound_by_memlock_and_a_user_who_has_it
     for mask, ok in (("0000000000000000", False), ("00000000a80425fb", False), ("0000000000004000", True)):
         write(machine.proc_root / "self/status", f"CapEff:\t{mask}")
         assert findings(machine, KVREDIS_PAGE_LOCK="true")["memlock"]["ok"] is ok
-    assert findings(machine)["memlock"]["ok"] is None, "nobody asked for it"
+    assert findings(machine)["memlock"]["ok"] is None, "the configuration does not ask for it"
 
 
 class Gpu(FakeDriver):

@@ -71,7 +71,7 @@ def saying(answer: bytes) -> Iterator[str]:
 @pytest.mark.parametrize(
     "command", [["ls"], ["meta", "k"], ["get", "k"], ["rm", "k"], ["prefetch", "k"], ["top", "--once"]]
 )
-def test_nobody_listens(command: list[str]) -> None:
+def test_no_server_listens(command: list[str]) -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     assert line(*command, "-u", url) == (
         f"nothing listens at {url}: is `kvredis serve` running? (another address: -u URL)"
@@ -124,7 +124,7 @@ def test_a_user_who_may_not_ask_everything_is_told_what(locked: str) -> None:
     assert (told["prefixes"], told["prefixes_complete"]) == ([], False), "who may not look at keys sees the rest"
 
 
-def test_the_server_is_that_of_the_configuration_where_nobody_says(open_server: str, tmp_path: Path) -> None:
+def test_the_server_is_that_of_the_configuration_where_no_option_names_one(open_server: str, tmp_path: Path) -> None:
     with connected(open_server) as client:
         client.set("here", "1")
     config = tmp_path / "kv.yaml"
@@ -177,7 +177,7 @@ def test_plain_where_tls_is_spoken_and_tls_where_it_is_not(papers: Papers, open_
     )
 
 
-def test_who_is_silent_is_waited_for_as_long_as_was_said() -> None:
+def test_a_silent_server_is_waited_for_as_long_as_was_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         assert line("ls", "-u", url, "--timeout", "0.2").startswith(f"{url} does not answer in time: ")
@@ -243,6 +243,6 @@ def test_maps_of_both_protocols_are_read_alike() -> None:
     assert mapped([b"a", b"x", b"b", 2]) == mapped({b"a": b"x", b"b": 2}) == {"a": "x", "b": 2}
 
 
-def test_a_trouble_that_nobody_has_thought_of_is_told_in_its_own_words() -> None:
+def test_an_unforeseen_trouble_is_told_in_its_own_words() -> None:
     assert told(RuntimeError("odd"), Address()) == "redis://127.0.0.1:6379: odd"
     assert told(RuntimeError(), Address()) == "redis://127.0.0.1:6379: RuntimeError"

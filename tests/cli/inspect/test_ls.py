@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvredis.cli.inspect.client import place_of
 from kvredis.cli.inspect.key_names import CHUNKS, LMCACHE, LMCACHE_MP, OTHER, PAGES, read_name
-from kvredis.cli.inspect.ls_tree import drawn
+from kvredis.cli.inspect.ls import drawn
 from kvredis.cli.inspect.prefix_tree import Forest
 from tests.backends.topologies import KvredisCluster
 from tests.cli.inspected import (

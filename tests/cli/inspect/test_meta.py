@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvredis.cli.inspect.block_file import Tensor
-from kvredis.cli.inspect.block_values import fp8_values, stats_of
-from kvredis.cli.inspect.meta import histogram
+from kvredis.cli.inspect.meta import fp8_values, histogram, stats_of
 from tests.cli.inspected import QWEN, block, connected, plain_redis, run, store_prompt
 
 TORCH = {

@@ -45,7 +45,7 @@ def test_once_tells_the_figures_of_the_server(url: str) -> None:
     assert told["version"].startswith("kvredis ")
     assert told["tiers"]["memory"]["entries"] == 20
     assert told["hit_rate"] == 0.75
-    assert told["hit_rate_now"] is None, "nobody has looked anything up meanwhile"
+    assert told["hit_rate_now"] is None, "no client has looked anything up meanwhile"
     assert told["commands"]["get"]["calls"] == 4
     assert told["clients"] == 0, "but for this program"
     assert told["per_s"]["commands"] == 0

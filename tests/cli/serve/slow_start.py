@@ -1,6 +1,6 @@
 """`kvredis` whose disk tier opens when the test allows it: `python -m tests.cli.serve.slow_start serve ...`.
 
-For what must hold while a server starts: it waits until somebody opens the fifo named by KVREDIS_TEST_GATE for writing.
+For what must hold while a server starts: it waits until a test opens the fifo named by KVREDIS_TEST_GATE for writing.
 """
 
 import os

@@ -38,7 +38,7 @@ def start(serve: Serve, file: Path, *flags: str, **env: str) -> ServeProcess:
     return serve("--port", "0", *COLD, "--cluster-topology", str(file), *flags, **env)
 
 
-def test_a_node_says_who_it_is_and_serves_its_slots(serve: Serve, file: Path) -> None:
+def test_a_node_says_its_name_and_serves_its_slots(serve: Serve, file: Path) -> None:
     server = start(serve, file, KVREDIS_CLUSTER_NODE="far")
     (address,) = server.wait_ready()
     (line,) = (line for line in server.lines if line.startswith("Cluster: "))

@@ -52,7 +52,7 @@ def test_a_value_that_is_half_sent_at_sigterm_is_taken_whole(serve: Serve, tmp_p
         assert other.recv(100) == b"+PONG\r\n"
         server.signal(signal.SIGTERM)
         wait_for_hang_up(other)
-        assert not Path(path).exists(), "nobody new is let in"
+        assert not Path(path).exists(), "no new client is let in"
         writer.sendall(words[LENGTH // 2 :])
         assert read_all(writer) == b"+OK\r\n"
     assert server.finish() == 0, server.stderr

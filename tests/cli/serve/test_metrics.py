@@ -39,7 +39,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """A port that no process listens on now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -130,7 +130,7 @@ def first_answer(port: int, path: str) -> tuple[int, str]:
         try:
             return get(port, path)
         except ConnectionError:
-            assert time.monotonic() < deadline_s, "nobody has come"
+            assert time.monotonic() < deadline_s, "no client has come"
             time.sleep(0.01)  # between two tries; what is waited for is the answer
 
 

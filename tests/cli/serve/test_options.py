@@ -1,4 +1,4 @@
-"""`kvredis serve` and its options: TLS from the command line, and what is refused before anybody could connect."""
+"""`kvredis serve` and its options: TLS from the command line, and what is refused before a client could connect."""
 
 import socket
 from pathlib import Path

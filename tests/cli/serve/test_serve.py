@@ -190,7 +190,7 @@ def test_a_socket_that_cannot_be_made_is_told_before_memory_is_taken(
     assert problem in server.stderr
 
 
-def test_what_is_reserved_is_nobody_elses_and_refuses_clients_until_it_listens(tmp_path: Path) -> None:
+def test_a_reserved_address_is_no_other_servers_and_refuses_clients_until_it_listens(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -213,7 +213,7 @@ def test_what_is_reserved_is_nobody_elses_and_refuses_clients_until_it_listens(t
     release(reserve(options))  # although a connection lingers there
 
 
-def test_the_memory_that_will_be_taken_is_said_with_who_asked_for_it(serve: Serve) -> None:
+def test_the_memory_that_will_be_taken_is_said_with_the_key_that_asked_for_it(serve: Serve) -> None:
     server = serve(*COLD)
     server.wait_ready()
     server.signal(signal.SIGTERM)

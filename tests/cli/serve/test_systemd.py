@@ -136,7 +136,9 @@ def test_more_time_is_asked_for_only_while_blocks_leave(
     ]
 
 
-def test_a_manager_that_never_reads_keeps_nobody(manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_that_never_reads_does_not_hold_the_server_up(
+    manager: ServiceManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
     queue = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
 

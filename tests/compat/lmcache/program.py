@@ -89,7 +89,7 @@ class Worker:
         """Have lookups take the native client's other way, since the first may wait for ever, on Redis as well.
 
         It submits a lookup and then notes who waits for it, while LMCache's event loop, in another thread, may have
-        been told the outcome in between, and drops what it knows of nobody to wait for.
+        been told the outcome in between, and drops what no caller waits for.
         """
         connection, loop = self.remote.connection, self.remote.loop
 
@@ -100,7 +100,8 @@ class Worker:
         connection.batched_contains = batched_contains
 
     def _tell_landing(self) -> None:
-        """LMCache tells nobody when a put has ended, and only its log how: listen where the connector knows it."""
+        """LMCache does not tell when a put has ended, and only its log says how: listen where the connector knows
+        it."""
         connector = self.remote.connection._connector
         put: Callable[..., Awaitable[None]] = connector.batched_put
 

@@ -4,12 +4,12 @@ import { BLOCK, run, signal } from './checks.mjs';
 
 const [module, port, protocol] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4])];
 const { Redis } = await import(module);
-const everyone = [];
+const clients = [];
 
 function open(more = {}) {
   const one = new Redis({ port, host: '127.0.0.1', protocol, retryStrategy: () => 5, ...more });
   one.on('error', () => {}); // a lost connection; the client comes back by itself
-  everyone.push(one);
+  clients.push(one);
   return one;
 }
 

@@ -1,4 +1,4 @@
-// Asks whoever started this script to move the slots of the cluster, and waits until they have moved.
+// Asks the process that started this script to move the slots of the cluster, and waits until they have moved.
 import { createInterface } from 'node:readline';
 
 const answers = createInterface({ input: process.stdin })[Symbol.asyncIterator]();

@@ -8,7 +8,9 @@ import copy
 import faulthandler
 import gc
 import hashlib
+import importlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -105,10 +108,33 @@ class Program:
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         with uncollected():
-            self._llm = LLM(model=str(saved(model)), enforce_eager=True, seed=7, disable_log_stats=False, **options)
+            folder = str(saved(model))
+            self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
         rest_in_between()
         self._llm.collective_rpc(rest_in_between)
-        return {"groups": self._of_ranks("groups")[0] if connector is not None else []}
+        return {"folder": folder, "groups": self._of_ranks("groups")[0] if connector is not None else []}
+
+    def state_bytes(self, named: str, config: Answer, ssm_dtype: str) -> Answer:
+        """How many bytes of state vLLM gives a layer of a class of models ("module:class") with this configuration."""
+        import torch
+
+        module, _, name = named.partition(":")
+        of_model: Any = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+        text = SimpleNamespace(**config)
+        told: Any = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            model_config=SimpleNamespace(hf_config=text, hf_text_config=text, dtype=torch.bfloat16),
+            cache_config=SimpleNamespace(
+                mamba_cache_dtype="auto", mamba_ssm_cache_dtype=ssm_dtype, use_replayssm=False
+            ),
+            num_speculative_tokens=0,
+            speculative_config=None,
+        )
+        shapes, dtypes = (
+            of_model.get_mamba_state_shape_from_config(told),
+            of_model.get_mamba_state_dtype_from_config(told),
+        )
+        return {"bytes": sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))}
 
     def generate(
         self,
@@ -157,6 +183,29 @@ class Program:
             core.step()
         return {"states": states, "left": len(core.scheduler.requests), "seconds": time.monotonic() - began_s}
 
+    def beside(self, held: list[list[int]], others: list[list[int]], tokens: int = 32) -> Answer:
+        """Begin prompts, those `held` first, and step until the others are complete: what became of the held ones by
+        then, and the seconds of each step. The held ones are aborted."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for name, prompts in (("held", held), ("other", others)):
+            for number, prompt in enumerate(prompts):
+                engine.add_request(f"{name}-{number}", {"prompt_token_ids": prompt}, sampling)
+        left, seconds = {f"other-{number}" for number in range(len(others))}, []
+        while left:
+            began_s = time.perf_counter()
+            outputs = engine.step()
+            seconds.append(time.perf_counter() - began_s)
+            left -= {each.request_id for each in outputs if each.finished}
+        requests = engine.engine_core.engine_core.scheduler.requests
+        states = [str(each.status) for each in requests.values()]
+        engine.abort_request([f"held-{number}" for number in range(len(held))])
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"states": states, "seconds": seconds}
+
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
         ranks = self._of_ranks("settle")
@@ -180,7 +229,7 @@ class Program:
         }
 
     def listen(self, endpoint: str) -> Answer:
-        """Subscribe to the KV events that are published there; what is published before that is done nobody hears."""
+        """Subscribe to the KV events that are published there; what is published before that is lost."""
         import zmq
 
         self._subscriber = zmq.Context.instance().socket(zmq.SUB)
@@ -208,10 +257,14 @@ class Program:
                     found.append(
                         {
                             "kind": type(event).__name__,
-                            "hashes": [each.hex() for each in event.block_hashes],
+                            "hashes": [each.hex() if isinstance(each, bytes) else each for each in event.block_hashes],
                             "parent": parent.hex() if isinstance(parent, bytes) else parent,
                             "tokens": getattr(event, "token_ids", None),
                             "group": event.group_idx,
+                            "adapter": [getattr(event, "lora_id", None), getattr(event, "lora_name", None)],
+                            "extra_keys": getattr(event, "extra_keys", None),
+                            "kind of layers": getattr(event, "kv_cache_spec_kind", None),
+                            "window": getattr(event, "kv_cache_spec_sliding_window", None),
                         }
                     )
         return {"events": found}
@@ -230,9 +283,9 @@ class Program:
         return {"reset": self._llm.reset_prefix_cache(reset_connector=connector)}
 
     def change(self, how: str) -> Answer:
-        """Change the weights in place, in each rank, as somebody does who trains between two requests: `step` (by
-        torch, as an optimizer), `load` (behind torch's back, as vLLM's loaders), `column` (one of one matrix), `keep`
-        what there is for later, `back` to that."""
+        """Change the weights in place, in each rank, as training between two requests does: `step` (by torch, as an
+        optimizer), `load` (behind torch's back, as vLLM's loaders), `column` (one of one matrix), `keep` what there is
+        for later, `back` to that."""
         self._llm.collective_rpc(change_weights, args=(how,))
         return {}
 

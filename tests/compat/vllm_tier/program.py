@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 
 from kvredis.adapters.vllm.tier import KVRedisTier  # noqa: E402
-from tests.compat.vllm.program import YARN, uncollected  # noqa: E402
+from tests.compat.vllm.program import YARN, saved, uncollected  # noqa: E402
 
 MODELS = Path(sys.argv[1])
 CPU_BYTES = 64 << 20
@@ -46,6 +46,8 @@ MLA |= {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "rope_scaling": 
 
 def model_folder(kind: str) -> str:
     """The folder of a model, made if need be."""
+    if kind == "qwen3-next":
+        return str(saved(kind))
     folder = MODELS / kind
     if not folder.is_dir():
         transformers: Any = importlib.import_module("transformers")
@@ -99,7 +101,9 @@ class Engine:
             self.llm = LLM(
                 model=model_folder(kind),
                 skip_tokenizer_init=True,
-                dtype="bfloat16" if kind == "gemma3" else "float32",  # which computes the same with others beside it
+                dtype="bfloat16"
+                if kind in ("gemma3", "qwen3-next")
+                else "float32",  # which computes the same with others beside it
                 attention_backend="CPU_MLA" if kind == "mla" else None,  # a processor's AMX would take one for bfloat16
                 enforce_eager=True,
                 max_model_len=2048,

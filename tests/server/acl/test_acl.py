@@ -81,7 +81,7 @@ def test_whether_a_user_might_run_a_line_is_found_out_without_a_note(session: Fa
     assert not acl.log.entries
 
 
-def test_refusals_are_noted_with_who_what_and_where(session: FakeSession) -> None:
+def test_refusals_are_noted_with_user_object_and_context(session: FakeSession) -> None:
     session.transaction = None
     refusal(session, "set a1 v")
     session.transaction = Transaction()

@@ -64,7 +64,7 @@ def test_users_are_listed_by_name(session: FakeSession) -> None:
     assert session.ask("ACL WHOAMI") == b"$1\r\na\r\n"
 
 
-def test_a_deleted_user_is_sent_away_and_nobody_else(session: FakeSession) -> None:
+def test_a_deleted_user_is_sent_away_and_no_other(session: FakeSession) -> None:
     other, third = FakeSession(session.server, 2), FakeSession(session.server, 3)
     for name in ("u", "v"):
         session.ask(f"ACL SETUSER {name} on nopass")
@@ -92,7 +92,7 @@ def test_a_deleted_user_is_sent_away_and_nobody_else(session: FakeSession) -> No
         ("allchannels", False),
     ],
 )
-def test_a_subscriber_who_may_no_longer_hear_is_sent_away(session: FakeSession, rules: str, closed: bool) -> None:
+def test_a_subscriber_that_may_no_longer_hear_is_sent_away(session: FakeSession, rules: str, closed: bool) -> None:
     session.ask("ACL SETUSER u on nopass &news &s* &n*")
     subscriber, bystander = FakeSession(session.server, 2), FakeSession(session.server, 3)
     become(subscriber, b"u")
@@ -103,7 +103,7 @@ def test_a_subscriber_who_may_no_longer_hear_is_sent_away(session: FakeSession, 
     assert not bystander.closed
 
 
-def test_who_waits_to_log_in_is_let_in_where_nobody_needs_to(session: FakeSession) -> None:
+def test_a_client_that_has_not_logged_in_is_let_in_once_no_login_is_needed(session: FakeSession) -> None:
     session.ask("ACL SETUSER default resetpass >secret")
     late = FakeSession(session.server, 2)
     assert not late.authenticated

@@ -81,7 +81,7 @@ def test_a_broken_file_leaves_the_users_as_they_are(path: str) -> None:
     assert [user.describe() for user in acl.in_order()] == before
 
 
-def test_a_user_who_stays_keeps_its_object_and_who_goes_is_named(path: str) -> None:
+def test_a_user_who_stays_keeps_its_object_and_one_who_goes_is_named(path: str) -> None:
     acl = Acl(b"", path)
     acl.load_at_start()
     default, reader = acl.default, acl.users[b"reader"]

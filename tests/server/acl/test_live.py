@@ -1,4 +1,4 @@
-"""Users over real connections: nobody gets in or through who should not, whatever is under way."""
+"""Users over real connections: no client gets in or through without the right to, whatever is under way."""
 
 import hashlib
 from pathlib import Path

@@ -287,7 +287,7 @@ def test_a_password_is_any_of_the_users_and_only_while_it_is_one() -> None:
     assert not proves(b"secret", None)
 
 
-def test_a_new_user_whom_nobody_gave_a_password_is_nobodys() -> None:
+def test_no_client_can_log_in_as_a_new_user_without_a_password() -> None:
     user = make_user("on")
     assert not proves(b"", user)
     assert not proves(b"0" * 64, user)

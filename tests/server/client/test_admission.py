@@ -1,4 +1,4 @@
-"""A header is a claim: who announces values and does not send them hurts nobody."""
+"""A header is a claim: a client that announces values and does not send them hurts no other."""
 
 import asyncio
 from pathlib import Path
@@ -192,7 +192,7 @@ async def test_what_stalled_writers_have_left_in_their_sockets_gives_none_a_time
     live.complaints.clear()
 
 
-async def test_who_most_likely_has_stopped_lets_the_others_go_first(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_most_likely_has_stopped_lets_the_others_go_first(loop: str, live: LiveServer) -> None:
     at_time(live, 1000.0)
     value = pattern(3 * MIB)
     first = await connected(live)
@@ -233,7 +233,9 @@ async def test_after_a_writer_has_stalled_those_that_stalled_with_it_do_not_come
     live.complaints.clear()
 
 
-async def test_who_was_silent_when_its_turn_came_has_a_second_while_others_wait(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_was_silent_when_its_turn_came_has_a_second_while_others_wait(
+    loop: str, live: LiveServer
+) -> None:
     at_time(live, 1000.0)
     value = pattern(3 * MIB)
     await stall(live, await connected(live), 1000_000)
@@ -256,7 +258,7 @@ async def test_who_was_silent_when_its_turn_came_has_a_second_while_others_wait(
     live.complaints.clear()
 
 
-async def test_who_asks_over_tcp_whether_there_is_room_is_not_taken_for_silent(live: LiveServer) -> None:
+async def test_a_client_that_asks_over_tcp_whether_there_is_room_is_not_taken_for_silent(live: LiveServer) -> None:
     at_time(live, 1000.0)
     value = pattern(3 * MIB)
     first = await connected(live)
@@ -289,7 +291,9 @@ async def test_who_asks_over_tcp_whether_there_is_room_is_not_taken_for_silent(l
     await sending
 
 
-async def test_who_waits_for_room_without_sending_a_value_is_not_taken_for_stalled(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_waits_for_room_without_sending_a_value_is_not_taken_for_stalled(
+    loop: str, live: LiveServer
+) -> None:
     server, began_s = live.server, live.server.now_s()
     sender, reserving = await live.connect(), await live.connect()
     value = pattern(4 * MIB)
@@ -308,7 +312,9 @@ async def test_who_waits_for_room_without_sending_a_value_is_not_taken_for_stall
     assert (await reserving.read_line()).startswith(b":")
 
 
-async def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(
+    loop: str, live: LiveServer
+) -> None:
     server, began_s = live.server, live.server.now_s()
     first, slow = await live.connect(), await live.connect()
     large = pattern(8 * MIB)
@@ -324,7 +330,7 @@ async def test_who_has_sent_all_of_a_short_value_is_not_given_up_while_it_waits(
     live.complaints.clear()
 
 
-async def test_who_has_gone_waits_no_longer_for_its_turn(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_has_gone_waits_no_longer_for_its_turn(loop: str, live: LiveServer) -> None:
     queue = live.server.admission.queue
     first, whole, half = await live.connect(), await live.connect(), await live.connect()
     large = pattern(8 * MIB)

@@ -50,7 +50,7 @@ async def test_a_pipeline_of_both_is_answered_in_its_order_and_counted_as_redis_
     assert (commands["exists"].calls, commands["exists"].rejected_calls) == (2, 2)
 
 
-async def test_a_slot_that_nobody_has_is_down(loop: str, tmp_path: Path) -> None:
+async def test_a_slot_that_no_node_has_is_down(loop: str, tmp_path: Path) -> None:
     async with node(tmp_path, "{name: us, host: h, port: 1, slots: 0-8191}") as live:
         client = await live.connect()
         assert await client.ask("SET", OURS, "v") == b"+OK\r\n"

@@ -11,6 +11,7 @@ from tests.server.cluster.test_live import lines
 from tests.server.cluster_node import EDGE, HALF, MOVED, OURS, OURS_TOO, THEIRS, key_of, node, topology_file
 from tests.server.feed import request
 from tests.server.live import MIB, LiveServer, pattern, until
+from tests.storage.small_store import keys_in
 
 ALL_OURS = "{name: us, host: h1, port: 7001, slots: 0-16383}, {name: them, host: h2, port: 7002}"
 NONE_OURS = "{name: us, host: h1, port: 7001, slots: []}, {name: them, host: h2, port: 7002, slots: 0-16383}"
@@ -112,7 +113,7 @@ async def test_a_value_whose_slot_comes_while_it_is_being_refused_is_to_be_sent_
     await reread(live, tmp_path, ALL_OURS)
     await client.send_raw(whole[MIB // 2 :])
     assert (await client.read_line()).startswith(b"-TRYAGAIN ")
-    assert await client.ask("SET", THEIRS, pattern(MIB)) == b"+OK\r\n"  # nobody was hung up on
+    assert await client.ask("SET", THEIRS, pattern(MIB)) == b"+OK\r\n"  # no client was hung up on
 
 
 async def test_a_queued_transaction_whose_slot_leaves_is_moved_at_exec(
@@ -139,7 +140,7 @@ async def test_a_reader_keeps_the_bytes_of_a_slot_that_leaves(loop: str, tmp_pat
     assert await client.read_bulk() == value
 
 
-async def test_who_listens_watches_or_caches_is_told(loop: str, tmp_path: Path) -> None:
+async def test_a_client_that_listens_watches_or_caches_is_told(loop: str, tmp_path: Path) -> None:
     async with node(tmp_path, notify_keyspace_events="Eg") as live:
         listener, watcher, cacher = [await live.connect() for _ in range(3)]
         await listener.send("SSUBSCRIBE", OURS)
@@ -170,7 +171,7 @@ async def test_keys_that_a_start_finds_and_that_are_not_ours_leave(loop: str, tm
         starting.store.put(key, b"v")  # what a disk tier would have brought
     async with starting as live:
         await until(lambda: not live.server.reload.is_busy)  # type: ignore[union-attr]
-        assert live.store.keys_in(0) == [OURS, OURS_TOO]
+        assert keys_in(live.store, 0) == [OURS, OURS_TOO]
 
 
 async def test_writers_of_many_slots_find_their_keys_whatever_moves(loop: str, tmp_path: Path) -> None:

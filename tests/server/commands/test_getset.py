@@ -56,7 +56,7 @@ def test_getex_changes_the_end_only_of_a_value_that_it_returns(session: FakeSess
 
 
 @pytest.mark.parametrize("line", [("GETDEL", "k"), ("GETSET", "k", "new"), ("GETEX", "k", "PXAT", "1")])
-async def test_a_slow_reader_gets_all_of_what_his_command_has_taken_away(
+async def test_a_slow_reader_gets_all_of_what_its_command_has_taken_away(
     loop: str, line: tuple[str, ...], live: LiveServer
 ) -> None:
     value = pattern(6_000_000)

@@ -252,4 +252,4 @@ def test_scan_tells_no_facts_of_keys_that_the_user_may_not_read(session: FakeSes
     session.ask("AUTH narrow x")
     found = walked(session)
     assert found[b"mine:1"].startswith(b"nbytes=1 ")
-    assert found[b"yours:1"] is None, "SCAN tells names to everybody"
+    assert found[b"yours:1"] is None, "SCAN tells names to all users"

@@ -94,7 +94,7 @@ def test_a_message_is_any_bytes(session: FakeSession) -> None:
     assert session.pushed == [b"*3\r\n$7\r\nmessage\r\n$3\r\n\0\r\n\r\n$3\r\n\xff\r\n\r\n"]
 
 
-def test_nobody_is_sent_what_nobody_listens_to(session: FakeSession, other: FakeSession) -> None:
+def test_no_client_is_sent_what_it_does_not_listen_to(session: FakeSession, other: FakeSession) -> None:
     session.ask("SUBSCRIBE a")
     session.ask("PSUBSCRIBE b*")
     session.ask("UNSUBSCRIBE a")
@@ -130,7 +130,7 @@ def test_the_session_looks_again_when_it_begins_and_ends_to_listen(session: Fake
     assert session.reconsidered == 2
 
 
-def test_pubsub_tells_who_listens_to_what(session: FakeSession, other: FakeSession) -> None:
+def test_pubsub_tells_which_clients_listen_to_what(session: FakeSession, other: FakeSession) -> None:
     session.ask("SUBSCRIBE a ab b")
     other.ask("SUBSCRIBE a")
     other.ask("PSUBSCRIBE x* y*")

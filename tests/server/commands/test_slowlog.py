@@ -1,4 +1,4 @@
-"""SLOWLOG: what is kept of a slow command, for how long, and what nobody may read there."""
+"""SLOWLOG: what is kept of a slow command, for how long, and what no user may read there."""
 
 from typing import cast
 

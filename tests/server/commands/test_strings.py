@@ -249,7 +249,7 @@ def test_a_range_is_laid_over_the_old_value_and_a_gap_is_zero(session: FakeSessi
 
 
 @pytest.mark.parametrize("edit", [[b"APPEND", b"k", b"more"], [b"SETRANGE", b"k", b"0", b"other"]])
-def test_a_reader_keeps_the_bytes_that_he_was_given(session: FakeSession, edit: list[bytes]) -> None:
+def test_a_reader_keeps_the_bytes_that_it_was_given(session: FakeSession, edit: list[bytes]) -> None:
     session.ask([b"SET", b"k", b"x" * LARGE])
     lease = session.store.fetch(b"k")
     assert isinstance(lease, Lease)

@@ -54,7 +54,7 @@ def touch(session: FakeSession, key: bytes) -> None:
 
 
 def told(session: FakeSession) -> list[bytes]:
-    """What a client was sent since somebody last asked."""
+    """What a client was sent since this was last asked."""
     pushed, session.pushed = session.pushed, []
     return pushed
 
@@ -83,7 +83,7 @@ def test_what_only_writes_or_has_no_keys_is_not_remembered(reader: FakeSession, 
     assert server.tracking.total_items == 2
 
 
-def test_every_reader_of_a_key_is_told_and_nobody_else(reader: FakeSession, writer: FakeSession) -> None:
+def test_every_reader_of_a_key_is_told_and_no_other_client(reader: FakeSession, writer: FakeSession) -> None:
     writer.speak(3)
     for session in (reader, writer):
         run(session, "CLIENT TRACKING ON")
@@ -104,7 +104,7 @@ def test_a_client_hears_of_its_own_changes_unless_it_asked_not_to(reader: FakeSe
     touch(writer, b"k")  # the pair was forgotten with the first change
     assert told(reader) == []
     run(reader, "GET k")
-    reader.server.tracking.touched(b"k")  # expired or evicted: by nobody
+    reader.server.tracking.touched(b"k")  # expired or evicted: by no client
     assert told(reader) == [invalidation(b"k")]
 
 
@@ -143,7 +143,7 @@ def test_caching_yes_speaks_of_a_whole_transaction(reader: FakeSession, writer: 
     assert told(reader) == [invalidation(b"a"), invalidation(b"b")]
 
 
-def test_a_flush_tells_everyone_that_everything_is_gone(reader: FakeSession, writer: FakeSession) -> None:
+def test_a_flush_tells_all_clients_that_everything_is_gone(reader: FakeSession, writer: FakeSession) -> None:
     run(reader, "CLIENT TRACKING ON")
     run(reader, "GET k")
     reader.server.tracking.flushed()

@@ -106,7 +106,7 @@ def test_trackinginfo_without_tracking(session: FakeSession) -> None:
     )
 
 
-def test_everybody_looks_again_when_the_first_client_begins_to_track_and_the_last_one_ends(server: Server) -> None:
+def test_all_clients_look_again_when_the_first_begins_to_track_and_the_last_ends(server: Server) -> None:
     first, second = FakeSession(server, 1), FakeSession(server, 2)
     first.ask("CLIENT TRACKING on")
     assert (first.reconsidered, second.reconsidered) == (1, 1)

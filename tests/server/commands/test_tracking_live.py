@@ -78,7 +78,7 @@ async def test_broadcast_tells_of_a_pipeline_in_one_message(live: LiveServer) ->
 
 
 @pytest.mark.parametrize("options", [(), ("BCAST",)], ids=["default", "broadcast"])
-async def test_whoever_has_the_reply_to_a_write_finds_every_copy_invalidated(
+async def test_a_client_with_the_reply_to_its_write_finds_every_copy_invalidated(
     loop: str, options: tuple[str, ...], live: LiveServer
 ) -> None:
     live.server.tracking = TrackingTable(live.server, lambda turn: None)  # nothing is put off

@@ -142,7 +142,7 @@ async def test_a_key_that_is_evicted_has_changed(live: LiveServer) -> None:
     assert await client.ask("EXEC") == b"*-1\r\n"
 
 
-async def test_nothing_is_listed_once_nobody_watches(live: LiveServer) -> None:
+async def test_nothing_is_listed_once_no_client_watches(live: LiveServer) -> None:
     client, other = await live.connect(), await live.connect()
     await client.ask("WATCH", "a", "b")
     assert live.store.journal is not None
@@ -206,7 +206,7 @@ async def test_an_exec_that_is_refused_ends_the_transaction_and_the_watching(loo
 
 async def test_a_key_that_had_expired_before_it_was_watched_is_no_change(loop: str, live: LiveServer) -> None:
     watcher, other = await live.connect(), await live.connect()
-    await watcher.ask("WATCH", "other")  # somebody watches, so changes are written down
+    await watcher.ask("WATCH", "other")  # a client watches, so changes are written down
     await other.ask("SET", "k", "v", "PXAT", "1")
     await other.ask("WATCH", "k")
     await other.ask("MULTI")

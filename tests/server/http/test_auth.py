@@ -60,7 +60,7 @@ async def test_a_user_sees_what_it_may_ask_by_commands(loop: str, live: WebServe
     assert (await ask(live, "/metrics")).status == 401
 
 
-async def test_a_default_user_without_the_right_is_asked_who_it_is(loop: str, live: WebServer) -> None:
+async def test_a_default_user_without_the_right_is_asked_to_log_in(loop: str, live: WebServer) -> None:
     client = await live.connect()
     await client.ask("ACL", "SETUSER", "watcher", "on", ">w", "+info")
     await client.ask("ACL", "SETUSER", "default", "-info")

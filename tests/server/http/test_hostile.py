@@ -1,4 +1,4 @@
-"""What strangers can make of the HTTP door: they are hung up on, and everybody else is served."""
+"""What strangers can make of the HTTP port: the server hangs up on them, and serves all others."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ async def test_a_head_that_comes_byte_by_byte_has_no_longer_for_that(
     assert await ended == b""
 
 
-async def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop: str, live: WebServer) -> None:
+async def test_the_client_that_was_silent_for_longest_makes_room_for_a_new_one(loop: str, live: WebServer) -> None:
     assert live.server.http is not None
     crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
     await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ async def test_whoever_has_been_silent_for_longest_makes_room_for_who_comes(loop
         each.close()
 
 
-async def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, live: WebServer) -> None:
+async def test_a_client_that_asks_now_and_then_is_not_the_first_to_make_room(loop: str, live: WebServer) -> None:
     assert live.server.http is not None
     crowd = [await connect(live) for _ in range(server.CONNECTIONS_MAX)]
     await until(lambda: live.server.http.connections == len(crowd))  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ async def test_who_asks_now_and_then_is_not_the_first_to_make_room(loop: str, li
         each.close()
 
 
-async def test_who_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
+async def test_a_client_that_does_not_take_its_answer_is_hung_up_on_and_read_no_further(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "ANSWER_S", 0.05)

@@ -201,7 +201,7 @@ def test_the_page_puts_what_it_is_told_into_text_alone() -> None:
 
 
 async def test_a_server_without_a_metrics_port_has_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "load_page", lambda: pytest.fail("nobody can see it"))
+    monkeypatch.setattr(page, "load_page", lambda: pytest.fail("no user can see it"))
 
     async with LiveServer(tmp_path) as live:
         assert live.server.http is None
@@ -392,7 +392,7 @@ def test_commands_come_by_the_time_they_took_in_all(server: Server) -> None:
     assert state(server)["commands"] == []
 
 
-def test_the_order_of_eviction_is_the_same_whether_or_not_somebody_looks() -> None:
+def test_looking_at_the_page_does_not_change_the_order_of_eviction() -> None:
     def leavers(looks: bool) -> list[bytes]:
         store = Store(Arena.create(MIB, HugepageMode.OFF))
         for number in range(8):
@@ -583,7 +583,7 @@ def test_blocks_that_leave_during_a_walk_are_not_drawn_twice(store: Store, monke
     assert taken >= store.live_bytes  # what came meanwhile is room that is taken
 
 
-def test_all_who_ask_share_a_walk_and_one_who_leaves_does_not_end_it(
+def test_all_readers_that_ask_share_a_walk_and_one_that_leaves_does_not_end_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     walks = 0

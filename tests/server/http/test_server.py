@@ -94,7 +94,7 @@ async def test_a_client_of_http_1_0_is_answered_and_hung_up_on(loop: str, live: 
     assert await client.read_all() == b""
 
 
-async def test_who_says_that_it_sends_no_more_is_still_answered(loop: str, live: WebServer) -> None:
+async def test_a_client_that_says_that_it_sends_no_more_is_still_answered(loop: str, live: WebServer) -> None:
     client = await connect(live)
     await client.send(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
     client.sock.shutdown(socket.SHUT_WR)
@@ -156,7 +156,7 @@ async def test_an_answer_that_takes_too_long_is_given_up(loop: str, monkeypatch:
     assert answer.status == 503
 
 
-async def test_stopping_hangs_up_on_who_is_idle_and_says_that_it_stops(loop: str, tmp_path: Path) -> None:
+async def test_stopping_hangs_up_on_idle_clients_and_says_that_it_stops(loop: str, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, metrics_port=-1) as live:
         idle = await connect(live)
         live.clients.clear()  # which would hang up on the server

@@ -1,4 +1,5 @@
-"""Large replies by threads: the same bytes in the same order, leases that end, and slow clients that keep nobody."""
+"""Large replies by threads: the same bytes in the same order, leases that end, and slow clients that hold no other
+up."""
 
 import asyncio
 import os

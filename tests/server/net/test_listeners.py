@@ -84,7 +84,7 @@ def test_an_address_that_cannot_be_had_is_named(host: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["nohost", "-nohost"])
-def test_a_name_that_nobody_knows_is_named(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_resolve_is_named(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -181,7 +181,7 @@ async def test_silent_clients_are_asked_by_the_kernel(loop: str, tmp_path: Path)
 
 @pytest.fixture
 def umask() -> Iterator[int]:
-    """A umask that lets nobody else in, for the time of a test."""
+    """A umask that lets no other user in, for the time of a test."""
     before = os.umask(0o077)
     yield 0o077
     os.umask(before)
@@ -224,7 +224,7 @@ class Crowd:
         self.clients: list[socket.socket] = []
 
     def limit(self, files: int) -> None:
-        """So many more may it open. To be called once it has served somebody: at its start the server would lower
+        """So many more may it open. To be called once it has served a client: at its start the server would lower
         maxclients to what the limit allows, and what it opens once is open by then."""
         limit = self.open_files() + files
         resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (limit, limit))

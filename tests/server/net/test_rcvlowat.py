@@ -1,4 +1,4 @@
-"""The kernel wakes the server when a good part of a payload is there, and never so late that somebody waits for it."""
+"""The kernel wakes the server when a good part of a payload is there, and never so late that a client waits for it."""
 
 import asyncio
 import socket

@@ -211,7 +211,7 @@ async def test_plain_bytes_on_the_tls_port_get_nothing_useful(
         await client.close()
 
 
-async def test_a_stalled_handshake_delays_nobody_and_is_given_up(
+async def test_a_stalled_handshake_delays_no_client_and_is_given_up(
     loop: str, tmp_path: Path, papers: Papers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.5)

@@ -75,7 +75,7 @@ async def test_what_is_in_the_socket_are_the_very_pages_of_the_arena(live: LiveS
     await client.send("GET", "k")
     await until(lambda: live.server.splicing.held_bytes)
     extent = live.store.index.spaces[0][b"k"].extent
-    live.store.arena.view[extent.offset + 512 + 100_000] = 255  # nobody but this test writes there
+    live.store.arena.view[extent.offset + 512 + 100_000] = 255  # only this test writes there
     value = await client.read_bulk()
     assert value is not None
     assert value[100_000] == 255
@@ -309,7 +309,7 @@ async def test_without_a_descriptor_for_a_pipe_a_reply_is_copied(live: LiveServe
 
 
 @pytest.mark.parametrize("rights", ["~* +@all", "%R~* +@all -debug", "~a:* +@all"])
-async def test_only_who_may_read_every_key_is_lent_pages(rights: str, live: LiveServer) -> None:
+async def test_only_a_user_who_may_read_every_key_is_lent_pages(rights: str, live: LiveServer) -> None:
     admin, client = await live.connect(), await live.connect()
     await admin.ask("SET", "a:1", pattern(MIB))
     assert await admin.ask("ACL", "SETUSER", "u", "on", ">pw", *rights.split()) == b"+OK\r\n"
@@ -328,7 +328,7 @@ async def test_only_who_may_read_every_key_is_lent_pages(rights: str, live: Live
     assert await client.read_bulk() == pattern(MIB)
 
 
-async def test_who_sits_between_client_and_server_is_not_taken_for_the_client(live: LiveServer) -> None:
+async def test_a_process_between_client_and_server_is_not_taken_for_the_client(live: LiveServer) -> None:
     client = await live.connect()
     name, pid, space = promise()
     for words in [(name, "1", space), (name, pid, "1"), (name, "x", space), (name, str(os.getppid()), space)]:
@@ -353,7 +353,7 @@ async def test_nothing_is_spliced_over_tcp_nor_where_writes_are_copied(loop: str
         assert await client.read_bulk() == pattern(MIB)
 
 
-async def test_the_setting_decides_for_whom_it_is_done_at_once(live: LiveServer) -> None:
+async def test_the_setting_decides_at_once_for_which_clients_it_is_done(live: LiveServer) -> None:
     plain, asking = await live.connect(), await promising(live)
     await plain.ask("SET", "k", pattern(MIB))
     for mode, spliced in (("asked", [asking]), ("yes", [plain, asking]), ("no", []), ("asked", [asking])):
@@ -370,7 +370,9 @@ async def test_the_setting_decides_for_whom_it_is_done_at_once(live: LiveServer)
     assert (await plain.ask(*promise())).startswith(b"-ERR KV.SPLICE is for unix sockets")
 
 
-async def test_who_has_not_read_is_told_that_his_own_unread_reply_has_the_room_and_stays(tmp_path: Path) -> None:
+async def test_a_client_that_has_not_read_is_told_that_its_own_unread_reply_has_the_room_and_stays(
+    tmp_path: Path,
+) -> None:
     async with LiveServer(tmp_path, 4 * MIB) as live:
         client, value, large = await promising(live), pattern(900_000), bytes(4 * MIB - 4096)
         await client.say_hello()
@@ -384,7 +386,7 @@ async def test_who_has_not_read_is_told_that_his_own_unread_reply_has_the_room_a
         assert await client.ask("SET", "l", large) == b"+OK\r\n"
 
 
-async def test_nobody_is_hung_up_on_for_room_that_would_not_come_of_it(live: LiveServer) -> None:
+async def test_no_client_is_hung_up_on_for_room_that_would_not_come_of_it(live: LiveServer) -> None:
     """What lies in a socket, or half in it, can be read after the end of the connection too."""
     readers, writer = [await promising(live) for _ in range(3)], await live.connect()
     await writer.say_hello()

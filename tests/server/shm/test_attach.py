@@ -68,7 +68,7 @@ async def test_a_server_told_to_have_no_lane_has_none(loop: str, options: dict[s
                 assert str(await neighbour.attach()) == "ERR there is no lane here"
 
 
-async def test_who_attaches_sees_the_arena_and_is_told_what_it_is(loop: str, tmp_path: Path) -> None:
+async def test_a_client_that_attaches_sees_the_arena_and_is_told_what_it_is(loop: str, tmp_path: Path) -> None:
     async with LiveServer(tmp_path, lane_lease_ms=4321) as live, attached(live) as client:
         assert client.facts == {
             b"arena-bytes": live.store.arena.nbytes,
@@ -85,7 +85,7 @@ async def test_who_attaches_sees_the_arena_and_is_told_what_it_is(loop: str, tmp
         assert await client.ask("PING") == b"PONG"
 
 
-async def test_one_who_speaks_resp3_is_told_a_map(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_speaks_resp3_is_told_a_map(loop: str, live: LiveServer) -> None:
     client = await live.connect()
     await client.send_raw(b"*2\r\n$5\r\nHELLO\r\n$1\r\n3\r\n*2\r\n$4\r\nECHO\r\n$3\r\nend\r\n")
     while await client.read_line() != b"end\r\n":
@@ -93,7 +93,7 @@ async def test_one_who_speaks_resp3_is_told_a_map(loop: str, live: LiveServer) -
     assert await client.ask("KV.ATTACH") == b"%6\r\n"
 
 
-async def test_the_arena_is_given_to_nobody_over_tcp(loop: str, live: LiveServer) -> None:
+async def test_no_client_is_given_the_arena_over_tcp(loop: str, live: LiveServer) -> None:
     client = await live.connect("tcp")
     assert await client.ask("KV.ATTACH") == b"-ERR the lane is for connections over a unix socket\r\n"
     assert await client.ask("KV.LEASE", "0", "k") == (
@@ -145,7 +145,7 @@ async def test_an_attach_that_does_not_come_alone_is_refused(loop: str, before: 
         ("+@all -@dangerous ~*", False),
     ],
 )
-async def test_only_who_may_read_every_key_is_given_the_arena(
+async def test_only_a_user_who_may_read_every_key_is_given_the_arena(
     loop: str, rules: str, may: bool, live: LiveServer
 ) -> None:
     async with connected(live) as client:
@@ -168,7 +168,7 @@ async def test_a_key_that_may_not_be_read_may_not_be_leased(loop: str, live: Liv
         assert await client.ask("KV.LEASE", 0, "app:1") == [None]
 
 
-async def test_tiers_info_and_client_list_count_who_is_attached(loop: str, live: LiveServer) -> None:
+async def test_tiers_info_and_client_list_count_attached_clients(loop: str, live: LiveServer) -> None:
     async with attached(live) as client, attached(live):
         await client.ask("SET", "k", b"x" * 100_000)
         await client.ask("KV.LEASE", 0, "k", "k")
@@ -184,7 +184,7 @@ async def test_tiers_info_and_client_list_count_who_is_attached(loop: str, live:
         ]
 
 
-async def test_the_setting_can_be_read_and_the_limit_changed_for_who_attaches_later(
+async def test_the_setting_can_be_read_and_the_limit_changed_for_clients_that_attach_later(
     loop: str, live: LiveServer
 ) -> None:
     async with attached(live) as early:

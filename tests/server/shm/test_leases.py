@@ -68,7 +68,7 @@ async def test_leased_bytes_stay_what_they_were_whatever_becomes_of_the_key(
         await other.ask("SET", "k", OLD)
         ((offset, length),) = await client.ask("KV.LEASE", 0, "k")
         await other.ask(*change)
-        for n in range(12):  # and whoever comes for the room
+        for n in range(12):  # and those that come for the room
             await other.ask("SET", f"more{n}", NEW)
         assert client.bytes_at([offset, length]) == OLD
         assert await client.ask("KV.RELEASE", offset) == 1
@@ -238,7 +238,7 @@ async def test_an_operator_ends_a_clients_leases_by_hanging_up_on_it(loop: str, 
         assert str(await operator.ask("KV.REVOKE", "x")) == "ERR client-id should be greater than 0"
 
 
-async def test_who_revokes_itself_hears_the_count_and_is_hung_up_on(loop: str, live: LiveServer) -> None:
+async def test_a_client_that_revokes_itself_hears_the_count_and_is_hung_up_on(loop: str, live: LiveServer) -> None:
     async with attached(live) as client:
         await client.ask("SET", "k", OLD)
         await client.ask("KV.LEASE", 0, "k")

@@ -114,7 +114,7 @@ def test_holes_that_were_there_before_read_as_zeros() -> None:
 
 
 @streams
-def test_the_mapping_goes_with_the_last_who_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mapping_goes_with_the_last_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lent_memory, "close_elsewhere", lambda fd, mapped: os.close(fd))
     with lent(b"content", fcntl.F_SEAL_SHRINK | FUTURE_WRITE) as memory:
         another = memory.another()

@@ -52,7 +52,7 @@ async def test_a_value_is_stored_out_of_lent_memory(loop: str, length: int, lent
         assert live.store.reserved_bytes == 0
 
 
-def test_whoever_wakes_goes_before_the_thread_that_copies(lent: int, tmp_path: Path) -> None:
+def test_a_thread_that_wakes_goes_before_the_thread_that_copies(lent: int, tmp_path: Path) -> None:
     async def story() -> list[int]:
         async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
             await client.lend(lent)
@@ -62,7 +62,7 @@ def test_whoever_wakes_goes_before_the_thread_that_copies(lent: int, tmp_path: P
             return [slice_ns(thread.native_id or 0) for thread in copying]
 
     assert run_on("asyncio", story()) == [SLICE_NS if has_slices() else 0]
-    assert slice_ns() < SLICE_NS, "but the loop, which answers, has what everybody has"
+    assert slice_ns() < SLICE_NS, "but the loop, which answers, has the default slice"
 
 
 @pytest.mark.parametrize("length", [100, 100_000, 5 * MIB])
@@ -371,7 +371,7 @@ async def test_hugepages_may_be_lent(seals: int, real_hugepages: int, tmp_path: 
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         async with LiveServer(tmp_path, 64 * MIB) as live, attached(live) as client:
             assert await client.lend(fd) == 8 * MIB
-            assert await client.ask("KV.PUT", "k", 100, 7 * MIB) == b"OK", "pages that nobody has touched too"
+            assert await client.ask("KV.PUT", "k", 100, 7 * MIB) == b"OK", "pages that were never touched too"
             assert await client.ask("GET", "k") == CONTENT[100 : 5 * MIB] + bytes(2 * MIB + 100)
     finally:
         os.close(fd)

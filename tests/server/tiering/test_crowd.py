@@ -96,7 +96,7 @@ class Owner:
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "passed on"])
 async def test_a_crowd_over_two_tiers_loses_nothing(loop: str, keep: bool, seed: int, tmp_path: Path) -> None:
     async with TieredServer(tmp_path, threads=3, keep=keep, disk_bytes=2 * DISK_BYTES) as live:
-        live.tiering.spill_wait_s = 1e9  # nobody drops anything: the clocks stand still
+        live.tiering.spill_wait_s = 1e9  # no writer gives up: the clocks stand still
         owners = [Owner(await live.connect(), number, seed) for number in range(CLIENTS)]
         if not keep:
             for owner in owners:  # PREFETCH is refused

@@ -63,7 +63,7 @@ async def test_what_waitaof_has_answered_for_survives_a_loss_of_power(
     assert survivors(live, tmp_path / "crash") == set()
 
 
-async def test_who_has_written_nothing_waits_for_nothing(loop: str, live: TieredServer) -> None:
+async def test_a_client_that_has_written_nothing_waits_for_nothing(loop: str, live: TieredServer) -> None:
     live.put("a")
     live.hold()
     reader, writer = await live.connect(), await live.connect()
@@ -312,7 +312,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("words", "answer"), ANSWERS)
-def test_nobody_waits_for_a_block_that_memory_could_never_hold(
+def test_no_client_waits_for_a_block_that_memory_could_never_hold(
     loop: str, words: tuple[str, ...], answer: bytes, tmp_path: Path
 ) -> None:
     async def with_much() -> None:

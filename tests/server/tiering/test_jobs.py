@@ -107,7 +107,7 @@ async def test_two_gib_are_asked_for_and_answered_without_a_look_at_the_disk(tmp
             assert live.store.put(name.encode(), b"its first bytes")
         live.send_away(*names)
         for entry in live.store.index:
-            entry.length = 2 * MIB - 1024  # as far as anybody is told
+            entry.length = 2 * MIB - 1024  # as far as readers are told
         client, other = await live.connect(), await live.connect()
         live.hold()
         before = len(live.files.words)

@@ -1,5 +1,5 @@
 """One client's commands over blocks that are in memory, on disk or nowhere: replies in their order, whatever they wait
-for, and nobody is told of anything twice."""
+for, and no client is told of anything twice."""
 
 import random
 from collections.abc import Callable
@@ -243,7 +243,7 @@ async def test_an_invalidation_that_falls_into_a_command_that_waits_is_not_lost(
     assert await client.ask("CLIENT", "TRACKING", "ON") == b"+OK\r\n"
     assert await client.ask("SET", "mine", "1") == b"+OK\r\n"
     assert await client.get("a") is None
-    live.put("a")  # by another thread, so that nobody is told before the next command runs
+    live.put("a")  # by another thread, so that no client is told before the next command runs
     await client.send("WAITAOF", "1", "0", "0")
     wanted = invalidation(b"a") + b"*2\r\n:1\r\n:0\r\n"
     assert await client.read(len(wanted)) == wanted

@@ -87,7 +87,7 @@ async def test_a_disk_that_takes_nothing_in_time_costs_the_coldest_blocks_and_th
     assert await client.get("new") == block("new")
     assert dropped(live) == live.store.stats.evicted == 1
     assert live.tier(OLD[0]) is None
-    # Nobody waits a second time for a disk that has written nothing at all since.
+    # No client waits a second time for a disk that has written nothing at all since.
     assert await client.ask("SET", "newer", block("newer")) == b"+OK\r\n"
     assert dropped(live) == 2
     told = await info(client, "kv")
@@ -97,7 +97,7 @@ async def test_a_disk_that_takes_nothing_in_time_costs_the_coldest_blocks_and_th
     assert live.tiering.makes_room
 
 
-async def test_each_who_waits_has_his_own_time(loop: str, live: TieredServer) -> None:
+async def test_each_client_that_waits_has_its_own_time(loop: str, live: TieredServer) -> None:
     fill(live)
     first = await storing(live, ("SET", "new1", block("new1")))
     live.clock.now_s += SPILL_WAIT_S * 0.6
@@ -116,7 +116,9 @@ async def test_each_who_waits_has_his_own_time(loop: str, live: TieredServer) ->
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO])
 @pytest.mark.parametrize("step", ["pwrite", "allocate"])
-async def test_a_disk_that_fails_keeps_nobody_waiting(loop: str, fault: Fault, step: str, live: TieredServer) -> None:
+async def test_a_disk_that_fails_keeps_no_client_waiting(
+    loop: str, fault: Fault, step: str, live: TieredServer
+) -> None:
     live.files.plan = on(step, fault)
     live.put(*OLD)
     await live.quiet()
@@ -263,7 +265,7 @@ async def test_the_next_reads_while_a_value_waits_see_what_was_there_before(loop
 
 
 async def test_memory_that_keeps_nothing_passes_every_block_on(loop: str, tmp_path: Path) -> None:
-    """local_cpu false: a block stays until it is on disk and nobody holds it."""
+    """local_cpu false: a block stays until it is on disk and has no lease."""
     async with TieredServer(tmp_path, keep=False) as live:
         client = await live.connect()
         for key in OLD:

@@ -1,4 +1,4 @@
-"""Clients that wait for a block on disk: the others are served, and whoever goes leaves nothing behind."""
+"""Clients that wait for a block on disk: the others are served, and one that goes leaves nothing behind."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,7 @@ async def test_others_are_served_while_one_waits_for_the_disk(loop: str, live: T
     assert await waiter.read_bulk() == block("a")
 
 
-async def test_all_who_wait_for_a_block_share_one_read(loop: str, live: TieredServer) -> None:
+async def test_all_that_wait_for_a_block_share_one_read(loop: str, live: TieredServer) -> None:
     live.put_away("a")
     live.hold()
     clients = [await waiting(live, "GET", "a") for _ in range(5)]
@@ -126,7 +126,7 @@ async def test_a_client_that_goes_takes_no_block_from_another_that_waits(loop: s
     assert await stays.read_bulk() == block("a")
 
 
-async def test_a_server_that_stops_first_answers_those_who_wait_for_a_block(loop: str, live: TieredServer) -> None:
+async def test_a_server_that_stops_first_answers_those_that_wait_for_a_block(loop: str, live: TieredServer) -> None:
     live.put_away("a")
     live.hold()
     client = await waiting(live, "GET", "a")
@@ -152,7 +152,9 @@ async def test_a_server_stops_in_time_though_the_disk_does_not_answer(loop: str,
     assert live.jobs() == 0
 
 
-async def test_who_has_sent_his_last_byte_is_still_given_what_he_waits_for(loop: str, live: TieredServer) -> None:
+async def test_a_client_that_has_sent_its_last_byte_is_still_given_what_it_waits_for(
+    loop: str, live: TieredServer
+) -> None:
     live.put_away("a", "b")
     live.hold()
     client = await waiting(live, "GET", "a")
@@ -168,7 +170,7 @@ async def test_who_has_sent_his_last_byte_is_still_given_what_he_waits_for(loop:
 
 
 @pytest.mark.parametrize("how", ["deleted", "overwritten", "renamed", "flushed", "expired"])
-async def test_who_waits_for_a_block_that_changes_is_given_what_is_there_then(
+async def test_a_client_that_waits_for_a_block_that_changes_is_given_what_is_there_then(
     loop: str, how: str, live: TieredServer
 ) -> None:
     live.put_away("a", "b")
@@ -192,7 +194,7 @@ async def test_who_waits_for_a_block_that_changes_is_given_what_is_there_then(
 
 
 @pytest.mark.parametrize("words", [("GET", "a"), ("GETRANGE", "a", "0", "-1"), ("MGET", "a")])
-async def test_a_reader_waits_for_room_and_has_his_block_when_the_one_who_kept_it_goes(
+async def test_a_reader_waits_for_room_and_has_its_block_when_the_one_that_kept_it_goes(
     loop: str, words: tuple[str, ...], live: TieredServer
 ) -> None:
     live.put_away("a")
@@ -210,7 +212,7 @@ async def test_a_reader_waits_for_room_and_has_his_block_when_the_one_who_kept_i
 
 
 @pytest.mark.parametrize("words", [("GET", "a"), ("GETRANGE", "a", "0", "-1"), ("MGET", "a")])
-async def test_a_reader_for_whom_there_is_no_room_in_time_is_told_that_there_is_nothing(
+async def test_a_reader_without_room_in_time_is_told_that_there_is_nothing(
     loop: str, words: tuple[str, ...], live: TieredServer
 ) -> None:
     live.put_away("a")

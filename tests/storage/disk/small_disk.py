@@ -36,7 +36,7 @@ def image_of(payload: bytes) -> memoryview:
 
 
 def written(disk: DiskTier, key: bytes, payload: bytes, space: int = 0, expire_at_ms: int = 0) -> Record | None:
-    """A block on disk that nobody can see yet; None when there was no room or the device refused."""
+    """A block on disk that no reader can see yet; None when there was no room or the device refused."""
     extent, _ = disk.place(len(payload))
     if extent is None:
         return None

@@ -189,9 +189,9 @@ def test_extents_become_free_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest
         disk.check_integrity()
 
 
-def test_nobody_leaves_for_who_wants_room_while_enough_is_becoming_free(tmp_path: Path) -> None:
+def test_no_record_leaves_for_a_writer_while_enough_is_becoming_free(tmp_path: Path) -> None:
     class Announcing:
-        """The settling lock, which tells when somebody is about to wait for it."""
+        """The settling lock, which tells when a thread is about to wait for it."""
 
         def __enter__(self) -> None:
             if threading.current_thread() is other:

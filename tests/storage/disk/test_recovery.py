@@ -230,7 +230,7 @@ def test_an_older_format_is_discarded_and_a_newer_one_refused(tmp_path: Path) ->
         assert keys(disk) == []
 
 
-def test_somebody_elses_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_database_is_refused_and_left_alone(tmp_path: Path) -> None:
     with_index(tmp_path, "CREATE TABLE precious (thing)")
     with pytest.raises(ConfigError, match="another program's database"):
         small_disk(tmp_path)

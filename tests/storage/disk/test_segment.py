@@ -54,7 +54,7 @@ def test_every_bit_of_header_and_payload_is_covered() -> None:
         assert fault(image, record) is not None, byte
         image[byte] ^= 1 << byte % 8
     image[-1] ^= 1
-    assert fault(image, record) is None, "what lies behind the payload belongs to nobody"
+    assert fault(image, record) is None, "what lies behind the payload does not count"
 
 
 def test_a_sound_record_of_another_block_is_a_fault() -> None:

@@ -108,7 +108,7 @@ def test_what_is_read_or_leaves_while_room_is_looked_for_far_off_makes_none(
     disk.abandon(extent)
     for record in disk.records():
         record.readers += 1
-    assert disk.place(8 * MIB - HEADER_BYTES) == (None, []), "nobody may leave"
+    assert disk.place(8 * MIB - HEADER_BYTES) == (None, []), "no record may leave"
 
 
 def test_a_tier_whose_directory_was_moved_begins_no_segment_in_that_of_another(tmp_path: Path) -> None:

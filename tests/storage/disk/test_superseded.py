@@ -206,7 +206,7 @@ def test_an_exchange_of_databases_is_waited_for_no_longer_than_there_is_somethin
         "deleted": {},
         "flushed": {},
         "renamed": {(X, 1): NEW},
-        "swapped back": {(K, 0): OLD},
+        "swapped back": {(K, 0): NEW},
         "written over": {(K, 1): content(4)},
     }.get(what, {})
     end(case)
@@ -270,6 +270,92 @@ def test_an_exchange_waits_for_a_value_though_the_database_that_has_its_record_w
     assert case.after_a_kill(K, J, spaces=2) == {(K, 0): NEW, (K, 1): None, (J, 0): None, (J, 1): None}
     case.tick()
     assert case.tiers.disk.free_bytes == case.tiers.disk.limit_bytes - case.tiers.disk.live_bytes
+    end(case)
+
+
+def test_exchanges_that_undo_each_other_wait_for_what_was_set_in_the_place_of_what_was_deleted_in_between(
+    case: Case,
+) -> None:
+    store = case.store
+    store.put(K, OTHER, 1)
+    assert case.tiers.save()
+    store.swap(0, 1)
+    store.delete([K], 1)
+    store.put(K, NEW, 1)
+    store.swap(0, 1)
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): OLD, (K, 1): OTHER}, "in database 0 it was never absent"
+    assert case.tiers.save()
+    assert case.after_a_kill(K, spaces=2) == {(K, 0): NEW, (K, 1): OTHER}
+    end(case)
+
+
+def test_exchanges_that_undo_each_other_do_not_bring_a_value_back_where_it_never_was(case: Case) -> None:
+    store = case.store
+    store.swap(0, 1)
+    store.put(K, OTHER, 1)
+    case.tiers.tiering.spill([store.index.spaces[1][K]])
+    case.tiers.io.run()
+    store.put(K, NEW, 1)
+    store.move((K, 1), (X, 1))
+    store.swap(0, 1)
+    assert not case.tiers.disk.settle()
+    assert case.after_a_kill(K, X, spaces=2) == {(K, 0): OLD, (K, 1): None, (X, 0): None, (X, 1): None}
+    assert case.tiers.save()
+    assert case.after_a_kill(K, X, spaces=2) == {(K, 0): None, (K, 1): None, (X, 0): NEW, (X, 1): None}
+    end(case)
+
+
+@pytest.mark.parametrize("often", [1, 3])
+def test_a_value_that_was_written_over_while_it_was_saved_is_confirmed_until_the_new_one_is(
+    case: Case, often: int
+) -> None:
+    def overwrite() -> None:
+        for number in range(often):
+            case.store.put(X, content(10 + number))
+
+    case.store.put(X, NEW)
+    case.tiers.during("pwrite", overwrite)
+    assert case.tiers.save()
+    assert case.after_a_kill(X)[X, 0] == NEW
+    assert case.tiers.save()
+    assert case.after_a_kill(X)[X, 0] == content(9 + often)
+    end(case)
+
+
+def test_a_value_that_was_written_over_before_its_turn_in_a_save_is_confirmed_by_the_new_one(case: Case) -> None:
+    case.store.put(X, NEW)
+    case.store.put(b"y", NEW)
+    case.tiers.during("pwrite", lambda: (case.store.put(X, OLD), case.store.put(b"y", OLD)))
+    assert case.tiers.save()
+    found = case.after_a_kill(X, b"y")
+    assert found[X, 0] in (OLD, NEW)
+    assert found[b"y", 0] in (OLD, NEW)
+    end(case)
+
+
+def test_a_save_during_which_databases_are_exchanged_has_what_came_in_the_place_of_what_it_confirms(
+    case: Case,
+) -> None:
+    def exchange() -> None:
+        case.store.put(X, NEW, 1)
+        case.store.swap(0, 1)
+
+    case.store.put(X, OLD)
+    case.tiers.during("pwrite", exchange)
+    assert case.tiers.save()
+    assert case.after_a_kill(X, spaces=2) == {(X, 0): NEW, (X, 1): OLD}
+    end(case)
+
+
+def test_a_value_that_was_renamed_and_written_over_while_it_was_saved_does_not_leave_its_old_name_anything(
+    case: Case,
+) -> None:
+    case.store.put(K, NEW)
+    case.store.move((K, 0), (X, 0))
+    case.tiers.during("pwrite", lambda: case.store.put(X, OTHER))
+    assert case.tiers.save()
+    assert case.after_a_kill(K, X) == {(K, 0): None, (X, 0): NEW}
     end(case)
 
 

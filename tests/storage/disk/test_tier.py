@@ -42,7 +42,7 @@ def test_what_was_put_is_got(length: int, disk: DiskTier) -> None:
     disk.check_integrity()
 
 
-def test_nobody_sees_a_block_before_it_is_published(disk: DiskTier) -> None:
+def test_no_reader_sees_a_block_before_it_is_published(disk: DiskTier) -> None:
     record = written(disk, b"key", b"payload")
     assert got(disk, b"key") is None
     assert record is not None
@@ -134,7 +134,7 @@ def test_what_can_never_be_stored_is_said_and_costs_nothing(disk: DiskTier) -> N
     disk.check_integrity()
 
 
-def test_nobody_leaves_while_being_read_so_a_disk_full_of_readers_has_no_room(tmp_path: Path) -> None:
+def test_no_record_leaves_while_being_read_so_a_disk_full_of_readers_has_no_room(tmp_path: Path) -> None:
     with closing(small_disk(tmp_path, segments=1)) as disk:
         assert put(disk, b"key", bytes(FILLS_A_SEGMENT))
         record = disk.get(b"key", 0)
@@ -373,7 +373,7 @@ def test_an_index_that_cannot_be_written_confirms_nothing_and_frees_nothing(tmp_
         disk.check_integrity()
 
 
-def test_many_changes_are_settled_by_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_changes_are_settled_by_the_thread_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvredis.storage.disk.tier.CHANGES_HIGH", 4)
     files = FakeFiles()
     with closing(small_disk(tmp_path, files)) as disk:

@@ -156,7 +156,7 @@ class ListS3FIFO:
         return [entry for entry in leaving if not entry.leases]
 
     def turn(self) -> None:
-        """As far as the first who can leave; a leased one is passed by, everybody at most once."""
+        """As far as the first that can leave; a leased one is passed by, each at most once."""
         passed = 0
         members = len(self.small) + len(self.main)
         while members and passed < members:

@@ -13,7 +13,7 @@ from kvredis.storage.eviction.base import POLICIES, REDIS_POLICIES, make_policy
 from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.options import StoreOptions
 from kvredis.storage.store import Store
-from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, present, read
+from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, Clock, content, fill, keys_in, present, read
 from tests.storage.test_random_walk import Walk
 
 
@@ -38,7 +38,7 @@ USES: list[Callable[[Store, bytes], object]] = [
 ]
 LOOKS: list[Callable[[Store, bytes], object]] = [
     lambda store, key: store.find(key),
-    lambda store, key: store.keys_in(),
+    lambda store, key: keys_in(store),
     lambda store, key: store.scan(0, 1000),
     lambda store, key: (store.peek(key) or pytest.fail("not there")).release(),
     lambda store, key: (store.fetch_untouched(key) or pytest.fail("not there")).release(),  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ def test_small_values_leave_by_last_access_too(store: Store, use: Callable[[Stor
     assert present(store, keys) == [keys[0], *keys[2:]]
 
 
-def test_nobody_leaves_while_there_is_room(store: Store) -> None:
+def test_no_entry_leaves_while_there_is_room(store: Store) -> None:
     keys = fill(store, count=BLOCKS - 1)
     assert store.put(b"small", bytes(100))
     store.put(keys[0], content(9))
@@ -124,7 +124,7 @@ def test_what_is_left_of_a_prompt_is_a_prefix_however_much_has_to_leave(store: S
     assert left == set(range(11))
 
 
-def test_a_short_last_chunk_may_stay_where_it_is_in_nobodys_way_and_the_others_are_a_prefix(store: Store) -> None:
+def test_a_short_last_chunk_may_stay_where_it_is_in_the_way_of_none_and_the_others_are_a_prefix(store: Store) -> None:
     keys = prompt(b"prompt", 10)
     store_prompt(store, keys, last=BLOCK_BYTES // 3)
     left = set()
@@ -280,24 +280,24 @@ def test_a_lease_is_revoked_for_room_after_its_time_and_not_before(store: Store,
     assert store.leases == 0
     assert present(store, keys) == keys[1:]
     for lease in leases:
-        assert lease.released
+        assert not lease.held
         with pytest.raises(ValueError, match="released"):
             lease.view[0]
         lease.release()
     store.check_integrity()
 
 
-def test_a_lease_outlives_its_time_while_nobody_needs_the_room(store: Store, clock: Clock) -> None:
+def test_a_lease_outlives_its_time_while_no_writer_needs_the_room(store: Store, clock: Clock) -> None:
     fill(store, count=BLOCKS - 1)
     lease = leased(store, b"fill:0", limit_s=1)
     clock.now_s += 100
     store.put(b"new", content(1))
     assert lease.view == content(0)
     assert store.revoke_overdue() == 1
-    assert lease.released
+    assert not lease.held
 
 
-def test_a_lease_outlives_its_time_while_somebody_else_can_leave(store: Store, clock: Clock) -> None:
+def test_a_lease_outlives_its_time_while_another_entry_can_leave(store: Store, clock: Clock) -> None:
     fill(store)
     lease = leased(store, b"fill:0", limit_s=1)
     clock.now_s += 100
@@ -314,7 +314,7 @@ def test_only_what_is_overdue_is_revoked(store: Store, clock: Clock) -> None:
     ended.release()
     clock.now_s += 2
     assert store.revoke_overdue() == 1
-    assert (short.released, long.released, endless.released) == (True, False, False)
+    assert (short.held, long.held, endless.held) == (False, True, True)
     fill(store, b"flood:", BLOCKS - 2)
     assert long.view == content(1)
     assert endless.view == content(2)
@@ -337,7 +337,7 @@ def test_a_revoked_lease_on_what_was_deleted_gives_its_room_back(
     assert store.reserve(b"new", length) is None
     clock.now_s += 6
     assert store.put(b"new", content(2, length))
-    assert lease.released
+    assert not lease.held
     assert store.retired_bytes == 0
 
 

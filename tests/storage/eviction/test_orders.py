@@ -17,7 +17,7 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 
 class Watched(Entry):
-    """An entry that counts how often somebody looked whether it is leased: once for each step of a walk."""
+    """An entry that counts how often a walk looked whether it is leased: once for each step of a walk."""
 
     looks = 0
 
@@ -123,7 +123,7 @@ def test_of_a_run_used_at_one_instant_the_tail_leaves_first(name: str) -> None:
 
 
 @every_policy
-def test_who_is_not_in_the_order_cannot_be_used(name: str) -> None:
+def test_an_entry_that_is_not_in_the_order_cannot_be_used(name: str) -> None:
     policy, (a, b, c) = admitted("abc", name)
     policy.forget(b)
     with pytest.raises(KeyError):
@@ -144,7 +144,7 @@ def test_a_leased_entry_is_no_victim_until_it_is_released(name: str) -> None:
 
 
 @every_policy
-def test_with_everything_leased_nobody_can_leave(name: str) -> None:
+def test_with_everything_leased_no_entry_can_leave(name: str) -> None:
     policy, members = admitted("abcdefgh", name)
     for entry in members:
         entry.leases = 1
@@ -324,7 +324,7 @@ def test_a_scan_passes_through_the_small_queue_only() -> None:
     assert sum(entry in policy for entry in members) >= 18
 
 
-def test_who_was_used_when_it_came_to_the_front_is_worth_a_write_and_one_hit_wonders_are_not() -> None:
+def test_an_entry_that_was_used_when_it_came_to_the_front_is_worth_a_write_and_one_hit_wonders_are_not() -> None:
     policy, (a, b, *_) = admitted("abcdefghijkl", "S3FIFO")
     policy.touch(a)
     assert next(policy.victims()) is b
@@ -332,7 +332,7 @@ def test_who_was_used_when_it_came_to_the_front_is_worth_a_write_and_one_hit_won
     assert not policy.spills(b)
 
 
-def test_who_comes_back_soon_is_no_one_hit_wonder() -> None:
+def test_a_key_that_comes_back_soon_is_no_one_hit_wonder() -> None:
     policy, (a, *_) = admitted("abcdefghijkl", "S3FIFO")
     policy.forget(a)
     (again, other) = entries("az")
@@ -342,7 +342,7 @@ def test_who_comes_back_soon_is_no_one_hit_wonder() -> None:
     assert not policy.spills(other)
 
 
-def test_where_everybody_was_used_a_victim_is_found_in_a_bounded_number_of_steps(
+def test_where_all_were_used_a_victim_is_found_in_a_bounded_number_of_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(s3fifo, "TURN_STEPS_MAX", 10)
@@ -452,7 +452,7 @@ def test_s3fifo_hits_more_often_than_lru_on_a_loop_that_does_not_fit(rates: dict
 
 @pytest.mark.parametrize("trace", ["Zipf", "Zipf with scans", "Zipf, then another"])
 @pytest.mark.parametrize("name", ["S3FIFO", "LFU"])
-def test_who_tells_popular_blocks_from_others_hits_more_often_than_lru(
+def test_a_policy_that_tells_popular_blocks_from_others_hits_more_often_than_lru(
     name: str, trace: str, rates: dict[str, dict[str, float]]
 ) -> None:
     assert rates[name][trace] > rates["LRU"][trace] + 0.05

@@ -45,7 +45,7 @@ def test_the_store_agrees_with_a_dict_while_policies_follow_one_another(seed: in
     assert changes > 3
 
 
-def test_who_is_used_while_a_policy_takes_over_leaves_last() -> None:
+def test_an_entry_that_is_used_while_a_policy_takes_over_leaves_last() -> None:
     clock = iter(range(10**9))
     arena = Arena.create(8 * 1024 * 1024, HugepageMode.OFF)
     with closing(Store(arena, policy=make_policy("FIFO"), clock_s=lambda: float(next(clock)))) as store:
@@ -81,7 +81,7 @@ def test_counts_are_kept_and_go_on_while_lfu_takes_over() -> None:
 
 
 @pytest.mark.parametrize("how", ["swapped", "moved", "renamed"])
-def test_who_goes_where_the_walk_has_been_is_handed_over_too(how: str) -> None:
+def test_an_entry_that_goes_where_the_walk_has_been_is_handed_over_too(how: str) -> None:
     arena = Arena.create(8 * 1024 * 1024, HugepageMode.OFF)
     with closing(Store(arena, policy=make_policy("FIFO"))) as store:
         for number in range(60):

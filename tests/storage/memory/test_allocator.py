@@ -127,7 +127,7 @@ def test_wrong_accounts_and_lost_holes_are_noticed() -> None:
 # ---- windows -----------------------------------------------------------------------------------------------------
 
 
-def test_with_equal_lengths_the_coldest_leaves_and_nobody_else() -> None:
+def test_with_equal_lengths_the_coldest_leaves_and_no_other() -> None:
     rng = random.Random(1)
     allocator = Allocator(64 * 3 * GRAIN_BYTES)
     order = [Block(grains(3 * number, 3)) for number in range(64)]
@@ -159,7 +159,7 @@ def test_with_equal_lengths_the_coldest_leaves_and_nobody_else() -> None:
         ("aaab.cc", 4, "cab", grains(3, 4), "bc"),  # of the runs that one victim completes, the one that loses least
     ],
 )
-def test_who_leaves_is_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
+def test_the_victims_are_a_run_of_neighbours_as_cold_and_as_tight_as_can_be(
     layout: str, wanted: int, victims: str, extent: Extent, leaving: str
 ) -> None:
     assert window(layout, wanted, victims) == (extent, leaving)
@@ -269,7 +269,7 @@ def test_a_value_is_refused_only_when_no_run_of_free_and_evictable_bytes_would_h
         ("abc", 4, "abc", []),
     ],
 )
-def test_one_walk_names_window_after_window_and_nobody_twice(
+def test_one_walk_names_window_after_window_and_no_victim_twice(
     layout: str, wanted: int, victims: str, expected: list[str]
 ) -> None:
     allocator, blocks = tiled(layout)

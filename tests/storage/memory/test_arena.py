@@ -246,7 +246,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_is_given_the_arena_cannot(way: str, arena: Arena) -> None:
+def test_a_process_that_is_given_the_arena_cannot_change_it(way: str, arena: Arena) -> None:
     shared = arena.share()
     stolen = os.open(f"/proc/self/fd/{shared}", os.O_RDWR)  # the same user may open it anew
     try:
@@ -259,7 +259,7 @@ def test_who_is_given_the_arena_cannot(way: str, arena: Arena) -> None:
     assert bytes(arena.view[512:517]) == b"first"
 
 
-def test_nobody_can_punch_a_hole_into_it(arena: Arena) -> None:
+def test_no_process_can_punch_a_hole_into_it(arena: Arena) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
     try:

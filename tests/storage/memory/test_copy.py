@@ -107,7 +107,7 @@ def test_no_hold_is_left_behind_by_a_copy_or_by_a_refused_one(kind: str) -> None
             copy(memory, source[1:], kind)
         with pytest.raises((TypeError, BufferError)):
             copy(source, memory, kind)
-        memory.append(1)  # raises BufferError while anybody holds it
+        memory.append(1)  # raises BufferError while a view holds it
         memory.pop()
     assert (sys.getrefcount(memory), sys.getrefcount(source)) == counts
 

@@ -75,7 +75,7 @@ def test_it_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_a_thread(work) == 1
 
 
-def test_a_sandbox_that_forbids_it_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_forbids_it_stops_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(thread_id: int) -> int:
         raise PermissionError(thread_id)
 

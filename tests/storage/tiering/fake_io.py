@@ -26,6 +26,13 @@ class ManualIo(IoThreads):
             count += 1
         return count
 
+    def run_next(self) -> bool:
+        """Run the most urgent job; False when there is none, or while paused."""
+        job = self._take(wait=False)
+        if job is not None:
+            self._run(job)
+        return job is not None
+
     def fail_next(self, error: BaseException) -> None:
         """Let the next job to run raise this instead of running; said twice, the next two."""
         self._failures.append(error)

@@ -102,7 +102,9 @@ def test_a_block_that_is_written_over_while_it_is_written_is_the_new_one(tiers: 
     tiers.put(b"a")
     tiers.during("pwrite", lambda: tiers.store.put(b"a", content(77)))
     tiers.save()
-    assert tiers.disk.get(*NAME) is None, "the old one is of no use"
+    record = tiers.disk.get(*NAME)
+    assert record is not None
+    assert record.superseded, "a crash alone finds the old one, which the save has confirmed"
     assert tiers.save()
     tiers.push_out()
     assert tiers.get(b"a") == content(77)
@@ -216,7 +218,7 @@ def test_a_block_gets_another_name_before_its_job_has_begun(
     is_only(tiers, new)
 
 
-def test_who_waits_for_a_name_that_is_gone_finds_nothing_and_is_told(tiers: TieredStore) -> None:
+def test_a_caller_that_waits_for_a_name_that_is_gone_finds_nothing_and_is_told(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[object] = []
     bringing = tiers.tiering.bring([NAME], told.append)

@@ -1,4 +1,4 @@
-"""WAITAOF: what has to be on disk before somebody is told that it is."""
+"""WAITAOF: what has to be on disk before a client is told that it is."""
 
 import random
 import sqlite3
@@ -9,7 +9,7 @@ import pytest
 
 from kvredis.storage.background import Priority
 from tests.storage.fake_files import Fault, on
-from tests.storage.small_store import content
+from tests.storage.small_store import content, keys_in
 from tests.storage.tiered_store import MIB, TieredStore
 
 
@@ -22,7 +22,7 @@ def test_what_was_saved_is_there_after_a_loss_of_power(tmp_path: Path) -> None:
         tiers.files.leave_behind(tmp_path / "after", random.Random(1))
         ends = tiers.clock.ms() + 10_000
     with TieredStore(tmp_path / "after") as tiers:
-        assert sorted(tiers.store.keys_in()) == [b"a", b"b", b"small"]
+        assert keys_in(tiers.store) == [b"a", b"b", b"small"]
         assert (tiers.get(b"a"), tiers.get(b"b")) == (tiers.content(b"a"), tiers.content(b"b"))
         assert tiers.get(b"small") == b"value"
         entry = tiers.store.find(b"small")
@@ -39,7 +39,7 @@ def test_a_delete_that_was_waited_for_is_not_undone_by_a_loss_of_power(tmp_path:
         assert tiers.save(tiers.store.writes + 1), "nothing is left to write, but to sync there is"
         tiers.files.leave_behind(tmp_path / "after", random.Random(2))
     with TieredStore(tmp_path / "after") as tiers:
-        assert (tiers.store.keys_in(0), tiers.store.keys_in(1)) == ([b"c"], [b"d"])
+        assert (keys_in(tiers.store, 0), keys_in(tiers.store, 1)) == ([b"c"], [b"d"])
         entry = tiers.store.find(b"c")
         assert entry is not None
         assert entry.expire_at_ms > 0
@@ -104,7 +104,7 @@ def test_a_crowd_that_asks_while_a_round_is_under_way_shares_the_next_one_and_it
     assert tiers.steps("pwrite") == 11
 
 
-def test_who_asks_before_a_round_has_begun_shares_it(tiers: TieredStore) -> None:
+def test_a_caller_that_asks_before_a_round_has_begun_shares_it(tiers: TieredStore) -> None:
     answers: list[bool] = []
     for key in (b"a", b"b"):
         tiers.put(key)
@@ -127,7 +127,7 @@ def test_more_than_are_looked_at_at_a_time_are_all_written_and_no_more(tmp_path:
         assert tiers.on_disk()[1_200:] == [b"old:%04d" % number for number in range(1_200)]
 
 
-def test_who_asks_from_within_an_answer_gets_one(tiers: TieredStore) -> None:
+def test_a_caller_that_asks_from_within_an_answer_gets_one(tiers: TieredStore) -> None:
     answers: list[bool] = []
     tiers.put(b"a")
     tiers.tiering.saving.save(0, lambda _: tiers.tiering.saving.save(0, answers.append))
@@ -153,7 +153,7 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
         tiers.put(b"a")
         with monkeypatch.context() as patched:
             if where == "write":
-                patched.setattr(tiers.tiering.carrier, "write_out", asks_and_fails)
+                patched.setattr(tiers.tiering.disk_io, "write_out", asks_and_fails)
             else:
                 saving.save(0, fails)
             saving.save(0, answers.append)
@@ -162,7 +162,7 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
         assert answers == ([False, True] if where == "write" else [True])
 
 
-def test_a_failed_write_is_told_to_those_whom_it_concerns(tiers: TieredStore) -> None:
+def test_a_failed_write_is_told_to_the_clients_that_it_concerns(tiers: TieredStore) -> None:
     answers: dict[str, bool] = {}
 
     def others() -> None:
@@ -234,7 +234,7 @@ def test_a_queue_without_room_is_an_answer(tiers: TieredStore) -> None:
     assert tiers.save()
 
 
-def test_those_who_wait_for_a_write_go_before_all_spills(tiers: TieredStore) -> None:
+def test_those_that_wait_for_a_write_go_before_all_spills(tiers: TieredStore) -> None:
     tiers.put(b"a", b"b")
     tiers.tiering.spill(list(tiers.store.unsaved))
     answers: list[bool] = []
@@ -250,7 +250,7 @@ def test_nothing_to_save_is_saved(tiers: TieredStore) -> None:
     assert tiers.steps("pwrite") == tiers.steps("sync segment") == 0
 
 
-def test_what_the_disk_let_go_of_is_written_for_who_asks_next(tmp_path: Path) -> None:
+def test_what_the_disk_let_go_of_is_written_for_the_next_that_asks(tmp_path: Path) -> None:
     with TieredStore(tmp_path, disk_bytes=MIB, arena_bytes=2 * MIB) as tiers:
         keys = [b"n:%02d" % number for number in range(16)]
         tiers.put(*keys)

@@ -14,7 +14,7 @@ from kvredis.storage.memory.arena import Arena, HugepageMode
 from kvredis.storage.store import Store
 from kvredis.storage.tiering.transfers import State
 from tests.storage.fake_files import FakeFiles, Fault, on
-from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, content, fill, read
+from tests.storage.small_store import ARENA_BYTES, BLOCK_BYTES, BLOCKS, content, fill, keys_in, read
 from tests.storage.tiered_store import MIB, TieredStore
 
 DISK_BLOCKS = 16
@@ -100,7 +100,7 @@ def test_a_block_that_left_the_disk_while_it_was_asked_for_is_a_miss(tiers: Tier
     tiers.io.run()
     bringing.release()
     assert tiers.store.find(keys[0]) is None
-    tiers.tiering.carrier._have_left(left)
+    tiers.tiering.disk_io._have_left(left)
     tiers.disk.abandon(extent)
     assert tiers.store.away == 0
     assert tiers.disk.stats.quarantined == 0
@@ -131,7 +131,7 @@ def test_a_block_that_left_the_disk_while_it_was_renamed_is_gone_under_both_name
     assert tiers.store.find(keys[0]) is tiers.store.find(b"other") is None
     assert tiers.store.journal == [("del", keys[0], 0), ("set", b"other", 0), ("evicted", b"other", 0)]
     assert tiers.store.stats.evicted == 1
-    tiers.tiering.carrier._have_left(left)
+    tiers.tiering.disk_io._have_left(left)
     tiers.disk.abandon(extent)
     assert tiers.store.stats.evicted == 1
 
@@ -142,10 +142,10 @@ def test_a_block_that_left_the_disk_while_databases_were_exchanged_is_gone(tiers
     extent, left = tiers.disk.place(ALL_BYTES)
     assert extent is not None
     tiers.store.swap(0, 1)
-    tiers.tiering.carrier._have_left(left)
+    tiers.tiering.disk_io._have_left(left)
     tiers.disk.abandon(extent)
-    assert tiers.store.keys_in(0) == []
-    assert tiers.store.keys_in(1) == [keys[1]]
+    assert keys_in(tiers.store, 0) == []
+    assert keys_in(tiers.store, 1) == [keys[1]]
     assert [entry.key for entry in tiers.store.unsaved] == [keys[1]], "memory has it still"
 
 

@@ -168,7 +168,7 @@ def test_beginning_a_long_list_costs_the_begin_of_a_few_though_the_disk_is_quick
     assert job.counts.done == 1000
 
 
-def test_whoever_waits_is_told_once_when_all_has_arrived() -> None:
+def test_a_caller_that_waits_is_told_once_when_all_has_arrived() -> None:
     desk = Desk()
     job = desk.open("ab")
     job.add_done(desk.tell)
@@ -202,7 +202,7 @@ def test_a_job_of_nothing_to_do_is_finished_at_once() -> None:
     assert not job.is_cancelled
 
 
-def test_who_has_waited_long_enough_is_not_told() -> None:
+def test_a_caller_that_has_waited_long_enough_is_not_told() -> None:
     desk = Desk()
     job = desk.open("a")
     job.add_done(desk.tell)
@@ -249,7 +249,7 @@ def test_a_block_that_cannot_be_begun_has_failed_and_the_rest_of_its_job_comes(
     assert caplog.messages == [f"prefetch job {job.number} could not begin a block"]
 
 
-def test_cancelling_drops_what_has_not_begun_and_tells_those_who_wait() -> None:
+def test_cancelling_drops_what_has_not_begun_and_tells_those_that_wait() -> None:
     desk = Desk()
     job = desk.open("abc")
     job.add_done(desk.tell)
@@ -279,7 +279,7 @@ def test_cancelling_lets_what_is_under_way_come_to_its_end() -> None:
     assert job.is_finished
 
 
-def test_a_block_that_somebody_else_waits_for_comes_all_the_same() -> None:
+def test_a_block_for_which_another_caller_waits_comes_all_the_same() -> None:
     desk = Desk()
     first, second = desk.open("ab"), desk.open("bc")
     heard: list[State] = []

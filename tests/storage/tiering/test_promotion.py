@@ -47,7 +47,7 @@ def test_a_wait_is_told_once_when_all_of_it_is_here_and_holds_it(tiers: TieredSt
     assert tiers.store.leases == 0
 
 
-def test_whoever_comes_later_joins_and_there_is_one_read(tiers: TieredStore) -> None:
+def test_a_later_reader_joins_and_there_is_one_read(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[Bringing] = []
     first = tiers.tiering.bring([NAME], told.append)
@@ -71,7 +71,7 @@ def test_a_demand_makes_a_prefetch_urgent(tiers: TieredStore) -> None:
     bringing.release()
 
 
-def test_who_no_longer_waits_has_nothing_read_for_him(tiers: TieredStore) -> None:
+def test_a_caller_that_no_longer_waits_has_nothing_read_for_it(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     bringing = tiers.bring(NAME)
     assert bringing is not None
@@ -80,7 +80,7 @@ def test_who_no_longer_waits_has_nothing_read_for_him(tiers: TieredStore) -> Non
     assert not len(tiers.tiering.transfers)
 
 
-def test_who_leaves_while_his_block_is_read_holds_nothing(tiers: TieredStore) -> None:
+def test_a_caller_that_leaves_while_its_block_is_read_holds_nothing(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     told: list[Bringing] = []
     bringing = tiers.tiering.bring([NAME], told.append)
@@ -108,7 +108,7 @@ def test_a_demand_drops_the_coldest_when_the_disk_takes_nothing(tiers: TieredSto
     assert tiers.tiering.stats.spill_dropped == 1
 
 
-def test_a_prefetch_drops_nobody_when_the_disk_takes_nothing(tiers: TieredStore) -> None:
+def test_a_prefetch_drops_no_block_when_the_disk_takes_nothing(tiers: TieredStore) -> None:
     tiers.put_away(b"a")
     keys = fill(tiers.store)
     tiers.files.plan = on("pwrite", Fault.EIO)
@@ -135,7 +135,7 @@ def test_there_is_no_room_where_everything_is_held(tiers: TieredStore) -> None:
     assert tiers.get(b"a") == tiers.content(b"a")
 
 
-def test_who_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: TieredStore) -> None:
+def test_a_caller_that_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: TieredStore) -> None:
     keys = [b"n:%02d" % number for number in range(BLOCKS + 4)]
     for key in keys:
         tiers.put(key)
@@ -151,7 +151,7 @@ def test_who_wants_more_than_memory_holds_is_told_so_and_has_what_fits(tiers: Ti
     bringing.release()
 
 
-def test_two_who_want_more_than_fits_are_both_told_and_the_next_gets_his(tiers: TieredStore) -> None:
+def test_two_callers_that_want_more_than_fits_are_both_told_and_the_next_gets_its_block(tiers: TieredStore) -> None:
     ours = [b"x:%02d" % number for number in range(BLOCKS * 3 // 4)]
     theirs = [b"y:%02d" % number for number in range(BLOCKS * 3 // 4)]
     for key in [*ours, *theirs]:
@@ -190,7 +190,7 @@ def test_a_spill_that_was_overtaken_is_not_taken_for_the_way_back(tiers: TieredS
     tiers.io.pause()
     tiers.tiering.spill(list(tiers.store.unsaved))
     (entry,) = tiers.store.unsaved
-    assert tiers.tiering.carrier.write_out([entry]) == [True], "somebody has asked for it to be saved meanwhile"
+    assert tiers.tiering.disk_io.write_out([entry]) == [True], "a client has asked for it to be saved meanwhile"
     tiers.push_out()
     tiers.io.resume()
     assert tiers.get(b"a") == tiers.content(b"a")

@@ -86,14 +86,14 @@ def test_a_block_does_not_leave_memory_while_it_is_written(tiers: TieredStore) -
     assert read(tiers.store, b"a") == tiers.content(b"a")
 
 
-def test_who_cannot_wait_drops_the_coldest_unwritten_and_that_is_counted(tiers: TieredStore) -> None:
+def test_a_caller_that_cannot_wait_drops_the_coldest_unwritten_and_that_is_counted(tiers: TieredStore) -> None:
     fill(tiers.store)
     tiers.put(b"late")
     assert tiers.tier(b"fill:0") is None
     assert tiers.tiering.stats.spill_dropped == tiers.store.stats.evicted == 1
 
 
-def test_who_can_wait_is_refused_until_the_disk_has_made_room(tiers: TieredStore) -> None:
+def test_a_caller_that_can_wait_is_refused_until_the_disk_has_made_room(tiers: TieredStore) -> None:
     fill(tiers.store)
     told: list[str] = []
     tiers.tiering.call_on_room(lambda: told.append("room"))
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_is_not_worth_waiting_for_until_a_write_succeeds(tiers
     assert tiers.tiering.makes_room
 
 
-def test_somebody_who_waited_while_nothing_was_written_keeps_others_from_waiting(tiers: TieredStore) -> None:
+def test_a_caller_that_waited_while_nothing_was_written_keeps_others_from_waiting(tiers: TieredStore) -> None:
     tiers.put(b"a")
     tiers.tiering.waited_in_vain(tiers.clock.now_s + 1)
     assert not tiers.tiering.makes_room
@@ -308,7 +308,7 @@ def test_a_disk_smaller_than_memory_is_not_written_over_and_over(tmp_path: Path,
 
 
 # The order in which blocks leave memory, and what of them is worth a write, under each policy; and an arena that is
-# only a place of passage.
+# only staging.
 
 
 def leave(tiers: TieredStore, count: int) -> None:
@@ -343,7 +343,7 @@ def test_under_every_policy_all_that_was_used_twice_survives_a_memory_that_is_to
     ("policy", "first", "first_used"),
     [("LRU", b"fill:0", b"fill:1"), ("FIFO", b"fill:0", b"fill:0"), ("LFU", b"fill:0", b"fill:1")],
 )
-def test_who_leaves_memory_first_is_who_the_policy_says(
+def test_the_policy_says_which_entry_leaves_memory_first(
     tmp_path: Path, policy: str, first: bytes, first_used: bytes
 ) -> None:
     with TieredStore(tmp_path / "a", policy=policy) as tiers:
@@ -433,7 +433,7 @@ def test_a_block_that_is_read_passes_through_and_leaves_with_its_last_reader(tmp
         assert (tiers.steps("pread"), tiers.steps("pwrite")) == (1, 1)
 
 
-def test_a_block_under_way_that_nobody_waits_for_any_more_leaves_as_it_comes(tmp_path: Path) -> None:
+def test_a_block_under_way_for_which_no_caller_waits_any_more_leaves_as_it_comes(tmp_path: Path) -> None:
     with TieredStore(tmp_path, keep=False) as tiers:
         tiers.put(b"a")
         tiers.io.run()
@@ -445,7 +445,7 @@ def test_a_block_under_way_that_nobody_waits_for_any_more_leaves_as_it_comes(tmp
         assert tiers.store.used_bytes == 0
 
 
-def test_who_asks_for_a_block_after_another_gave_it_up_under_way_holds_it(tmp_path: Path) -> None:
+def test_a_caller_that_asks_for_a_block_after_another_gave_it_up_under_way_holds_it(tmp_path: Path) -> None:
     with TieredStore(tmp_path, keep=False) as tiers:
         tiers.put(b"a")
         tiers.io.run()
@@ -517,7 +517,9 @@ def test_what_waits_for_a_block_right_as_it_leaves_gets_it(tmp_path: Path) -> No
         assert tiers.store.leases == 1
 
 
-def test_an_arena_of_passage_that_fills_faster_than_the_disk_writes_refuses_who_can_wait(tmp_path: Path) -> None:
+def test_an_arena_of_passage_that_fills_faster_than_the_disk_writes_refuses_callers_that_can_wait(
+    tmp_path: Path,
+) -> None:
     with TieredStore(tmp_path, keep=False, disk_bytes=8 * MIB) as tiers:
         for number in range(4 * BLOCKS):
             key = b"n:%03d" % number
@@ -535,8 +537,8 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
 ) -> None:
     tiers.put(b"a", b"b")
     first, second = (tiers.store.index.spaces[0][key] for key in (b"a", b"b"))
-    carrier, writing, may_end = tiers.tiering.carrier, threading.Event(), threading.Event()
-    other = threading.Thread(target=lambda: carrier.write_out([first]))
+    io, writing, may_end = tiers.tiering.disk_io, threading.Event(), threading.Event()
+    other = threading.Thread(target=lambda: io.write_out([first]))
 
     def hold() -> None:
         writing.set()
@@ -546,7 +548,7 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
         """Between the two: the first is to be written again, and the other thread is at it."""
         with tiers.store.lock:
             tiers.disk.forget(b"a", 0)
-            carrier.let_go(first)
+            io.let_go(first)
         tiers.during("pwrite", hold)
         other.start()
         assert writing.wait(60)
@@ -554,7 +556,7 @@ def test_a_block_that_another_thread_begins_to_write_while_the_rest_is_published
     monkeypatch.setattr(disk_io, "PUBLISHED_AT_ONCE", 1)
     monkeypatch.setattr(disk_io, "time", SimpleNamespace(sleep=pause))
     try:
-        assert carrier.write_out([first, second]) == [False, True]
+        assert io.write_out([first, second]) == [False, True]
         assert (first.leases, tiers.tiering.stats.spill_failed) == (1, 0), "the other thread's, which has not failed"
     finally:
         may_end.set()

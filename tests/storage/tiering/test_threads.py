@@ -1,8 +1,8 @@
-"""Several clients at a store whose disk has threads of its own: whoever reads gets what he wrote last, or nothing where
-blocks may be lost; nobody waits for ever, and in the end all agrees.
+"""Several clients at a store whose disk has threads of its own: a reader gets what it wrote last, or nothing where
+blocks may be lost; no client waits for ever, and in the end all agrees.
 
-Each client writes keys of its own and reads everybody's. A value's first bytes tell its number, so that a reader knows
-what the rest must be.
+Each client writes keys of its own and reads all. A value's first bytes tell its number, so that a reader knows what the
+rest must be.
 """
 
 import random
@@ -122,7 +122,7 @@ class Client(threading.Thread):
             bringing: Bringing | None = self.tiering.bring([(key, 0)], lambda _, come=come: come.set())  # type: ignore[misc]
             try:
                 if bringing is not None:
-                    assert come.wait(LONGEST_WAIT_S), "nobody was told"
+                    assert come.wait(LONGEST_WAIT_S), "no client was told"
                 found = self.store.fetch(key)
                 if isinstance(found, Lease):
                     with found:
@@ -142,7 +142,7 @@ class Client(threading.Thread):
         self.model.pop(key, None)
 
     def rename(self) -> None:
-        """Under another of our names, for whoever reads; it is ours to know what it was."""
+        """Rename to another of our names, for any reader; only we know what it was."""
         old = self.key()
         if old in self.model and self.store.move((old, 0), (b"renamed", self.number + 1)):
             self.store.move((b"renamed", self.number + 1), (old, 0))
@@ -155,7 +155,7 @@ class Client(threading.Thread):
     def save(self) -> None:
         saved = threading.Event()
         self.tiering.saving.save(self.rng.choice((0, self.store.writes)), lambda _: saved.set())
-        assert saved.wait(LONGEST_WAIT_S), "nobody was told"
+        assert saved.wait(LONGEST_WAIT_S), "no client was told"
 
     def look(self) -> None:
         """What the server's loop does beside."""
@@ -183,7 +183,7 @@ def test_many_clients_and_the_threads_of_a_disk_agree(tmp_path: Path, terrain: T
     for client in clients:
         client.join(LONGEST_WAIT_S)
     assert [client.error for client in clients] == [None] * CLIENTS
-    assert not any(client.is_alive() for client in clients), "somebody waits for ever"
+    assert not any(client.is_alive() for client in clients), "a client waits for ever"
     tiering = clients[0].tiering
     assert tiering.io.drain(LONGEST_WAIT_S)
     store.check_integrity()

@@ -1,4 +1,5 @@
-"""Transfers: one in flight for a block, joined by whoever asks again, and cancelled when nobody wants it any more."""
+"""Transfers: one in flight for a block, joined by callers that ask again, and cancelled when no caller wants it any
+more."""
 
 import logging
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class Disk:
 # ---- one in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_whoever_asks_again_joins_and_everybody_hears_of_it_once() -> None:
+def test_a_caller_that_asks_again_joins_and_each_hears_of_it_once() -> None:
     disk = Disk()
     first = disk.ask(Kind.PROMOTE, done=disk.hear)
     assert disk.ask(Kind.PROMOTE, done=disk.hear_too) is first
@@ -75,7 +76,7 @@ def test_another_key_and_another_database_are_other_blocks() -> None:
     assert len(transfers) == len(disk.transfers) == disk.io.run() == 3
 
 
-def test_who_asks_after_the_end_starts_anew_even_in_a_callback() -> None:
+def test_a_caller_that_asks_after_the_end_starts_anew_even_in_a_callback() -> None:
     disk = Disk()
     seen: list[Transfer[str]] = []
     first = disk.ask(Kind.PROMOTE, done=lambda transfer: seen.append(disk.ask(Kind.SPILL)))
@@ -156,7 +157,7 @@ def test_a_demand_that_joins_while_the_job_is_being_submitted_hastens_it_too() -
 # ---- other ends ------------------------------------------------------------------------------------------------------
 
 
-def test_no_room_is_an_answer_that_those_who_wait_hear_as_well() -> None:
+def test_no_room_is_an_answer_that_those_that_wait_hear_as_well() -> None:
     disk = Disk(ManualIo(queue_jobs_max=1))
     disk.ask(Kind.SPILL, b"a")
     refused = disk.ask(Kind.SPILL, b"b", disk.hear)
@@ -185,7 +186,7 @@ def test_one_not_begun_by_its_deadline_is_overdue() -> None:
     assert (disk.heard, disk.ran) == ([(State.OVERDUE, None)], [])
 
 
-def test_what_start_raises_reaches_the_caller_and_fails_those_who_had_joined() -> None:
+def test_what_start_raises_reaches_the_caller_and_fails_those_that_had_joined() -> None:
     disk = Disk()
 
     def start() -> None:
@@ -220,23 +221,23 @@ def test_a_callback_that_fails_does_not_keep_the_others_from_theirs(
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-# ---- nobody wants it any more ----------------------------------------------------------------------------------------
+# ---- no caller wants it any more -------------------------------------------------------------------------------------
 
 
-def test_the_last_who_waits_cancels_it() -> None:
+def test_the_last_caller_that_waits_cancels_it() -> None:
     disk = Disk()
     transfer = disk.ask(Kind.PROMOTE, done=disk.hear)
     disk.ask(Kind.PROMOTE, done=disk.hear_too)
     assert transfer.withdraw(disk.hear)
     assert not transfer.withdraw(disk.hear), "taken back already"
-    assert len(disk.transfers) == 1, "somebody still waits"
+    assert len(disk.transfers) == 1, "a caller still waits"
     assert transfer.withdraw(disk.hear_too)
     assert transfer.state is State.CANCELLED
     assert (len(disk.transfers), disk.io.run(), disk.heard) == (0, 0, [])
     assert disk.ask(Kind.PROMOTE) is not transfer
 
 
-def test_one_that_somebody_wants_made_without_waiting_is_not_cancelled_by_those_who_wait() -> None:
+def test_one_wanted_without_waiting_is_not_cancelled_by_callers_that_wait() -> None:
     disk = Disk()
     transfer = disk.ask(Kind.SPILL)
     transfer.add_done(disk.hear)
@@ -245,7 +246,7 @@ def test_one_that_somebody_wants_made_without_waiting_is_not_cancelled_by_those_
     assert disk.ran == ["spill k 0"]
 
 
-def test_one_under_way_goes_on_to_its_end_though_nobody_waits() -> None:
+def test_one_under_way_goes_on_to_its_end_though_no_caller_waits() -> None:
     disk, answers = Disk(), list[bool]()
 
     def job() -> str:
@@ -261,7 +262,7 @@ def test_one_under_way_goes_on_to_its_end_though_nobody_waits() -> None:
     assert (transfer.state, transfer.result, disk.heard) == (State.DONE, "done", [])
 
 
-def test_one_that_nobody_wants_by_the_time_it_is_submitted_is_cancelled() -> None:
+def test_one_that_is_unwanted_by_the_time_it_is_submitted_is_cancelled() -> None:
     disk = Disk()
 
     def start() -> Future[str] | None:
@@ -295,7 +296,7 @@ def test_what_was_reserved_for_a_cancelled_job_is_given_back_by_a_callback_that_
 # ---- keys that change meanwhile --------------------------------------------------------------------------------------
 
 
-def test_nobody_joins_the_transfer_of_a_value_that_was_replaced_but_those_who_wait_hear_its_end() -> None:
+def test_no_caller_joins_the_transfer_of_a_replaced_value_but_those_that_wait_hear_its_end() -> None:
     disk = Disk()
     old = disk.ask(Kind.PROMOTE, done=disk.hear)
     assert disk.transfers.forget(b"k", 0) is old

@@ -92,11 +92,9 @@ class RingSum:
         self._digest = ""
 
     def done(self) -> bool:
-        """As Sum.done."""
         return self._sums is None or (self.event is not None and self.event.query())
 
     def result(self) -> str:
-        """As Sum.result."""
         sums = self._sums
         if sums is not None:
             if self.event is None:
@@ -122,7 +120,7 @@ class RingSum:
 
 
 class RingSums:
-    """The rows of a device's running checksums, and who has which. Any thread."""
+    """The rows of a device's running checksums, and which chunk has which. Any thread."""
 
     def __init__(self, summing: Summing, rows: int) -> None:
         self.summing = summing
@@ -158,6 +156,6 @@ class RingSums:
             self._passed = event
 
     def give_back(self, row: int) -> None:
-        """Nothing is enqueued for it any more, and its owner does not ask."""
+        """Free a row for which nothing is enqueued any more, and of which its owner does not ask again."""
         del self._taken[row]
         self._free.append(row)

@@ -135,7 +135,6 @@ class TorchIndex:
 
     @torch.no_grad()
     def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
-        """As Index.gather."""
         for layer, units, chosen in self._steps(launch, slot, pages):
             found = layer[:, chosen]  # index_select may copy a whole layer first, where it is not contiguous
             parts, planes, some = units.shape[:3]
@@ -143,7 +142,6 @@ class TorchIndex:
 
     @torch.no_grad()
     def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
-        """As Index.scatter."""
         for layer, units, chosen in self._steps(launch, slot, pages):
             layer.index_copy_(1, chosen, units.transpose(0, 1).flatten(1, 2))
 
@@ -225,7 +223,6 @@ class RuntimeEvent:
             return self._runtime.query(self._handle)
 
     def synchronize(self) -> None:
-        """As Event.synchronize."""
         with torch.cuda.device(self._device):
             self._runtime.synchronize(self._handle)
 
@@ -251,7 +248,7 @@ class CudaDevice:
 
     @property
     def kernels(self) -> str:
-        """Who gathers: triton or torch."""
+        """What gathers: triton or torch."""
         return "torch" if isinstance(self._index, TorchIndex) else "triton"
 
     def stream(self, *, uploads: bool = False) -> torch.cuda.Stream:
@@ -268,7 +265,6 @@ class CudaDevice:
         return torch.cuda.Stream(self._device, priority=self._tuning.stream_priority)  # type: ignore[no-untyped-call]
 
     def here(self) -> AbstractContextManager[Any]:
-        """As Device.here."""
         return torch.cuda.device(self._device)
 
     @contextmanager
@@ -306,7 +302,6 @@ class CudaDevice:
         return kept.there
 
     def record(self, stream: torch.cuda.Stream) -> RuntimeEvent | DeviceEvent:
-        """As Device.record."""
         if self._runtime is None:
             return DeviceEvent(event_on(stream), self._device)
         try:
@@ -319,17 +314,14 @@ class CudaDevice:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event | DeviceEvent | RuntimeEvent) -> None:
-        """As Device.wait."""
         event.wait(stream)
 
     def behind(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """As Device.behind."""
         self.record(other).wait(stream)
 
     def gather(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
-        """As Device.gather."""
         with self._launching(stream):
             for launch in launches:
                 self._index.gather(launch, slot, pages, stream.cuda_stream)
@@ -337,7 +329,6 @@ class CudaDevice:
     def scatter(
         self, launches: Sequence[Launch], slot: torch.Tensor, pages: torch.Tensor, stream: torch.cuda.Stream
     ) -> None:
-        """As Device.scatter."""
         with self._launching(stream):
             for launch in launches:
                 self._index.scatter(launch, slot, pages, stream.cuda_stream)
@@ -347,7 +338,6 @@ class CudaDevice:
         return _NOTHING if self._index.takes_handle else torch.cuda.stream(stream)
 
     def copy_out(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
-        """As Device.copy_out."""
         if self._runtime is None:
             self._copy(slot, extents, stream, out=True)
             return
@@ -355,7 +345,6 @@ class CudaDevice:
         self._runtime.copy(extents.host, places, extents.nbytes, stream.cuda_stream, batch=locked)
 
     def copy_in(self, slot: torch.Tensor, extents: Extents, stream: torch.cuda.Stream, *, locked: bool) -> None:
-        """As Device.copy_in."""
         if self._runtime is None:
             self._copy(slot, extents, stream, out=False)
             return
@@ -376,14 +365,12 @@ class CudaDevice:
                 return None
 
     def page_locked(self, address: int) -> bool:
-        """As Device.page_locked."""
         if self._runtime is not None:
             with torch.cuda.device(self._device):
                 return self._runtime.page_locked(address)
         return bool(_host(address, 1).is_pinned())
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
-        """As Device.synchronize."""
         with torch.cuda.device(self._device):
             stream.synchronize()
 

@@ -118,11 +118,9 @@ class TritonIndex:
         return False
 
     def gather(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
-        """As Index.gather."""
         self._launch(launch, slot, pages, stream, scatter=False)
 
     def scatter(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int = 0) -> None:
-        """As Index.scatter."""
         self._launch(launch, slot, pages, stream, scatter=True)
 
     def _launch(self, launch: Launch, slot: torch.Tensor, pages: torch.Tensor, stream: int, *, scatter: bool) -> None:
@@ -287,7 +285,6 @@ class TritonSums:
         self, launches: Sequence[Launch], slot: torch.Tensor, scratch: torch.Tensor, pages: torch.Tensor,
         rows_at: int, stream: Any,
     ) -> None:  # fmt: skip
-        """As Summing.fold."""
         tile = self._tuning.fold_tile_blocks
         for launch in launches:
             shape = self._shape(launch)
@@ -295,7 +292,6 @@ class TritonSums:
             self._launch(_fold, triton.cdiv(shape[1], tile), arguments, stream, self._tuning.kernel_warps)
 
     def chain(self, launches: Sequence[Launch], scratch: torch.Tensor, stream: Any) -> None:
-        """As Summing.chain."""
         unrolled = self._tuning.chain_unrolled
         for launch in launches:
             shape = self._shape(launch)
@@ -304,7 +300,6 @@ class TritonSums:
             self._launch(_chain, parts, arguments, stream, 1)
 
     def digest(self, row: int, nbytes: int) -> str:
-        """As Summing.digest."""
         return f"{digest_of(self._found[row].tolist(), nbytes):016x}"
 
     def _shape(self, launch: Launch) -> tuple[int, int, int, int, int, int]:

@@ -246,7 +246,6 @@ class LayerPlans:
         return replace(made, known_numbers=self._first.numbers)
 
     def slots(self, slot_bytes: int, first_share: int, last_share: int = 1) -> list[Span]:
-        """As Plan.slots."""
         kind = (slot_bytes, first_share, last_share)
         if kind not in self._spans:
             self._spans[kind] = list(self._first.slots(*kind))
@@ -294,31 +293,24 @@ class LayerPlan:
 
     @property
     def numbers(self) -> Numbers:
-        """As Plan.numbers."""
         return self._first.numbers
 
     def slots(self, slot_bytes: int, first_share: int = 1, last_share: int = 1) -> list[Span]:
-        """As Plan.slots."""
         return self._plans.slots(slot_bytes, first_share, last_share)
 
     def parts_before(self, unit: int) -> int:
-        """As Plan.parts_before."""
         return self._first.parts_before(unit)
 
     def held(self, span: Span) -> range:
-        """As Plan.held."""
         return self._first.held(span)
 
     def lenders(self, span: Span) -> Mapping[int, memoryview]:
-        """As Plan.lenders."""
         return self._plans.lenders(span)
 
     def launches(self, span: Span) -> list[Launch]:
-        """As Plan.launches."""
         return [launch._replace(layer=self._layer) for launch in self._plans.launches(span)]
 
     def extents(self, span: Span) -> Extents:
-        """As Plan.extents."""
         first, apart = self._plans.extents(span)
         layer = self._layer
         return first._replace(host=[host + layer * each for host, each in zip(first.host, apart, strict=True)])

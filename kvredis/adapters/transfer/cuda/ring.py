@@ -71,14 +71,14 @@ class RingMoving:
             self._marks[-1] = (parts, self._marks[-1][1])
 
     def end(self, events: Sequence[Event]) -> None:
-        """It failed: behind these events its memory is the caller's again, and no more parts have moved."""
+        """End a job that has failed: behind these events its memory is the caller's again, and no more parts have
+        moved."""
         moved = self._marks[-1][0] if self._marks else self._moved
         self._marks.extend((moved, event) for event in events)
         self._over = not self._marks
 
     @property
     def parts_done(self) -> int:
-        """As Moving.parts_done."""
         self._look()
         return self._moved
 
@@ -127,7 +127,7 @@ class RingMoving:
                 self._settle()
 
     def _fail(self, error: Exception) -> None:
-        """The device is lost, and nothing runs on it any more."""
+        """Note that the device is lost: nothing runs on it any more."""
         with self._lock:
             self.failure = self.failure or error
             self._marks.clear()
@@ -401,15 +401,12 @@ class RingTransfer:
         """Of each staging buffer."""
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Transfer.store."""
         return self._begin(self._store, parts, self._plans(parts, check_writable), after)
 
     def load(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None, is_last: bool = False) -> Moving:
-        """As Transfer.load."""
         return self._begin(self._load, parts, self._plans(parts), after, is_last=is_last)
 
     def layers(self, parts: Sequence[Part]) -> RingLayers:
-        """As Transfer.layers."""
         return RingLayers(self, parts)
 
     def store_planned(self, jobs: Sequence[AnyPlan], parts: Sequence[Part], after: Any) -> Moving:
@@ -417,7 +414,6 @@ class RingTransfer:
         return self._begin(self._store, parts, iter(jobs), after, before=-len(parts) * (len(jobs) - 1))
 
     def sum_of(self, nbytes: int) -> RingSum | None:
-        """As Transfer.sum_of."""
         return None if self._sums is None else self._sums.take(nbytes)
 
     def close(self) -> None:
@@ -477,7 +473,6 @@ class RingLayers:
         self._are_small = 2 * self._plans.nbytes <= ring.slot_bytes
 
     def store(self, layer: int, count: int = 1, *, after: torch.cuda.Event | None = None) -> Moving:
-        """As Layers.store."""
         check_writable(self._plans.parts)
         jobs = self._jobs(range(layer, layer + count))
         return self._ring.store_planned(jobs, self._plans.parts, after)

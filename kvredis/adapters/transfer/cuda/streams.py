@@ -4,11 +4,11 @@ A GPU fetches what its streams were given through a few units (PBDMA in NVIDIA's
 several streams in turn. One whose head waits for an event makes the others of its unit wait for their next turn, kernel
 by kernel: on an H200 one of an engine's that is launched by itself takes 6.9 us beside a stream that waits for copies,
 instead of 1.9, and an eager prefill beside loads is slowed by 4 to 5 % instead of 3. It was every second stream, in the
-order in which they were given their first kernels, whatever their priorities. No call tells who shares a unit: it is
-tried out.
+order in which they were given their first kernels, whatever their priorities. No call tells which streams share a unit:
+it is tried out.
 
 A process has eight queues for kernels (CUDA_DEVICE_MAX_CONNECTIONS), and streams beyond that share these as it comes:
-then it is not known what was measured. So none is tried that will not be used: loud ones are for what is else, copies.
+then a trial says nothing. So no stream is made for the trial alone: those that disturb others are used for copies.
 """
 
 from __future__ import annotations

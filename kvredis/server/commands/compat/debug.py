@@ -1,4 +1,4 @@
-"""DEBUG: the few subcommands with which test suites put a server into a state; what would break one is unknown here.
+"""DEBUG: the few subcommands with which test suites put a server into a state; none that crashes or corrupts one.
 
 Off unless `enable-debug-command` was `yes` or `local` at the start, because SLEEP halts every client.
 """

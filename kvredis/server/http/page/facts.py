@@ -122,7 +122,7 @@ async def search(store: Store, prefix: bytes, cursor: int = 0, space: int = 0) -
 
 
 async def told_blocks(store: Store, entries: Sequence[Entry]) -> list[Told]:
-    """Those that are still there."""
+    """The blocks of these that are still there."""
     told: list[Told] = []
 
     def take(some: Sequence[Entry]) -> None:

@@ -267,7 +267,7 @@ class Surveys:
             return self._latest
         if self._running is None:
             self._running = asyncio.create_task(self._make())
-        return await asyncio.shield(self._running)  # one who goes away does not end it for the others
+        return await asyncio.shield(self._running)  # a reader that goes away does not end it for the others
 
     async def _make(self) -> bytes:
         began_s = perf_counter()

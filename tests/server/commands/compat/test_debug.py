@@ -37,7 +37,7 @@ def session() -> Iterator[FakeSession]:
         ("yes", "10.0.0.1:5", True),
     ],
 )
-def test_who_may_debug_was_decided_at_the_start(allowed: str, addr: str, runs: bool) -> None:
+def test_it_is_decided_at_the_start_which_clients_may_debug(allowed: str, addr: str, runs: bool) -> None:
     session = session_of(allowed)
     session.addr = addr
     assert session.ask("DEBUG LOG x").startswith(b"+OK" if runs else NOT_ALLOWED)

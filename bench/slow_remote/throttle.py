@@ -1,9 +1,9 @@
-"""A TCP proxy that passes on so many bytes a second and no more: a slow link, for those who must live with one.
+"""A TCP proxy that passes on so many bytes a second and no more: it stands for a slow link.
 
 A process of its own, since a thread would take turns with the client that is measured:
-`python -m kvredis.bench.core.throttle HOST PORT` prints the port of 127.0.0.1 where it listens, and then reads lines
-of JSON from its standard input: `bytes_per_s` for each direction, all connections together, 0 for as many as there are.
-It answers each with the same line, and ends with the input.
+`python -m kvredis.bench.slow_remote.throttle HOST PORT` prints the port of 127.0.0.1 where it listens, and then reads
+lines of JSON from its standard input: `bytes_per_s` for each direction, all connections together, 0 for as many as
+there are. It answers each with the same line, and ends with the input.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import time
 from typing import Final, Self
 
 from kvredis.backends.config.url import Address
-
-from .line_process import LineProcess
-from .servers import READY_WAIT_S, child_environment
+from kvredis.bench.core.line_process import LineProcess
+from kvredis.bench.core.servers import READY_WAIT_S, child_environment
 
 _SLICE_BYTES: Final = 64 * 1024
 """What is passed on at a time on a slow link: about a millisecond of 50 MB/s."""

@@ -1,7 +1,7 @@
 """What does a cache cost behind a link that is slower than computing, and does it notice when the link is fast again?
 `kvredis bench slow-remote` answers for loading everything and for `min_retrieve_tokens: auto`.
 
-A real server behind a proxy that throttles both ways (core/throttle.py). Three arms answer the same prompts, all of
+A real server behind a proxy that throttles both ways (throttle.py). Three arms answer the same prompts, all of
 which are stored: `none` computes, `plain` loads what it finds, `auto` decides (min_retrieve_tokens = auto). Then the
 throttle ends, and they do it again. Computing is simulated: an arm that has not loaded a token sleeps
 1/prefill_tokens_per_s for it, so `none` is exact and the others have everything else in them: lookups, loads, copies,
@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from kvredis import install_line
-
-from .core.errors import BenchError, VerificationError
-from .core.result import (
+from kvredis.bench.core.errors import BenchError, VerificationError
+from kvredis.bench.core.result import (
     Column,
     GateLine,
     Progress,
@@ -41,9 +40,10 @@ from .core.result import (
     table,
     verified_line,
 )
-from .core.servers import ServerProcess, kvredis_recipe
-from .core.statistics import MIB, by_repeat, middle, paired_ratio, rotated
-from .core.throttle import Throttle
+from kvredis.bench.core.servers import ServerProcess, kvredis_recipe
+from kvredis.bench.core.statistics import MIB, by_repeat, middle, paired_ratio, rotated
+
+from .throttle import Throttle
 
 if TYPE_CHECKING:
     from torch import Tensor

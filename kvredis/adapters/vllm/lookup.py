@@ -1,0 +1,146 @@
+"""What of a prompt is stored, asked without holding the scheduler up.
+
+A question that a server must answer waits in a thread of its own (an Executor's), and the scheduler is told to come
+again; one that this process can answer from its own memory or disk is answered at once. Whether a question needs a
+server is known in advance: Backend.tiers_of says where each block would come from, and asks none.
+
+A LayerGroup needs of a prefix either all chunks, or those in its window, or the state behind its last one. So a prefix
+can be loaded up to some of its chunks' ends only, and an answer lists them all: what the scheduler chooses from them
+later, when it knows how much is worth a load, takes no further question.
+"""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from kvredis.adapters.engine.background import Executor, Task
+from kvredis.adapters.engine.keys import ChunkKey, key_of_rank
+from kvredis.backends.base import Backend
+
+from .kv_layout import LayerGroup
+
+LOOKUP_THREADS = 4
+"""Questions under way side by side: a far server's answers do not wait for each other."""
+LOOKUPS_MAX = 4096
+"""Questions that wait; one more is answered as a miss."""
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+GroupKeys = Sequence[Sequence[ChunkKey]]
+"""Of each group, a prompt's chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer for one prompt: all numbers of chunks up to which it can be loaded, rising, and the number of the
+    first chunk that the layers which see the whole prefix lack, None where they lack none or were not asked for."""
+
+    ends: Sequence[int] = ()
+    missed: int | None = None
+
+    def up_to(self, count: int) -> int:
+        """The greatest end that is not above `count`, or 0."""
+        at = bisect_right(self.ends, count)
+        return self.ends[at - 1] if at else 0
+
+
+class Question(Task, Generic[Answer]):
+    """One question, and once it is `done` its `answer`: `missing` where there was trouble."""
+
+    def __init__(self, ask: Callable[[], Answer], missing: Answer) -> None:
+        super().__init__(0)
+        self.ask = ask
+        self.answer = missing
+
+
+class Lookups:
+    """The questions of one engine's scheduler, whose thread alone calls it. No trouble of the backend's leaves it."""
+
+    def __init__(self, groups: Sequence[LayerGroup], backend: Backend) -> None:
+        self._groups = groups
+        self._backend = backend
+        self._failing = False
+        self._has_states = any(group.is_state for group in groups)
+        self._whole = [place for place, group in enumerate(groups) if group.window is None and not group.is_state]
+        self._partial = [place for place in range(len(groups)) if place not in self._whole]
+        self._executor: Executor[Question[object]] = Executor(
+            self._run, "kvredis lookup", LOOKUPS_MAX, threads=LOOKUP_THREADS
+        )
+
+    def find(self, keys: GroupKeys, count: int) -> Question[Found]:
+        """Ask up to which of its first `count` chunks a prompt can be loaded."""
+        names = [name for place in range(len(keys)) for at in range(count) for name in self.of_ranks(keys, place, at)]
+        return self._put(Question(lambda: self._find(keys, count), Found()), names)
+
+    def present(self, names: list[bytes]) -> Question[list[bool]]:
+        """Ask which of these are stored."""
+        return self._put(Question(lambda: self._backend.present(names) if names else [], [False] * len(names)), names)
+
+    def of_ranks(self, keys: GroupKeys, place: int, at: int) -> list[bytes]:
+        """The names of one chunk of one group, of all ranks."""
+        group, key = self._groups[place], keys[place][at].key
+        if group.layout.world_size == 1:
+            return [key]
+        return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
+
+    def close(self) -> None:
+        """Give up what waits, and wait for what is under way, as long as the backend's own bounds let it."""
+        self._executor.close()
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _put(self, question: Question[Answer], names: list[bytes]) -> Question[Answer]:
+        if any("remote" in self._backend.tiers_of(part) for part in (names[:1], names[1:])):
+            self._executor.submit(question)  # type: ignore[arg-type]
+        else:
+            question.end(self._run(question))
+        return question
+
+    def _run(self, question: Question[Answer]) -> int:
+        try:
+            question.answer = question.ask()
+        except Exception as error:
+            if not self._failing:
+                logger.warning("KV cache lookup failed; the engine goes on without: %s", error, exc_info=error)
+            self._failing = True
+        else:
+            self._failing = False
+        return 0
+
+    # -- answers: in whichever thread runs the question ----------------------------------------------------------------
+
+    def _find(self, keys: GroupKeys, count: int) -> Found:
+        if self._has_states:  # one question for all: where a state is missing its chunks are of no use
+            return self._find_ends(keys, count, range(len(keys)))
+        whole = self._find_whole(keys, count)
+        missed = whole if whole < count else None
+        return replace(self._find_ends(keys, whole, self._partial), missed=missed)
+
+    def _find_whole(self, keys: GroupKeys, count: int) -> int:
+        """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
+        names = [name for at in range(count) for place in self._whole for name in self.of_ranks(keys, place, at)]
+        return self._backend.match(names) * count // len(names) if names else count
+
+    def _find_ends(self, keys: GroupKeys, count: int, places: Sequence[int]) -> Found:
+        """Up to which of the first `count` chunks the layers of `places` can be loaded, in one question."""
+        asked = [(place, at) for at in range(count) for place in places]
+        names = [self.of_ranks(keys, place, at) for place, at in asked]
+        flat = [name for each in names for name in each]
+        present = iter(self._backend.present(flat) if flat else ())
+        there = {
+            where for where, each in zip(asked, names, strict=True) if sum(next(present) for _ in each) == len(each)
+        }
+        whole = [place for place in self._whole if place in places]
+        missed = next((at for at in range(count) if any((place, at) not in there for place in whole)), None)
+        run = range(count if missed is None else missed)
+        return Found(
+            [at + 1 for at in run if all(self._has_end(keys, each, at, there) for each in self._partial)], missed
+        )
+
+    def _has_end(self, keys: GroupKeys, place: int, at: int, there: set[tuple[int, int]]) -> bool:
+        """Whether what is there is all that a group of states or with a window needs behind chunk `at`."""
+        group = self._groups[place]
+        first = at if group.is_state else group.first_kept(keys[place][at].stop) // group.layout.chunk_tokens
+        return all((place, each) in there for each in range(first, at + 1))
