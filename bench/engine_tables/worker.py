@@ -349,7 +349,7 @@ class Engine:
         self._turn = place[1]
         self._wait(place)
         if place not in self._rooms:
-            self._rooms[place] = Room(self.layout, rows, self._columns, self.device)
+            self._rooms[place] = Room(self.layout, (), rows, self._columns, self.device)
         return place, self._rooms[place]
 
     def _steps_of(self, kind: tuple[Place, int, int], room: Any) -> Graphed:

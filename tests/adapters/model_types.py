@@ -41,6 +41,8 @@ def tiny_config(kind: str, **own: Any) -> Any:
     text = usual.get_text_config(decoder=True)
     known = {*vars(text), *getattr(type(text), "attribute_map", {})}
     sizes = {name: size for name, size in SIZES.items() if name in known and _value(text, name) is not None} | own
+    if sizes.get("kv_lora_rank"):  # a latent has as many heads as queries have
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     if text is usual:
         return made(**sizes)
     part = next(name for name, value in vars(usual).items() if value is text)

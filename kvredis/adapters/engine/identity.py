@@ -38,6 +38,7 @@ _LONGROPE = f"{_VLLM}test_a_model_whose_rotary_factors_depend_on_the_longest_pro
 _QUANTIZED = f"{_VLLM}test_weights_that_are_quantized_when_they_are_loaded_have_names_of_their_own"
 _REQUEST = f"{_VLLM}test_a_request_is_its_tokens_and_whatever_else_its_kv_depends_on"
 _SPREAD = f"{_VLLM}test_a_model_that_is_spread_in_an_unknown_way_is_refused"
+_TURNED = "tests/adapters/transformers/test_support.py::test_longrope_has_keys_for_each_set_of_angles"
 _M_ROPE = (
     "tests/adapters/transformers/test_other.py::test_with_m_rope_a_hit_does_not_take_the_positions_of_the_prompt_before"
 )
@@ -153,7 +154,11 @@ DEPENDENCES: Final = (
     Dependence(
         "rotary positions by the prompt's length",
         "dynamic NTK and LongRoPE give a prefix other keys in a longer prompt",
-        _walked("refused", "at open"),
+        Answer(
+            "in the key",
+            "which of LongRoPE's angles a prompt has; dynamic NTK behind its length is not stored",
+            _TURNED,
+        ),
         Answer("in the key", "vLLM chooses once, by its longest prompt", _LONGROPE),
         Answer("open", "SGLang chooses by --context-length, which is not in the key"),
         CALLER,

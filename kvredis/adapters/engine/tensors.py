@@ -142,7 +142,7 @@ def empty_kv(layout: ChunkLayout, tokens: int, device: torch.device, spare: Spar
     memory, where faulting in 4 KiB pages takes longer than the copy itself (measured 1.3 against 5 GB/s). It comes from
     `spare`, and goes back there when nothing refers to the tensor any more.
     """
-    shape = (layout.layers, 2, layout.kv_heads, tokens, layout.head_dim)
+    shape = (layout.layers, layout.planes, layout.kv_heads, tokens, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     nbytes = layout.chunk_bytes(tokens)
     if device.type != "cpu" or nbytes < mmap.PAGESIZE or not hasattr(mmap, "MADV_HUGEPAGE"):

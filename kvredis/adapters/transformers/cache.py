@@ -31,6 +31,8 @@ class _NeverMade:
 
 LINEAR_ATTENTION: type = getattr(cache_utils, "LinearAttentionLayer", _NeverMade)
 """In older transformers models with linear attention bring caches of their own, and are refused."""
+LINEAR_AND_FULL: Any = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)
+"""Keeps a state and K and V by token, both."""
 
 
 class Origin(NamedTuple):
@@ -93,6 +95,19 @@ class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers
         self.is_initialized = True
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
+
+
+if LINEAR_AND_FULL is None:
+    RoomyHybrid: Any = _NeverMade
+else:
+
+    class RoomyHybrid(RoomyLayer, LINEAR_AND_FULL):  # type: ignore[no-redef, misc, no-untyped-call]
+        """The same for a layer that keeps a state beside K and V: that of `kind`, a layer of the plain class."""
+
+        def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: int, kind: Any) -> None:
+            super().__init__(keys, values, tokens)
+            own = ("keys", "values", "is_initialized", "dtype", "device")
+            self.__dict__.update({name: value for name, value in vars(kind).items() if name not in own})
 
 
 class RoomyWindow(DynamicSlidingWindowLayer):
@@ -176,15 +191,69 @@ class RoomyWindow(DynamicSlidingWindowLayer):
         self.keys, self.values = self._seen(end)
 
 
+KINDS: Final = (DynamicLayer, DynamicSlidingWindowLayer, LINEAR_AND_FULL, RoomyLayer, RoomyHybrid, RoomyWindow)
+"""Layers that keep K and V by token in a way that is known here."""
+
+
+class LayerShape(NamedTuple):
+    """How many heads K and V of one layer have, and of which size."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    @property
+    def key_size(self) -> int:
+        """Numbers of one token's K."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def size(self) -> int:
+        """Numbers of one token's K and V."""
+        return self.key_size + self.value_heads * self.value_dim
+
+
+def layout_for(shapes: tuple[LayerShape, ...], dtype: str, chunk_tokens: int, model: str) -> ChunkLayout:
+    """The layout of KV of these shapes.
+
+    Where K and V of all layers are alike it has them by layer, plane and head. Where they differ (the latent and the
+    rotated part of MLA, Gemma 4's layers that see everything) it is packed: one layer, plane and head, whose vector is
+    a token's K and V of all layers, one behind the other.
+    """
+    first = shapes[0]
+    if len(set(shapes)) == 1 and first[:2] == first[2:]:
+        return ChunkLayout(len(shapes), first.key_heads, first.key_dim, dtype, chunk_tokens, model=model)
+    return ChunkLayout(1, 1, sum(shape.size for shape in shapes), dtype, chunk_tokens, model=model, planes=1)
+
+
 class Room:
     """Memory for the KV of `rows` prompts side by side, `tokens` columns each, in one piece."""
 
     def __init__(
-        self, layout: ChunkLayout, rows: int, tokens: int, device: torch.device, spare: SpareMemory | None = None
+        self,
+        layout: ChunkLayout,
+        shapes: tuple[LayerShape, ...],
+        rows: int,
+        tokens: int,
+        device: torch.device,
+        spare: SpareMemory | None = None,
     ) -> None:
         whole = empty_kv(replace(layout, kv_heads=rows * layout.kv_heads), tokens, device, spare)
-        self._memory = whole.transpose(2, 3).view(layout.layers, 2, rows, layout.kv_heads, tokens, layout.head_dim)
-        """[layers, 2, rows, kv_heads, tokens, head_dim]"""
+        axes = (layout.layers, layout.planes, rows, layout.kv_heads, tokens, layout.head_dim)
+        self._memory = whole.transpose(2, 3).view(axes)
+        """[layers, planes, rows, kv_heads, tokens, head_dim]"""
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(layer[0], layer[-1]) for layer in self._memory]
+        """K and V of each layer, [rows, kv_heads, tokens, head_dim]."""
+        if layout.planes == 1:
+            self._pairs, vectors, offset = [], self._memory[0, 0, :, 0], 0
+            for shape in shapes:
+                middle, end = offset + shape.key_size, offset + shape.size
+                keys, values = vectors[..., offset:middle], vectors[..., middle:end]
+                keys = keys.view(*keys.shape[:-1], shape.key_heads, shape.key_dim).transpose(1, 2)
+                values = values.view(*values.shape[:-1], shape.value_heads, shape.value_dim).transpose(1, 2)
+                self._pairs.append((keys, values))
+                offset += shape.size
 
     def row(self, number: int, pad: int) -> torch.Tensor:
         """One row's KV from column `pad` on, of AXES' order."""
@@ -196,13 +265,13 @@ class Room:
 
     def fill_from(self, cache: Cache, stop: int) -> None:
         """Copy the first `stop` columns of a cache that has kept them."""
-        for pair, layer in zip(self._memory, attention_layers(cache), strict=True):
+        for pair, layer in zip(self._pairs, attention_layers(cache), strict=True):
             for target, own in zip(pair, kept_kv(layer), strict=True):
                 target[:, :, :stop] = own[:, :, :stop]
 
     def furnish(self, cache: Cache, kinds: Cache, tokens: int) -> None:
         """Give the cache layers over this memory, of the kinds that another has, of which `tokens` are valid."""
-        places = iter(self._memory)
+        places = iter(self._pairs)
         layers: list[Any] = []
         for kind in kinds.layers:
             if not isinstance(kind, DynamicLayer):
@@ -211,6 +280,8 @@ class Room:
             keys, values = next(places)
             if isinstance(kind, DynamicSlidingWindowLayer):
                 layers.append(RoomyWindow(keys, values, tokens, kind.sliding_window))
+            elif isinstance(kind, LINEAR_ATTENTION):
+                layers.append(RoomyHybrid(keys, values, tokens, kind))
             else:
                 layers.append(RoomyLayer(keys, values, tokens))
         cache.layers = layers
@@ -226,7 +297,7 @@ def attention_layers(cache: Cache, name: str = "the cache") -> list[DynamicLayer
     for index, layer in enumerate(cache.layers):
         if type(layer) is LINEAR_ATTENTION or type(layer).__name__ == "DummyLayer":  # that one keeps nothing
             continue
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer, RoomyWindow):
+        if type(layer) not in KINDS:
             raise LayoutError(f"{name}: layer {index} has a {type(layer).__name__}, which is not supported")
         assert isinstance(layer, DynamicLayer)
         layers.append(layer)
@@ -272,6 +343,13 @@ def token_major(cache: Cache, row: int = 0, pad: int = 0) -> list[tuple[torch.Te
         (keys[row, :, pad:].transpose(0, 1), values[row, :, pad:].transpose(0, 1))
         for keys, values in map(kept_kv, attention_layers(cache))
     ]
+
+
+def packed(layers: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A copy of what token_major gives, as a packed layout has it."""
+    tokens = min(keys.shape[0] for keys, _ in layers)
+    vectors = torch.cat([part[:tokens].flatten(1) for pair in layers for part in pair], dim=1)
+    return vectors[None, None, :, None]
 
 
 def _begin(layer: Any, keys: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ computed without the store, because a wrong prefix would be wrong silently. engi
 depends on and which of it is in the keys. For transformers 4.57 and later.
 """
 
+import hashlib
 import logging
 import re
 import threading
@@ -17,6 +18,7 @@ from inspect import signature
 from typing import Any, Final, NamedTuple, cast
 
 import torch
+import transformers
 from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -30,6 +32,7 @@ from kvredis.storage.errors import LayoutError
 
 from .cache import (
     CACHE,
+    LayerShape,
     Origin,
     Room,
     attention_layers,
@@ -38,6 +41,7 @@ from .cache import (
     linear_layers,
     note_origin,
     origin_of,
+    packed,
     token_major,
 )
 from .cache import RoomyLayer as RoomyLayer
@@ -50,6 +54,7 @@ from .model import (
     inferred_mask,
     layout_with,
     setting,
+    turning_of,
     why_not_now,
     with_deltas,
 )
@@ -60,12 +65,13 @@ logger = logging.getLogger(__name__)
 
 WRONG_BEHIND_KV = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "prefill_chunk_size")
 """With these transformers gives other tokens behind KV that it has not computed, without us too: assisted generation of
-5.17 and 5.23, prefill in chunks of 4.57 to 5.17."""
+5.17 and 5.23, prefill in chunks of 4.57 to 5.17. So a prompt is computed whole."""
 
 NEEDS_ALL_POSITIONS: Final = ("output_hidden_states", "output_attentions", "penalty_alpha", "dola_layers")
 """With these generate() gives back or uses more of a prompt's positions than their KV, so all of them are computed."""
-WAYS_OF_ITS_OWN: Final = ("custom_generate", "cache_implementation")
-"""With these generate() keeps KV where we do not see it."""
+DYNAMIC: Final = ("dynamic", "hybrid") if int(transformers.__version__.partition(".")[0]) >= 5 else ("dynamic",)
+"""Values of cache_implementation that mean the usual cache: "hybrid" stands in Gemma's checkpoints, and transformers 5
+takes it for nothing."""
 GENERATION: Final = frozenset(
     {*signature(vars(GenerationMixin)["generate"]).parameters, *vars(UNSET)}
     | {"attention_mask", "tokenizer", "assistant_tokenizer", "trust_remote_code", "use_model_defaults"}
@@ -77,7 +83,10 @@ IDENTITIES_MAX: Final = 256
 """Models as they were, of which is known that they can be served: training makes a new one with each step."""
 OWN_DIGITS: Final = re.compile(rf"\+[0-9a-f]{{{DIGITS}}}$")
 """What layout_of has put behind a model's name."""
-ONE_AT_A_TIME = "one prompt at a time, without padding, for a model with linear attention"
+TAIL = 2
+"""Tokens behind a state that are computed at once: one alone takes the way of generated tokens, which in some models
+(Zamba2, Nemotron-H) bounds the steps of time in another manner than a prompt's."""
+PADS_ILL = "this model gives a prompt other logits behind padding: give prompts of one length, or one at a time"
 
 NEW_TOKENS = 256
 """Room for generated tokens when nothing says how many there will be."""
@@ -105,12 +114,34 @@ class Call:
     request: str
     identity: str = ""
     """Of the model, when it began."""
+    is_turned: bool = False
+    """Whether it is longer than what the model's first rotary angles are for (LongRoPE)."""
     plans: list[LoadPlan] = field(default_factory=list)
+
+    @property
+    def keys_of(self) -> str:
+        """Digits that its keys have for the model: other ones with other rotary angles."""
+        return (
+            hashlib.sha256(f"{self.identity} turned".encode()).hexdigest()[:DIGITS] if self.is_turned else self.identity
+        )
 
     @property
     def cached(self) -> int:
         """Columns that the caller's cache has already."""
         return 0 if self.past is None else int(self.past.get_seq_length())
+
+
+class Part(NamedTuple):
+    """One prompt of a batch that is computed by itself."""
+
+    call: Call
+    cache: Cache
+    room: Room
+    loaded: int
+
+
+Taken = list[tuple[list[int], torch.Tensor]]
+"""States to store, and the tokens that they are behind."""
 
 
 class CachedModel:
@@ -143,6 +174,7 @@ class CachedModel:
         self._saves: list[tuple[list[int], Save]] = []
         self._counts_columns = counts_columns(model)
         self._with_deltas = with_deltas(model)
+        self._turning = turning_of(model)
         self._said: set[str] = set()
         self._in_flight = 0
         devices = {weight.device for weight in model.parameters()}
@@ -152,12 +184,12 @@ class CachedModel:
                               " not supported")  # fmt: skip
         self._name = OWN_DIGITS.sub("", engine.layout.model)
         self._served: set[str] = set()
+        self._shapes: tuple[LayerShape, ...] = ()
         self._use(identity_of(model))
         kinds = fresh_cache(model.config)
         self._has_windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in kinds.layers)
         self._snapshots = None
         if linear_layers(kinds):
-            forget_deltas(self._with_deltas, [0])  # it tries the model, behind KV too
             self._snapshots = Snapshots(model, engine, self._name)
 
     @classmethod
@@ -194,8 +226,9 @@ class CachedModel:
 
         Prompts of several lengths are padded on the left, as attention_mask says. All prompts of a batch go on from one
         column, so what is loaded ends where the hit of one ends first; each is stored as if it had been alone. With
-        linear attention one prompt at a time is served; it is computed up to its last whole chunk first, and a hit
-        ends where that was done before.
+        linear attention each prompt is loaded and computed by itself, up to its last whole chunk first, and a hit ends
+        where that was done before; then the batch goes on together. With LongRoPE prompts on either side of the length
+        at which the angles change have keys of their own.
 
         `past_key_values` (a DynamicCache), or `cache`, as transformers calls it since 5.24, may hold the KV of the
         first columns: they are kept, and only what is behind them is loaded. What follows is stored if this method has
@@ -205,12 +238,13 @@ class CachedModel:
         with save_decode_cache that of the generated tokens too, for a conversation's next turn.
 
         Nothing is loaded or stored, and all is as model.generate() does it: with use_cache=False, for hidden states and
-        attentions (which would lack the positions that are loaded) and what else NEEDS_ALL_POSITIONS and
-        WAYS_OF_ITS_OWN name, under torch.autocast, in training mode, and with hooks that were registered by the
-        application. The log says each reason once.
+        attentions (which would lack the positions that are loaded) and what else NEEDS_ALL_POSITIONS names, with
+        another cache_implementation than the usual, assisted and prompt-lookup decoding, under torch.autocast, in
+        training mode, and with hooks that were registered by the application. The log says each reason once.
 
         Without attention_mask it is what transformers infers: pad_token_id is padding, unless it is an eos_token_id.
-        Raises ValueError for beams, padding elsewhere or of a model whose positions are columns, input that is not
+        Raises ValueError for beams, padding elsewhere or of a model whose positions are columns or whose linear
+        attention does not heed it, assisted decoding behind a cache that is not empty, input that is not
         tokens, a cache of another kind, or two, and LayoutError where the model was changed into one that layout_of
         refuses.
         """
@@ -227,7 +261,7 @@ class CachedModel:
             why = self._why_not(options)
             if not why:
                 call.identity = identity_of(self.model)
-                why = self._why_not_behind(call)
+                why = self._why_not_as_long(call) or self._why_not_behind(call)
             if why:
                 if self._is_new(why):
                     logger.warning("generate() neither loads nor stores KV: %s (said once)", why)
@@ -244,7 +278,7 @@ class CachedModel:
             self._in_flight += 1
         try:
             with self.engine.turn:
-                self._use(call.identity)
+                self._use(call.keys_of)
                 if not call.cached:
                     forget_deltas(self._with_deltas, [row.pad for row in call.rows])
                 self._wait_for_heads(call.rows)
@@ -257,10 +291,14 @@ class CachedModel:
                     )
                     for row in call.rows
                 ]
-                cache, room = self._filled(call, self._room_tokens(call.input_ids.shape[1], options))
+                width = self._room_tokens(call.input_ids.shape[1], options)
+                parts = self._parts(call) if self._snapshots and (len(call.rows) > 1 or call.rows[0].pad) else []
+                cache, room = self._assembled(call, width) if parts else self._filled(call, width)
             options["attention_mask"] = call.mask
-            with self._timed(cache, len(call.rows)):
-                snapshots = self._advance(call, cache)
+            if setting(self.model, options, "cache_implementation") is not None:  # the usual one, which is ours now
+                options["cache_implementation"] = None
+            with nullcontext() if parts else self._timed(cache, len(call.rows)):
+                snapshots = self._advance(call, cache) if not parts else self._gathered(call, cache, room, parts)
                 result = cast(Any, self.model).generate(call.input_ids, **{CACHE: cache}, **options)
         finally:
             with self.engine.turn:
@@ -268,14 +306,14 @@ class CachedModel:
         if not is_known:
             return result
         is_same = self._is_as_it_was(call, options)
-        self._note(call, cache, result, call.identity if is_same else "")
+        self._note(call, cache, result, call.keys_of if is_same else "")
         if is_same:
             with self.engine.turn:
-                self._use(call.identity)
+                self._use(call.keys_of)
                 self._store(call, cache, room, result)
-                for stop, taken in snapshots.items():
+                for tokens, taken in snapshots:
                     assert self._snapshots is not None
-                    self._snapshots.store(call.rows[0].tokens[:stop], taken)
+                    self._snapshots.store(tokens, taken)
         return result
 
     def close(self) -> None:
@@ -292,7 +330,8 @@ class CachedModel:
         """Have the engine use the keys of the model as it is now. Raises LayoutError where it cannot be served so."""
         layout = self.engine.layout
         if identity not in self._served:
-            made = layout_with(self.model, self._name or type(self.model).__name__, identity, layout.chunk_tokens)
+            named = self._name or type(self.model).__name__
+            made, self._shapes = layout_with(self.model, named, identity, layout.chunk_tokens)
             own = replace(made, model=layout.model, rank=layout.rank, world_size=layout.world_size, part=layout.part)
             if own != layout:
                 raise LayoutError(f"{self._name}: the engine's layout is {layout}, that of the model's KV {own}")
@@ -305,21 +344,46 @@ class CachedModel:
         for name in NEEDS_ALL_POSITIONS:
             if setting(self.model, options, name):
                 return f"{name} asks for more of a prompt than its KV"
-        for name in WAYS_OF_ITS_OWN:
-            if setting(self.model, options, name) is not None:
-                return f"{name} keeps KV in another way"
+        for name in WRONG_BEHIND_KV:
+            if setting(self.model, options, name):
+                return f"{name} would give other tokens behind loaded KV: leave it out to load"
+        if setting(self.model, options, "custom_generate") is not None:
+            return "custom_generate keeps KV in another way"
+        implementation = setting(self.model, options, "cache_implementation")
+        if implementation is not None and implementation not in DYNAMIC:
+            return (
+                f"cache_implementation {implementation!r} is a cache that is not filled by token: leave it out to load"
+            )
         return why_not_now(self.model)
+
+    def _why_not_as_long(self, call: Call) -> str:
+        """Why nothing may be loaded or stored of prompts as long as these; else "", and the call knows its angles."""
+        if self._snapshots is not None and len(call.rows) > 1 and min(len(row.tokens) for row in call.rows) < TAIL:
+            return "a prompt of one token in a batch of a model with linear attention"
+        if self._turning is None:
+            return ""
+        rope, tokens = self._turning
+        longest, width = max(len(row.tokens) for row in call.rows), call.input_ids.shape[1]
+        if longest <= tokens and width <= tokens:
+            return ""
+        if rope == "dynamic":
+            return f"rope_type dynamic gives each prompt of more than {tokens} tokens angles of its own"
+        if longest < width or width < tokens + 2:  # Phi-3 computes all anew behind a cache of so many columns
+            return f"rope_type longrope gives other angles from {tokens + 1} columns on"
+        call.is_turned = True
+        return ""
 
     def _why_not_behind(self, call: Call) -> str:
         origin = None if call.past is None or not call.cached else origin_of(call.past)
-        if origin is None or origin.identity == call.identity:
+        is_strange = origin is None and self._turning is not None and bool(call.cached)
+        if not is_strange and (origin is None or origin.identity == call.keys_of):
             return ""
         return f"{CACHE} holds KV of other weights or settings, or what was computed without the store"
 
     def _is_ours(self, call: Call) -> bool:
         """Whether the caller's cache is one that generate() has given back, of the model as it is now."""
         origin = None if call.past is None else origin_of(call.past)
-        return origin is not None and origin.is_of(call.identity, call.input_ids, call.mask, call.cached)
+        return origin is not None and origin.is_of(call.keys_of, call.input_ids, call.mask, call.cached)
 
     def _is_as_it_was(self, call: Call, options: Mapping[str, Any]) -> bool:
         """Whether the model is still what it was when the call began; not asked where all is stored already."""
@@ -370,8 +434,8 @@ class CachedModel:
             return past, None
         state = None
         if self._snapshots is not None:
-            stop, state = self._snapshots.find(rows[0].tokens, stop)
-        room = Room(self.engine.layout, len(rows), width, self.model.device, self._spare)
+            stop, state = self._snapshots.find(rows[0].tokens, min(stop, len(rows[0].tokens) - TAIL))
+        room = self._room(len(rows), width)
         if past is not None and cached:
             room.fill_from(past, cached)
         reached = max(stop, cached)
@@ -389,34 +453,89 @@ class CachedModel:
         self.last_loaded = sum(max(reached - max(cached, row.pad), 0) for row in rows)
         kinds = fresh_cache(self.model.config)
         if state is not None and self._snapshots is not None:
-            self._snapshots.put(state, kinds)
+            self._snapshots.put([state], kinds)
         cache = kinds if past is None else past
         room.furnish(cache, kinds, reached)
         return cache, room
 
-    def _advance(self, call: Call, cache: Cache) -> dict[int, torch.Tensor]:
+    def _parts(self, call: Call) -> list[Part]:
+        """Each prompt of a batch by itself, with what is loaded of it: a state is one of whole chunks of tokens, and
+        these end in other columns of each row."""
+        parts = list[Part]()
+        for row, plan in zip(call.rows, call.plans, strict=True):
+            ids = call.input_ids[len(parts) : len(parts) + 1, row.pad :]
+            alone = replace(call, input_ids=ids, mask=torch.ones_like(ids), rows=[Row(0, row.tokens)], plans=[plan])
+            alone.past = None
+            cache, room = self._filled(alone, len(row.tokens))
+            assert room is not None
+            parts.append(Part(alone, cache, room, self.last_loaded))
+        self.last_loaded = sum(part.loaded for part in parts)
+        return parts
+
+    def _assembled(self, call: Call, width: int) -> tuple[Cache, Room]:
+        """An empty cache for the whole batch, and the room for it."""
+        kinds = fresh_cache(self.model.config)
+        return kinds if call.past is None else call.past, self._room(len(call.rows), width)
+
+    def _gathered(self, call: Call, cache: Cache, room: Room | None, parts: list[Part]) -> Taken:
+        """Compute each prompt but for its last token, and bring them together in the batch's cache. The states worth
+        storing."""
+        assert room is not None
+        assert self._snapshots is not None
+        taken, ends = Taken(), list[torch.Tensor | None]()
+        for number, (row, part) in enumerate(zip(call.rows, parts, strict=True)):
+            taken += self._advance(part.call, part.cache)
+            computed = len(row.tokens) - TAIL
+            self._compute(part.call, part.cache, computed)
+            room.blank(number, row.pad)
+            ends.append(self._snapshots.take(part.cache) if computed else None)
+            room.row(number, row.pad)[:, :, :computed] = part.room.row(0, 0)[:, :, :computed]
+        kinds = fresh_cache(self.model.config)
+        if any(end is not None for end in ends):
+            self._snapshots.put(ends, kinds)
+        room.furnish(cache, kinds, call.input_ids.shape[1] - TAIL)
+        return taken
+
+    def _room(self, rows: int, width: int) -> Room:
+        return Room(self.engine.layout, self._shapes, rows, width, self.model.device, self._spare)
+
+    def _advance(self, call: Call, cache: Cache) -> Taken:
         """With linear attention: compute up to the ends of chunks where the state is worth storing, and give these.
 
         These are where the KV that was found ends, since others share that prefix, and the prompt's last whole chunk.
+        With LongRoPE's other angles: compute all but the last column, since models forget a cache that is shorter than
+        what these angles are for.
         """
+        if call.is_turned:
+            self._compute(call, cache, call.input_ids.shape[1] - 1)
         if self._snapshots is None or self.engine.role == "kv_consumer":
-            return {}
-        chunk, start = self.engine.layout.chunk_tokens, cache.get_seq_length()
-        input_ids, taken = call.input_ids, {}
-        for stop in sorted({call.plans[0].hit // chunk * chunk, (len(call.rows[0].tokens) - 1) // chunk * chunk}):
-            if stop <= start:
+            return []
+        chunk, taken = self.engine.layout.chunk_tokens, Taken()
+        last = (len(call.rows[0].tokens) - TAIL) // chunk * chunk
+        for stop in sorted({min(call.plans[0].hit // chunk * chunk, last), last}):
+            if stop <= cache.get_seq_length():
                 continue
-            with torch.no_grad():
-                self.model(
-                    input_ids=input_ids[:, start:stop],
-                    attention_mask=torch.ones_like(input_ids[:, :stop]),
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **{CACHE: cache},
-                )
-            taken[stop] = self._snapshots.take(cache)
-            start = stop
+            self._compute(call, cache, stop)
+            taken.append((call.rows[0].tokens[:stop], self._snapshots.take(cache)))
         return taken
+
+    def _compute(self, call: Call, cache: Cache, stop: int) -> None:
+        """Compute the prompts' columns behind those of the cache up to `stop`."""
+        start, mask = cache.get_seq_length(), call.mask[:, :stop]
+        if stop <= start:
+            return
+        more = {}
+        if not bool(mask.all()):
+            more["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)[:, start:]
+        with torch.no_grad():
+            self.model(
+                input_ids=call.input_ids[:, start:stop],
+                attention_mask=mask,
+                use_cache=True,
+                logits_to_keep=1,
+                **{CACHE: cache},
+                **more,
+            )
 
     def _wait_for_heads(self, rows: list[Row]) -> None:
         """Let what begins as these prompts do be stored before it is looked for."""
@@ -434,7 +553,7 @@ class CachedModel:
         is_ours = call.past is None and isinstance(result, torch.Tensor)
         in_room = room is not None and room.holds(cache)
         for number, row in enumerate(rows):
-            kv: KV = room.row(number, row.pad) if room and in_room else token_major(cache, number, row.pad)
+            kv: KV = room.row(number, row.pad) if room and in_room else self._copied(cache, number, row.pad)
             for sequence in self._to_store(number, row, result):
                 tokens = sequence[: max(computed - row.pad, 0)]
                 if not tokens:
@@ -446,6 +565,11 @@ class CachedModel:
                     self._saves.pop(0)[1].wait()
                 save = self.engine.store_later(tokens, kv, request=request)
                 self._saves.append((tokens[: self.engine.layout.chunk_tokens], save))
+
+    def _copied(self, cache: Cache, number: int, pad: int) -> KV:
+        """One row's KV out of a cache that is not in a room."""
+        layers = token_major(cache, number, pad)
+        return packed(layers) if self.engine.layout.planes == 1 else layers
 
     def _to_store(self, number: int, row: Row, result: Any) -> list[list[int]]:
         """The token sequences whose KV is stored. The prompt alone is only one more where its end has a key of its own;
@@ -518,16 +642,17 @@ class CachedModel:
             count = setting(self.model, options, name) or 1
             if count != 1:
                 raise ValueError(f"one sequence a prompt: {name} is {count}")
-        for name in WRONG_BEHIND_KV:
+        for name in WRONG_BEHIND_KV if past is not None and past.get_seq_length() else ():
             if setting(self.model, options, name):
-                raise ValueError(f"{name}: transformers gives other tokens behind loaded KV with it; not supported")
+                raise ValueError(f"{name}: transformers gives other tokens behind a cache that is not empty: give none")
         _refuse_other_input(options)
         if past is not None:
-            attention_layers(past, CACHE)
+            try:
+                attention_layers(past, CACHE)
+            except LayoutError as error:
+                raise LayoutError(f"{error}: give a DynamicCache, or none") from None
         if mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask is {list(mask.shape)}, input_ids {list(input_ids.shape)}")
-        if self._snapshots is not None and len(input_ids) > 1:
-            raise ValueError(ONE_AT_A_TIME)
         pads = [int(pad) for pad in (mask == 0).sum(dim=1)]
         if not any(pads):
             return [Row(0, ids) for ids in input_ids.tolist()]
@@ -538,8 +663,8 @@ class CachedModel:
             raise ValueError(f"padding must be on the left of each prompt, by whole tokens of attention_mask{hint}")
         if self._counts_columns:
             raise ValueError(f"no padding for a model without position_ids: its prompts would have other KV{hint}")
-        if self._snapshots is not None:
-            raise ValueError(f"{ONE_AT_A_TIME}{hint}")
+        if self._snapshots is not None and not self._snapshots.pads_well:
+            raise ValueError(f"{PADS_ILL}{hint}")
         return [Row(pad, ids[pad:].tolist()) for pad, ids in zip(pads, input_ids, strict=True)]
 
 

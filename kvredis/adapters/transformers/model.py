@@ -7,23 +7,23 @@ the name and a digest of all that as it is now. engine/identity.py lists what go
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import transformers
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from kvredis.adapters.engine.layout import ChunkLayout
-from kvredis.adapters.engine.tensors import TORCH_DTYPES, dtype_name
+from kvredis.adapters.engine.tensors import dtype_name
 from kvredis.storage.errors import LayoutError
 
-from .cache import CACHE, attention_layers, fresh_cache, kept_kv, linear_layers
-from .weights import checksum, held_by
+from .cache import CACHE, LayerShape, attention_layers, fresh_cache, kept_kv, layout_for, linear_layers
+from .weights import ROPES_BY_LENGTH, checksum, held_by
 
 HAS_POSITIONS_BY_MASK: Final = hasattr(GenerationMixin, "_prepare_position_ids_for_generation")
 """Whether generate() makes the positions from attention_mask, M-RoPE's too; in versions before, each model does."""
@@ -34,16 +34,18 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Model types that transformers itself does not compute behind a prefix as it does at once, and why."""
-ROPES_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the whole sequence's length: a prefix has other keys in another prompt."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
-LINEAR_TYPES = ("linear_attention", "conv")
+LINEAR_TYPES = ("linear_attention", "conv", "hybrid")
 NO_ATTENTION_TYPES = ("mlp", "moe")
 POSITIONS_BY_MASK = ("bloom",)
 """Without position_ids, and yet a padded prompt's KV is that of the prompt alone: ALiBi counts by attention_mask."""
 
-TRIED_IDS: Final = ((3, 4), (3, 5))
-"""Two prompts that begin alike."""
+TRIED_TOKENS: Final = 12
+TRIED_CUT: Final = 10
+TRIED_SHARE_MAX: Final = 0.25
+"""What comes behind a prompt that was computed in two parts may differ from what the whole gives by so much of what the
+second part alone would give, and by no more than rounding_max. Of a model that forgets the first part it differs by
+about all of it, of one that forgets it in some layers by less (Jamba by 0.08 to 0.5, Bamba by 0.24 to 0.5)."""
 
 DIGITS = 16
 """Hexadecimal digits of a layout's model that stand for everything but the name: training makes other weights by the
@@ -76,28 +78,46 @@ PRECISIONS: Final = (
 """Where torch keeps how exactly it multiplies."""
 
 
+class Served(NamedTuple):
+    """How a model's KV is stored: the layout, and the shapes of K and V of each layer that has them."""
+
+    layout: ChunkLayout
+    shapes: tuple[LayerShape, ...]
+
+
+class Trial(NamedTuple):
+    """What a model does with a few tokens: read at once, in two parts, and the second part alone. The first three are
+    caches, the others logits of the second part's tokens, [1, tokens, vocabulary]."""
+
+    whole: Cache
+    parts: Cache
+    alone: Cache
+    logits: torch.Tensor
+    behind: torch.Tensor
+    apart: torch.Tensor
+
+
 def layout_of(model: PreTrainedModel, name: str = "", chunk_tokens: int = 256) -> ChunkLayout:
     """The layout of a model's KV. `name` (default: where the weights were loaded from) stands for the model.
 
     The layout's model is that name, a "+" and the digits of identity_of(model): what is opened in another way, or has
     other weights, has keys of its own. It has the layers that keep K and V by token, sliding windows too.
 
-    Raises LayoutError (a ValueError) and nothing else: for a model without a name, for a configuration that says
-    nothing of KV that is one for all layers, and for KV that is not the prefix's alone or not alike in all layers:
-    chunked or latent attention, linear attention in a cache of the model's own, KV shared between layers, an encoder,
-    rotary angles that depend on the whole length, virtual tokens of peft, the model types of REFUSED, and what shows
-    when the model computes two tokens (out of training and autocast, whatever it is in now; never without memory): a
-    cache that it does not take, layers that keep no KV of a text, KV of another shape, or KV that depends on the tokens
-    behind it.
+    Raises LayoutError (a ValueError) and nothing else: for a model without a name and for KV that is not the
+    prefix's alone: chunked attention, linear attention in a cache of the model's own, states without KV, an encoder,
+    virtual tokens of peft, the model types of REFUSED, and what shows when the model computes a few tokens (out of
+    training and autocast, whatever it is in now): a cache that it does not take, layers that keep no KV of a text, KV
+    that depends on the tokens behind it, or other logits where a prompt is computed in two parts. The shapes are those
+    of the KV that it keeps then.
     """
     name = name or model.config._name_or_path
     if not name:
         raise LayoutError("a model made from scratch needs a name: models that share one would read each other's KV")
-    return layout_with(model, name, identity_of(model), chunk_tokens)
+    return layout_with(model, name, identity_of(model), chunk_tokens).layout
 
 
-def layout_with(model: PreTrainedModel, name: str, identity: str, chunk_tokens: int = 256) -> ChunkLayout:
-    """The same for an identity that is known already."""
+def layout_with(model: PreTrainedModel, name: str, identity: str, chunk_tokens: int = 256) -> Served:
+    """The same for an identity that is known already, and the shapes."""
     try:
         return _layout(model, name, identity, chunk_tokens)
     except LayoutError:
@@ -106,44 +126,33 @@ def layout_with(model: PreTrainedModel, name: str, identity: str, chunk_tokens: 
         raise LayoutError(f"{name}: its KV cannot be told from its configuration: {error}") from error
 
 
-def _layout(model: PreTrainedModel, name: str, identity: str, chunk_tokens: int) -> ChunkLayout:
+def _layout(model: PreTrainedModel, name: str, identity: str, chunk_tokens: int) -> Served:
     config = model.config.get_text_config(decoder=True)
     for kind in (model.config.model_type, config.model_type):
         if kind in REFUSED:
             raise LayoutError(f"{name}: {kind} is not supported: {REFUSED[kind]}")
     if model.config.is_encoder_decoder:
         raise LayoutError(f"{name}: encoder-decoder models are not supported")
-    if getattr(config, "kv_lora_rank", None):
-        raise LayoutError(f"{name}: latent attention (kv_lora_rank) is not supported")
     cache = fresh_cache(model.config)
     layers, linear = attention_layers(cache, name), linear_layers(cache)
     _refuse_layer_types(model, config, name, bool(linear))
-    without = sum(kind in NO_ATTENTION_TYPES for kind in getattr(config, "layer_types", None) or ())
-    if len(layers) + len(linear) + without != config.num_hidden_layers:
-        raise LayoutError(f"{name}: {config.num_hidden_layers} layers share the KV of {len(layers)}; not supported")
+    kinds = getattr(config, "layer_types", None) or ()
+    without = sum(kind in NO_ATTENTION_TYPES for kind in kinds) + (getattr(config, "num_kv_shared_layers", None) or 0)
+    keeping = len({id(layer) for layer in (*layers, *linear)})
+    if keeping + without != config.num_hidden_layers:
+        raise LayoutError(f"{name}: {config.num_hidden_layers} layers share the KV of {keeping}; not supported")
     if not layers:
-        raise LayoutError(f"{name}: no layer keeps K and V by token; not supported")
-    for rope in _ropes(config):
-        if rope in ROPES_BY_LENGTH:
-            raise LayoutError(f"{name}: rope_type {rope} depends on the whole length; not supported")
-    kv_heads = _size(config, "num_key_value_heads", name) or config.num_attention_heads
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        kv_heads = 1  # Falcon, whose later models keep a copy of K and V for each head
-    head_dim = _size(config, "head_dim", name) or config.hidden_size // config.num_attention_heads
-    for other in ("v_head_dim", "global_head_dim"):
-        if (_size(config, other, name) or head_dim) != head_dim:
-            raise LayoutError(f"{name}: {other} is another than the {head_dim} of other KV; not supported")
-    if (_size(config, "num_global_key_value_heads", name) or kv_heads) != kv_heads:
-        raise LayoutError(f"{name}: layers have different numbers of KV heads; not supported")
+        raise LayoutError(
+            f"{name}: no layer keeps K and V by token, and states are stored beside these alone:"
+            " use generate() of the model itself"
+        )
+    turning_of(model, name)
     for prompt_learning in (getattr(each, "is_prompt_learning", False) for each in _peft_of(model).values()):
         if prompt_learning:
             raise LayoutError(f"{name}: peft puts virtual tokens before each prompt; not supported")
-    kind = dtype_name(model.dtype)
-    layout = ChunkLayout(len(layers), kv_heads, head_dim, kind, chunk_tokens, model=f"{name}+{identity}")
-    if model.device.type != "meta":
-        with as_served(model):
-            _refuse_what_it_does(model, layout, name)
-    return layout
+    with as_served(model):
+        shapes = _shapes_that_it_keeps(model, len(layers), name)
+    return Served(layout_for(shapes, dtype_name(model.dtype), chunk_tokens, f"{name}+{identity}"), shapes)
 
 
 @contextmanager
@@ -154,20 +163,14 @@ def as_served(model: PreTrainedModel) -> Iterator[None]:
     for module in trained:
         module.training = False
     try:
-        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu" if model.device.type == "meta" else model.device.type, enabled=False),
+        ):
             yield
     finally:
         for module in trained:
             module.training = True
-
-
-def _size(config: PretrainedConfig, attribute: str, name: str) -> int | None:
-    """A size of all layers, None where the configuration does not have it."""
-    try:
-        found: int | None = getattr(config, attribute, None)
-    except RuntimeError as error:  # what transformers raises since 5.24 where layers differ, as Gemma 4's do
-        raise LayoutError(f"{name}: layers have another {attribute} than others; not supported") from error
-    return found
 
 
 def _peft_of(model: PreTrainedModel) -> Mapping[str, Any]:
@@ -348,41 +351,106 @@ def _refuse_layer_types(model: PreTrainedModel, config: PretrainedConfig, name: 
         raise LayoutError(f"{name}: its state is in a cache of its own; not supported with this transformers")
 
 
-@torch.no_grad()
-def _refuse_what_it_does(model: PreTrainedModel, layout: ChunkLayout, name: str) -> None:
-    """What no configuration tells: whether the model keeps its KV in a cache that it is given, as the layout has it,
-    and whether the first token's is the same whatever comes behind it."""
-    tried = []
-    deltas = [(module, module.rope_deltas) for module in with_deltas(model)]  # of a conversation under way
-    for ids in TRIED_IDS:
-        cache = fresh_cache(model.config)
-        try:
-            model(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **{CACHE: cache})
-        except Exception as error:
-            raise LayoutError(f"{name}: it cannot compute with a cache that it is given: {error}") from error
-        finally:
-            for module, before in deltas:
-                module.rope_deltas = before
-        tried.append([kept_kv(layer) for layer in attention_layers(cache) if layer.is_initialized])
-    if not tried[0]:
+def tried(model: PreTrainedModel, between: Callable[[Cache], None] | None = None) -> Trial:
+    """Have a model read a few tokens. `between` may change the cache of the first part before the second is read. What
+    the model keeps of a conversation (rope_deltas) is as it was then."""
+    ids = torch.arange(TRIED_TOKENS, device=model.device)[None] + 3
+    ids %= model.config.get_text_config(decoder=True).vocab_size
+    deltas = [(module, module.rope_deltas) for module in with_deltas(model)]
+
+    def read(cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, **{CACHE: cache}, use_cache=True).logits
+        return logits[:, TRIED_CUT - TRIED_TOKENS :]
+
+    whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
+    try:
+        forget_deltas([module for module, _ in deltas], [0])
+        logits = read(whole, ids)
+        read(parts, ids[:, :TRIED_CUT])
+        if between is not None:
+            between(parts)
+        return Trial(whole, parts, alone, logits, read(parts, ids[:, TRIED_CUT:]), read(alone, ids[:, TRIED_CUT:]))
+    finally:
+        for module, before in deltas:
+            module.rope_deltas = before
+
+
+def is_far(first: torch.Tensor, second: torch.Tensor, apart: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the second is farther from the first than another order of computing the same explains, given what comes
+    of the second part alone."""
+    one, two, other = (tensor.double() for tensor in (first, second, apart))
+    eps = torch.finfo(dtype).eps
+    most = min(TRIED_SHARE_MAX * (one - other).norm(), rounding_max(dtype) * one.norm())
+    return not bool((one - two).norm() <= most + eps * one.norm())
+
+
+def rounding_max(dtype: torch.dtype) -> float:
+    """The largest share of a tensor that another order of computing it may change: 0.0007 of fp32, where served models
+    were seen to differ by 0.000005, and 0.18 of bf16, where rounding sends some tokens to other experts."""
+    return float(2 * torch.finfo(dtype).eps ** 0.5)
+
+
+def _shapes_that_it_keeps(model: PreTrainedModel, layers: int, name: str) -> tuple[LayerShape, ...]:
+    """The shapes of the KV that a model keeps, told by its reading a few tokens. Raises LayoutError for what no
+    configuration tells: a model that does not keep its KV in a cache that it is given, KV of a token that depends on
+    those behind it, and logits of a prompt in two parts that are not those of the whole."""
+    try:
+        found = tried(model)
+    except Exception as error:
+        raise LayoutError(f"{name}: it cannot compute with a cache that it is given: {error}") from error
+    whole, parts = (
+        [kept_kv(layer) for layer in attention_layers(cache) if layer.is_initialized]
+        for cache in (found.whole, found.parts)
+    )
+    if not whole:
         raise LayoutError(f"{name}: it keeps no KV in a cache that it is given; not supported")
-    if len(tried[0]) != layout.layers:  # the others attend to something else, as to a picture, and wait for it
-        kept = f"{len(tried[0])} of {layout.layers} layers keep"
+    if len(whole) != layers:  # the others attend to something else, as to a picture, and wait for it
+        kept = f"{len(whole)} of {layers} layers keep"
         raise LayoutError(f"{name}: of a text {kept} KV in a cache that it is given; not supported")
-    shape, dtype = (1, layout.kv_heads, len(TRIED_IDS[0]), layout.head_dim), TORCH_DTYPES[layout.dtype]
-    for one, other in ((pair[0], pair[1]) for layers in zip(*tried, strict=True) for pair in zip(*layers, strict=True)):
-        if tuple(one.shape) != shape or one.dtype != dtype:
-            found = f"{list(one.shape)} of {one.dtype}"
-            raise LayoutError(f"{name}: the KV of two tokens is {found}, not {list(shape)} of {dtype}; not supported")
-        # Of models that look ahead it is far more than what rounding makes of other experts' company.
-        first, again = one[:, :, 0].float(), other[:, :, 0].float()
-        if (first - again).norm() > 2 * torch.finfo(dtype).eps ** 0.5 * first.norm():
-            raise LayoutError(f"{name}: the KV of a token depends on those behind it (is_decoder?); not supported")
+    for one, other in zip(whole, parts, strict=True):
+        for first, again in zip(one, other, strict=True):
+            if first.ndim != 4 or first.shape[2] not in (0, TRIED_TOKENS) or first.dtype != model.dtype:
+                shape = f"{list(first.shape)} of {first.dtype}"
+                raise LayoutError(f"{name}: the KV of {TRIED_TOKENS} tokens is {shape}; not supported")
+            if first.is_meta:
+                continue
+            # Of models that look ahead it is far more than what rounding makes of other experts' company.
+            head, same = first[:, :, :TRIED_CUT].float(), again[:, :, :TRIED_CUT].float()
+            if (head - same).norm() > rounding_max(model.dtype) * head.norm():
+                raise LayoutError(f"{name}: the KV of a token depends on those behind it (is_decoder?); not supported")
+    is_cut_well = found.logits.is_meta or not is_far(found.logits, found.behind, found.apart, model.dtype)
+    if not is_cut_well and not linear_layers(found.whole):  # state.py says it of those, and by which state
+        raise LayoutError(f"{name}: what follows a prompt computed in two parts is another; not supported")
+    return tuple(LayerShape(k.shape[1], k.shape[3], v.shape[1], v.shape[3]) for k, v in whole)
 
 
-def _ropes(config: PretrainedConfig) -> Iterator[str]:
-    """Every rope_type that a configuration names: one, or one for each type of layer."""
+class Turning(NamedTuple):
+    """A rotary embedding whose angles are others in prompts of more than `tokens` tokens."""
+
+    rope: Literal["dynamic", "longrope"]
+    tokens: int
+
+
+def turning_of(model: PreTrainedModel, name: str = "") -> Turning | None:
+    """The length behind which a model's angles are others; None where they are always the same. Raises LayoutError for
+    a model with several such lengths."""
+    config = model.config.get_text_config(decoder=True)
+    found = set()
+    for part in _ropes(config):
+        rope = part.get("rope_type") or part.get("type")
+        usual = config.max_position_embeddings if rope in ROPES_BY_LENGTH else 0
+        own = part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if rope == "longrope":
+            found.add(Turning("longrope", int(own or usual)))
+        elif rope == "dynamic":
+            found.add(Turning("dynamic", int(min(own or usual, usual)) - 1))  # at its length it keeps what it had
+    if len(found) > 1:
+        raise LayoutError(f"{name}: its layers' rotary angles change at several lengths; not supported")
+    return found.pop() if found else None
+
+
+def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """What a configuration says of rotary embeddings: one dictionary, or one for each type of layer."""
     for found in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
         if isinstance(found, dict):
-            for part in (found, *(value for value in found.values() if isinstance(value, dict))):
-                yield str(part.get("rope_type") or part.get("type") or "default")
+            yield from (found, *(value for value in found.values() if isinstance(value, dict)))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from inspect import signature
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,20 +28,18 @@ from kvredis.adapters.engine.store import ReservedBlock
 from kvredis.adapters.engine.tensors import borrow, view_tensor
 from kvredis.storage.errors import LayoutError
 
-from .cache import CACHE, fresh_cache, linear_layers
-from .model import as_served
+from .cache import linear_layers
+from .model import TRIED_TOKENS, as_served, is_far, tried
 
 logger = logging.getLogger(__name__)
 
 ALIGN_BYTES = 16
 TRIES_MAX = 32
 """Places, from the last on, at which a snapshot is looked for; each is a round trip."""
-PROBE_TOKENS = 12
-PROBE_CUT = 10
-PROBE_SHARE_MAX = 0.25
-"""A state of a prompt that was computed in two parts, and the logits behind it, may differ from those of the whole by
-so much of what the second part alone would; of a model that forgets the first part they differ by about all of it."""
-CANNOT_GO_ON = "with this transformers the model's linear attention cannot go on from a stored one"
+CANNOT_GO_ON = (
+    "with this transformers the model's linear attention cannot go on from a stored one: use its own generate(), or"
+    " vLLM, of which states are stored"
+)
 
 
 class State(NamedTuple):
@@ -73,6 +72,8 @@ class Snapshots:
     def __init__(self, model: Any, engine: CacheEngine, name: str) -> None:
         self._engine = engine
         self._device = model.device
+        self.pads_well = pads_well(model)
+        """Whether a prompt behind padding comes out as it does alone."""
         self._states = probed(model, name)
         self._nbytes = sum(state.room_bytes for state in self._states)
         chunk = engine.layout.chunk_tokens
@@ -99,11 +100,13 @@ class Snapshots:
             tell_refused(b"", error)
         return 0, None
 
-    def put(self, taken: torch.Tensor, cache: Cache) -> None:
-        """Make a cache that has not been used go on from a snapshot."""
-        layers, offset = linear_layers(cache), 0
+    def put(self, rows: list[torch.Tensor | None], cache: Cache) -> None:
+        """Make a cache that has not been used go on from a snapshot of each row; None: from no token."""
+        blank, offset = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device), 0
+        layers, whole = linear_layers(cache), [(blank if row is None else row).to(self._device) for row in rows]
         for state in self._states:
-            tensor = taken[offset : offset + state.nbytes].view(state.dtype).view(state.shape).to(self._device)
+            parts = [row[offset : offset + state.nbytes].view(state.dtype).view(state.shape) for row in whole]
+            tensor = torch.cat(parts)
             layer = layers[state.layer]
             update = layer.update_conv_state if state.kind == "conv" else layer.update_recurrent_state
             update(tensor, state_idx=state.number)
@@ -199,35 +202,42 @@ def probed(model: Any, name: str) -> tuple[State, ...]:
         ) from error
 
 
+def pads_well(model: Any) -> bool:
+    """Whether a model with linear attention gives a prompt behind padding the logits that it gives it alone."""
+    ids = torch.arange(2 * TRIED_TOKENS, device=model.device).view(2, TRIED_TOKENS) + 3
+    ids %= model.config.get_text_config(decoder=True).vocab_size
+    pad = TRIED_TOKENS // 3
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    words = {"position_ids": positions} if "position_ids" in signature(model.forward).parameters else {}
+    try:
+        with as_served(model):
+            padded = model(input_ids=ids, attention_mask=mask, **words).logits[1, -1]
+            alone, other = (model(input_ids=ids[row : row + 1, pad:]).logits[0, -1] for row in (1, 0))
+    except Exception:
+        return False
+    return not is_far(alone, padded, other, model.dtype)
+
+
 def _probed(model: Any, name: str) -> tuple[State, ...]:
-    ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
-    head, tail = ids[:, :PROBE_CUT], ids[:, PROBE_CUT:]
-
-    def read(cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = model(input_ids=tokens, **{CACHE: cache}, use_cache=True).logits
-        return logits[:, PROBE_CUT - PROBE_TOKENS :]
-
-    whole, parts, alone = (fresh_cache(model.config) for _ in range(3))
-    right = [read(whole, ids)]
-    read(parts, head)
-    got, other = [read(parts, tail)], [read(alone, tail)]
-    found = [state for state, _ in states_of(whole)]
-    for cache, values in ((whole, right), (parts, got), (alone, other)):
-        values.extend(tensor for _, tensor in states_of(cache))
-    if not found:
+    found = tried(model)
+    pairs = [[tensor for _, tensor in states_of(cache)] for cache in (found.whole, found.parts, found.alone)]
+    states = [state for state, _ in states_of(found.whole)]
+    if not states:
         raise LayoutError(f"{name}: its linear attention keeps its state elsewhere than in the cache; not supported")
-    what = ["what follows a prompt", *(f"the {state.kind} state of a prompt" for state in found)]
-    for one, *tensors in zip(what, right, got, other, strict=True):
-        first, second, apart = (tensor.double() for tensor in tensors)
-        rounding = torch.finfo(model.dtype).eps * first.norm()
-        if not (first - second).norm() <= PROBE_SHARE_MAX * (first - apart).norm() + rounding:
+    what = ["what follows a prompt", *(f"the {state.kind} state of a prompt" for state in states)]
+    compared = zip((found.logits, *pairs[0]), (found.behind, *pairs[1]), (found.apart, *pairs[2]), strict=True)
+    for one, (first, second, apart) in zip(what, compared, strict=True):
+        if is_far(first, second, apart, model.dtype):
             raise LayoutError(f"{name}: {one} computed in two parts is another: {CANNOT_GO_ON}")
-    for kind in sorted({state.kind for state in found}):
-        blank = fresh_cache(model.config)
-        read(blank, head)
-        for state, tensor in states_of(blank):
-            if state.kind == kind:
-                tensor.zero_()
-        if torch.equal(read(blank, tail), got[0]):
+    for kind in sorted({state.kind for state in states}):
+
+        def blanked(cache: Cache, kind: str = kind) -> None:
+            for state, tensor in states_of(cache):
+                if state.kind == kind:
+                    tensor.zero_()
+
+        if torch.equal(tried(model, between=blanked).behind, found.behind):
             raise LayoutError(f"{name}: several tokens behind a {kind} state do not read it: {CANNOT_GO_ON}")
-    return tuple(found)
+    return tuple(states)

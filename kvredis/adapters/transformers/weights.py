@@ -27,6 +27,10 @@ CHANGING: Final = frozenset({
     "training", "gradient_checkpointing", "name_or_path", "warnings_issued", "hf_device_map", "rope_deltas",
 })  # fmt: skip
 """Attributes of modules that say nothing of a prompt's KV, or are put right before each prompt (rope_deltas)."""
+ROPES_BY_LENGTH: Final = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings whose angles depend on the whole sequence's length: a prefix has other keys in another prompt."""
+TURNING: Final = ("inv_freq", "long_inv_freq", "max_seq_len_cached")
+"""How the names end of what such an embedding makes anew from its settings for each prompt."""
 DEPTH_MAX: Final = 3
 _GOLDEN: Final = -7046029254386353131
 """2^64 divided by the golden ratio, as a signed number: the step of splitmix64, whose two multipliers follow."""
@@ -52,8 +56,9 @@ def held_by(model: nn.Module, inactive: frozenset[str] = frozenset()) -> tuple[T
         if is_of_idle or inactive.intersection(name.split(".")):
             continue
         plain = name.replace(".base_layer", "")  # what peft calls the module that it is around
+        turning = TURNING if _turns(module) else ()
         for own, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and own not in inactive:
+            if tensor is not None and own not in inactive and not _is_turning(own, turning):
                 tensors.append((f"{plain}.{own}", tensor))
                 for state in STATES:
                     tensors.extend(_within(f"{plain}.{own}.{state}", getattr(tensor, state, None)))
@@ -64,6 +69,8 @@ def held_by(model: nn.Module, inactive: frozenset[str] = frozenset()) -> tuple[T
             settings.append((plain, "", f"{type(module).__module__}.{type(module).__qualname__}"))
         for key, value in vars(module).items():
             if key.startswith("_") or key in CHANGING or key.endswith("dropout"):  # of no effect out of training
+                continue
+            if _is_turning(key, turning):
                 continue
             if key in STATES or isinstance(value, torch.Tensor):
                 tensors.extend(_within(f"{plain}.{key}", value))
@@ -178,6 +185,16 @@ def _is_idle(module: nn.Module) -> bool:
     """Whether this is a layer of peft's adapters, none of which is on."""
     off = getattr(module, "disable_adapters", None)
     return isinstance(off, bool) and (off or not getattr(module, "active_adapter", ()))
+
+
+def _turns(module: nn.Module) -> bool:
+    """Whether this is a rotary embedding of which a layer's angles depend on the whole length."""
+    rope = getattr(module, "rope_type", None)
+    return bool(ROPES_BY_LENGTH.intersection(rope.values() if isinstance(rope, dict) else [rope]))
+
+
+def _is_turning(name: str, endings: tuple[str, ...]) -> bool:
+    return bool(endings) and name.endswith(endings) and not name.endswith("original_inv_freq")
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvredis.adapters.engine.engine import CacheEngine
+from kvredis.adapters.transformers import state
 from kvredis.adapters.transformers.cache import (
     CACHE,
     RoomyWindow,
@@ -316,11 +317,37 @@ def test_a_broken_store_does_not_stop_a_model_with_states(linear: PreTrainedMode
     assert greedy(cached_over(linear, backend), ids) == greedy(linear, ids)
 
 
-def test_a_model_with_states_is_refused_a_batch_and_goes_on_with_its_own_cache(linear: PreTrainedModel) -> None:
+def test_a_batch_of_a_model_with_states_loads_each_prompt_and_stores_it_as_if_it_were_alone(
+    linear: PreTrainedModel,
+) -> None:
+    backend, rows = FakeBackend(), [prompt(100), prompt(63, seed=1), prompt(21, seed=2)]
+    ids, mask = batch(*rows)
+    expected = greedy(linear, ids, attention_mask=mask)
+    for loaded in (0, 96 + 48 + 16):
+        cached = cached_over(linear, backend)
+        assert greedy(cached, ids, attention_mask=mask) == expected
+        assert cached.last_loaded == loaded
+    for row, loaded in zip(rows, (96, 48, 16), strict=True):
+        alone = cached_over(linear, backend)
+        assert greedy(alone, row) == greedy(linear, row)
+        assert alone.last_loaded == loaded
+
+
+def test_a_model_with_states_is_refused_padding_that_it_does_not_heed(
+    linear: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "pads_well", lambda model: False)
+    ids, mask = batch(prompt(40), prompt(20, seed=1))
+    cached = cached_over(linear, FakeBackend())
+    with pytest.raises(ValueError, match="other logits behind padding: give prompts of one length"):
+        greedy(cached, ids, attention_mask=mask)
+    even = torch.cat([prompt(40), prompt(40, seed=1)])
+    assert greedy(cached, even) == greedy(linear, even)
+
+
+def test_a_model_with_states_goes_on_with_its_own_cache(linear: PreTrainedModel) -> None:
     backend, ids = FakeBackend(), prompt(50)
     cached = cached_over(linear, backend)
-    with pytest.raises(ValueError, match="one prompt at a time"):
-        greedy(cached, ids.expand(2, -1))
     own: Any = DynamicCache(config=linear.config)
     with torch.no_grad():
         linear(ids[:, :20], **{CACHE: own})

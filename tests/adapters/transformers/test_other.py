@@ -277,8 +277,8 @@ def test_keys_are_the_same_in_another_process() -> None:
 
 
 def test_errors_say_the_plain_name() -> None:
-    with pytest.raises(ValueError, match=r"^org/tiny: rope_type dynamic"):
-        layout_of(changed(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "org/tiny")
+    with pytest.raises(ValueError, match=r"^org/tiny: encoder-decoder"):
+        layout_of(changed(is_encoder_decoder=True), "org/tiny")
 
 
 class AdapterLayer(nn.Module):

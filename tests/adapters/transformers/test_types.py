@@ -21,14 +21,14 @@ MIXED = {"layers_block_type": ["mamba", "attention"], "num_hidden_layers": 2}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("cannot go on from a stored one", {"attn_layer_indices": [1]}),
-    "falcon_h1": ("LinearAttentionAndFullAttentionLayer", {}),
+    "falcon_h1": ("served", {}),
     "falcon_mamba": ("no layer keeps K and V", {}),
     "granitemoehybrid": ("served", {"layer_types": ["mamba", "attention"]}),
     "jamba": (
-        "several tokens behind a recurrent state do not read it",
+        "cannot go on from a stored one",
         {"attn_layer_period": 2, "attn_layer_offset": 1},
     ),
-    "kimi_linear": ("latent attention", {}),
+    "kimi_linear": ("no layer keeps K and V", {}),
     "lfm2": ("served", {"layer_types": ["conv", "full_attention"]}),
     "mamba": ("no layer keeps K and V", {}),
     "minimax": ("uses cache of its own|layers of linear_attention", {}),
@@ -44,8 +44,8 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 makes one of their layers keep K and V."""
 OTHERS: dict[str, str] = {
     "bert": "depends on those behind it",
-    "deepseek_v3": "latent attention",
-    "gemma4_text": "layers have another head_dim|global_head_dim is another",
+    "deepseek_v3": "served",
+    "gemma4_text": "served",
     "gpt2": "served",
     "llama4_text": "layers of chunked_attention",
     "mixtral": "served",
