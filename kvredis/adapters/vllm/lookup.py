@@ -1,8 +1,9 @@
 """What of a prompt is stored, asked without holding the scheduler up.
 
-A question that a server must answer waits in a thread of its own (an Executor's), and the scheduler is told to come
-again; one that this process can answer from its own memory or disk is answered at once. Whether a question needs a
-server is known in advance: Backend.tiers_of says where each block would come from, and asks none.
+A question that a server must answer waits in a thread of its own (an Executor's), and the scheduler, which waits for a
+moment (GRACE_S), is told to come again; one that this process can answer from its own memory or disk is answered at
+once. Whether a question needs a server is known in advance: Backend.tiers_of says where each block would come from, and
+asks none.
 
 A LayerGroup needs of a prefix either all chunks, or those in its window, or the state behind its last one. So a prefix
 can be loaded up to some of its chunks' ends only, and an answer lists them all: what the scheduler chooses from them
@@ -13,6 +14,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Generic, TypeVar
 
 from kvredis.adapters.engine.background import Executor, Task
@@ -23,6 +25,10 @@ from .kv_layout import LayerGroup
 
 LOOKUP_THREADS = 4
 """Questions under way side by side: a far server's answers do not wait for each other."""
+GRACE_S = 0.002
+"""The scheduler waits so long for an answer, since an engine that has nothing else to do comes again in steps of a
+millisecond: on an H200 the first token of 1,024 stored tokens came 5 ms later without. Not where the last question took
+longer: then each would cost other requests that time."""
 LOOKUPS_MAX = 4096
 """Questions that wait; one more is answered as a miss."""
 
@@ -53,6 +59,7 @@ class Question(Task, Generic[Answer]):
         super().__init__(0)
         self.ask = ask
         self.answer = missing
+        self.took_s = 0.0
 
 
 class Lookups:
@@ -62,6 +69,7 @@ class Lookups:
         self._groups = groups
         self._backend = backend
         self._failing = False
+        self._last: Question[Found] | None = None  # of those that a server had to answer
         self._has_states = any(group.is_state for group in groups)
         self._whole = [place for place, group in enumerate(groups) if group.window is None and not group.is_state]
         self._partial = [place for place in range(len(groups)) if place not in self._whole]
@@ -72,7 +80,12 @@ class Lookups:
     def find(self, keys: GroupKeys, count: int) -> Question[Found]:
         """Ask up to which of its first `count` chunks a prompt can be loaded."""
         names = [name for place in range(len(keys)) for at in range(count) for name in self.of_ranks(keys, place, at)]
-        return self._put(Question(lambda: self._find(keys, count), Found()), names)
+        question = self._put(Question(lambda: self._find(keys, count), Found()), names)
+        if not question.done:
+            last, self._last = self._last, question
+            if last is None or (last.done and last.took_s < GRACE_S):
+                question.wait(GRACE_S)
+        return question
 
     def present(self, names: list[bytes]) -> Question[list[bool]]:
         """Ask which of these are stored."""
@@ -99,6 +112,7 @@ class Lookups:
         return question
 
     def _run(self, question: Question[Answer]) -> int:
+        began_s = monotonic()
         try:
             question.answer = question.ask()
         except Exception as error:
@@ -107,6 +121,7 @@ class Lookups:
             self._failing = True
         else:
             self._failing = False
+        question.took_s = monotonic() - began_s
         return 0
 
     # -- answers: in whichever thread runs the question ----------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvredis.adapters.paged.jobs import ChunkMove
+from kvredis.adapters.vllm import lookup
 from kvredis.adapters.vllm.lookup import LOOKUP_THREADS
 from kvredis.adapters.vllm.scheduler import LOOKUP_S_LEAST, Prompt, Scheduling, SchedulingOptions
 from kvredis.backends.base import Tier
@@ -142,6 +143,21 @@ def test_an_answer_that_takes_as_long_as_computing_is_given_up_and_the_prompt_is
     assert len(moves) == 15, "what it computes is offered for storing"
 
 
+def test_an_answer_is_waited_for_a_moment_unless_the_last_one_took_longer(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "GRACE_S", float(WAIT_S))
+    assert asking.match(TOKENS, name="quick") == 960, "in one pass of the scheduler"
+    asking.server.is_running.clear()
+    monkeypatch.setattr(lookup, "GRACE_S", 0.001)
+    assert asking.match(TOKENS, name="slow") is None
+    monkeypatch.setattr(lookup, "GRACE_S", float(WAIT_S))
+    assert asking.match(TOKENS, name="next") is None, "while the last one has no answer none is waited for"
+    asking.server.is_running.set()
+    assert asking.answered(name="next") == 960
+    assert asking.match(TOKENS, name="quick again") == 960
+
+
 def test_a_request_that_ends_while_its_question_waits_is_not_asked_for_any_more(asking: Asking) -> None:
     asking.server.is_running.clear()
     for number in range(LOOKUP_THREADS):
@@ -203,8 +219,6 @@ def test_stored_blocks_are_asked_for_beside_the_steps(asking: Asking) -> None:
     events = asking.scheduling.events
     assert events is not None
     other = [7, *TOKENS[:199]]
-    assert asking.match(other, name="s") is None
-    asking.server.is_running.set()
     assert asking.answered(other, name="s") == 0
     moves = asking.compute_as("s", other)
     asking.put(moves)
