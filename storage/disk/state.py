@@ -326,7 +326,7 @@ class DiskState:
             return True
 
     def swap(self, first: int, second: int, *, undecided: bool = False) -> bool:
-        """Exchange two databases; False when no record is in either. Costs no step a record, and none of I/O.
+        """Exchange two databases; False when the index need not learn of it. Costs no step a record, and none of I/O.
 
         With `undecided` there may be values in them that memory alone has, so that there is nothing true that could be
         found of their names after a crash, nor of what they supersede. Then the index learns of nothing before `decide`

@@ -181,7 +181,8 @@ class Superseded:
             for each in instead:
                 self._of[successor].remove(each)
                 del self._by[each]
-            self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
+            if entry.expire_at_ms != record.expire_at_ms:
+                self._disk.set_expiry(entry.key, entry.space, entry.expire_at_ms)
             self._disk.supersede(record)
             self._of.setdefault(successor, []).append(record)
             self._by[record] = successor

@@ -98,10 +98,11 @@ class Saving:
         while current is not None and current.work():
             saved = overtaken = False
             try:
-                saved = self._tiering.sync()
-                overtaken = saved and current.plan_again()
+                synced = self._tiering.sync()
+                overtaken = synced and current.plan_again()
                 if not overtaken:
                     current.look_again()
+                    saved = synced
             finally:  # whatever comes of it: those who wait must hear
                 if not overtaken:
                     self._over(current, saved=saved)
@@ -127,7 +128,7 @@ class Saving:
 def _tell(done: Done, safe: bool) -> None:
     try:
         done(safe)
-    except BaseException:  # his own; the others, and the next round, are not to suffer for it
+    except BaseException:  # the callback's own; the others, and the next round, are not to suffer for it
         log.exception("Disk tier: a callback behind a save failed")
 
 
@@ -170,7 +171,8 @@ class _Round:
             self.unsaved_since = self._planned_at
             return False
         self.plan()
-        self._over = False
+        with self._lock:
+            self._over = False
         return True
 
     def work(self) -> bool:

@@ -478,8 +478,8 @@ class CachedModel:
         return kinds if call.past is None else call.past, self._room(len(call.rows), width)
 
     def _gathered(self, call: Call, cache: Cache, room: Room | None, parts: list[Part]) -> Taken:
-        """Compute each prompt but for its last token, and bring them together in the batch's cache. The states worth
-        storing."""
+        """Compute each prompt but for its last tokens (TAIL), and bring them together in the batch's cache. The states
+        worth storing."""
         assert room is not None
         assert self._snapshots is not None
         taken, ends = Taken(), list[torch.Tensor | None]()

@@ -338,13 +338,14 @@ def test_a_save_during_which_databases_are_exchanged_has_what_came_in_the_place_
     case: Case,
 ) -> None:
     def exchange() -> None:
-        case.store.put(X, NEW, 1)
-        case.store.swap(0, 1)
+        case.store.put(X, NEW, 2)
+        case.store.swap(1, 2)  # of which the disk has nothing yet
 
-    case.store.put(X, OLD)
+    case.store.put(X, OLD, 1)
     case.tiers.during("pwrite", exchange)
     assert case.tiers.save()
-    assert case.after_a_kill(X, spaces=2) == {(X, 0): NEW, (X, 1): OLD}
+    found = case.after_a_kill(X, spaces=3)
+    assert found == {(X, 0): None, (X, 1): NEW, (X, 2): OLD}, "database 1 has had one or the other since"
     end(case)
 
 

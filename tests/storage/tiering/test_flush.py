@@ -162,6 +162,22 @@ def test_what_a_save_raises_keeps_neither_the_others_nor_the_next_round_waiting(
         assert answers == ([False, True] if where == "write" else [True])
 
 
+def test_a_save_that_fails_when_it_looks_for_exchanges_confirms_nothing(
+    tiers: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> bool:
+        raise MemoryError
+
+    tiers.put(b"a")
+    answers: list[bool] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tiers.tiering, "exchanged_since", fails)
+        tiers.tiering.saving.save(tiers.store.writes, answers.append)
+        tiers.io.run()
+    assert answers == [False]
+    assert tiers.save(tiers.store.writes)
+
+
 def test_a_failed_write_is_told_to_the_clients_that_it_concerns(tiers: TieredStore) -> None:
     answers: dict[str, bool] = {}
 
