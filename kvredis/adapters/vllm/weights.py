@@ -203,16 +203,17 @@ def _odd(device: torch.device) -> torch.Tensor:
 # -- probes ------------------------------------------------------------------------------------------------------------
 
 
-_Known = tuple[ref[torch.nn.Module], str, str, ref[torch.Tensor], int, int]
+_Known = tuple[ref[torch.nn.Module], str, str, ref[torch.Tensor], int, int | None]
 """A tensor as it was when the weights were added up: its module, which of its dictionaries has it under which key, its
-address, and how often torch has counted a write. Nothing is kept alive: a model that another one takes the place of is
-to be freed."""
+address, and how often torch has counted a write, None for one of inference mode, where torch does not. Nothing is kept
+alive: a model that another one takes the place of is to be freed."""
 
 
 def _known(weight: Weight) -> _Known:
     held = "_buffers" if weight.key in weight.module._buffers else "_parameters"
     tensor = weight.tensor
-    return ref(weight.module), held, weight.key, ref(tensor), tensor.data_ptr(), _version(tensor)
+    version = None if tensor.is_inference() else tensor._version
+    return ref(weight.module), held, weight.key, ref(tensor), tensor.data_ptr(), version
 
 
 def _are_same(every: Sequence[_Known], *, gives_way: bool) -> bool:
@@ -221,15 +222,11 @@ def _are_same(every: Sequence[_Known], *, gives_way: bool) -> bool:
         if gives_way and number % GIVE_WAY_TENSORS == GIVE_WAY_TENSORS - 1:
             time.sleep(GIVE_WAY_S)
         tensor: torch.Tensor | None = getattr(module(), held, {}).get(key)
-        if tensor is None or tensor is not known():
+        if tensor is None or tensor is not known() or tensor.data_ptr() != address:
             return False
-        if tensor.data_ptr() != address or _version(tensor) != version:
+        if version is not None and tensor._version != version:
             return False
     return True
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(slots=True)
