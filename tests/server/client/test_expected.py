@@ -254,7 +254,7 @@ async def test_a_user_without_rights_to_a_key_neither_announces_it_nor_waits_for
 
 
 async def test_a_crowd_of_waits_and_announcements_leaves_nothing(live: LiveServer) -> None:
-    """As engines do it, eight at once: whoever finds keys missing announces them, and computes or waits."""
+    """Eight engines at once: one that finds keys missing announces them, and computes or waits."""
     names = [f"k{number}" for number in range(40)]
     computed: list[str] = []
 
