@@ -222,6 +222,11 @@ class Program:
             engine.step()
         return {"states": states, "seconds": seconds}
 
+    def stall(self, is_stalled: bool) -> Answer:
+        """Let no store read a page until told otherwise."""
+        self._of_ranks("stall" if is_stalled else "go on")
+        return {}
+
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
         ranks = self._of_ranks("settle")
@@ -238,6 +243,7 @@ class Program:
             "left": len(scheduler.connector._scheduling._requests),
             "steps": len(scheduler.connector._worth._steps) if scheduler.connector._worth else 0,
             "measured": list(scheduler.connector._shared.break_even._speeds),
+            "held": len(scheduler.connector._held or ()),
             "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "preemptions": sum(
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
@@ -366,6 +372,14 @@ def rank_answer(worker: Any, question: str) -> Any:
         return [[len(group.names), group.window, group.layout.planes] for group in half._groups]
     if question == "stats":
         return dict(half._worker.mover.stats())
+    if question == "stall":
+        import threading
+
+        half.going_on = threading.Event()
+        half._worker.mover._context.bandwidth.take = lambda *_, **__: half.going_on.wait(60)
+        return None
+    if question == "go on":
+        return half.going_on.set()
     return half._worker.mover.settle(60), half._shared.backend.flush()
 
 
