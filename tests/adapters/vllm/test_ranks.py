@@ -344,3 +344,14 @@ def test_a_vllm_that_hands_over_one_stage_alone_is_told_by_how_many_workers_ther
     told = Handshake(tuple(groups), engine_facts(caches, groups))
     with pytest.raises(LayoutError, match="1 workers have told of their layers, not those of all 2 stages"):
         agreed_groups(told.facts, {0: told}, 2)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(2, 1), (1, 4)])
+def test_layers_that_all_have_windows_are_shared_too(before: int, behind: int) -> None:
+    backend = FakeBackend(100_000)
+    first = Engine(backend, before, specs=("window",))
+    first.prompt()
+    first.close()
+    second = Engine(backend, behind, specs=("window",))
+    assert second.holds(second.prompt(FOUND), FOUND)
+    second.close()
