@@ -166,7 +166,7 @@ class Sender:
             self._pipelines.remove(pipeline)
             self._node.retire(pipeline.connection)
         if len(self._pipelines) < self._node.connections:
-            for connection in self._node.borrow(1):
+            for connection in self._node.borrow(1, for_sender=True):
                 self._pipelines.append(SetPipeline(connection))
                 refusal = self._pipelines[-1].lend(self._write_queue.arena)
                 if refusal is not None:

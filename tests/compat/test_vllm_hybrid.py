@@ -21,8 +21,7 @@ from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site
 
-MODELS: dict[str, int] = {"qwen3-next": 480, "qwen3.5": 480, "lfm2": 480}
-"""And how many tokens of 500 a hit has: whole blocks, whose length vLLM makes of the size of a state."""
+MODELS = ("qwen3-next", "qwen3.5", "lfm2")
 FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] for seed in range(2))
 
 
@@ -59,6 +58,12 @@ def far(client: redis.Redis) -> dict[str, str]:
 def opened(engine: VLLMProcess, model: str, variables: dict[str, str], **more: Any) -> Answer:
     exactly = {"dtype": "float32" if model == "lfm2" else "bfloat16", "enable_prefix_caching": True}
     return engine.open(model, variables, **(exactly | {"num_gpu_blocks_override": 256} | more))
+
+
+def whole_blocks(tokens: int, opened: Answer) -> int:
+    """How many of these tokens a hit can have. vLLM makes a block as long as a state is large, which has elements of
+    two or four bytes, by the processor."""
+    return tokens // opened["block_tokens"] * opened["block_tokens"]  # type: ignore[no-any-return]
 
 
 def cold_and_warm(engine: VLLMProcess, *prompts: list[int]) -> tuple[list[Answer], list[Answer]]:
@@ -135,15 +140,14 @@ def test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_t
 ) -> None:
     opened(engine, model, {}, connector=None)
     alone = engine.generate(FIRST)
-    folder = opened(engine, model, far(client))["folder"]
+    made = opened(engine, model, far(client))
     cold, warm = cold_and_warm(engine, FIRST)
-    snapshot_bytes = shape_of(folder).snapshot_bytes
-    assert snapshot_bytes is not None
-    scale = 2 if model == "lfm2" else 1  # which runs with four bytes where its file says two
-    assert sum(len(open_any(value_of(client, key))) for key in states(client)) == scale * snapshot_bytes
+    assert sum(len(open_any(value_of(client, key))) for key in states(client)) == made["state_bytes"] > 0
+    assert shape_of(made["folder"]).snapshot_bytes == 2 * made["state_elements"], "bfloat16, as its file says"
     opened(engine, model, far(client))
     fresh = engine.generate(FIRST)
-    assert [each[0]["cached"] for each in (cold, warm, fresh)] == [0, MODELS[model], MODELS[model]]
+    hit = whole_blocks(len(FIRST) - 1, made)
+    assert [each[0]["cached"] for each in (cold, warm, fresh)] == [0, hit, hit]
     assert said(cold) == said(warm) == said(fresh) == said(alone)
     # That the tokens would be others with another prompt's states, which stand here under the keys of this one's:
     mine = states(client)
@@ -156,7 +160,7 @@ def test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_t
         client.set(key, value_of(client, next(each for each in others if each.split(b"{")[0] == layers)))
     opened(engine, model, far(client), extra={"verify_blocks": False})
     believed = engine.generate(FIRST)
-    assert believed[0]["cached"] == MODELS[model]
+    assert believed[0]["cached"] == hit
     assert said(believed) != said(cold)
 
 
@@ -186,7 +190,7 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
     small: dict[str, Any] = {"max_num_batched_tokens": 256, "max_model_len": 640}
     opened(engine, "qwen3.5", {}, connector=None, **small)
     alone = engine.generate(*prompts, tokens=100)
-    opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=24, **small)
+    made = opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=24, **small)
     for _ in range(3):
         together = engine.generate(*prompts, tokens=100)
         for one, other in zip(alone, together, strict=True):
@@ -195,19 +199,22 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
         engine.ask("reset")
     stats = engine.ask("stats")
     assert stats["preemptions"] > 0
-    assert min(each["cached"] for each in together) >= 192, "two blocks of what they share"
+    assert min(each["cached"] for each in together) >= whole_blocks(200, made), "the blocks of what they share"
     assert (stats["worker"]["failed_chunks"], stats["left"], stats["free"]) == (0, 0, 23)
 
 
 def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
     engine: VLLMProcess, client: redis.Redis
 ) -> None:
-    for allowed, count in ((1, 2), (10**9, 5)):
+    made = opened(engine, "qwen3-next", {}, connector=None)
+    block, hit = made["block_tokens"], whole_blocks(len(FIRST) - 1, made)
+    assert hit // block > 2
+    for allowed, count in ((1, 2), (10**9, hit // block)):
         client.flushall()
-        options: dict[str, Any] = {"max_num_batched_tokens": 160, "prefix_cache_retention_interval": 96}  # each block
+        options = {"max_num_batched_tokens": block, "prefix_cache_retention_interval": block}  # hands over each block's
         opened(engine, "qwen3-next", far(client), extra={"state_bytes_per_prompt": allowed}, **options)
         _, warm = cold_and_warm(engine, FIRST)
-        assert (len(states(client)), warm[0]["cached"]) == (3 * count, 480)
+        assert (len(states(client)), warm[0]["cached"]) == (3 * count, hit)
 
 
 def test_without_prefix_caching_the_engine_runs_and_one_line_says_what_to_do(
@@ -228,10 +235,10 @@ def test_another_process_finds_what_this_one_has_stored(
     other = VLLMProcess(site(), tmp_path / "other.log")
     try:
         for model in MODELS:
-            opened(engine, model, far(client))
+            made = opened(engine, model, far(client))
             cold, _ = cold_and_warm(engine, FIRST)
             opened(other, model, far(client))
             warm = other.generate(FIRST)
-            assert (said(warm), warm[0]["cached"]) == (said(cold), MODELS[model])
+            assert (said(warm), warm[0]["cached"]) == (said(cold), whole_blocks(len(FIRST) - 1, made))
     finally:
         other.stop()

@@ -435,6 +435,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._jobs = self._worker.stores(connector_metadata.step)
+            if self._by_layers:  # the first ones leave before the forward pass is over
+                self._jobs = self._worker.compared(connector_metadata.step, self._jobs)
             if connector_metadata.step.moves.loads:
                 self._launched = self._worker.launched()
 
@@ -461,8 +463,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             return
         if self._by_layers:
             self._worker.mover.end_layers()
-        else:
-            self._worker.store(self._jobs)
+        elif self._jobs:
+            self._worker.store(self._get_connector_metadata().step, self._jobs)
         self._jobs = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -175,17 +175,18 @@ class PagedWorker:
             if not pages.isdisjoint(step.taken):
                 self._end_stores(name)
 
-    def _compare(self, step: Step) -> Check | None:
+    def _compare(self, step: Step, *, gives_way: bool = False) -> Check | None:
         """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
         if self._compared_in is not step:
-            self._compared_in, self._check = step, self._compared(step)
+            self._compared_in, self._check = step, self._compared(step, gives_way=gives_way)
         return self._check
 
-    def _compared(self, step: Step) -> Check | None:
+    def _compared(self, step: Step, *, gives_way: bool) -> Check | None:
         if self.weights is None or not step.weights:
             return None
         try:
-            return self.weights.begin(step.number, step.weights[self._rank], is_full=step.check_weights)
+            digest = step.weights[self._rank]
+            return self.weights.begin(step.number, digest, is_full=step.check_weights, gives_way=gives_way)
         except Exception as error:
             logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
             self.mover.counters.add(errors=1)
@@ -211,7 +212,8 @@ class PagedWorker:
             job = LoadJob(job.request, self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
-        if step.moves.loads and (check := self._compare(step)) is not None:  # which takes as long as a load's first MB
+        # It takes as long as a load's first MB.
+        if step.moves.loads and (check := self._compare(step, gives_way=step.is_idle)) is not None:
             self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
         if step.is_idle and self._waited_for and not self._has_told:
             self.mover.wait_loaded(IDLE_WAIT_S)
@@ -221,10 +223,6 @@ class PagedWorker:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
-        check = self._compare(step) if step.moves.stores else None
-        if check is not None and check.done() and not check.holds():
-            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
-            return jobs
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -232,16 +230,19 @@ class PagedWorker:
             self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
             watched |= {page for move in ours for page in move.pages}
-            is_sound = None if check is None else check.holds
-            jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
+            jobs.append(replace(job, moves=[self._move(move) for move in ours]))
         return jobs
 
-    def store(self, jobs: Sequence[StoreJob]) -> None:
-        """Behind the forward pass, which is still running on a GPU: store what it has computed."""
-        if not jobs:
-            return
-        after = self.launched()
-        for job in jobs:
+    def compared(self, step: Step, jobs: Sequence[StoreJob]) -> list[StoreJob]:
+        """The jobs of a step, which are stored only where it computes with the weights that its keys are of."""
+        check = self._compare(step) if jobs else None
+        return [job if check is None else replace(job, is_sound=check.holds) for job in jobs]
+
+    def store(self, step: Step, jobs: Sequence[StoreJob]) -> None:
+        """Behind the forward pass, which is still running on a GPU: store what it has computed. While it runs the
+        weights are compared: before it that would be a millisecond or two of the first token."""
+        after = self.launched() if jobs else None
+        for job in self.compared(step, jobs):
             self.mover.store(job, after)
         self._to_store = set()
 

@@ -91,7 +91,8 @@ class Program:
         self._subscriber: Any = None
 
     def open(self, model: str, variables: dict[str, str], connector: Answer | None, engine: Answer) -> Answer:
-        """Open an engine, and say what its connector has made of the model."""
+        """Open an engine, and say what its connector has made of the model, and vLLM: the tokens of a block, and of
+        all recurrent layers the elements and the bytes of a state."""
         self.close()
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -115,7 +116,20 @@ class Program:
         self._llm.collective_rpc(rest_in_between)
         if options.get("pipeline_parallel_size", 1) > 1:
             self._llm.collective_rpc(make_room_for_a_stage)
-        return {"folder": folder, "groups": self._of_ranks("groups")[0] if connector is not None else []}
+        groups = self._of_ranks("groups")[0] if connector is not None else []
+        return {"folder": folder, "groups": groups} | self._made_of_the_model()
+
+    def _made_of_the_model(self) -> Answer:
+        manager = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        found: Answer = {"block_tokens": 1, "state_elements": 0, "state_bytes": 0}
+        for group in manager.kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            found["block_tokens"] = math.lcm(found["block_tokens"], spec.block_size)
+            for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
+                elements = len(group.layer_names) * math.prod(shape)
+                found["state_elements"] += elements
+                found["state_bytes"] += elements * dtype.itemsize
+        return found
 
     def state_bytes(self, named: str, config: Answer, ssm_dtype: str) -> Answer:
         """How many bytes of state vLLM gives a layer of a class of models ("module:class") with this configuration."""
