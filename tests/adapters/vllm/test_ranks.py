@@ -121,7 +121,7 @@ class Engine:
             worker.before(step)
             jobs = worker.stores(step)
             worker.load(step)
-            worker.store(jobs)
+            worker.store(step, jobs)
 
     def load(self, tables: list[list[int]], found: int, name: str = "r") -> set[int]:
         """Load what was found, and say which pages have failed on any rank."""
