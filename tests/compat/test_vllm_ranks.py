@@ -153,11 +153,8 @@ def test_stages_of_a_pipeline_load_what_they_have_stored_and_what_one_lacks_all_
         second = [key for key in map(str, client.keys("*")) if f"{{0:{2 if model == 'llama' else 5}-" in key]
         assert second
         warm = engine.generate(prompt())[0]
-        assert (warm["cached"], warm["tokens"], warm["logprobs"]) == (
-            960,
-            cold["tokens"],
-            pytest.approx(cold["logprobs"]),
-        )
+        assert warm["cached"] == 960
+        assert nearly(warm, cold)
 
         client.delete(*second[::3])
         part = engine.generate(prompt())[0]
