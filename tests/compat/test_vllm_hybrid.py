@@ -218,6 +218,22 @@ def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
         assert (len(states(client)), warm[0]["cached"]) == (3 * count, hit)
 
 
+def test_where_storing_is_slower_than_computing_only_the_last_states_are_stored(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    block = opened(engine, "qwen3-next", {}, connector=None)["block_tokens"]
+    options = {"max_num_batched_tokens": block, "prefix_cache_retention_interval": block}  # hands over each block's
+    opened(engine, "qwen3-next", far(client) | PATIENT, extra={"bandwidth_gb_s": 0.001}, **options)
+    first, second = ([each + 1 for each in prompt * 2][: 6 * block + 1] for prompt in (FIRST, SECOND))
+    engine.generate(first)
+    engine.stored()
+    known = len(states(client))
+    assert known > 3 * 2, "as many as the KV allows, since it is unknown what they cost"
+    engine.generate(second)
+    engine.stored()
+    assert len(states(client)) - known == 3 * 2, "those of the last two boundaries"
+
+
 def test_blocks_that_a_store_reads_are_no_other_requests_until_it_has_read_them(
     engine: VLLMProcess, client: redis.Redis
 ) -> None:

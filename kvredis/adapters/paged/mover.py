@@ -216,6 +216,7 @@ class ChunkMover:
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
             for job in jobs:
+                job.seconds = seconds if job.started else 0.0
                 self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)
