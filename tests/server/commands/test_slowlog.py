@@ -91,20 +91,6 @@ def test_secrets_are_never_kept(line: str, kept: str) -> None:
     assert b" ".join(shown).decode() == kept.replace("*", "(redacted)")
 
 
-@pytest.mark.parametrize(
-    ("line", "reply"),
-    [
-        ("SLOWLOG GET x", b"-ERR count should be greater than or equal to -1\r\n"),
-        ("SLOWLOG GET -2", b"-ERR count should be greater than or equal to -1\r\n"),
-        ("SLOWLOG GET 1 2", b"-ERR unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.\r\n"),
-        ("SLOWLOG LEN x", b"-ERR wrong number of arguments for 'slowlog|len' command\r\n"),
-        ("SLOWLOG FOO", b"-ERR unknown subcommand 'FOO'. Try SLOWLOG HELP.\r\n"),
-    ],
-)
-def test_what_is_asked_wrongly_is_answered_as_redis_does(line: str, reply: bytes, session: FakeSession) -> None:
-    assert session.ask(line) == reply
-
-
 async def test_with_a_threshold_of_zero_every_command_of_a_client_is_kept(loop: str, live: LiveServer) -> None:
     client = await live.connect()
     await client.ask("CONFIG", "SET", "slowlog-log-slower-than", "0")
