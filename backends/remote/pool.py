@@ -113,14 +113,15 @@ class Node:
         if self.link.complain(reply):
             self.lose(connection, BackendError(str(reply)[:200]))
 
-    def borrow(self, count: int) -> list[Connection]:
+    def borrow(self, count: int, *, for_sender: bool = False) -> list[Connection]:
         """Up to `count` connections, for a load or what is stored; none when the server is lost. From a server that
-        takes no more the first is waited for, for a moment."""
+        takes no more the first is waited for, for a moment. A node that is closed gives them to its sender only, which
+        has something left for it."""
         borrowed: list[Connection] = []
         try:
             while len(borrowed) < count and self._home.is_here():
                 with self._lock:
-                    if self._closed:
+                    if self._closed and not for_sender:
                         break
                     idle = self._idle.pop() if self._idle else None
                 if idle is not None and idle.stale():
@@ -149,6 +150,13 @@ class Node:
             self._load_connections_max = max(self._load_connections_max, count)
             return count
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
+
+    @property
+    def carries_bodies(self) -> bool:
+        """Whether values go to the server and come from it over a socket, as far as it is known: there are connections,
+        and none is to memory that both have."""
+        with self._lock:
+            return bool(self._open) and not any(isinstance(each, AttachedConnection) for each in self._open)
 
     def _one_comes_back(self) -> bool:
         with self._lock:

@@ -47,7 +47,7 @@ class ChunkMover:
         self.options = MovingOptions() if options is None else options
         self.counters = Counters()
         bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
-        self._context = MoverContext(backend, tuple(groups), self.options, bandwidth, checksums, self.counters)
+        self._context = MoverContext(backend, list(groups), self.options, bandwidth, checksums, self.counters)
         self._loader: Executor[ChunkLoad] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
         self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
@@ -59,6 +59,11 @@ class ChunkMover:
         """Whether the latest load, and store, has failed: one line a spell."""
         self.layer_stores: LayerStores | None = None
         """Those of this step."""
+
+    def add(self, group: PagedGroup) -> int:
+        """Take on a group of which moves may be asked for from now on, and give its number. It stays the caller's."""
+        self._context.groups.append(group)
+        return len(self._context.groups) - 1
 
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 

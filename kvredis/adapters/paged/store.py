@@ -73,6 +73,10 @@ def by_group(moves: list[ChunkMove]) -> Iterator[list[ChunkMove]]:
         yield list(run)
 
 
+class UnsoundError(Exception):
+    """What a job is to store is not what its keys say."""
+
+
 class ChunkStore(MoverTask):
     """Stores a job's moves behind the event `after`, if any; when `run` has ended no room is held."""
 
@@ -88,14 +92,13 @@ class ChunkStore(MoverTask):
         """Reserved for what is under way, or filled."""
 
     def _run(self) -> None:
-        if not self._job.is_sound():
-            self._context.counters.add(dropped_stores=len(self._job.moves))
-            return
         try:
             for moves in by_group(self._job.moves):
                 if self._job.cancelled:
                     break
                 self._store_group(moves)
+        except UnsoundError:
+            self._context.counters.add(dropped_stores=len(self._job.moves))
         finally:
             self._drop()
 
@@ -170,7 +173,10 @@ class ChunkStore(MoverTask):
         self._under_way.popleft()
 
     def _commit(self, order: PrefixOrder) -> None:
-        """Make the oldest batch visible."""
+        """Make the oldest batch visible. Raises UnsoundError where the job may not be stored: the answer is waited for
+        here, since it may come behind the forward pass, as the copies do."""
+        if not self._job.is_sound():
+            raise UnsoundError
         nbytes = bytes_of(self._filled[0])
         self._held_bytes -= nbytes
         order.written(nbytes)

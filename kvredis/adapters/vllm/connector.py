@@ -159,21 +159,24 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         is_scheduler = role == base.KVConnectorRole.SCHEDULER
         parallel = vllm_config.parallel_config
+        self._ranks = int(parallel.tensor_parallel_size)
+        self._stages = int(getattr(parallel, "pipeline_parallel_size", 1))
         is_apart = parallel.world_size > 1 or parallel.distributed_executor_backend not in (None, "uni")
         config = configured(transfer.kv_connector_extra_config or {}, questions_only=is_scheduler and is_apart)
         if not (is_scheduler and is_apart):
             config = for_device(config, str(vllm_config.device_config.device_type))
-            config = of_rank(config, _rank() if is_apart else 0, int(parallel.tensor_parallel_size))
+            config = of_rank(config, _rank(parallel) if is_apart else 0, self._ranks * self._stages)
         if is_apart and config.remote_url is None:
             text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
-        self._groups = self._groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._rank = 0 if is_scheduler or not is_apart else _rank(parallel)
+        """This worker's among those of all stages."""
+        self._groups = self._groups_of(vllm_config, kv_cache_config, config, self._rank % self._ranks)
         self._facts = engine_facts(kv_cache_config, self._groups) if self._groups else {}
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise and not any(group.is_state for group in self._groups)
         self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
-        self._rank = 0 if is_scheduler or not is_apart else _rank()
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
@@ -217,6 +220,12 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if any(group.is_state for group in self._groups):
             self._held = HeldPages(gpu_block_pool, self._config.blocking_timeout_secs)
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """As set_xfer_handshake_metadata, by stage and rank: vLLM hands that over since it serves pipelines with
+        connectors."""
+        by_rank = {stage * self._ranks + rank: told for (stage, rank), told in metadata.items()}
+        self.set_xfer_handshake_metadata(by_rank)
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
         half and a worker, or two workers, know the engine differently."""
@@ -225,7 +234,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
         if self._held is not None:
             self._held.ranks = len(workers)
-        groups = agreed_groups(self._facts, workers)
+        groups = agreed_groups(self._facts, workers, self._stages)
         if self._scheduling is not None and groups != self._groups:
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
         self._groups = groups
@@ -456,6 +465,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._jobs = self._worker.stores(connector_metadata.step)
+            if self._by_layers:  # the first ones leave before the forward pass is over
+                self._jobs = self._worker.compared(connector_metadata.step, self._jobs)
             if connector_metadata.step.moves.loads:
                 self._launched = self._worker.launched()
 
@@ -483,7 +494,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._by_layers:
             self._worker.mover.end_layers()
         else:
-            self._worker.store(self._jobs)
+            self._worker.store(self._get_connector_metadata().step, self._jobs)
         self._jobs = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -585,7 +596,9 @@ def _hands_states_over() -> bool:
     return hasattr(SchedulerOutput, "kv_connector_block_state") and _TransferResults is not None
 
 
-def _rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def _rank(parallel: Any) -> int:
+    """This worker's number: those of a pipeline's first stage first."""
+    from vllm.distributed import parallel_state
 
-    return int(get_tensor_model_parallel_rank())
+    stage = 0 if getattr(parallel, "pipeline_parallel_size", 1) == 1 else parallel_state.get_pp_group().rank_in_group
+    return int(stage * parallel.tensor_parallel_size + parallel_state.get_tensor_model_parallel_rank())

@@ -26,7 +26,7 @@ from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
-from .lookup import Found, Lookups, Question
+from .lookup import OWN, Found, Lookups, Question
 from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
 
@@ -183,6 +183,7 @@ class Scheduling:
         """Whether the last answer was given up, as the log has been told."""
         self._page_tokens = max(group.page_tokens for group in groups)
         self._states = [place for place, group in enumerate(groups) if group.is_state]
+        self._ranks = max(group.layout.world_size for group in groups)
         self._by_token = [place for place, group in enumerate(groups) if not group.is_state]
         self._requests: dict[str, Request] = {}
         self._step = Step()
@@ -231,7 +232,7 @@ class Scheduling:
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
         self._step.moves.loads.append(LoadJob(name, moves))
-        self._loading[name] = frozenset(move.key for move in moves)
+        self._loading[name] = frozenset(name for move in moves for name in self._parts_of(move))
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
@@ -242,7 +243,7 @@ class Scheduling:
         if request is None:
             return found
         begin, stop = request.computed, request.computed + external
-        chunks = [chunk for chunk in request.keys[0] if chunk.stop > begin and chunk.start < stop]
+        chunks = [chunk for chunk in self._stored(request) if chunk.stop > begin and chunk.start < stop]
         for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
             found[tier] = found.get(tier, 0) + min(chunk.stop, stop) - max(chunk.start, begin)
         return found
@@ -529,10 +530,11 @@ class Scheduling:
 
     def _worth(self, request: Request, is_new: bool) -> int:
         """Tokens to load of what was found."""
-        keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
+        keys, computed, total = self._stored(request), request.computed, len(request.prompt.tokens)
         hit = keys[request.found - 1].stop if request.found else 0
         chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
-        chosen = chosen[: (self.options.max_load_chunks - len(self._states)) // max(len(self._by_token), 1)]
+        bound = (self.options.max_load_chunks - len(self._states)) // max(len(self._by_token), 1)
+        chosen = chosen[: bound // self._parts(request)]
         if self._narrow is not None and chosen:
             each = chosen[0].stop - chosen[0].start
             chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
@@ -556,6 +558,22 @@ class Scheduling:
         self._count_places(request, total)
         return need
 
+    def _stored(self, request: Request) -> list[ChunkKey]:
+        """The first group's chunks, where engines of other sizes have stored them by their first ranks' keys."""
+        keys, ranks = request.keys[0], request.answered.ranks
+        if not ranks:
+            return keys
+        names = [self._lookups.of_ranks(request.keys, 0, at, ranks.get((0, at), OWN))[0] for at in range(len(keys))]
+        return [chunk._replace(key=name) for chunk, name in zip(keys, names, strict=True)]
+
+    def _parts(self, request: Request) -> int:
+        """In how many parts a rank loads a chunk of the request, at most."""
+        return max((max(ranks // self._ranks, 1) for ranks in request.answered.ranks.values()), default=1)
+
+    def _parts_of(self, move: ChunkMove) -> list[bytes]:
+        """As many names as a rank loads a chunk in parts, of which the first is its key."""
+        return [move.key, *(move.key + b"/%d" % part for part in range(1, move.ranks // self._ranks))]
+
     def _least(self, computed: int) -> int:
         """Fewer tokens than this are not loaded behind the `computed` that the engine has."""
         least, rest = self.options.min_load_tokens, self.options.min_rest_tokens
@@ -568,7 +586,7 @@ class Scheduling:
         request.loading = 0
 
     def _count_places(self, request: Request, total: int) -> None:
-        chunks = request.keys[0][: request.found]
+        chunks = self._stored(request)[: request.found]
         for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
             self.counters[f"{tier}_tokens"] += max(chunk.stop - max(chunk.start, request.computed), 0)
         known = max(chunks[-1].stop if chunks else 0, request.computed)
@@ -578,7 +596,7 @@ class Scheduling:
     def _within_bounds(self, request: Request) -> int | None:
         under_way, chunk = self.chunks_loading, self.groups[0].layout.chunk_tokens
         first, stop = request.computed // chunk, -(-(request.computed + request.answer) // chunk)
-        chunks = (stop - first) * len(self._by_token) + len(self._states)
+        chunks = (stop - first) * len(self._by_token) * self._parts(request) + len(self._states)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
             return None
         if self.options.waits_for_shared and self._is_coming(request, range(first, stop)):
@@ -601,7 +619,7 @@ class Scheduling:
         if group.is_state:
             return [self._load_of_state(request, place, stop)]
         kept = max(request.computed, group.first_kept(stop))
-        for chunk in request.keys[place]:
+        for at, chunk in enumerate(request.keys[place]):
             if chunk.stop <= kept or chunk.stop > stop:
                 continue
             first = max(chunk.start, kept // group.page_tokens * group.page_tokens)
@@ -609,7 +627,7 @@ class Scheduling:
             while pages and pages[0] == NO_PAGE:
                 pages = pages[1:]
             if pages and NO_PAGE not in pages:
-                moves.append(ChunkMove(chunk.key, place, pages))
+                moves.append(ChunkMove(chunk.key, place, pages, request.answered.ranks.get((place, at), OWN)))
         return moves
 
     def _load_of_state(self, request: Request, place: int, stop: int) -> ChunkMove:

@@ -16,20 +16,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from kvredis.adapters.engine.keys import key_of_rank
+from kvredis.adapters.engine.keys import key_of_shard
 from kvredis.adapters.engine.tensors import event_on
 from kvredis.adapters.paged.jobs import ChunkMove, JobState, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer import open_transfer
+from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
 from .held_pages import StoreOver
-from .kv_layout import LayerGroup, in_order, paged_view, state_view
+from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
 from .scheduler import Step
 from .weights import Check, WeightsWatch
 
@@ -122,8 +124,8 @@ class PagedWorker:
         rank: int = 0,
     ) -> None:
         """`caches` are the engine's tensors by layer name, several for a recurrent layer, of `pages` pages. `weights`
-        are this rank's, which are compared with those that a step's keys are of. Raises LayoutError where tensors are
-        not what `groups` say."""
+        are this rank's (of all stages'), which are compared with those that a step's keys are of. Raises LayoutError
+        where tensors are not what `groups` say."""
         self.groups = list(groups)
         names = sorted((name for group in groups for name in group.names), key=in_order)
         self.places = {name: place for place, name in enumerate(names)}
@@ -143,7 +145,14 @@ class PagedWorker:
             places = tuple(self.places[name] for name in group.names)
             paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged, sums=options.verify), places))
         self._device = paged_groups[0].paged.device
+        self._paged = paged_groups
         self._transfers = [group.transfer for group in paged_groups]
+        self._transfers_of_others: list[Transfer] = []
+        self._shards = [group.layout.shard.encode("ascii") for group in groups]
+        self._of_others: dict[tuple[int, int, int], int] = {}
+        """The mover's groups for what engines of other sizes have stored, by our group, their ranks, and which one."""
+        self._place_of = list(range(len(paged_groups)))
+        """Of each of the mover's groups ours."""
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
         self._storing: dict[str, set[int]] = {}
@@ -171,17 +180,18 @@ class PagedWorker:
             if not pages.isdisjoint(step.taken):
                 self._end_stores(name)
 
-    def _compare(self, step: Step) -> Check | None:
+    def _compare(self, step: Step, *, gives_way: bool = False) -> Check | None:
         """Whether the weights are those of the step's keys; None where that is not asked. Once a step."""
         if self._compared_in is not step:
-            self._compared_in, self._check = step, self._compared(step)
+            self._compared_in, self._check = step, self._compared(step, gives_way=gives_way)
         return self._check
 
-    def _compared(self, step: Step) -> Check | None:
+    def _compared(self, step: Step, *, gives_way: bool) -> Check | None:
         if self.weights is None or not step.weights:
             return None
         try:
-            return self.weights.begin(step.number, step.weights[self._rank], is_full=step.check_weights)
+            digest = step.weights[self._rank]
+            return self.weights.begin(step.number, digest, is_full=step.check_weights, gives_way=gives_way)
         except Exception as error:
             logger.warning("The model's weights cannot be compared: nothing is loaded or stored: %s", error)
             self.mover.counters.add(errors=1)
@@ -204,10 +214,11 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = LoadJob(job.request, [self._move(move) for move in job.moves])
+            job = LoadJob(job.request, self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
-        if step.moves.loads and (check := self._compare(step)) is not None:  # which takes as long as a load's first MB
+        # It takes as long as a load's first MB.
+        if step.moves.loads and (check := self._compare(step, gives_way=step.is_idle)) is not None:
             self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
         if step.is_idle and self._waited_for and not self._has_told:
             self.mover.wait_loaded(IDLE_WAIT_S)
@@ -219,10 +230,6 @@ class PagedWorker:
         self._to_store = set()
         if self._tells_over:
             self._unread |= dict.fromkeys((job.request for job in step.moves.stores), step.number)
-        check = self._compare(step) if step.moves.stores else None
-        if check is not None and check.done() and not check.holds():
-            self.mover.counters.add(dropped_stores=sum(len(job.moves) for job in step.moves.stores))
-            return jobs
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -230,14 +237,19 @@ class PagedWorker:
             self._to_store.add(job.request)
             watched = self._storing.setdefault(job.request, set())
             watched |= {page for move in ours for page in move.pages}
-            is_sound = None if check is None else check.holds
-            jobs.append(replace(job, moves=[self._move(move) for move in ours], is_sound=is_sound))
+            jobs.append(replace(job, moves=[self._move(move) for move in ours]))
         return jobs
 
-    def store(self, jobs: Sequence[StoreJob]) -> None:
-        """Behind the forward pass, which is still running on a GPU: store what it has computed."""
+    def compared(self, step: Step, jobs: Sequence[StoreJob]) -> list[StoreJob]:
+        """The jobs of a step, which are stored only where it computes with the weights that its keys are of."""
+        check = self._compare(step) if jobs else None
+        return [job if check is None else replace(job, is_sound=check.holds) for job in jobs]
+
+    def store(self, step: Step, jobs: Sequence[StoreJob]) -> None:
+        """Behind the forward pass, which is still running on a GPU: store what it has computed. While it runs the
+        weights are compared: before it that would be a millisecond or two of the first token."""
         after = self.launched() if jobs else None
-        for job in jobs:
+        for job in self.compared(step, jobs):
             state = self.mover.store(job, after)
             if job.request in self._unread:
                 self._reading[job.request, self._unread.pop(job.request)] = state
@@ -254,7 +266,10 @@ class PagedWorker:
             # for results before it hands the step's stores over.
             if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
-        ended = {name: over.failed_pages.get(name, []) for name in over.loaded}
+        failed = {
+            name: [(self._place_of[group], page) for group, page in pages] for name, pages in over.failed_pages.items()
+        }
+        ended = {name: failed.get(name, []) for name in over.loaded}
         ended, self._undecided = self._undecided | ended, {}
         for name, bad in ended.items():
             check = self._checks.get(name)
@@ -265,7 +280,8 @@ class PagedWorker:
                 del self._checks[name]
                 self._spoilt |= set() if check.holds() else {name}
             job = self._waited_for.pop(name, None)
-            asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+            moves = job.moves if job else []
+            asked_for = [(self._place_of[move.group], page) for move in moves for page in move.pages]
             if name in self._cancelled:  # before it was known what has come
                 self._cancelled.discard(name)
                 self._clear(asked_for)
@@ -302,7 +318,7 @@ class PagedWorker:
     def close(self) -> None:
         """End what is under way, and give the transfers' memory back."""
         self.mover.close()
-        for transfer in self._transfers:
+        for transfer in (*self._transfers, *self._transfers_of_others):
             transfer.close()
 
     def _warm_up(self, backend: Backend) -> None:
@@ -316,10 +332,47 @@ class PagedWorker:
 
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""
-        rank = self.groups[move.group].layout.rank
-        if not rank and self._ratios[move.group] == 1:
+        shard = self._shards[move.group]
+        if shard == b"0" and self._ratios[move.group] == 1:
             return move
-        return ChunkMove(key_of_rank(move.key, rank), move.group, self._kernel_pages(move.group, move.pages))
+        return ChunkMove(key_of_shard(move.key, shard), move.group, self._kernel_pages(move.group, move.pages))
+
+    def _loads(self, moves: Sequence[ChunkMove]) -> list[ChunkMove]:
+        """A load's moves. What an engine of another size has stored comes from those of its ranks which have some of
+        this rank's heads, one behind the other."""
+        found: list[ChunkMove] = []
+        for (group, ranks), run in groupby(moves, lambda move: (move.group, move.ranks)):
+            if not ranks:
+                found += map(self._move, run)
+                continue
+            chunks = [(move.key, self._kernel_pages(group, move.pages)) for move in run]
+            own = self.groups[group].layout
+            each = max(ranks // own.world_size, 1)  # of their ranks there are that many with heads of this one
+            first = own.rank * ranks // own.world_size
+            for rank in range(first, first + each):
+                number, shard = self._group_of_other(group, ranks, rank)
+                found += [ChunkMove(key_of_shard(key, shard), number, pages) for key, pages in chunks]
+        return found
+
+    def _group_of_other(self, place: int, ranks: int, rank: int) -> tuple[int, bytes]:
+        """The mover's group for what that rank of so many has stored of ours, and how keys spell it."""
+        group = self._paged[place]
+        layout = replace(split_anew(group.layout, ranks), rank=rank)
+        number = self._of_others.get((place, ranks, rank))
+        if number is None:
+            apart = group.layout.rank * group.layout.kv_heads - rank * layout.kv_heads
+            if apart >= 0 and layout.kv_heads >= group.layout.kv_heads:
+                heads = range(apart, apart + group.layout.kv_heads)
+                made = replace(group, layout=layout, heads=heads)
+            else:  # some of our pages' heads are all of its block's: no copy
+                with torch.inference_mode(False):  # of a step, in which other threads could not write what is made
+                    paged = PagedKV([layer[:, :, :, -apart : layout.kv_heads - apart] for layer in group.paged.layers])
+                transfer = open_transfer(paged, is_rare=True)
+                made = replace(group, layout=layout, paged=paged, transfer=transfer)
+                self._transfers_of_others.append(transfer)
+            number = self._of_others[place, ranks, rank] = self.mover.add(made)
+            self._place_of.append(place)
+        return number, layout.shard.encode("ascii")
 
     def _clear(self, pages: Collection[tuple[int, int]]) -> None:
         """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvredis.adapters.paged import load as paged_load
 from kvredis.adapters.paged.jobs import LoadJob
 from kvredis.adapters.paged.mover import ChunkMover
 from tests.adapters.fake_backend import FakeBackend
@@ -15,10 +16,18 @@ from tests.backends.nodes import wait_until
 FIRST, SECOND = LoadJob("first", moves_of("a", 3)), LoadJob("second", moves_of("b", 3))
 
 
+@pytest.fixture(autouse=True)
+def every_block_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is leased: a busy machine takes longer than NEAR_S for one in memory too."""
+    monkeypatch.setattr(paged_load, "NEAR_S", WAIT_S)
+
+
 def begun(mover: ChunkMover, transfer: ManualTransfer, jobs: Sequence[LoadJob] = (FIRST, SECOND)) -> None:
-    """Ask for loads, of which the first one waits for its copies."""
+    """Ask for loads, of which the first one waits for its copies, which are asked for when all loads have been."""
+    transfer.goes_on.clear()
     for job in jobs:
         mover.load(job)
+    transfer.goes_on.set()
     wait_until(lambda: len(transfer.calls) >= len(jobs), "the following load's copies are asked for too", WAIT_S)
 
 
@@ -124,7 +133,10 @@ def test_a_load_that_cannot_begin_fails_alone() -> None:
     assert set(finished.failed_pages["second"]) == pages_in(SECOND.moves)
 
 
-def test_blocks_that_come_slowly_are_not_begun_beside_a_load_that_is_nearly_over() -> None:
+def test_blocks_that_come_slowly_are_not_begun_beside_a_load_that_is_nearly_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_load, "NEAR_S", 0.5e-3)
     asked: list[tuple[bytes, bool]] = []
 
     class Far(FakeBackend):

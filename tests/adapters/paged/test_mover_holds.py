@@ -62,7 +62,7 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
     def starved(*_: object) -> None:
         raise MemoryError("no room for a part of a block")
 
-    monkeypatch.setattr("kvredis.adapters.paged.load.last_tokens", starved)
+    monkeypatch.setattr("kvredis.adapters.paged.load.excerpt", starved)
     with mover_on(backend, engine) as mover:
         mover.load(LoadJob("r", moves))
         assert mover.settle(WAIT_S)

@@ -38,12 +38,14 @@ class LaterMoving:
 
 
 class ManualTransfer(HostTransfer):
-    """Both directions wait for the test, unless `by_hand` is false."""
+    """Both directions wait for the test, unless `by_hand` is false; a mover does too, while `goes_on` is not set."""
 
     by_hand = True
 
     def __init__(self, paged: PagedKV) -> None:
         super().__init__(paged)
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self.calls: list[tuple[range | None, LaterMoving]] = []
 
     def store(self, parts: Sequence[Part], *, after: torch.cuda.Event | None = None) -> Moving:
@@ -53,6 +55,7 @@ class ManualTransfer(HostTransfer):
         return self._later(parts, lambda: HostTransfer.load(self, parts, after=after))
 
     def _later(self, parts: Sequence[Part], move: Callable[[], object]) -> Moving:
+        assert self.goes_on.wait(WAIT_S)
         moving = LaterMoving(move)
         self.calls.append((parts[0].layers, moving))
         if not self.by_hand:

@@ -232,7 +232,7 @@ def test_a_load_is_over_when_it_is_known_whose_weights_it_is_of(
     assert halves.stored() == 4
     halves.worker.results()
     slow = Slow()
-    monkeypatch.setattr(halves.watch._prober, "probe", lambda models: slow)
+    monkeypatch.setattr(halves.watch._prober, "probe", lambda models, **_: slow)
     halves.watch._seen = (1,) if is_same else (2,)
     tables = tables_of(halves, 20)
     assert halves.scheduling.match(Prompt("b", TOKENS), 0) == 256
@@ -253,7 +253,7 @@ def test_a_store_whose_probe_answers_later_is_dropped_where_the_weights_were_oth
     by_layers: bool, halves: Changing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Slow()
-    monkeypatch.setattr(halves.watch._prober, "probe", lambda models: slow)
+    monkeypatch.setattr(halves.watch._prober, "probe", lambda models, **_: slow)
     halves.watch._seen = (2,)
     assert halves.scheduling.match(Prompt("a", TOKENS), 0) == 0
     halves.scheduling.scheduled("a", tables_of(halves, 1), 0, 300, anew=True)
@@ -262,8 +262,9 @@ def test_a_store_whose_probe_answers_later_is_dropped_where_the_weights_were_oth
     jobs = halves.worker.stores(step)
     assert len(jobs[0].moves) == 4
     if not by_layers:
-        halves.worker.store(jobs)
+        halves.worker.store(step, jobs)
     else:
+        jobs = halves.worker.compared(step, jobs)
         for place in (0, 1):
             halves.worker.mover.save_layer(place, jobs)
         halves.worker.mover.end_layers()

@@ -121,7 +121,7 @@ def test_ranks_that_are_told_of_one_disk_open_it_side_by_side(
     disk: dict[str, Any] = {"local_disk": str(tmp_path), "max_local_disk_size": "32MB"}
     workers = []
     for rank in range(2):
-        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(door, "_rank", lambda _, rank=rank: rank)
         workers.append(opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}", **disk))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0", "rank-1"]
     scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), **disk)
@@ -164,7 +164,7 @@ def test_weights_are_in_keys_from_the_start_and_what_ranks_tell_of_new_ones_reac
 ) -> None:
     runners, workers = [Runner(), Runner()], []
     for rank, runner in enumerate(runners):
-        monkeypatch.setattr(door, "_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(door, "_rank", lambda _, rank=rank: rank)
         monkeypatch.setattr(door, "worker_of", lambda config, runner=runner: runner)
         worker = opened(door, "WORKER", FullAttentionSpec(), name=f"process {rank}")
         worker.register_kv_caches(caches_of(FullAttentionSpec()))

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from kvredis.adapters.engine.keys import chunk_keys, key_of_rank
+from kvredis.adapters.engine.keys import chunk_keys, key_of_shard
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
@@ -65,7 +65,7 @@ class Engine:
 
     def put(self, moves: list[ChunkMove], rank: int = 0) -> None:
         for move in moves:
-            self.backend.put(key_of_rank(move.key, rank), b"")
+            self.backend.put(key_of_shard(move.key, self.groups[move.group].shards()[rank]), b"")
 
     def compute(self, tokens: list[int], *, name: str = "r", step: int = 10_000) -> list[Step]:
         """Run a prompt that is not found through the engine, `step` tokens at a time."""
@@ -341,10 +341,11 @@ def test_ranks_are_asked_for_together() -> None:
     assert engine.match(TOKENS, name="a") == 0
     engine.put(moves[:7], rank=1)
     assert engine.match(TOKENS, name="b") == 7 * CHUNK
-    layouts = [ChunkLayout(2, 2, 64, "bf16", CHUNK, "m", rank, 2) for rank in (0, 1)]
-    here, there = (chunk_keys(TOKENS, layout)[3].key for layout in layouts)
-    assert key_of_rank(here, 1) == there
-    assert key_of_rank(here, 0) == here
+    for splits, shards in ((False, [b"0", b"1"]), (True, [b"0/2", b"1/2"])):
+        layouts = [ChunkLayout(2, 2, 64, "bf16", CHUNK, "m", rank, 2, splits_heads=splits) for rank in (0, 1)]
+        here, there = (chunk_keys(TOKENS, layout)[3].key for layout in layouts)
+        assert key_of_shard(here, shards[1]) == there
+        assert key_of_shard(there, shards[0]) == here
 
 
 def test_what_else_the_kv_depends_on_is_in_the_keys_from_its_place_on() -> None:
@@ -514,7 +515,7 @@ def test_a_state_for_which_the_engine_has_no_page_makes_the_load_fail() -> None:
     engine.scheduling.allocated("s", [[NO_PAGE] * 14 * PER_CHUNK, tables[1], tables[2]], 14 * CHUNK)
     (load,) = engine.scheduling.step().moves.loads
     (lost,) = [move for move in load.moves if move.pages == (NO_PAGE,)]
-    assert engine.backend.present([key_of_rank(lost.key, rank) for rank in (0, 1)]) == [False, False]
+    assert engine.backend.present([key_of_shard(lost.key, b"%d" % rank) for rank in (0, 1)]) == [False, False]
 
 
 def test_all_of_a_prompt_is_never_loaded_where_layers_are_recurrent() -> None:

@@ -39,7 +39,7 @@ def drafting_step(halves: Halves, forward: Callable[[], object]) -> None:
     halves.worker.load(step)
     forward()
     halves.worker.results()
-    halves.worker.store(jobs)
+    halves.worker.store(step, jobs)
 
 
 def test_stores_that_are_handed_over_behind_the_results_are_watched_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class Halves:
         jobs = self.worker.stores(step)
         self.worker.load(step)
         forward()
-        self.worker.store(jobs)
+        self.worker.store(step, jobs)
 
     def until(self, condition: Callable[[Results], bool]) -> Results:
         deadline = time.monotonic() + WAIT_S
@@ -212,7 +212,7 @@ def test_a_page_is_watched_until_its_own_store_is_over_not_an_earlier_one_of_its
 class NotingWatch(WeightsWatch):
     """Weights that are what keys say; it notes how many loads have begun when it is asked."""
 
-    def begin(self, number: int, digest: str, *, is_full: bool = False) -> Check:
+    def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
         self.asked.append(self.worker.mover.stats()["loading_chunks"])
         return Check(self, number, None, holds=True)
 
@@ -243,6 +243,25 @@ def test_a_load_is_under_way_before_weights_are_compared() -> None:
     gate.opened.set()
     assert halves.until(lambda results: "b" in results.loaded).failed == set()
     assert halves.holds(tables, 256)
+    halves.close()
+
+
+def test_weights_are_compared_behind_the_forward_pass_whose_kv_is_stored() -> None:
+    halves, seen = Halves(), list[str]()
+
+    class Watch(NotingWatch):
+        def begin(self, number: int, digest: str, *, is_full: bool = False, gives_way: bool = False) -> Check:
+            seen.append("compared")
+            return Check(self, number, None, holds=True)
+
+    halves.worker.weights = Watch()
+    halves.scheduling.weights.digests = ("of rank 0",)
+    halves.scheduling.match(Prompt("a", TOKENS), 0)
+    halves.scheduling.scheduled("a", tables_of(halves, 1), 0, len(TOKENS), anew=True)
+    halves.step(lambda: seen.append("forward"))
+    assert seen == ["forward", "compared"]
+    assert halves.worker.mover.settle(WAIT_S)
+    assert halves.worker.mover.stats()["stored_chunks"] == 4
     halves.close()
 
 

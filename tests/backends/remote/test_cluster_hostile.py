@@ -10,9 +10,11 @@ from kvredis.backends.config.url import ClusterAddress
 from kvredis.backends.remote import routing
 from kvredis.backends.remote.backend import ClusterBackend
 from kvredis.backends.remote.health import RETRY_S_MAX
+from kvredis.backends.remote.pool import Node
 from kvredis.backends.remote.routing import HOPS_MAX
 from kvredis.backends.resp import cluster
 from kvredis.backends.resp.cluster import SLOTS, slot_of
+from kvredis.backends.resp.connection import Connection
 from kvredis.storage.store import Store
 from tests.backends.conftest import Clock
 from tests.backends.fake_server import Answer, Leave, Said, polite
@@ -196,6 +198,27 @@ def test_a_value_sent_on_to_a_node_that_is_not_there_is_dropped(pair: Pair, conn
     assert put(backend, KEYS[0], content(KEYS[0]))
     assert backend.flush() == 1
     assert (backend.stats()["dropped"], store.used_bytes) == (1, 0)
+
+
+def test_a_value_on_its_way_to_a_node_that_is_let_go_goes_there_still(
+    pair: Pair, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = connect()
+    let_go, borrow = threading.Event(), Node.borrow
+
+    def late(node: Node, count: int, **options: bool) -> list[Connection]:
+        if str(node.link.address).endswith(f":{pair.ports[1]}"):
+            assert let_go.wait(PATIENT_S)
+        return borrow(node, count, **options)
+
+    monkeypatch.setattr(Node, "borrow", late)
+    pair.answers(pair.nodes[0], lambda args: polite(args) if args[0] == b"PING" else moved(pair.ports[1]))
+    assert put(backend, KEYS[0], content(KEYS[0]))
+    wait_until(lambda: backend.stats()["refreshes"] == 1, "the table says that the other node has no slots")
+    assert len(backend._routes.nodes()) == 1
+    let_go.set()
+    assert backend.flush() == 0
+    assert pair.shelves[1].values[KEYS[0]] == content(KEYS[0])
 
 
 def test_a_newer_value_is_not_overtaken_by_the_older_one_that_was_sent_on(pair: Pair, connect: Connect) -> None:

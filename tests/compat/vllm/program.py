@@ -113,6 +113,8 @@ class Program:
             self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
         rest_in_between()
         self._llm.collective_rpc(rest_in_between)
+        if options.get("pipeline_parallel_size", 1) > 1:
+            self._llm.collective_rpc(make_room_for_a_stage)
         groups = self._of_ranks("groups")[0] if connector is not None else []
         return {"folder": folder, "groups": groups} | self._made_of_the_model()
 
@@ -349,6 +351,16 @@ def rest_in_between(worker: Any = None) -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = lambda: time.sleep(0.001)
+
+
+def make_room_for_a_stage(worker: Any) -> None:
+    """Asked within a worker: make what a stage receives into. vLLM 0.32 makes it in a run for warming up, which its CPU
+    worker leaves out for an eager engine."""
+    runner = worker.model_runner
+    if hasattr(runner.model, "make_empty_intermediate_tensors") and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def rank_answer(worker: Any, question: str) -> Any:

@@ -129,6 +129,7 @@ OURS = (
     {"kv.attach", "kv.fill", "kv.lane", "kv.lease", "kv.lend", "kv.put", "kv.release", "kv.revoke"}
     | {"kv.abort", "kv.commit", "kv.reserve", "kv.splice", "kv.write"}
     | {
+        "kv.expect",
         "kv.job",
         "kv.match",
         "kv.meta",
