@@ -18,8 +18,7 @@ from transformers import CONFIG_MAPPING
 from kvredis.bench.core.shapes import shape_of
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.engine_process import Answer
-from tests.compat.vllm_process import VLLMProcess, site, version_of
-from tests.gate import nightly
+from tests.compat.vllm_process import VLLMProcess, site
 
 MODELS = ("qwen3-next", "qwen3.5", "lfm2")
 PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60"}
@@ -252,18 +251,14 @@ def test_blocks_that_a_store_reads_are_no_other_requests_until_it_has_read_them(
     assert engine.generate(prompts[0], tokens=1)[0]["cached"] == whole_blocks(len(FIRST) - 1, made)
 
 
-@pytest.mark.parametrize("model", ["qwen3-next", nightly("qwen3.5"), nightly("lfm2")])
-def test_where_no_states_are_kept_or_handed_over_the_engine_runs_and_one_line_says_why(
-    engine: VLLMProcess, client: redis.Redis, model: str
+def test_without_prefix_caching_the_engine_runs_and_one_line_says_what_to_do(
+    engine: VLLMProcess, client: redis.Redis
 ) -> None:
-    began, hands_over = len(engine.log), version_of({}) >= "0.30"
-    opened(engine, model, far(client), enable_prefix_caching=not hands_over)
-    first = engine.generate(FIRST)
-    assert engine.ask("reset")["reset"]
-    second = engine.generate(FIRST)
+    began = len(engine.log)
+    opened(engine, "qwen3-next", far(client), enable_prefix_caching=False)
+    first, second = (engine.generate(FIRST) for _ in range(2))
     assert (said(first), second[0]["cached"]) == (said(second), 0)
-    why = "enable prefix caching (--enable-prefix-caching)" if hands_over else "0.30 does: nothing is stored"
-    assert engine.log[began:].count(why) == 2, "a half each"
+    assert engine.log[began:].count("enable prefix caching (--enable-prefix-caching)") == 2, "a half each"
     assert client.dbsize() == 0
 
 
