@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -42,14 +41,6 @@ SHORT = TransportPlan(
     repeats=1,
     one=OnePlan(calls=5),
 )
-
-
-@pytest.fixture
-def peers() -> Iterator[list[FakePeer]]:
-    peers: list[FakePeer] = []
-    yield peers
-    for peer in peers:
-        peer.join()
 
 
 def test_a_turn_writes_every_place_once_and_is_drawn_alike_every_time() -> None:
