@@ -13,18 +13,7 @@ from kvredis.backends.readahead import Waits
 from kvredis.storage.background import Priority
 
 from .conftest import Clock
-from .local_disk import (
-    FIT,
-    LENGTH,
-    drain,
-    open_local,
-    promoted,
-    put_all,
-    put_away,
-    resident,
-    stuck_disk,
-    tiering_of,
-)
+from .local_disk import FIT, LENGTH, drain, open_local, promoted, put_all, put_away, resident, stuck_disk, tiering_of
 from .verbs import content, keys_of, loaded, put
 
 

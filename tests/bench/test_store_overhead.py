@@ -180,13 +180,7 @@ def test_ratios_are_to_no_cache_in_the_same_repeat_and_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "ratio", "passed"),
-    [
-        (1024, 0.971, True),
-        (1024, 0.969, False),
-        (768, 0.951, True),
-        (768, 0.949, False),
-    ],
+    ("budget", "ratio", "passed"), [(1024, 0.971, True), (1024, 0.969, False), (768, 0.951, True), (768, 0.949, False)]
 )
 def test_each_line_is_held_by_what_it_asks_for(budget: int, ratio: float, passed: bool) -> None:
     rows = rows_of({(NONE, budget): 2.0, (LANE, budget): 2 * ratio})

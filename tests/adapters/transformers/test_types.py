@@ -24,10 +24,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("served", {}),
     "falcon_mamba": ("no layer keeps K and V", {}),
     "granitemoehybrid": ("served", {"layer_types": ["mamba", "attention"]}),
-    "jamba": (
-        "cannot go on from a stored one",
-        {"attn_layer_period": 2, "attn_layer_offset": 1},
-    ),
+    "jamba": ("cannot go on from a stored one", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "kimi_linear": ("no layer keeps K and V", {}),
     "lfm2": ("served", {"layer_types": ["conv", "full_attention"]}),
     "mamba": ("no layer keeps K and V", {}),

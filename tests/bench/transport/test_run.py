@@ -35,12 +35,7 @@ from tests.bench.fake_server import FakePeer
 
 SIZE, COUNT = 64 * 1024, 16
 TINY = ModelShape("tiny", layers=8, kv_heads=2, head_dim=64)
-SHORT = TransportPlan(
-    shapes=[TINY],
-    blocks=COUNT,
-    repeats=1,
-    one=OnePlan(calls=5),
-)
+SHORT = TransportPlan(shapes=[TINY], blocks=COUNT, repeats=1, one=OnePlan(calls=5))
 
 
 def test_a_turn_writes_every_place_once_and_is_drawn_alike_every_time() -> None:

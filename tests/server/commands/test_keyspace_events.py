@@ -1,4 +1,4 @@
-"""Keyspace notifications: the letters of the setting. What they let out is in tests/compat, next to a real redis-server."""
+"""Keyspace notifications: the letters of the setting. tests/compat compares what they let out with redis-server."""
 
 import pytest
 
