@@ -1,6 +1,6 @@
 """What a key's name tells of a block: whose model, which rank, which prompt. Read from names alone, ours and LMCache's.
 
-    kvredis:<model>@<fingerprint>@{<rank>@<root>}<digest>     a chunk (kvredis/adapters/engine/keys.py)
+    kvredis:<model>@<fingerprint>@{<shard>@<root>}<digest>    a chunk (kvredis/adapters/engine/keys.py)
     kvredis:<model>@<facts>:<page>                            a page (kvredis/adapters/paged/pages.py)
     <model>@<world>@<worker>@<hash>@<dtype>[@layer][@tag%v]   LMCache; behind redis:// with "metadata" or "kv_bytes"
     <model>@<rank, 8 digits>@<group>@<hash>[@salt]            LMCache's multi-process server
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 CHUNKS, PAGES, LMCACHE, LMCACHE_MP, OTHER = "chunks", "pages", "LMCache", "LMCache MP", "other"
 
-_CHUNK_HEAD: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16})@\{(\d+)@([0-9a-f]+)")
+_CHUNK_HEAD: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16})@\{(\d+)(?:/(\d+))?(?::([^@]+))?@([0-9a-f]+)")
 _DIGEST: Final = re.compile(r"[0-9a-f]+")
 _PAGE: Final = re.compile(r"kvredis:(.*)@([0-9a-f]{16}):(.+)", re.DOTALL)
 _LMCACHE_MP: Final = re.compile(r"([^@]+)@([0-9a-f]{8})@([0-9a-f]+)@([0-9a-f]{16,})(@.+)?", re.DOTALL)
@@ -63,4 +63,8 @@ def read_name(key: bytes) -> KeyName:
 def _read_head(head: str) -> KeyName | None:
     """What stands in a chunk's name before the brace that closes; None where it is no chunk's."""
     found = _CHUNK_HEAD.fullmatch(head)
-    return None if found is None else KeyName(CHUNKS, found[1], found[2], f"rank {found[3]}", found[4])
+    if found is None:
+        return None
+    of_ranks = f" of {found[4]}" if found[4] else ""
+    layers = f", layers {found[5]}" if found[5] else ""
+    return KeyName(CHUNKS, found[1], found[2], f"rank {found[3]}{of_ranks}{layers}", found[6])

@@ -24,6 +24,7 @@ from .client.admission import Admission
 from .client.blocked import BlockedClients
 from .client.client import Client, ClientOf
 from .client.disk_reads import DiskReads
+from .client.expected import ExpectedKeys
 from .client.memory import ClientMemory
 from .client.pause import Pause
 from .client.tracking import TrackingTable
@@ -99,6 +100,7 @@ class Context:
         self.watchers: dict[tuple[int, bytes], set[Client]] = {}
         """The clients that watch a key, by key and database."""
         self.blocked = BlockedClients()
+        self.expected = ExpectedKeys(self)
         self.event_letters = ""
         self.maxclients: int = options.maxclients
         self.protected_mode = options.protected_mode
@@ -148,7 +150,11 @@ class Context:
         self.slow_ns = min(slow_ns)
         self.observed = bool(self.event_letters or self.tracking.clients)
         self.watches_every_command = bool(
-            self.observed or self.monitors or self.pause.until_s or self.slow_ns < SLOW_NS_PLAIN
+            self.observed
+            or self.monitors
+            or self.pause.until_s
+            or self.slow_ns < SLOW_NS_PLAIN
+            or self.expected.waited_for
         )
         self.keep_journal()
         for session in self.sessions.values():
@@ -212,7 +218,7 @@ class Context:
 
     def keep_journal(self) -> None:
         """Have the store list what changes while a client wants to know."""
-        self.store.keep_journal(bool(self.observed or self.watchers))
+        self.store.keep_journal(bool(self.observed or self.watchers or self.expected))
 
     def drain_journal(self, by: Client | None) -> None:
         """Tell of everything that has changed since the last time; `by` is the client whose command did it."""
@@ -222,6 +228,7 @@ class Context:
             return
         for what, key, space in self.store.take_journal():
             mark_changed(self, key, space)
+            self.expected.changed(key, space)
             if self.tracking.clients:
                 self.tracking.touched(key, None if what in UNASKED else by)
             if self.event_letters and what in UNASKED:
@@ -231,6 +238,7 @@ class Context:
         """A database (None = all of them) is about to be emptied or exchanged."""
         self.drain_journal(None)
         mark_flushed(self, space)
+        self.expected.look_again()
         if self.tracking.clients:
             self.tracking.flushed()
 

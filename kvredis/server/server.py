@@ -121,6 +121,7 @@ class Server(Context):
             self.disk_reads.tick()
             self.admission.disk_room.tick()
         self.drain_journal(None)
+        self.expected.tick()
         self.admission.give_up_stalled()
         self.parts.give_up_stalled()
         self.admission.admit()

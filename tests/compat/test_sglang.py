@@ -342,6 +342,17 @@ def test_more_than_the_memory_for_what_is_on_its_way_is_stored_all_the_same(
     assert worker("get", prompt=1, pages=64, way="v1") == {"come": [True] * 64, "equal": True}
 
 
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS[:1] + [nightly(*each) for each in LAYOUTS[1:]])
+def test_pages_go_between_the_pools_and_a_socket_through_no_memory_of_ours(
+    kind: str, layout: str, opened: Open, kvredis: RunningServer
+) -> None:
+    """What there is of it has not room for one of them."""
+    extra = tcp(kvredis) | {"max_local_cpu_size": "16KB"}
+    one, another = (opened(second=bool(place), kind=kind, layout=layout, extra=extra) for place in range(2))
+    assert one("set", prompt=1, pages=PAGES, way="v1")["set"] == [True] * PAGES
+    assert another("get", prompt=1, pages=PAGES, way="v1") == {"come": [True] * PAGES, "equal": True}
+
+
 def test_clearing_forgets_for_this_engine_alone(opened: Open, kvredis: RunningServer) -> None:
     worker, other = (opened(extra=tcp(kvredis), sidecars=[("swa", "mha")]) for _ in range(2))
     worker("set", prompt=1, pages=4, way="v1")

@@ -22,6 +22,7 @@ from tests.compat.engine_process import Answer
 from tests.compat.vllm_process import VLLMProcess, site
 
 MODELS = ("qwen3-next", "qwen3.5", "lfm2")
+PATIENT = {"LMCACHE_BLOCKING_TIMEOUT_SECS": "60"}
 FIRST, SECOND = ([3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] for seed in range(2))
 
 
@@ -215,6 +216,40 @@ def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
         opened(engine, "qwen3-next", far(client), extra={"state_bytes_per_prompt": allowed}, **options)
         _, warm = cold_and_warm(engine, FIRST)
         assert (len(states(client)), warm[0]["cached"]) == (3 * count, hit)
+
+
+def test_where_storing_is_slower_than_computing_only_the_last_states_are_stored(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    block = opened(engine, "qwen3-next", {}, connector=None)["block_tokens"]
+    options = {"max_num_batched_tokens": block, "prefix_cache_retention_interval": block}  # hands over each block's
+    opened(engine, "qwen3-next", far(client) | PATIENT, extra={"bandwidth_gb_s": 0.001}, **options)
+    first, second = ([each + 1 for each in prompt * 2][: 6 * block + 1] for prompt in (FIRST, SECOND))
+    engine.generate(first)
+    engine.stored()
+    known = len(states(client))
+    assert known > 3 * 2, "as many as the KV allows, since it is unknown what they cost"
+    engine.generate(second)
+    engine.stored()
+    assert len(states(client)) - known == 3 * 2, "those of the last two boundaries"
+
+
+def test_blocks_that_a_store_reads_are_no_other_requests_until_it_has_read_them(
+    engine: VLLMProcess, client: redis.Redis
+) -> None:
+    made = opened(engine, "qwen3-next", far(client) | PATIENT, num_gpu_blocks_override=64)
+    prompts = [[3 + (at * 7919 + seed * 104729) % 1000 for at in range(500)] for seed in range(24)]
+    engine.ask("stall", is_stalled=True)
+    for each in prompts:
+        engine.generate(each, tokens=1)
+    blocks = engine.ask("stats")
+    one = len(FIRST) // made["block_tokens"] + 3  # and a state of each group of recurrent layers
+    assert (blocks["held"], blocks["free"]) == (one, 63 - one), "more is an eighth of all"
+    assert blocks["worker"]["cancelled_jobs"] > 0, "others' have been taken"
+    assert engine.ask("reset")["reset"], "what is held goes back"
+    engine.ask("stall", is_stalled=False)
+    engine.stored()
+    assert engine.generate(prompts[0], tokens=1)[0]["cached"] == whole_blocks(len(FIRST) - 1, made)
 
 
 def test_without_prefix_caching_the_engine_runs_and_one_line_says_what_to_do(

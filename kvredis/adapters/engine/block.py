@@ -3,7 +3,8 @@
 A block is a safetensors file (https://huggingface.co/docs/safetensors, "Format"): an 8-byte little-endian length N, N
 bytes of JSON, the tensor's bytes. The JSON is padded with blanks until 8 + N is a multiple of 512: the tensor is then
 as well aligned as the block is. One tensor, "kv", of AXES' order; `__metadata__` (strings only, as the format asks)
-carries what makes it ours: format, axes, model, tokens, chunk_tokens, rank, world_size, and part where there is one.
+carries what makes it ours: format, axes, model, tokens, chunk_tokens, rank, world_size, and part and span where there
+are any.
 Its last entry may be xxh3: the XXH3-64 of the tensor's bytes, 16 hex digits, for engines that believe whatever they are
 given. A block without it is as good as ever.
 
@@ -131,6 +132,8 @@ def _header(layout: ChunkLayout, tokens: int, is_checked: bool) -> tuple[bytes, 
     }
     if layout.part:
         metadata["part"] = layout.part
+    if layout.span:
+        metadata["span"] = layout.span
     if is_checked:
         metadata["xxh3"] = "0" * CHECKSUM_DIGITS
     tensor = {

@@ -37,7 +37,7 @@ _NAMES = f"{_VLLM}test_models_whose_kv_differs_have_names_of_their_own"
 _LONGROPE = f"{_VLLM}test_a_model_whose_rotary_factors_depend_on_the_longest_prompt_has_a_name_for_each_set"
 _QUANTIZED = f"{_VLLM}test_weights_that_are_quantized_when_they_are_loaded_have_names_of_their_own"
 _REQUEST = f"{_VLLM}test_a_request_is_its_tokens_and_whatever_else_its_kv_depends_on"
-_SPREAD = f"{_VLLM}test_a_model_that_is_spread_in_an_unknown_way_is_refused"
+_SPREAD = f"{_VLLM}test_a_model_that_is_spread_in_an_unknown_way_is_refused_with_the_way_out"
 _TURNED = "tests/adapters/transformers/test_support.py::test_longrope_has_keys_for_each_set_of_angles"
 _M_ROPE = (
     "tests/adapters/transformers/test_other.py::test_with_m_rope_a_hit_does_not_take_the_positions_of_the_prompt_before"
@@ -307,7 +307,7 @@ DEPENDENCES: Final = (
             "and offloaded weights too",
             "test_offloaded_weights_are_refused",
         ),
-        Answer("in the key", "rank and size of tensor parallelism; other kinds are refused", _SPREAD),
+        Answer("in the key", "each rank's heads and each stage's layers; context parallelism is refused", _SPREAD),
         Answer("in the key", "rank and size of each kind", _POOLS),
         Answer("in the key", "rank and world_size of the layout", _RANKS),
     ),

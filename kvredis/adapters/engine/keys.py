@@ -8,18 +8,21 @@ Canonical bytes
     fingerprint  sha256 of the ASCII JSON object {chunk_tokens, dtype, format, head_dim, kv_heads, layers, model,
                  world_size}, keys sorted, no blanks, non-ASCII escaped as JSON does. The rank is left out: one chain
                  serves all ranks. Another algorithm than the default is one more entry, "hash"; so are "planes" where
-                 they are not 2, and "part" where there is one.
+                 they are not 2, and "part" where there is one. Of ranks that split the heads it is that of the one
+                 rank which would have all of them: kv_heads of all, world_size 1.
     digest[-1]   the first bytes of that sha256, as many as a digest has
     digest[i]    H(digest[i-1] + tokens of chunk i, each as 8 bytes little-endian two's complement + sha256(extra i)),
                  the last only where the chunk's KV depends on more than tokens (an image, an adapter, a tenant's salt)
     root         the first 16 hex digits of digest[0]: the same for all chunks of one prompt, and for all prompts that
                  begin alike
-    key          kvredis:<model>@<first 16 hex digits of the fingerprint>@{<rank>@<root>}<hex digits of digest[i]>
+    shard        which part of the chunk a block is: the rank, as `0`; `1/4` for the second of four ranks that split the
+                 heads; with `:` and its layers for a stage of a pipeline, as `0:8-15` or `1/4:8-15`
+    key          kvredis:<model>@<first 16 hex digits of the fingerprint>@{<shard>@<root>}<hex digits of digest[i]>
                  where every character of the model outside A-Z a-z 0-9 . _ / - is written as '_' and at most 96 are
                  kept; so a key is printable ASCII and `KEYS *Llama*` finds it. What this loses, the fingerprint has.
 
 The braces are a Redis Cluster's hash tag: the chunks of one prompt lie in one slot, on one node, and one question finds
-how many of them there are. The rank is in the tag so that the ranks of one prompt spread over the nodes.
+how many of them there are. The shard is in the tag so that the ranks of one prompt spread over the nodes.
 
 H is pre_caching_hash_algorithm, by the names that vLLM and LMCache know. They say how a digest is made, not of what:
 the bytes are ours, since theirs are Python objects in an encoding of their own. So names that differ in the encoding
@@ -131,16 +134,17 @@ class ChunkKey(NamedTuple):
 
 @lru_cache(maxsize=64)
 def fingerprint(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
-    """The 32 bytes that stand for everything about a layout but its rank, and begin every chain."""
+    """The 32 bytes that stand for everything about a layout but its shard, and begin every chain."""
+    is_split = layout.splits_heads
     facts: dict[str, int | str] = {
         "chunk_tokens": layout.chunk_tokens,
         "dtype": layout.dtype,
         "format": FORMAT,
         "head_dim": layout.head_dim,
-        "kv_heads": layout.kv_heads,
+        "kv_heads": layout.kv_heads * (layout.world_size if is_split else 1),
         "layers": layout.layers,
         "model": layout.model,
-        "world_size": layout.world_size,
+        "world_size": 1 if is_split else layout.world_size,
     }
     if layout.planes != 2:
         facts["planes"] = layout.planes
@@ -163,9 +167,9 @@ def algorithm_of(name: str) -> Algorithm:
 
 @lru_cache(maxsize=64)
 def key_prefix(layout: ChunkLayout, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
-    """`kvredis:<model>@<fingerprint>@{<rank>@`, what every key of this layout and rank begins with."""
+    """`kvredis:<model>@<fingerprint>@{<shard>@`, what every key of this layout and shard begins with."""
     name = re.sub(r"[^A-Za-z0-9._/-]", "_", layout.model)[:MODEL_CHARS_MAX]
-    return f"kvredis:{name}@{fingerprint(layout, algorithm)[:8].hex()}@{{{layout.rank}@".encode("ascii")
+    return f"kvredis:{name}@{fingerprint(layout, algorithm)[:8].hex()}@{{{layout.shard}@".encode("ascii")
 
 
 def token_bytes(tokens: Tokens) -> bytes:
@@ -231,12 +235,10 @@ def _resumed(key: bytes, algorithm: Algorithm) -> tuple[bytes, bytes]:
     return key[:-digits], bytes.fromhex(key[-digits:].decode("ascii"))
 
 
-def key_of_rank(key: bytes, rank: int) -> bytes:
-    """The key of the same chunk of another rank: it stands behind the key's only opening brace."""
-    if not rank:
-        return key
+def key_of_shard(key: bytes, shard: bytes) -> bytes:
+    """The key of another shard of the same chunk: it stands behind the key's only opening brace."""
     head, tail = key.split(b"{", 1)
-    return b"%b{%d@%b" % (head, rank, tail.split(b"@", 1)[1])
+    return b"%b{%b@%b" % (head, shard, tail.split(b"@", 1)[1])
 
 
 PROMPTS_MAX = 8

@@ -43,6 +43,9 @@ class ChunkLayout:
     `model` must tell apart any two models whose KV must not be mixed (weights, not only shapes). `planes` is 2 for K
     and V, 1 where there is one vector a token and head: the latent of MLA, or K and V behind each other. `part` says
     which of the model's layers these are where not all, as in vLLM's groups of layers; "" stands for all.
+    With `splits_heads` each rank has as many heads as the others and no other one has them: what the ranks of one
+    engine store together an engine of more or fewer ranks can read. `span` names the layers of a pipeline's stage among
+    those of `part`.
     Raises ValueError for sizes below one, an unknown dtype, other planes or a rank outside the world.
     """
 
@@ -56,6 +59,8 @@ class ChunkLayout:
     world_size: int = 1
     planes: int = 2
     part: str = ""
+    splits_heads: bool = False
+    span: str = ""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "chunk_tokens", "world_size"):
@@ -67,6 +72,13 @@ class ChunkLayout:
             raise ValueError(f"a token has K and V or one vector: planes is 1 or 2, not {self.planes}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is outside a world of {self.world_size}")
+
+    @property
+    def shard(self) -> str:
+        """What of a chunk this rank has, as keys spell it: a rank's number, `1/4` where ranks split the heads,
+        `1/4:8-15` where there are stages as well."""
+        name = f"{self.rank}/{self.world_size}" if self.splits_heads and self.world_size > 1 else f"{self.rank}"
+        return f"{name}:{self.span}" if self.span else name
 
     @property
     def bytes_per_token(self) -> int:

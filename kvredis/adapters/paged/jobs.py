@@ -8,7 +8,7 @@ JobState of each job, and hands its MoverContext to loads and stores.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvredis.adapters.engine.background import Task
 from kvredis.adapters.engine.block import block_bytes
@@ -26,11 +26,13 @@ from .rate_limit import Bandwidth
 @dataclass(frozen=True, slots=True)
 class ChunkMove:
     """One stored block and its place in the engine: `pages` of layer group `group`, in the order of the tokens. A load
-    may name the chunk's last pages alone: the others are not written."""
+    may name the chunk's last pages alone: the others are not written. `ranks` is how many ranks the engine has that
+    stored it, 0 for as many as this one's."""
 
     key: bytes
     group: int
     pages: tuple[int, ...]
+    ranks: int = 0
 
 
 @dataclass(slots=True)
@@ -74,17 +76,19 @@ class PagedGroup:
     """Layers that share page numbers: what their chunks look like, where they are, and their transfer.
 
     `places` gives for each of the group's layers its number in the model, rising, for layer-wise work; () stands for
-    0, 1, 2 ...
+    0, 1, 2 ... Where blocks have more heads than the pages, `heads` are those of a block that are loaded; none of them
+    is stored.
     """
 
     layout: ChunkLayout
     paged: PagedKV
     transfer: Transfer
     places: tuple[int, ...] = ()
+    heads: range | None = None
 
     def __post_init__(self) -> None:
         """Raises LayoutError unless layout and pages agree, ValueError for places that do not fit."""
-        self.paged.check(self.layout)
+        self.paged.check(self.layout if self.heads is None else replace(self.layout, kv_heads=len(self.heads)))
         if self.places and (len(self.places) != self.layout.layers or list(self.places) != sorted(set(self.places))):
             raise ValueError(f"{self.layout.layers} layers cannot have the places {self.places}")
 
@@ -166,8 +170,8 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "started", "tokens"),
-        "total",
+        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "seconds", "started"),
+        *("tokens", "total"),
     )
 
     def __init__(
@@ -187,6 +191,8 @@ class JobState:
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0
         """Of these."""
+        self.seconds = 0.0
+        """How long it took, once it is over; 0 where it was not begun."""
         self.cancelled = self.started = self.over = False
 
     def count(self, chunks: int, tokens: int, nbytes: int) -> None:
@@ -227,7 +233,7 @@ class MoverContext:
     """All that the loads and stores of one ChunkMover share."""
 
     backend: Backend
-    groups: Sequence[PagedGroup]
+    groups: list[PagedGroup]
     options: MovingOptions
     bandwidth: Bandwidth
     checksums: Checksums

@@ -152,13 +152,14 @@ class LayerStores(MoverTask):
             if not own:
                 continue
             wanted = [chunk for job, chunk in self._reserved if not job.cancelled and chunk.move.group == number]
+            if not wanted:
+                continue
             if number not in self._planned or self._planned[number][0] != len(wanted):  # fewer only: some are cancelled
                 parts = [chunk.part(group.transfer) for chunk in wanted]
                 self._planned[number] = len(wanted), group.transfer.layers(parts)
-            if wanted:
-                nbytes = bytes_of(wanted) // group.layout.layers
-                self._context.bandwidth.take(nbytes * len(own), is_load=False)
-                movings.append(self._planned[number][1].store(own[0], len(own), after=after))
+            nbytes = bytes_of(wanted) // group.layout.layers
+            self._context.bandwidth.take(nbytes * len(own), is_load=False)
+            movings.append(self._planned[number][1].store(own[0], len(own), after=after))
 
     def _commit(self) -> None:
         """Make all visible, of each job and group the tail first."""

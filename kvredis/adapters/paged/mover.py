@@ -47,7 +47,7 @@ class ChunkMover:
         self.options = MovingOptions() if options is None else options
         self.counters = Counters()
         bandwidth, checksums = Bandwidth(self.options.bytes_per_s), Checksums(is_on=self.options.verify)
-        self._context = MoverContext(backend, tuple(groups), self.options, bandwidth, checksums, self.counters)
+        self._context = MoverContext(backend, list(groups), self.options, bandwidth, checksums, self.counters)
         self._loader: Executor[ChunkLoad] = Executor(self._run, "kvredis loads", self.options.max_load_chunks)
         self._storer: Executor[MoverTask] = Executor(self._run, "kvredis stores", self.options.max_store_chunks)
         self._changed = threading.Condition()  # of all below
@@ -60,6 +60,11 @@ class ChunkMover:
         self.layer_stores: LayerStores | None = None
         """Those of this step."""
 
+    def add(self, group: PagedGroup) -> int:
+        """Take on a group of which moves may be asked for from now on, and give its number. It stays the caller's."""
+        self._context.groups.append(group)
+        return len(self._context.groups) - 1
+
     # ---- whole chunks ------------------------------------------------------------------------------------------------
 
     def load(self, job: LoadJob, after: torch.cuda.Event | None = None) -> None:
@@ -69,11 +74,13 @@ class ChunkMover:
         if self._admit(state):
             self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
 
-    def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
-        """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
+    def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> JobState:
+        """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them. Of what
+        is returned `over` says when its pages are read no more."""
         state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
         if self._admit(state):
             self._submit(self._storer, ChunkStore(self._context, state, after))
+        return state
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -209,6 +216,7 @@ class ChunkMover:
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
             for job in jobs:
+                job.seconds = seconds if job.started else 0.0
                 self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)

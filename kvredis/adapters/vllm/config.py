@@ -44,13 +44,16 @@ def configured(extra: Mapping[str, Any], *, questions_only: bool = False) -> Con
 
 
 def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int) -> list[LayerGroup]:
-    """The layers whose KV is stored, with chunks made of whole pages of each. Raises ConfigError for ways to spread a
-    model over devices that are not known here, and for pictures without names; LayoutError for layers that cannot be
-    stored."""
+    """The layers whose KV is stored, with chunks made of whole pages of each: as the tensor-parallel rank of a number
+    has them, and of a pipeline one stage. Raises ConfigError for ways to spread a model over devices that are not known
+    here, and for pictures without names; LayoutError for layers that cannot be stored."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (value := getattr(parallel, name, 1)) != 1:
-            raise ConfigError(name, str(value), "vLLM", "KVRedisConnector knows tensor_parallel_size alone")
+            text = (
+                "its ranks take turns with a prompt's tokens, and KVRedisConnector has no chunks of that: leave it at 1"
+            )
+            raise ConfigError(name, str(value), "vLLM", f"{text}; tensor and pipeline parallelism are served")
     pages = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     if any(is_recurrent(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         chunk = math.lcm(*pages)  # vLLM keeps states behind a prompt's last whole block: a longer chunk would miss it
@@ -69,7 +72,9 @@ def groups_of(vllm_config: Any, kv_cache_config: Any, config: Config, rank: int)
         name += "+mm" + _digits(facts)
     world = int(parallel.tensor_parallel_size)
     layout = ChunkLayout(1, 1, 1, "u8", chunk_tokens=chunk, model=name, rank=rank, world_size=world)
-    return layer_groups(kv_cache_config.kv_cache_groups, layout, str(vllm_config.cache_config.cache_dtype))
+    is_stage = int(getattr(parallel, "pipeline_parallel_size", 1)) > 1
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    return layer_groups(kv_cache_config.kv_cache_groups, layout, dtype, is_stage=is_stage)
 
 
 def _stretched(model: Any) -> str:

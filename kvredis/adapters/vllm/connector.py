@@ -34,6 +34,7 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
 from .handshake import Handshake, agreed_groups, engine_facts
+from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .scheduler import Scheduling, SchedulingOptions, Step
@@ -54,16 +55,17 @@ class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
 
 
 class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
-    """What the workers' half sends back: requests whose stores so far are over, and by rank what is to be known of the
-    weights."""
+    """What the workers' half sends back: requests whose stores so far are over, by rank what is to be known of the
+    weights, and stores that read no page any more, once for each rank."""
 
-    def __init__(self, requests: set[str], weights: dict[int, WeightsReport]) -> None:
+    def __init__(self, requests: set[str], weights: dict[int, WeightsReport], over: list[StoreOver]) -> None:
         self.requests = requests
         self.weights = weights
+        self.over = over
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
         """Those of several workers."""
-        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights)
+        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights, self.over + other.over)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
@@ -157,21 +159,24 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         is_scheduler = role == base.KVConnectorRole.SCHEDULER
         parallel = vllm_config.parallel_config
+        self._ranks = int(parallel.tensor_parallel_size)
+        self._stages = int(getattr(parallel, "pipeline_parallel_size", 1))
         is_apart = parallel.world_size > 1 or parallel.distributed_executor_backend not in (None, "uni")
         config = configured(transfer.kv_connector_extra_config or {}, questions_only=is_scheduler and is_apart)
         if not (is_scheduler and is_apart):
             config = for_device(config, str(vllm_config.device_config.device_type))
-            config = of_rank(config, _rank() if is_apart else 0, int(parallel.tensor_parallel_size))
+            config = of_rank(config, _rank(parallel) if is_apart else 0, self._ranks * self._stages)
         if is_apart and config.remote_url is None:
             text = "workers in processes of their own share nothing with the scheduler: name a server that they share"
             raise ConfigError("remote_url", "none", "KVRedisConnector", text)
         self._role_name = str(transfer.kv_role)
-        self._groups = self._groups_of(vllm_config, kv_cache_config, config, 0 if is_scheduler else _rank())
+        self._rank = 0 if is_scheduler or not is_apart else _rank(parallel)
+        """This worker's among those of all stages."""
+        self._groups = self._groups_of(vllm_config, kv_cache_config, config, self._rank % self._ranks)
         self._facts = engine_facts(kv_cache_config, self._groups) if self._groups else {}
         self._is_single = len(kv_cache_config.kv_cache_groups) == 1
         self._by_layers = config.use_layerwise and not any(group.is_state for group in self._groups)
         self._has_drafts = getattr(vllm_config, "speculative_config", None) is not None
-        self._rank = 0 if is_scheduler or not is_apart else _rank()
         self._shares_pages = bool(vllm_config.cache_config.enable_prefix_caching)
         self._config = config
         events = getattr(vllm_config, "kv_events_config", None)
@@ -185,6 +190,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._loads: dict[str, tuple[float, int]] = {}  # when the pages of a load were given, and its tokens
         self._results = Results()
         self._stored: set[str] = set()  # to be told of to the scheduler's half
+        self._over: list[StoreOver] = []  # as well
+        self._held: HeldPages | None = None
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
         self._launched: torch.cuda.Event | None = None  # behind what was launched before a step with loads
@@ -208,13 +215,26 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     # -- the scheduler's half ----------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Here is what counts who uses a block."""
+        if any(group.is_state for group in self._groups):
+            self._held = HeldPages(gpu_block_pool, self._config.blocking_timeout_secs)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """As set_xfer_handshake_metadata, by stage and rank: vLLM hands that over since it serves pipelines with
+        connectors."""
+        by_rank = {stage * self._ranks + rank: told for (stage, rank), told in metadata.items()}
+        self.set_xfer_handshake_metadata(by_rank)
+
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         """Here is what each worker has told, by rank; from now on requests are served. Raises LayoutError where this
         half and a worker, or two workers, know the engine differently."""
         if not self._groups:
             return
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
-        groups = agreed_groups(self._facts, workers)
+        if self._held is not None:
+            self._held.ranks = len(workers)
+        groups = agreed_groups(self._facts, workers, self._stages, self._ranks)
         if self._scheduling is not None and groups != self._groups:
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
         self._groups = groups
@@ -225,7 +245,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
-        if least == AUTO:
+        is_auto, has_states = least == AUTO, any(group.is_state for group in self._groups)
+        if is_auto or (has_states and config.state_bytes_per_prompt is None):
             self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
@@ -239,9 +260,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             waits_for_shared=self._shares_pages,
             lookup_s_max=config.blocking_timeout_secs,
         )
-        narrow = self._worth.narrow if self._worth else None
-        compute_s = shared.break_even.prefill_s if self._worth else None  # it learns from what Worth tells it alone
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s)
+        narrow = self._worth.narrow if self._worth and is_auto else None
+        compute_s = shared.break_even.prefill_s if self._worth and is_auto else None
+        pays = shared.break_even.pays_to_store if self._worth else None  # it learns from what Worth tells it alone
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s, pays)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
             self._kinds = kinds_of(self._kv_cache_config)
@@ -306,7 +328,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.snapshots(self._states_of(block_state.boundary_state_offloads, gone))
         if self._worth is not None:
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
-        return StepMetadata(self._scheduling.step())
+        step = self._scheduling.step()
+        if self._held is not None:
+            self._held.hold(step.number, step.moves.stores)
+        return StepMetadata(step)
 
     def _states_of(
         self, handed_over: Mapping[str, Sequence[tuple[int, int, int]]], gone: Container[str]
@@ -327,6 +352,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, WorkerMetadata):
             self._scheduling.weights_told(told.weights)
+            if self._held is not None:
+                self._held.over(told.over)
+            if self._shared is not None:
+                for store in told.over:
+                    self._shared.break_even.store_took(store.nbytes, store.seconds)
             if self._scheduling.events is not None:
                 self._scheduling.events.over(told.requests)
         failed = getattr(connector_output, "failed_recving", None) or set()
@@ -344,6 +374,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
                 self._worth.load_over(name, failed=has_failed)
         if self._worth is not None:
             self._worth.step_over()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether there are blocks for a request that runs and gets none, in the next step: all that is held. vLLM
+        preempts none for it then."""
+        return self._held is not None and self._held.give_back()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine is to go on with steps that compute nothing, which tell what has been read."""
+        return bool(self._held)
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that were stored, and that lookups have found gone, where kv_events_config asks for events. A store
@@ -454,7 +493,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             return
         if self._by_layers:
             self._worker.mover.end_layers()
-        elif self._jobs:
+        else:
             self._worker.store(self._get_connector_metadata().step, self._jobs)
         self._jobs = []
 
@@ -464,6 +503,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._results = self._worker.results()
             if self._tells_events:
                 self._stored |= self._results.stored
+            self._over += self._results.over
         return None, self._results.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -474,14 +514,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return _TransferResults(finished_recving=self._results.loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, and of
-        the weights, where they were looked at."""
+        """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, of the
+        weights, where they were looked at, and of stores that read no page any more."""
         if self._worker is None:
             return None
         stored, self._stored = self._stored, set()
+        over, self._over = self._over, []
         report = None if self._worker.weights is None else self._worker.weights.report()
         weights = {} if report is None else {self._rank: report}
-        return WorkerMetadata(stored, weights) if stored or weights else None
+        return WorkerMetadata(stored, weights, over) if stored or weights or over else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""
@@ -555,7 +596,8 @@ def _hands_states_over() -> bool:
     return hasattr(SchedulerOutput, "kv_connector_block_state") and _TransferResults is not None
 
 
-def _rank() -> int:
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def _rank(parallel: Any) -> int:
+    """This worker's number: those of a pipeline's first stage first."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    return int(get_tensor_model_parallel_rank())
+    return int(get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tensor_model_parallel_rank())

@@ -54,6 +54,15 @@ class LayerGroup:
     is_state: bool = False
     """Recurrent layers: a chunk's block is one page, the state behind the chunk's last token, and stands for all that
     is before. Of a prefix only the last one is needed."""
+    spans: tuple[str, ...] = ("",)
+    """What each stage of a pipeline has of them (ChunkLayout.span), to the scheduler, whose layout is of all stages."""
+
+    def shards(self, ranks: int | None = None) -> list[bytes]:
+        """The parts of a chunk that the ranks of all stages have, as keys spell them, or that those of an engine of so
+        many ranks would have, which splits the heads otherwise."""
+        layout = self.layout if ranks is None else split_anew(self.layout, ranks)
+        shards = [replace(layout, rank=rank, span=span) for span in self.spans for rank in range(layout.world_size)]
+        return [shard.shard.encode("ascii") for shard in shards]
 
     def first_kept(self, tokens: int) -> int:
         """The first token whose KV is still needed when the next one is number `tokens`."""
@@ -64,9 +73,36 @@ class LayerGroup:
         return max(tokens - self.window + 1, 0)
 
 
-def layer_groups(groups: Sequence[Any], base: ChunkLayout, kv_dtype: str) -> list[LayerGroup]:
+RANKS = (1, 2, 4, 8, 16)
+"""The sizes of engines whose blocks an engine of another size looks for."""
+SPLIT_DTYPES = ("fp16", "bf16", "fp32")
+"""KV of other types has scales beside it, or none that all ranks agree about: such blocks are each size's own."""
+
+
+def split_anew(layout: ChunkLayout, ranks: int) -> ChunkLayout:
+    """What the first of so many ranks has of the same heads; the layout itself where all ranks have the same."""
+    if not layout.splits_heads:
+        return layout
+    return replace(layout, kv_heads=layout.kv_heads * layout.world_size // ranks, rank=0, world_size=ranks)
+
+
+def other_sizes(groups: Sequence[LayerGroup]) -> list[int]:
+    """How many ranks other engines may have whose blocks this one can read: none where ranks have what only as many
+    ranks have alike, the states of recurrent layers or packed KV."""
+    split = [group.layout for group in groups if group.layout.splits_heads]
+    if not split or any(group.is_state or group.layout.world_size > 1 for group in groups if group.layout not in split):
+        return []
+    own = split[0].world_size
+    fit = [ranks for ranks in RANKS if all(layout.kv_heads * own % ranks == 0 for layout in split)]
+    return [ranks for ranks in fit if ranks != own and (ranks % own == 0 or own % ranks == 0)]
+
+
+def layer_groups(
+    groups: Sequence[Any], base: ChunkLayout, kv_dtype: str, *, is_stage: bool = False
+) -> list[LayerGroup]:
     """The groups that make up a model's KV, from vLLM's kv_cache_groups. `base` gives the model's name, the rank and
-    the chunk's tokens; `kv_dtype` is vLLM's name of the cache's type, "auto" for the model's own.
+    the chunk's tokens; `kv_dtype` is vLLM's name of the cache's type, "auto" for the model's own. `is_stage`: they are
+    those of one stage of a pipeline, in an order that does not depend on which layers a stage begins with.
 
     Raises LayoutError that names a group which cannot be stored (cross attention), NoStates for recurrent layers
     whose states vLLM does not keep at block boundaries.
@@ -84,16 +120,28 @@ def layer_groups(groups: Sequence[Any], base: ChunkLayout, kv_dtype: str) -> lis
             spec = whole if each is None else each[name]
             _refuse(spec, number, name)
             by_spec.setdefault(_shape_key(spec), ([], spec))[0].append(name)
-        found += [(number, tuple(names), spec) for names, spec in by_spec.values()]
+        kinds = sorted(by_spec) if is_stage else by_spec
+        found += [(number, tuple(by_spec[kind][0]), by_spec[kind][1]) for kind in kinds]
     if not found:
         raise LayoutError("the engine has no layers whose KV can be stored")
     found.sort(key=lambda each: is_recurrent(each[2]))  # first those that have KV for each token
     has_drafts = any(name.startswith(_DRAFT) for _, names, _ in found for name in names)
+    spans = [f"{_number(names[0])}-{_number(names[-1])}" if is_stage else "" for _, names, _ in found]
     whole_model = len(found) == 1 and kv_dtype in ("auto", "") and not has_drafts and not is_recurrent(found[0][2])
-    return [
+    made = [
         _group(number, names, spec, base, "" if whole_model else f"{kv_dtype}:{place}:{names[0]}")
         for place, (number, names, spec) in enumerate(found)
     ]
+    return [
+        replace(group, layout=replace(group.layout, span=span), spans=(span,))
+        for group, span in zip(made, spans, strict=True)
+    ]
+
+
+def _number(name: str) -> str:
+    """A layer's number in the model; its name, in a key's characters, where it has none."""
+    found = re.search(r"\d+", name)
+    return found[0] if found else re.sub(r"[^A-Za-z0-9._]", "_", name)
 
 
 def paged_view(tensor: torch.Tensor, group: LayerGroup, pages: int, name: str = "") -> torch.Tensor:
@@ -202,6 +250,7 @@ def _group(number: int, names: tuple[str, ...], spec: Any, base: ChunkLayout, pa
         world_size=1 if is_mla else base.world_size,
         planes=planes,
         part=part,
+        splits_heads=not is_mla and name in SPLIT_DTYPES,
     )
     return LayerGroup(number, names, layout, spec.block_size, window, is_fixed, is_mla and base.rank > 0)
 

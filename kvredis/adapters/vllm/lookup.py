@@ -8,20 +8,23 @@ asks none.
 A LayerGroup needs of a prefix either all chunks, or those in its window, or the state behind its last one. So a prefix
 can be loaded up to some of its chunks' ends only, and an answer lists them all: what the scheduler chooses from them
 later, when it knows how much is worth a load, takes no further question.
+
+A chunk is there when all ranks of all stages have their part of it. Engines of more or fewer ranks may have stored it,
+too. They are asked for behind the first chunk that is missing, of which one small question tells whether there are any.
 """
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, TypeVar
 
 from kvredis.adapters.engine.background import Executor, Task
-from kvredis.adapters.engine.keys import ChunkKey, key_of_rank
+from kvredis.adapters.engine.keys import ChunkKey, key_of_shard
 from kvredis.backends.base import Backend
 
-from .kv_layout import LayerGroup
+from .kv_layout import LayerGroup, other_sizes
 
 LOOKUP_THREADS = 4
 """Questions under way side by side: a far server's answers do not wait for each other."""
@@ -37,6 +40,10 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 GroupKeys = Sequence[Sequence[ChunkKey]]
 """Of each group, a prompt's chunks."""
+Place = tuple[int, int]
+"""A group's number, and a chunk's."""
+OWN = 0
+"""Stands for this engine's own size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class Found:
 
     ends: Sequence[int] = ()
     missed: int | None = None
+    ranks: "Mapping[Place, int]" = field(default_factory=dict)
+    """Of chunks (by group and number) that engines of other sizes have stored, how many ranks those have."""
 
     def up_to(self, count: int) -> int:
         """The greatest end that is not above `count`, or 0."""
@@ -74,6 +83,12 @@ class Lookups:
         self._has_states = any(group.is_state for group in groups)
         self._whole = [place for place, group in enumerate(groups) if group.window is None and not group.is_state]
         self._partial = [place for place in range(len(groups)) if place not in self._whole]
+        self._sizes = other_sizes(groups)
+        self._shards = {
+            (place, ranks): group.shards(ranks or None)
+            for place, group in enumerate(groups)
+            for ranks in (OWN, *self._sizes)
+        }
         self._executor: Executor[Question[object]] = Executor(
             self._run, "kvredis lookup", LOOKUPS_MAX, threads=LOOKUP_THREADS
         )
@@ -92,12 +107,12 @@ class Lookups:
         """Ask which of these are stored."""
         return self._put(Question(lambda: self._backend.present(names) if names else [], [False] * len(names)), names)
 
-    def of_ranks(self, keys: GroupKeys, place: int, at: int) -> list[bytes]:
-        """The names of one chunk of one group, of all ranks."""
-        group, key = self._groups[place], keys[place][at].key
-        if group.layout.world_size == 1:
+    def of_ranks(self, keys: GroupKeys, place: int, at: int, ranks: int = OWN) -> list[bytes]:
+        """The names of one chunk of one group, of all ranks of all stages: of this engine, or of one of other size."""
+        shards, key = self._shards[place, ranks], keys[place][at].key
+        if ranks == OWN and len(shards) == 1:
             return [key]
-        return [key_of_rank(key, rank) for rank in range(group.layout.world_size)]
+        return [key_of_shard(key, shard) for shard in shards]
 
     def close(self) -> None:
         """Give up what waits, and wait for what is under way, as long as the backend's own bounds let it."""
@@ -129,25 +144,51 @@ class Lookups:
 
     def _find(self, keys: GroupKeys, count: int) -> Found:
         if self._has_states:  # one question for all: where a state is missing its chunks are of no use
-            return self._find_ends(keys, count, range(len(keys)))
-        whole = self._find_whole(keys, count)
-        missed = whole if whole < count else None
-        return replace(self._find_ends(keys, whole, self._partial), missed=missed)
+            return self._ends(keys, count, self._there(keys, range(count), range(len(keys)), (OWN,)), range(len(keys)))
+        whole, there = self._find_whole(keys, count), dict[Place, int]()
+        sizes = {OWN}
+        while whole < count and (others := self._stored_by_others(keys, whole)):
+            sizes |= set(others)
+            more = self._there(keys, range(whole, count), self._whole, (OWN, *others))
+            there |= more
+            run = range(whole, count)
+            whole = next((at for at in run if any((place, at) not in more for place in self._whole)), count)
+            if whole == run.start:
+                break
+        there |= self._there(keys, range(whole), self._partial, sorted(sizes)) if self._partial else {}
+        found = self._ends(keys, whole, there, self._partial)
+        if not self._whole and found.up_to(count) < count and (others := self._stored_by_others(keys, 0)):
+            there = self._there(keys, range(count), self._partial, (OWN, *others))
+            found = self._ends(keys, count, there, self._partial)
+        ranks = {where: ranks for where, ranks in there.items() if ranks != OWN and where[1] < whole}
+        return Found(found.ends, whole if whole < count else None, ranks)
 
     def _find_whole(self, keys: GroupKeys, count: int) -> int:
         """Chunks that all layers which see the whole prefix have, of all ranks, in one question."""
         names = [name for at in range(count) for place in self._whole for name in self.of_ranks(keys, place, at)]
         return self._backend.match(names) * count // len(names) if names else count
 
-    def _find_ends(self, keys: GroupKeys, count: int, places: Sequence[int]) -> Found:
-        """Up to which of the first `count` chunks the layers of `places` can be loaded, in one question."""
-        asked = [(place, at) for at in range(count) for place in places]
-        names = [self.of_ranks(keys, place, at) for place, at in asked]
+    def _stored_by_others(self, keys: GroupKeys, at: int) -> list[int]:
+        """Which other sizes the engines have that have stored chunk `at`, in one question: of each the first rank's."""
+        split = [place for place in (*self._whole, *self._partial) if self._groups[place].layout.splits_heads]
+        names = [self.of_ranks(keys, split[0], at, ranks)[0] for ranks in self._sizes] if split else []
+        present = self._backend.present(names) if names else []
+        return [ranks for ranks, is_there in zip(self._sizes, present, strict=True) if is_there] if split else []
+
+    def _there(self, keys: GroupKeys, run: range, places: Sequence[int], sizes: Sequence[int]) -> dict[Place, int]:
+        """Which of these chunks there are, of all ranks, and the first of the `sizes` that has each: one question."""
+        asked = [(place, at, ranks) for at in run for place in places for ranks in sizes]
+        names = [self.of_ranks(keys, *each) for each in asked]
         flat = [name for each in names for name in each]
         present = iter(self._backend.present(flat) if flat else ())
-        there = {
-            where for where, each in zip(asked, names, strict=True) if sum(next(present) for _ in each) == len(each)
-        }
+        there: dict[Place, int] = {}
+        for (place, at, ranks), each in zip(asked, names, strict=True):
+            if sum(next(present) for _ in each) == len(each):
+                there.setdefault((place, at), ranks)
+        return there
+
+    def _ends(self, keys: GroupKeys, count: int, there: Collection[Place], places: Sequence[int]) -> Found:
+        """Up to which of the first `count` chunks the layers of `places` can be loaded."""
         whole = [place for place in self._whole if place in places]
         missed = next((at for at in range(count) if any((place, at) not in there for place in whole)), None)
         run = range(count if missed is None else missed)
@@ -155,7 +196,7 @@ class Lookups:
             [at + 1 for at in run if all(self._has_end(keys, each, at, there) for each in self._partial)], missed
         )
 
-    def _has_end(self, keys: GroupKeys, place: int, at: int, there: set[tuple[int, int]]) -> bool:
+    def _has_end(self, keys: GroupKeys, place: int, at: int, there: Collection[Place]) -> bool:
         """Whether what is there is all that a group of states or with a window needs behind chunk `at`."""
         group = self._groups[place]
         first = at if group.is_state else group.first_kept(keys[place][at].stop) // group.layout.chunk_tokens

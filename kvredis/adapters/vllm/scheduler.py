@@ -26,7 +26,7 @@ from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
-from .lookup import Found, Lookups, Question
+from .lookup import OWN, Found, Lookups, Question
 from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
 
@@ -54,8 +54,9 @@ class SchedulingOptions:
     """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
     fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
     waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages. The states
-    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks; None stands for as much
-    as the prompt's KV takes. The last one is always stored. A server's answer is waited for as long as computing the
+    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks. Where that is None a state
+    is stored if that takes less than computing from the one before, and while that is unknown they take as much as the
+    prompt's KV. The last one is always stored. A server's answer is waited for as long as computing the
     prompt takes, and never longer than `lookup_s_max`."""
 
     loads: bool = True
@@ -142,6 +143,8 @@ Tables = Sequence[Sequence[int]]
 Narrow = Callable[[Sequence[bytes], int, int], int]
 """Of the chunks found behind what is computed (their keys, tokens each, and all tokens that would be computed without
 them), how many are worth loading."""
+PaysToStore = Callable[[int, int], bool | None]
+"""Whether storing so many bytes of each rank takes less than computing so many tokens, None while that is unknown."""
 ComputeSeconds = Callable[[int], float | None]
 """How long computing so many tokens takes, None while that is unknown."""
 
@@ -157,6 +160,7 @@ class Scheduling:
         narrow: Narrow | None = None,
         weights: KeyWeights | None = None,
         compute_s: ComputeSeconds | None = None,
+        pays_to_store: PaysToStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = list(groups)
@@ -172,12 +176,14 @@ class Scheduling:
         self._backend = backend
         self._narrow = narrow
         self._compute_s = compute_s
+        self._pays_to_store = pays_to_store
         self._clock = clock
         self._lookups = Lookups(self.groups, backend)
         self._is_late = False
         """Whether the last answer was given up, as the log has been told."""
         self._page_tokens = max(group.page_tokens for group in groups)
         self._states = [place for place, group in enumerate(groups) if group.is_state]
+        self._ranks = max(group.layout.world_size for group in groups)
         self._by_token = [place for place, group in enumerate(groups) if not group.is_state]
         self._requests: dict[str, Request] = {}
         self._step = Step()
@@ -226,7 +232,10 @@ class Scheduling:
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
         self._step.moves.loads.append(LoadJob(name, moves))
-        self._loading[name] = frozenset(move.key for move in moves)
+        parts = self._parts_of if request.answered.ranks else None
+        self._loading[name] = frozenset(
+            [move.key for move in moves] if parts is None else [part for move in moves for part in parts(move)]
+        )
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
@@ -237,7 +246,7 @@ class Scheduling:
         if request is None:
             return found
         begin, stop = request.computed, request.computed + external
-        chunks = [chunk for chunk in request.keys[0] if chunk.stop > begin and chunk.start < stop]
+        chunks = [chunk for chunk in self._stored(request) if chunk.stop > begin and chunk.start < stop]
         for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
             found[tier] = found.get(tier, 0) + min(chunk.stop, stop) - max(chunk.start, begin)
         return found
@@ -310,9 +319,13 @@ class Scheduling:
             return False
         if count >= len(keys) - 1:
             return True  # the last one; vLLM has none behind the last chunk where a model drafts
+        chunk, bound = self.groups[0].layout.chunk_tokens, self.options.state_bytes
+        if bound is None and self._pays_to_store is not None:
+            nbytes = sum(self.groups[place].layout.chunk_bytes(1) for place in self._states)
+            if (pays := self._pays_to_store(nbytes, (count - stored) * chunk)) is not None:
+                return pays
         state_bytes = sum(self._bytes_of(place, 1) for place in self._states)
-        kv_bytes = sum(self._bytes_of(place, self.groups[0].layout.chunk_tokens) for place in self._by_token)
-        bound = self.options.state_bytes
+        kv_bytes = sum(self._bytes_of(place, chunk) for place in self._by_token)
         gap = -(-state_bytes // (kv_bytes or state_bytes)) if bound is None else len(keys) * state_bytes / (bound or 1)
         return count - stored >= gap
 
@@ -520,10 +533,11 @@ class Scheduling:
 
     def _worth(self, request: Request, is_new: bool) -> int:
         """Tokens to load of what was found."""
-        keys, computed, total = request.keys[0], request.computed, len(request.prompt.tokens)
+        keys, computed, total = self._stored(request), request.computed, len(request.prompt.tokens)
         hit = keys[request.found - 1].stop if request.found else 0
         chosen = [chunk for chunk in keys[: request.found] if chunk.stop > computed]
-        chosen = chosen[: (self.options.max_load_chunks - len(self._states)) // max(len(self._by_token), 1)]
+        bound = (self.options.max_load_chunks - len(self._states)) // max(len(self._by_token), 1)
+        chosen = chosen[: bound // self._parts(request)]
         if self._narrow is not None and chosen:
             each = chosen[0].stop - chosen[0].start
             chosen = chosen[: self._narrow([chunk.key for chunk in chosen], each, total - computed)]
@@ -547,6 +561,22 @@ class Scheduling:
         self._count_places(request, total)
         return need
 
+    def _stored(self, request: Request) -> list[ChunkKey]:
+        """The first group's chunks, where engines of other sizes have stored them by their first ranks' keys."""
+        keys, ranks = request.keys[0], request.answered.ranks
+        if not ranks:
+            return keys
+        names = [self._lookups.of_ranks(request.keys, 0, at, ranks.get((0, at), OWN))[0] for at in range(len(keys))]
+        return [chunk._replace(key=name) for chunk, name in zip(keys, names, strict=True)]
+
+    def _parts(self, request: Request) -> int:
+        """In how many parts a rank loads a chunk of the request, at most."""
+        return max((max(ranks // self._ranks, 1) for ranks in request.answered.ranks.values()), default=1)
+
+    def _parts_of(self, move: ChunkMove) -> list[bytes]:
+        """As many names as a rank loads a chunk in parts, of which the first is its key."""
+        return [move.key, *(move.key + b"/%d" % part for part in range(1, move.ranks // self._ranks))]
+
     def _least(self, computed: int) -> int:
         """Fewer tokens than this are not loaded behind the `computed` that the engine has."""
         least, rest = self.options.min_load_tokens, self.options.min_rest_tokens
@@ -559,7 +589,7 @@ class Scheduling:
         request.loading = 0
 
     def _count_places(self, request: Request, total: int) -> None:
-        chunks = request.keys[0][: request.found]
+        chunks = self._stored(request)[: request.found]
         for chunk, tier in zip(chunks, self._backend.tiers_of([chunk.key for chunk in chunks]), strict=True):
             self.counters[f"{tier}_tokens"] += max(chunk.stop - max(chunk.start, request.computed), 0)
         known = max(chunks[-1].stop if chunks else 0, request.computed)
@@ -569,7 +599,7 @@ class Scheduling:
     def _within_bounds(self, request: Request) -> int | None:
         under_way, chunk = self.chunks_loading, self.groups[0].layout.chunk_tokens
         first, stop = request.computed // chunk, -(-(request.computed + request.answer) // chunk)
-        chunks = (stop - first) * len(self._by_token) + len(self._states)
+        chunks = (stop - first) * len(self._by_token) * self._parts(request) + len(self._states)
         if request.answer and under_way and under_way + chunks > self.options.max_load_chunks:
             return None
         if self.options.waits_for_shared and self._is_coming(request, range(first, stop)):
@@ -592,7 +622,7 @@ class Scheduling:
         if group.is_state:
             return [self._load_of_state(request, place, stop)]
         kept = max(request.computed, group.first_kept(stop))
-        for chunk in request.keys[place]:
+        for at, chunk in enumerate(request.keys[place]):
             if chunk.stop <= kept or chunk.stop > stop:
                 continue
             first = max(chunk.start, kept // group.page_tokens * group.page_tokens)
@@ -600,7 +630,7 @@ class Scheduling:
             while pages and pages[0] == NO_PAGE:
                 pages = pages[1:]
             if pages and NO_PAGE not in pages:
-                moves.append(ChunkMove(chunk.key, place, pages))
+                moves.append(ChunkMove(chunk.key, place, pages, request.answered.ranks.get((place, at), OWN)))
         return moves
 
     def _load_of_state(self, request: Request, place: int, stop: int) -> ChunkMove:

@@ -16,19 +16,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import torch
 
-from kvredis.adapters.engine.keys import key_of_rank
+from kvredis.adapters.engine.keys import key_of_shard
 from kvredis.adapters.engine.tensors import event_on
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, PagedGroup, StoreJob
+from kvredis.adapters.paged.jobs import ChunkMove, JobState, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer import open_transfer
+from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
-from .kv_layout import LayerGroup, in_order, paged_view, state_view
+from .held_pages import StoreOver
+from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
 from .scheduler import Step
 from .weights import Check, WeightsWatch
 
@@ -98,12 +101,13 @@ there."""
 class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
-    nothing."""
+    nothing. `over` are stores that read no page any more, where layers are recurrent."""
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_pages: set[int] = field(default_factory=set)
+    over: list[StoreOver] = field(default_factory=list)
 
 
 class PagedWorker:
@@ -120,8 +124,8 @@ class PagedWorker:
         rank: int = 0,
     ) -> None:
         """`caches` are the engine's tensors by layer name, several for a recurrent layer, of `pages` pages. `weights`
-        are this rank's, which are compared with those that a step's keys are of. Raises LayoutError where tensors are
-        not what `groups` say."""
+        are this rank's (of all stages'), which are compared with those that a step's keys are of. Raises LayoutError
+        where tensors are not what `groups` say."""
         self.groups = list(groups)
         names = sorted((name for group in groups for name in group.names), key=in_order)
         self.places = {name: place for place, name in enumerate(names)}
@@ -141,11 +145,21 @@ class PagedWorker:
             places = tuple(self.places[name] for name in group.names)
             paged_groups.append(PagedGroup(group.layout, paged, open_transfer(paged, sums=options.verify), places))
         self._device = paged_groups[0].paged.device
+        self._paged = paged_groups
         self._transfers = [group.transfer for group in paged_groups]
+        self._transfers_of_others: list[Transfer] = []
+        self._shards = [group.layout.shard.encode("ascii") for group in groups]
+        self._of_others: dict[tuple[int, int, int], int] = {}
+        """The mover's groups for what engines of other sizes have stored, by our group, their ranks, and which one."""
+        self._place_of = list(range(len(paged_groups)))
+        """Of each of the mover's groups ours."""
         self.mover = ChunkMover(backend, paged_groups, options)
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
         self._storing: dict[str, set[int]] = {}
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
+        self._tells_over = any(group.is_state for group in groups)
+        self._unread: dict[str, int] = {}  # of the step's stores, until the mover has heard of them: its number
+        self._reading: dict[tuple[str, int], JobState] = {}
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
         self._results = Results()
@@ -200,7 +214,7 @@ class PagedWorker:
         those that were stored, before a forward pass reads them. `after` is what was launched before the step: an
         engine that schedules ahead of its GPU has given pages anew that a forward pass under way still writes."""
         for job in step.moves.loads:
-            job = LoadJob(job.request, [self._move(move) for move in job.moves])
+            job = LoadJob(job.request, self._loads(job.moves))
             self._waited_for[job.request] = job
             self.mover.load(job, after)
         # It takes as long as a load's first MB.
@@ -214,6 +228,8 @@ class PagedWorker:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
+        if self._tells_over:
+            self._unread |= dict.fromkeys((job.request for job in step.moves.stores), step.number)
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -234,7 +250,11 @@ class PagedWorker:
         weights are compared: before it that would be a millisecond or two of the first token."""
         after = self.launched() if jobs else None
         for job in self.compared(step, jobs):
-            self.mover.store(job, after)
+            state = self.mover.store(job, after)
+            if job.request in self._unread:
+                self._reading[job.request, self._unread.pop(job.request)] = state
+        self._results.over += [StoreOver(*each) for each in self._unread.items()]  # this rank stores nothing of them
+        self._unread.clear()
         self._to_store = set()
 
     def results(self) -> Results:
@@ -246,7 +266,10 @@ class PagedWorker:
             # for results before it hands the step's stores over.
             if name not in self._to_store and not self.mover.is_storing(name):
                 self._storing.pop(name, None)
-        ended = {name: over.failed_pages.get(name, []) for name in over.loaded}
+        failed = {
+            name: [(self._place_of[group], page) for group, page in pages] for name, pages in over.failed_pages.items()
+        }
+        ended = {name: failed.get(name, []) for name in over.loaded}
         ended, self._undecided = self._undecided | ended, {}
         for name, bad in ended.items():
             check = self._checks.get(name)
@@ -257,7 +280,8 @@ class PagedWorker:
                 del self._checks[name]
                 self._spoilt |= set() if check.holds() else {name}
             job = self._waited_for.pop(name, None)
-            asked_for = [(move.group, page) for move in (job.moves if job else []) for page in move.pages]
+            moves = job.moves if job else []
+            asked_for = [(self._place_of[move.group], page) for move in moves for page in move.pages]
             if name in self._cancelled:  # before it was known what has come
                 self._cancelled.discard(name)
                 self._clear(asked_for)
@@ -270,6 +294,10 @@ class PagedWorker:
                 self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
             if job is not None:
                 self._results.loaded.add(name)
+        for store, state in list(self._reading.items()):
+            if state.over:
+                del self._reading[store]
+                self._results.over.append(StoreOver(*store, state.nbytes, state.seconds))
         results, self._results = self._results, Results()
         self._has_told = bool(results.loaded)
         return results
@@ -290,7 +318,7 @@ class PagedWorker:
     def close(self) -> None:
         """End what is under way, and give the transfers' memory back."""
         self.mover.close()
-        for transfer in self._transfers:
+        for transfer in (*self._transfers, *self._transfers_of_others):
             transfer.close()
 
     def _warm_up(self, backend: Backend) -> None:
@@ -304,10 +332,47 @@ class PagedWorker:
 
     def _move(self, move: ChunkMove) -> ChunkMove:
         """A move in this rank's key and in the kernels' pages."""
-        rank = self.groups[move.group].layout.rank
-        if not rank and self._ratios[move.group] == 1:
+        shard = self._shards[move.group]
+        if shard == b"0" and self._ratios[move.group] == 1:
             return move
-        return ChunkMove(key_of_rank(move.key, rank), move.group, self._kernel_pages(move.group, move.pages))
+        return ChunkMove(key_of_shard(move.key, shard), move.group, self._kernel_pages(move.group, move.pages))
+
+    def _loads(self, moves: Sequence[ChunkMove]) -> list[ChunkMove]:
+        """A load's moves. What an engine of another size has stored comes from those of its ranks which have some of
+        this rank's heads, one behind the other."""
+        found: list[ChunkMove] = []
+        for (group, ranks), run in groupby(moves, lambda move: (move.group, move.ranks)):
+            if not ranks:
+                found += map(self._move, run)
+                continue
+            chunks = [(move.key, self._kernel_pages(group, move.pages)) for move in run]
+            own = self.groups[group].layout
+            each = max(ranks // own.world_size, 1)  # of their ranks there are that many with heads of this one
+            first = own.rank * ranks // own.world_size
+            for rank in range(first, first + each):
+                number, shard = self._group_of_other(group, ranks, rank)
+                found += [ChunkMove(key_of_shard(key, shard), number, pages) for key, pages in chunks]
+        return found
+
+    def _group_of_other(self, place: int, ranks: int, rank: int) -> tuple[int, bytes]:
+        """The mover's group for what that rank of so many has stored of ours, and how keys spell it."""
+        group = self._paged[place]
+        layout = replace(split_anew(group.layout, ranks), rank=rank)
+        number = self._of_others.get((place, ranks, rank))
+        if number is None:
+            apart = group.layout.rank * group.layout.kv_heads - rank * layout.kv_heads
+            if apart >= 0 and layout.kv_heads >= group.layout.kv_heads:
+                heads = range(apart, apart + group.layout.kv_heads)
+                made = replace(group, layout=layout, heads=heads)
+            else:  # some of our pages' heads are all of its block's: no copy
+                with torch.inference_mode(False):  # of a step, in which other threads could not write what is made
+                    paged = PagedKV([layer[:, :, :, -apart : layout.kv_heads - apart] for layer in group.paged.layers])
+                transfer = open_transfer(paged, is_rare=True)
+                made = replace(group, layout=layout, paged=paged, transfer=transfer)
+                self._transfers_of_others.append(transfer)
+            number = self._of_others[place, ranks, rank] = self.mover.add(made)
+            self._place_of.append(place)
+        return number, layout.shard.encode("ascii")
 
     def _clear(self, pages: Collection[tuple[int, int]]) -> None:
         """Make zeros of what is not what was stored. What was damaged may be no number, and attention that reads a page

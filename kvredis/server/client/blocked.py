@@ -6,6 +6,7 @@ BlockedClients, has all of them. Reasons, and what bounds each wait:
 
     YIELD      a long command gives others their turn: until the loop's next turn
     COMMAND    WAITAOF, KV.JOB WAIT, SAVE: until what they name has happened, or the timeout that the client gave
+    KEYS       KV.MATCH WAIT (expected.py): until keys that another client has announced are there, or its deadline
     COPY       a copy out of lent memory (shm/commands.py): until the thread is done
     PAUSE      CLIENT PAUSE (pause.py): until its end
     DISK_READ  blocks on disk that a command reads (disk_reads.py): WAIT_S at most
@@ -47,6 +48,7 @@ class Reason(Enum):
 
     YIELD = "yield"
     COMMAND = "command"
+    KEYS = "keys"
     COPY = "copy"
     PAUSE = "pause"
     DISK_READ = "disk_read"
@@ -75,7 +77,17 @@ class Waiter(Protocol):
 class Blocked(Later):
     """The wait of one client, in the place of one reply in its pipeline. `unblock` ends it."""
 
-    __slots__ = ("_client", "_table", "_timer", "is_silent", "on_cancel", "reason", "runs_again", "timeout_reply")
+    __slots__ = (
+        "_client",
+        "_table",
+        "_timer",
+        "is_silent",
+        "on_cancel",
+        "on_end",
+        "reason",
+        "runs_again",
+        "timeout_reply",
+    )
 
     def __init__(self, client: Waiter, reason: Reason, table: BlockedClients) -> None:
         self._client: Waiter | None = client
@@ -86,6 +98,8 @@ class Blocked(Later):
         """What CLIENT UNBLOCK answers in the name of a command whose time is over."""
         self.on_cancel: Callable[[], None] | None = None
         """Called when the client goes before it was answered."""
+        self.on_end: Callable[[], None] | None = None
+        """Called when the wait ends, whatever ends it."""
         self.runs_again = False
         """The command has done nothing yet and begins anew when this is unblocked: Client.postpone."""
         self.is_silent = False
@@ -123,6 +137,8 @@ class Blocked(Later):
         client, self._client = self._client, None
         if client is not None:
             self._table.forget(self, client)
+            if self.on_end is not None:
+                self.on_end()
         if self._timer is not None:  # or an hour's would be kept for an hour
             self._timer.cancel()
             self._timer = None

@@ -397,7 +397,7 @@ class Session(asyncio.BufferedProtocol):
                     self._reply_bytes += sum(map(len, reply))
                 elif isinstance(reply, Blocked):
                     self.waiting = reply
-                    calls -= bool(calls)  # a plain command that waits runs again, and counts then
+                    calls -= bool(calls) and reply.runs_again  # it counts when it runs again
                     break
                 else:
                     self._stream = cast("Iterator[Reply | Blocked]", reply)

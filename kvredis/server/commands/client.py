@@ -273,6 +273,7 @@ def describe(session: Caller) -> bytes:
         ("lib-ver", session.lib_ver.decode("latin-1")),
         ("lane", "none" if attached is None else "attached"),
         ("leases", 0 if attached is None else attached.leases),
+        ("expects", session.server.expected.of(session)),
         ("lent", 0 if attached is None else attached.lent_bytes),
         ("resv", len(session.server.parts.of(session))),
     ]

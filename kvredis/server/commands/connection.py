@@ -106,14 +106,15 @@ def quit_(session: Caller, args: list[bytes]) -> Reply:
     summary="Bring the connection back to the state in which it was opened.",
 )
 def reset(session: Caller, args: list[bytes]) -> Reply:
-    """RESET: protocol 2, database 0, no name, no transaction, nothing listened to, tracked or leased, off the lane, and
-    logged out where a password is set. The library's name stays."""
+    """RESET: protocol 2, database 0, no name, no transaction, nothing listened to, tracked, leased or announced, off
+    the lane, and logged out where a password is set. The library's name stays."""
     server = session.server
     end_transaction(session)
     server.parts.end_all(session)
     server.shm.detach(session)
     server.pubsub.forget(session)
     server.tracking.forget(session)
+    server.expected.withdraw(session.id)
     server.stop_monitoring(session)
     session.reply_mode = "on"
     session.speak(2)

@@ -124,8 +124,9 @@ def clients(server: Context) -> Iterator[Field]:
     yield "watching_clients", sum(bool(each.watching) for each in sessions)
     yield "clients_in_timeout_table", len(server.blocked.timeouts)
     yield "total_watched_keys", len(server.watchers)
-    yield "total_blocking_keys", 0
+    yield "total_blocking_keys", server.expected.waited_for
     yield "total_blocking_keys_on_nokey", 0
+    yield "expected_keys", len(server.expected)
 
 
 def memory(server: Context) -> Iterator[Field]:

@@ -7,13 +7,18 @@ import json
 from time import perf_counter
 from typing import Final
 
+from kvredis.server.client.blocked import Blocked
 from kvredis.server.context import Caller
 from kvredis.server.http.page.slices import SLICE_S
+from kvredis.server.protocol.arguments import parse_integer
 from kvredis.server.protocol.glob import matcher
 from kvredis.server.protocol.replies import (
+    NOT_AN_INTEGER,
+    SYNTAX_ERROR,
     Reply,
     array,
     bulk,
+    error,
     integer,
     map_reply,
 )
@@ -22,7 +27,8 @@ from kvredis.storage.store import Store
 from kvredis.storage.tensor_facts import tokens_of
 
 from .keys import scan_options
-from .registry import command
+from .prefetch import BAD_TIME, WAIT_MS_MAX
+from .registry import command, keys_end
 
 HEADER_BYTES_MAX = 64 * 1024
 """The longest safetensors header that KV.META reads; kvredis' own are 512 bytes."""
@@ -40,23 +46,81 @@ METADATA = (
 )
 """Which entry of a header's __metadata__ tells which fact; of two the later. kvredis' own blocks have axes and xxh3."""
 
+EXPECT_MS: Final = 60_000
+EXPECT_MS_MAX: Final = 3_600_000
+"""How long keys are announced: without a word about it, and at most."""
+_WAIT: Final = {b"WAIT": 1}
+_LIMIT: Final = {b"PX": 1}
+BAD_LIMIT: Final = error(f"ERR PX is 1 to {EXPECT_MS_MAX} milliseconds")
+
 
 @command(
     "kv.match",
     arity=-2,
     flags="readonly fast",
     keys=(1, -1, 1),
+    behind_keys=_WAIT,
     acl="read fast",
     group="kv",
     since="0.1.0",
     summary="Returns the length of the leading run of keys that is present: the prefix lookup in one round trip.",
     complexity="O(N) where N is the number of keys.",
-    syntax="key [key ...]",
+    syntax="key [key ...] [WAIT milliseconds]",
     access="RO",
 )
-def match(session: Caller, args: list[bytes]) -> Reply:
-    """The run counts as used now, its tail as the coldest of it."""
-    return integer(session.store.match(args[1:], session.space))
+def match(session: Caller, args: list[bytes]) -> Reply | Blocked:
+    """The run counts as used now, its tail as the coldest of it. With WAIT the reply comes when all keys are there,
+    when the first one that is missing is announced by no other client (KV.EXPECT), or when the time is up, 0 = never;
+    in a transaction at once."""
+    end = keys_end(_WAIT, args)
+    if end == len(args):
+        return integer(session.store.match(args[1:], session.space))
+    if end < len(args) - 2:
+        return SYNTAX_ERROR
+    milliseconds = _milliseconds(args[-1])
+    if isinstance(milliseconds, bytes):
+        return milliseconds
+    keys = args[1:end]
+    present = session.store.match(keys, session.space)
+    waits = session.transaction is None
+    pending = session.server.expected.wait(session, keys, present, milliseconds / 1000) if waits else None
+    return integer(present) if pending is None else pending
+
+
+@command(
+    "kv.expect",
+    arity=-2,
+    flags="fast",
+    keys=(1, -1, 1),
+    behind_keys=_LIMIT,
+    acl="write fast",
+    group="kv",
+    since="0.1.0",
+    summary="Announces keys whose values this client computes; returns how many of them no other client has announced.",
+    complexity="O(N) where N is the number of keys.",
+    syntax="key [key ...] [PX milliseconds]",
+    access="OW insert",
+)
+def expect(session: Caller, args: list[bytes]) -> Reply:
+    """What is present, or announced by another client, is not announced and not counted. An announcement ends when
+    the key is set, when this connection ends, and after PX milliseconds, EXPECT_MS without."""
+    end = keys_end(_LIMIT, args)
+    if end < len(args) - 2:
+        return SYNTAX_ERROR
+    milliseconds = EXPECT_MS if end == len(args) else _milliseconds(args[-1])
+    if isinstance(milliseconds, bytes):
+        return milliseconds
+    if not 0 < milliseconds <= EXPECT_MS_MAX:
+        return BAD_LIMIT
+    return integer(session.server.expected.announce(session, args[1:end], milliseconds / 1000))
+
+
+def _milliseconds(word: bytes) -> int | bytes:
+    """A time that a client gives, or the error."""
+    milliseconds = parse_integer(word)
+    if milliseconds is None:
+        return NOT_AN_INTEGER
+    return milliseconds if 0 <= milliseconds <= WAIT_MS_MAX else BAD_TIME
 
 
 @command(

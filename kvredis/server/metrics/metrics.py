@@ -166,6 +166,7 @@ def _waiting(seen: Seen) -> Values:
         "disk_room": len(server.admission.disk_room),
         "disk_read": server.blocked.count(Reason.DISK_READ),
         "copy": server.blocked.count(Reason.COPY),
+        "keys": server.blocked.count(Reason.KEYS),
     }
 
 

@@ -59,10 +59,10 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
     for move in moves:
         backend.put(move.key, block_for(engine, move))
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise MemoryError("no room for a part of a block")
 
-    monkeypatch.setattr("kvredis.adapters.paged.load.last_tokens", starved)
+    monkeypatch.setattr("kvredis.adapters.paged.load.excerpt", starved)
     with mover_on(backend, engine) as mover:
         mover.load(LoadJob("r", moves))
         assert mover.settle(WAIT_S)
@@ -77,7 +77,7 @@ def test_no_lease_stays_held_when_there_is_no_thread_left_to_hash_what_is_loaded
     for move in moves:
         backend.put(move.key, block_for(engine, move))
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)
@@ -95,7 +95,7 @@ def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored
 ) -> None:
     engine, job = PagedEngine(1, groups=1), StoreJob("r", moves_of("a", 4), 4 * CHUNK)
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)

@@ -112,9 +112,9 @@ def test_pictures_that_are_known_by_their_order_of_arrival_are_refused() -> None
     groups_of(engine(model=looking(mm_processor_cache_gb=0, language_model_only=True)), caches(), Config(), 0)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "decode_context_parallel_size"])
-def test_a_model_that_is_spread_in_an_unknown_way_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
+@pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])
+def test_a_model_that_is_spread_in_an_unknown_way_is_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*leave it at 1; tensor and pipeline parallelism are served"):
         groups_of(engine(parallel={name: 2}), caches(), Config(), 0)
     ranks = [groups_of(engine(parallel={"tensor_parallel_size": 2}), caches(), Config(), rank)[0] for rank in (0, 1)]
     assert [(group.layout.rank, group.layout.world_size) for group in ranks] == [(0, 2), (1, 2)]

@@ -76,6 +76,7 @@ MODELS |= {  # most layers recurrent
         "block_auto_adjust_ff_dim": False,
     },
 }  # fmt: skip
+MODELS["wide"] = MODELS["llama"] | {"num_key_value_heads": 4}
 STRETCHED = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1 + at / 4 for at in range(32)]}
 MODELS["phi"] = MODELS["llama"] | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 MODELS["phi"] |= {"rope_scaling": STRETCHED, "original_max_position_embeddings": 1024}
@@ -113,6 +114,8 @@ class Program:
             self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
         rest_in_between()
         self._llm.collective_rpc(rest_in_between)
+        if options.get("pipeline_parallel_size", 1) > 1:
+            self._llm.collective_rpc(make_room_for_a_stage)
         groups = self._of_ranks("groups")[0] if connector is not None else []
         return {"folder": folder, "groups": groups} | self._made_of_the_model()
 
@@ -220,6 +223,11 @@ class Program:
             engine.step()
         return {"states": states, "seconds": seconds}
 
+    def stall(self, is_stalled: bool) -> Answer:
+        """Let no store read a page until told otherwise."""
+        self._of_ranks("stall" if is_stalled else "go on")
+        return {}
+
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
         ranks = self._of_ranks("settle")
@@ -236,6 +244,7 @@ class Program:
             "left": len(scheduler.connector._scheduling._requests),
             "steps": len(scheduler.connector._worth._steps) if scheduler.connector._worth else 0,
             "measured": list(scheduler.connector._shared.break_even._speeds),
+            "held": len(scheduler.connector._held or ()),
             "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "preemptions": sum(
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
@@ -345,6 +354,16 @@ def rest_in_between(worker: Any = None) -> None:
     shm_broadcast.sched_yield = lambda: time.sleep(0.001)
 
 
+def make_room_for_a_stage(worker: Any) -> None:
+    """Asked within a worker: make what a stage receives into. vLLM 0.32 makes it in a run for warming up, which its CPU
+    worker leaves out for an eager engine."""
+    runner = worker.model_runner
+    if hasattr(runner.model, "make_empty_intermediate_tensors") and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
 def rank_answer(worker: Any, question: str) -> Any:
     """Asked within a worker: it names nothing of this file, which workers do not import."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -354,6 +373,14 @@ def rank_answer(worker: Any, question: str) -> Any:
         return [[len(group.names), group.window, group.layout.planes] for group in half._groups]
     if question == "stats":
         return dict(half._worker.mover.stats())
+    if question == "stall":
+        import threading
+
+        half.going_on = threading.Event()
+        half._worker.mover._context.bandwidth.take = lambda *_, **__: half.going_on.wait(60)
+        return None
+    if question == "go on":
+        return half.going_on.set()
     return half._worker.mover.settle(60), half._shared.backend.flush()
 
 

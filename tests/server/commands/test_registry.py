@@ -128,7 +128,7 @@ load_families()
 OURS = (
     {"kv.attach", "kv.fill", "kv.lane", "kv.lease", "kv.lend", "kv.put", "kv.release", "kv.revoke"}
     | {"kv.abort", "kv.commit", "kv.reserve", "kv.splice", "kv.write"}
-    | {"kv.job", "kv.match", "kv.meta", "kv.prefetch", "kv.scan", "kv.tiers", "prefetch"}
+    | {"kv.expect", "kv.job", "kv.match", "kv.meta", "kv.prefetch", "kv.scan", "kv.tiers", "prefetch"}
 )
 
 
