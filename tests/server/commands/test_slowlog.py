@@ -49,8 +49,7 @@ def test_ten_are_shown_unless_more_are_asked_for(session: FakeSession) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold_us", "took_ns", "kept"),
-    [(10, 9_999, 0), (10, 10_000, 1), (0, 0, 1), (-1, 10**15, 0)],
+    ("threshold_us", "took_ns", "kept"), [(10, 9_999, 0), (10, 10_000, 1), (0, 0, 1), (-1, 10**15, 0)]
 )
 def test_only_what_reaches_the_threshold_is_kept(
     threshold_us: int, took_ns: int, kept: int, session: FakeSession
