@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from itertools import repeat
 from typing import Final
@@ -30,6 +30,7 @@ from kvredis.backends.fork_guard import Home
 from kvredis.backends.gc_guard import Endings
 from kvredis.backends.resp.cluster import Place
 from kvredis.backends.resp.connection import Reply, read_map
+from kvredis.backends.resp.wire import Scattered
 from kvredis.backends.shm.buffers import RemoteReservation, Rooms, Staging
 from kvredis.storage.errors import BackendError
 
@@ -254,6 +255,14 @@ class RemoteBlocks:
         self._endings.catch_up()
         return self._write_queue.reserve(key, length)
 
+    def lend(self, key: bytes, memory: Scattered) -> RemoteReservation | None:
+        """As `reserve`, of a value that is sent from where it lies: `memory` stays what it is until the next flush has
+        ended. None, and nothing is counted: it can be reserved only."""
+        if not self._home.is_here():
+            return None
+        self._endings.catch_up()
+        return self._write_queue.lend(key, memory)
+
     def flush(self) -> int:
         """As Backend.flush; those that were dropped since they were committed count too."""
         return self._write_queue.flush() if self._home.is_here() else 0
@@ -261,17 +270,24 @@ class RemoteBlocks:
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def load(
-        self, keys: Sequence[bytes], *, within_s: float | None = None, rooms: Rooms | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        within_s: float | None = None,
+        rooms: Rooms | None = None,
+        into: Mapping[bytes, Scattered] | None = None,
     ) -> Generator[base.Lease | None, None, None]:
         """As Backend.load: what has not left yet from here, the others over the load's connections, several GETs under
         way on each. All waits together last as long as the timeout at most. Bodies come into `rooms`, and are committed
-        there when they have been read; without any they pass through the staging memory."""
+        there when they have been read; without any they pass through the staging memory. Values that come over a socket
+        and are as long as the memory that is lent for them in `into` are received there: their Lease is a LentLease.
+        What that memory holds of others is undefined."""
         if not self._home.is_here():
             yield from repeat(None, len(keys))
             return
         self._endings.catch_up()
         here: list[base.Lease | None] = list(self._write_queue.hold(keys))
-        load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms)
+        load = Load(self._routes, self._staging, Patience(self._timeout_s, within_s), rooms, into)
         hits = misses = 0
 
         def end() -> None:

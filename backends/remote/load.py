@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
 from kvredis.backends import base
 from kvredis.backends.resp.connection import Connection
-from kvredis.backends.shm.buffers import AnyRooms, RemoteLease, Rooms, Staging
+from kvredis.backends.resp.wire import Scattered
+from kvredis.backends.shm.buffers import AnyRooms, LentLease, LentRoom, LentRooms, RemoteLease, Rooms, Staging
 from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.backends.shm.reader import LeasePipeline
 from kvredis.storage.errors import BackendError
@@ -213,12 +214,22 @@ class Stream:
 class Load:
     """Bodies to be taken one after the other, between `begin` and `close`. For one thread at a time."""
 
-    def __init__(self, routes: Routes, staging: Staging, patience: Patience, rooms: Rooms | None = None) -> None:
-        """Bodies come into `rooms` and stay there when they have been read, or without any pass through `staging`."""
+    def __init__(
+        self,
+        routes: Routes,
+        staging: Staging,
+        patience: Patience,
+        rooms: Rooms | None = None,
+        into: Mapping[bytes, Scattered] | None = None,
+    ) -> None:
+        """Bodies come into `rooms` and stay there when they have been read, or without any pass through `staging`,
+        unless their reader lends the memory for them: `into`."""
         self.no_room = 0
         self.is_given_up = False
         self._routes = routes
         self._rooms = AnyRooms(staging) if rooms is None else rooms
+        if into:
+            self._rooms = LentRooms(into, self._rooms)
         self._together_bytes = staging.arena.nbytes // TOGETHER_SHARE
         self._patience = patience
         self._keep = rooms is not None
@@ -301,7 +312,8 @@ class Load:
         assert body.room is not None
         self._length = stream.node.body_bytes = got
         self._ahead = ahead_for(got, sum(len(each.pipelines) for each in self._streams.values()))
-        return RemoteLease(body.room.view, body.room.commit if self._keep else body.room.abort)
+        lease = LentLease if isinstance(body.room, LentRoom) else RemoteLease
+        return lease(body.room.view, body.room.commit if self._keep else body.room.abort)
 
     def _fetch(self, stream: Stream, key: bytes, hop: Hop | None) -> bool:
         """Receive the body of `key`, and those behind it that come at once; False when there is nothing to wait for."""

@@ -86,11 +86,11 @@ class SetPipeline:
                 self.unanswered.append(None)
                 self.connection.send((b"ASKING",))
             self.unanswered.append(item)  # before it is sent: one that fails halfway is never answered
-            self.unanswered_bytes += len(item.view)
+            self.unanswered_bytes += item.nbytes
             if item.offset is not None and self._borrower is not None:
-                self._borrower.send_put(item.key, item.offset, len(item.view))
+                self._borrower.send_put(item.key, item.offset, item.nbytes)
             else:
-                self.connection.send_set(item.key, item.view)
+                self.connection.send_set(item.key, *item.pieces)
 
     def answers(self, keep: int, keep_bytes: int) -> Iterator[tuple[RemoteReservation | Touch | None, Reply]]:
         """Read answers until `keep` are left, and `keep_bytes` of values or one value; waits for them."""
@@ -98,7 +98,7 @@ class SetPipeline:
             reply = self.connection.read()
             item = self.unanswered.popleft()
             if isinstance(item, RemoteReservation):
-                self.unanswered_bytes -= len(item.view)
+                self.unanswered_bytes -= item.nbytes
             yield item, reply
 
 

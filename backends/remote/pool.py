@@ -151,6 +151,13 @@ class Node:
             return count
         return 1 if connection.is_loopback and connection.io_threads < 2 else self.connections
 
+    @property
+    def carries_bodies(self) -> bool:
+        """Whether values go to the server and come from it over a socket, as far as it is known: there are connections,
+        and none is to memory that both have."""
+        with self._lock:
+            return bool(self._open) and not any(isinstance(each, AttachedConnection) for each in self._open)
+
     def _one_comes_back(self) -> bool:
         with self._lock:
             return self._came_back.wait_for(lambda: bool(self._idle), RETRY_WAIT_S)

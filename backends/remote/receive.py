@@ -12,7 +12,8 @@ import time
 from collections.abc import Sequence
 
 from kvredis.backends import base
-from kvredis.backends.shm.buffers import Rooms
+from kvredis.backends.resp.wire import Scattered
+from kvredis.backends.shm.buffers import Rooms, memory_of
 from kvredis.storage.background import start_worker
 from kvredis.storage.errors import BackendError
 
@@ -65,13 +66,13 @@ class Body:
         if room is not None:
             room.abort()
 
-    def _allocate(self, length: int) -> memoryview | None:
-        if self.room is not None and len(self.room.view) != length:
+    def _allocate(self, length: int) -> memoryview | Scattered | None:
+        if self.room is not None and len(memory_of(self.room)) != length:
             self._free()
         if self.room is None:
             self.room = self._rooms.reserve(self._key, length)
             self.has_no_room = self.room is None
-        return None if self.room is None else self.room.view
+        return None if self.room is None else memory_of(self.room)
 
 
 def receive(bodies: Sequence[Body], pipeline: GetPipeline) -> None:

@@ -24,7 +24,8 @@ from typing import Final, Literal
 
 from kvredis.backends.base import Fitting
 from kvredis.backends.resp.connection import Reply
-from kvredis.backends.shm.buffers import RemoteLease, RemoteReservation, Staging
+from kvredis.backends.resp.wire import Scattered
+from kvredis.backends.shm.buffers import LentRoom, RemoteLease, RemoteReservation, Staging
 from kvredis.storage.errors import BackendError
 from kvredis.storage.memory.arena import Arena
 
@@ -280,6 +281,17 @@ class WriteQueue:
             self._counts["dropped"] += not self.closed
         return None
 
+    def lend(self, key: bytes, memory: Scattered) -> RemoteReservation | None:
+        """Have a value sent from where it lies, if it goes over a socket: to a server that takes values out of our
+        memory itself the staging memory is the way. The memory is lent until the next flush. No reader is served from
+        it meanwhile."""
+        node = self._routes().owner(key)
+        with self.changed:
+            is_taken = not self.closed and not node.link.waiting and len(self._outstanding) < VALUES_MAX
+        if is_taken and node.carries_bodies:
+            return RemoteReservation(key, LentRoom(memory), self._take, self._give_up)
+        return None
+
     def touch(self, keys: Sequence[bytes], touches: Mapping[Node, Touch], *, always: bool = False) -> int | None:
         """Have `keys` touched behind all that is on its way, and count those of them that are; None: nothing is, and
         unless `always` that is all."""
@@ -303,7 +315,8 @@ class WriteQueue:
     def _take(self, value: RemoteReservation) -> None:
         node = self._routes().owner(value.key)
         with self.changed:
-            self._newest[value.key] = value
+            if not value.is_lent:
+                self._newest[value.key] = value
             self._append(value, node)
 
     def _give_up(self, value: RemoteReservation) -> None:
@@ -355,7 +368,7 @@ class WriteQueue:
 
     def is_superseded(self, item: Item) -> bool:
         """Say whether a newer value of the same key follows."""
-        return isinstance(item, RemoteReservation) and self._newest.get(item.key) is not item
+        return isinstance(item, RemoteReservation) and self._newest.get(item.key, item) is not item
 
     def pass_on(self, item: Item, node: Node) -> None:
         """Let the sender of `node` have it; it is outstanding already, and keeps its room."""

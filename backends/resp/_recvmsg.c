@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-enum { VIEWS_MAX = 2 }; /* a body, and what ends it */
+enum { VIEWS_MAX = 16 }; /* pieces of a body, and what ends it */
 
 /* Arguments: descriptor, a sequence of views to be filled in order, flags. Gives how many bytes came, or the error's
  * number below zero: a call that a signal has interrupted is not repeated. */

@@ -23,12 +23,12 @@ from kvredis.storage.errors import BackendError
 
 from .sockets import open_socket
 from .tls_wire import TlsWire
-from .wire import CRLF, Buffer, Wire
+from .wire import CRLF, Buffer, Scattered, Wire
 
 Reply = str | int | bytes | BackendError | list["Reply"] | None
 """A simple string, an integer, a bulk string, an error that the server replied, an array of these, nil."""
 
-Allocate = Callable[[int], memoryview | None]
+Allocate = Callable[[int], memoryview | Scattered | None]
 """Lends writable memory for a body of that many bytes, exactly as long; None when there is no room for it."""
 
 JOIN_BYTES_MAX: Final = 4 * 1024
@@ -178,16 +178,16 @@ class Connection(Wire):
         if length is None:
             return None
         try:
-            view = allocate(length)
-            if view is not None and len(view) != length:
-                raise ValueError(f"lent {len(view)} bytes for a body of {length}")
+            memory = allocate(length)
+            if memory is not None and len(memory) != length:
+                raise ValueError(f"lent {len(memory)} bytes for a body of {length}")
         except BaseException:
             self.close()
             raise
-        if view is None:
+        if memory is None:
             self.discard(length)
         else:
-            self.body(view)
+            self.body(memory)
         return length
 
     # ---- a request and its reply ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import socket
 import ssl
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from .wire import Buffer, Wire
@@ -48,7 +48,7 @@ class TlsWire(Wire):
                 self._arm_for(sock, socket.SO_SNDTIMEO, self._armed_out_s, deadline_s)
                 view = view[sock.send(view) :]
 
-    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+    def _receive_some(self, sock: socket.socket, buffers: Sequence[memoryview], flags: int) -> int:
         into, done = buffers[0], 0
         while done < (len(into) if flags & socket.MSG_WAITALL else 1):
             self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)

@@ -4,10 +4,10 @@ The socket blocks in the kernel with the kernel's own timeouts (SO_RCVTIMEO, SO_
 that saves a system call each time and lets MSG_WAITALL wait for a whole body at once. What is set in the kernel is
 corrected only when it is no longer what is left of a reply's time, so that a reply that comes at once costs no call.
 
-recvmsg(2) fills one view or two, natively where the extension (_recvmsg.c) was built, else through ctypes. Python's own
-begins anew behind each signal, and the kernel then with the whole of SO_RCVTIMEO: with a timer that strikes more often,
-as those of sampling profilers do, it never ends. A caller with a deadline must hear of the signal. Each reply of a
-block takes two such calls, and one costs the kernel's part and 0.1 us natively, 2 us through ctypes.
+recvmsg(2) fills a view or several, natively where the extension (_recvmsg.c) was built, else through ctypes. Python's
+own begins anew behind each signal, and the kernel then with the whole of SO_RCVTIMEO: with a timer that strikes more
+often, as those of sampling profilers do, it never ends. A caller with a deadline must hear of the signal. Each reply of
+a block takes two such calls, and one costs the kernel's part and 0.1 us natively, 2 us through ctypes.
 
 A signal makes neither longer. A reply is received by recvmsg(2) itself (`receive` below), which is called again with
 what is left. What has to wait to be sent waits in `poll` first: with room for a byte the kernel gives a call that is
@@ -39,13 +39,10 @@ if NATIVE_WANTED:
     with suppress(ImportError):  # not built here
         from ._recvmsg import receive as _receive_natively
 
-VIEWS_MAX: Final = 2
-"""A body, and what ends it."""
-
-
-_CALL: Final = struct.Struct("PIPNPNiPNPN")
-"""struct msghdr of recvmsg(2), and behind it the two struct iovec that it points to: where each begins, its length."""
-_BUFFERS_AT: Final = _CALL.size - struct.calcsize("PNPN")
+VIEWS_MAX: Final = 16
+"""Pieces of a body, and what ends it."""
+_CALL: Final = struct.Struct("PIPNPNi0P")
+"""struct msghdr of recvmsg(2). Behind it are the struct iovec that it points to: where each begins, its length."""
 _recvmsg = ctypes.CDLL(None, use_errno=True).recvmsg
 _recvmsg.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 _recvmsg.restype = ctypes.c_ssize_t
@@ -55,19 +52,20 @@ def receive_in_python(descriptor: int, views: Sequence[memoryview], flags: int) 
     """What `receive` does, without the extension."""
     if len(views) > VIEWS_MAX:
         raise ValueError(f"receive() fills at most {VIEWS_MAX} views")
-    call = bytearray(_CALL.size)  # of this call alone: a signal's handler or a finalizer may receive in its midst
-    at = ctypes.addressof(ctypes.c_char.from_buffer(call))
     places = [fact for view in views for fact in (ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))]
-    places += [0] * (2 * VIEWS_MAX - len(places))
-    _CALL.pack_into(call, 0, 0, 0, at + _BUFFERS_AT, len(views), 0, 0, 0, *places)
+    buffers = struct.pack(f"{len(views) * 'PN'}", *places)
+    # Of this call alone: a signal's handler or a finalizer may receive in its midst.
+    call = bytearray(_CALL.size) + buffers
+    at = ctypes.addressof(ctypes.c_char.from_buffer(call))
+    _CALL.pack_into(call, 0, 0, 0, at + _CALL.size, len(views), 0, 0, 0)
     count: int = _recvmsg(descriptor, at, flags)
     return count if count >= 0 else -ctypes.get_errno()
 
 
 receive: Final = _receive_natively or receive_in_python
-"""receive(descriptor, views, flags): fill at most two flat views of bytes, in order, by one system call. Gives how many
-bytes came, 0 at the end of the stream, or an error's number (errno) below zero: -EINTR behind a signal, whose handler
-runs before the caller's next line. Raises BufferError for memory that is not to be written."""
+"""receive(descriptor, views, flags): fill flat views of bytes, VIEWS_MAX at most, in order, by one system call. Gives
+how many bytes came, 0 at the end of the stream, or an error's number (errno) below zero: -EINTR behind a signal, whose
+handler runs before the caller's next line. Raises BufferError for memory that is not to be written."""
 
 
 Buffer = bytes | bytearray | memoryview
@@ -83,6 +81,19 @@ DISCARD_BYTES: Final = 256 * 1024
 SLACK_S: Final = 0.01
 """How much longer than allowed the kernel may wait, rather than be told anew before each receive."""
 CRLF: Final = b"\r\n"
+
+
+class Scattered:
+    """Memory of one value that lies in several places, in the order of `views`; as long as they are together."""
+
+    __slots__ = ("_nbytes", "views")
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.views = views
+        self._nbytes = sum(map(len, views))
+
+    def __len__(self) -> int:
+        return self._nbytes
 
 
 class Wire:
@@ -244,23 +255,24 @@ class Wire:
             scanned = max(self._end - self._start - 1, 0)  # its CR may be there already
             self._fill()
 
-    def body(self, view: memoryview) -> None:
-        """Read as many bytes as `view` has into it, and the CRLF behind them."""
-        length = len(view)
-        done = min(self._end - self._start, length)
-        if done:
-            view[:done] = self._view[self._start : self._start + done]  # came along with the header: copied
-            self._start += done
-        if done == length:
+    def body(self, memory: memoryview | Scattered) -> None:
+        """Read as many bytes as `memory` has into it, and the CRLF behind them."""
+        views = _behind(memory.views if isinstance(memory, Scattered) else [memory], 0)
+        while views and self._start < self._end:  # came along with the header: copied
+            count = min(self._end - self._start, len(views[0]))
+            views[0][:count] = self._view[self._start : self._start + count]
+            self._start += count
+            views = _behind(views, count)
+        if not views:
             while self._end - self._start < 2:
                 self._fill()
             ending = self._view[self._start : self._start + 2].tobytes()
             self._start += 2
         else:
             crlf = self._view[:2]  # scratch is empty by now
-            while done < length + 2:
-                parts = [view[done:], crlf] if done < length else [crlf[done - length :]]
-                done += self._receive(parts, socket.MSG_WAITALL)  # less than all: a signal, or out of time
+            views = [*views, crlf]
+            while views:  # less than all: a signal, or out of time
+                views = _behind(views, self._receive(views[:VIEWS_MAX], socket.MSG_WAITALL))
             ending = crlf.tobytes()
             self._start = self._end = 0
         if ending != CRLF:
@@ -288,7 +300,7 @@ class Wire:
             self._start, self._end = 0, kept
         self._end += self._receive([self._view[self._end :]])
 
-    def _receive(self, buffers: list[memoryview], flags: int = 0) -> int:
+    def _receive(self, buffers: Sequence[memoryview], flags: int = 0) -> int:
         """Receive at least one byte into `buffers`: the one place where a reply is waited for."""
         sock = self._open_socket()
         try:
@@ -305,8 +317,9 @@ class Wire:
         self.bytes_in += count
         return count
 
-    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
-        """Receive into `buffers`, one or two, what there is, all of it with MSG_WAITALL; 0 at the end of the stream."""
+    def _receive_some(self, sock: socket.socket, buffers: Sequence[memoryview], flags: int) -> int:
+        """Receive into `buffers`, VIEWS_MAX at most, what there is, all of it with MSG_WAITALL; 0 at the end of the
+        stream."""
         while True:
             self._arm_for(sock, socket.SO_RCVTIMEO, self._armed_in_s, self._deadline_s)
             count = receive(sock.fileno(), buffers, flags)
@@ -349,6 +362,15 @@ class Wire:
         if not self.is_ours:  # what is read here the other process would lack, and take the next reply for this one
             raise self.broken("the connection is the process' that this one was forked from")
         return self._sock
+
+
+def _behind(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """What is left of `views` behind their first `count` bytes; the first of them is not empty."""
+    place = 0
+    while place < len(views) and count >= len(views[place]):
+        count -= len(views[place])
+        place += 1
+    return [views[place][count:], *views[place + 1 :]] if place < len(views) else ()
 
 
 def _why(error: OSError, doing: str) -> str:

@@ -1,12 +1,14 @@
-"""Holds on room in the engine's staging arena: of a value on its way to a server, and of one that was received."""
+"""Holds on a value on its way to a server, and on one that was received: on room in the engine's staging arena, or in
+memory that the engine lends, which the value leaves, or comes to, without passing through the arena."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from kvredis.backends import base
+from kvredis.backends.resp.wire import Scattered
 from kvredis.storage.memory.arena import Arena
 
 
@@ -63,8 +65,57 @@ class AnyRooms:
     reserve_ahead = reserve
 
 
+class LentRoom:
+    """A Room that is the engine's own memory. `view`, of what is ours, is empty."""
+
+    __slots__ = ("memory",)
+    view = memoryview(bytearray())
+    offset = None
+
+    def __init__(self, memory: Scattered) -> None:
+        self.memory = memory
+
+    def commit(self) -> None:
+        """Do nothing: the memory is the engine's, before and after."""
+
+    abort = commit
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class LentRooms:
+    """Rooms of a load whose reader lends the `memory` for each key; a value of another length comes to `otherwise`."""
+
+    __slots__ = ("_memory", "_otherwise")
+
+    def __init__(self, memory: Mapping[bytes, Scattered], otherwise: Rooms) -> None:
+        self._memory = memory
+        self._otherwise = otherwise
+
+    def reserve(self, key: bytes, length: int) -> base.Reservation | None:
+        return self._lent(key, length) or self._otherwise.reserve(key, length)
+
+    def reserve_ahead(self, key: bytes, length: int) -> base.Reservation | None:
+        return self._lent(key, length) or self._otherwise.reserve_ahead(key, length)
+
+    def _lent(self, key: bytes, length: int) -> LentRoom | None:
+        memory = self._memory.get(key)
+        return None if memory is None or len(memory) != length else LentRoom(memory)
+
+
+def memory_of(room: base.Reservation) -> memoryview | Scattered:
+    """Where the value of a room is."""
+    return room.memory if isinstance(room, LentRoom) else room.view
+
+
 class RemoteReservation:
-    """A value on its way out. To the caller who fills it a base.Reservation; once committed it is the write queue's,
+    """A value on its way out. To the caller who fills it a base.Reservation, of a LentRoom with an empty `view`; once
+    committed it is the write queue's,
     which counts in `holds` itself and those who read the value meanwhile, and frees the room when the last of them is
     done. The queue notes in `taken` that the server has it; in `hops` how often servers have sent it on, in `asking`
     that the last one did so by ASK.
@@ -79,8 +130,11 @@ class RemoteReservation:
         "asking",
         "holds",
         "hops",
+        "is_lent",
         "key",
+        "nbytes",
         "offset",
+        "pieces",
         "taken",
         "view",
     )
@@ -96,6 +150,11 @@ class RemoteReservation:
         self.key = key
         self.view = room.view
         self.offset = room.offset
+        self.is_lent = isinstance(room, LentRoom)
+        memory = memory_of(room)
+        self.nbytes = len(memory)
+        self.pieces: Sequence[memoryview] = memory.views if isinstance(memory, Scattered) else (memory,)
+        """What is sent."""
         self.holds = 1
         self._room = room
         self._keep = keep
@@ -172,3 +231,9 @@ class RemoteLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class LentLease(RemoteLease):
+    """A value that has come to the memory that its reader lends; `view` is empty."""
+
+    __slots__ = ()

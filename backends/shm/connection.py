@@ -348,7 +348,7 @@ class AttachedConnection(Connection):
 
     # ---- descriptors ---------------------------------------------------------------------------------------------
 
-    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+    def _receive_some(self, sock: socket.socket, buffers: Sequence[memoryview], flags: int) -> int:
         """As Wire, and takes up the descriptors that come along, while a caller waits for some: those that were not
         asked for are dropped by the kernel."""
         if self._descriptors is None:

@@ -160,6 +160,7 @@ class LeasePipeline(GetPipeline):
     def _keep_copy(self, value: memoryview, allocate: Allocate) -> int:
         room = allocate(len(value))
         if room is not None:
+            assert isinstance(room, memoryview)  # a tier of ours lends no other
             copy(room, value)
         return len(value)
 

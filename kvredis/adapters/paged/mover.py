@@ -74,11 +74,13 @@ class ChunkMover:
         if self._admit(state):
             self._submit(self._loader, ChunkLoad(self._context, state, after, self._begin_following))
 
-    def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> None:
-        """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them."""
+    def store(self, job: StoreJob, after: torch.cuda.Event | None = None) -> JobState:
+        """Store a job's chunks in the background; on a GPU behind `after`, recorded behind what computes them. Of what
+        is returned `over` says when its pages are read no more."""
         state = JobState(job.request, job.moves, total=job.total, is_sound=job.is_sound)
         if self._admit(state):
             self._submit(self._storer, ChunkStore(self._context, state, after))
+        return state
 
     def finished(self) -> Finished:
         """What is over since the last call; waits for nothing."""
@@ -214,6 +216,7 @@ class ChunkMover:
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
             for job in jobs:
+                job.seconds = seconds if job.started else 0.0
                 self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)

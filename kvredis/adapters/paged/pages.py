@@ -18,6 +18,9 @@ has it: a header padded to 512 bytes, then one tensor "kv", of U8 and one dimens
 facts that the engine's adapter gives, and xxh3, the xxh3-128 of the tensor's bytes in 32 hexadecimal digits. WHY the
 sum: neither engine ever looks at the bytes that it loads. A page that was damaged at rest or on its way would become
 wrong tokens; with the sum it is a miss.
+
+Ways. Between a page and shared memory there is one copy, which is summed as it is made. Over a socket there is none of
+ours: a page is summed where it lies, the kernel sends it from there, and receives it where the engine wants it.
 """
 
 import ctypes
@@ -38,6 +41,9 @@ from kvredis.adapters.engine.block import safetensors_header
 from kvredis.adapters.engine.keys import MODEL_CHARS_MAX
 from kvredis.adapters.engine.load import Intake
 from kvredis.backends.base import Backend, Lease
+from kvredis.backends.remote.backend import RemoteBlocks
+from kvredis.backends.resp.wire import Scattered
+from kvredis.backends.shm.buffers import LentLease
 from kvredis.storage.errors import LayoutError
 from kvredis.storage.memory.copy import copy
 
@@ -103,6 +109,27 @@ class PageFormat:
             raise LayoutError(f"the page's pieces do not have {self.nbytes} bytes")
         value[: self.total_bytes - self.nbytes] = self._before + chain.hexdigest().encode("ascii") + self._behind
 
+    def lend(self, pieces: Sequence[memoryview]) -> Scattered:
+        """The page in `pieces` as a value that is sent from there, or received there: a header of its own before them,
+        which is empty until `head` fills it."""
+        return Scattered((memoryview(bytearray(self.total_bytes - self.nbytes)), *pieces))
+
+    def head(self, value: Scattered) -> None:
+        """Fill the header of a page that was lent."""
+        header, *pieces = value.views
+        if len(value) != self.total_bytes:
+            raise LayoutError(f"the page's pieces do not have {self.nbytes} bytes")
+        header[:] = self._before + _sum_of(pieces) + self._behind
+
+    def check(self, value: Scattered, *, verify: bool = True) -> None:
+        """As `read`, of a page that has come to where it was lent."""
+        header, *pieces = value.views
+        at = len(self._before)
+        if header[:at] != self._before or header[at + SUM_DIGITS :] != self._behind:
+            raise LayoutError("a page whose header is not of this model, layout and size")
+        if verify and header[at : at + SUM_DIGITS] != _sum_of(pieces):
+            raise LayoutError("a page whose bytes are not those that were stored")
+
     def read(self, value: memoryview, pieces: Sequence[memoryview], *, verify: bool = True) -> None:
         """Copy the page out of `value` into `pieces`, which have nbytes together. Raises LayoutError when it is not
         one of this format, or not what was stored; what the pieces hold then is undefined."""
@@ -124,6 +151,13 @@ class PageFormat:
             raise LayoutError(f"the page's pieces do not have {self.nbytes} bytes")
         if verify and value[at : at + SUM_DIGITS] != chain.hexdigest().encode("ascii"):
             raise LayoutError("a page whose bytes are not those that were stored")
+
+
+def _sum_of(pieces: Sequence[memoryview]) -> bytes:
+    chain = xxh3_128()
+    for piece in pieces:
+        chain.update(piece)
+    return chain.hexdigest().encode("ascii")
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
@@ -149,6 +183,7 @@ class PageStore:
     def __init__(self, backend: Backend, *, verify: bool = True) -> None:
         """With `verify` false the sums are written and not looked at."""
         self.backend = backend
+        self._remote = backend if isinstance(backend, RemoteBlocks) else None
         self._verify = verify
         self._lock = threading.Lock()
         self._counts: dict[str, int | float] = dict.fromkeys(COUNTERS, 0)
@@ -207,6 +242,13 @@ class PageStore:
         return there
 
     def _put(self, page: Page) -> bool:
+        lent = page.format.lend(page.pieces)
+        sent = None if self._remote is None else self._remote.lend(page.key, lent)
+        if sent is not None:
+            with sent:
+                page.format.head(lent)
+                sent.commit()
+            return True
         room = self.backend.reserve(page.key, page.format.total_bytes)
         if room is None:  # the queue is full: this is a thread that may wait for it
             self.backend.flush()
@@ -232,19 +274,27 @@ class PageStore:
 
     def _load(self, pages: Sequence[Page], come: list[bool], until_missing: bool) -> None:
         intake = Intake(self.backend, self._refuse)
+        keys = [page.key for page in pages]
+        lent: dict[bytes, Scattered] = {}
+        if self._remote is not None and len(set(keys)) == len(keys):
+            lent = {page.key: page.format.lend(page.pieces) for page in pages}
+        load = self.backend.load(keys) if self._remote is None else self._remote.load(keys, into=lent)
         try:
-            with closing(self.backend.load([page.key for page in pages])) as leases:
+            with closing(load) as leases:
                 for place, (page, lease) in enumerate(zip(pages, leases, strict=False)):
-                    come[place] = lease is not None and self._take(page, lease, intake)
+                    come[place] = lease is not None and self._take(page, lease, intake, lent)
                     if until_missing and not come[place]:
                         break
         finally:
             intake.forget()
 
-    def _take(self, page: Page, lease: Lease, intake: Intake) -> bool:
+    def _take(self, page: Page, lease: Lease, intake: Intake, lent: Mapping[bytes, Scattered]) -> bool:
         with lease:
             try:
-                page.format.read(lease.view, page.pieces, verify=self._verify)
+                if isinstance(lease, LentLease):
+                    page.format.check(lent[page.key], verify=self._verify)
+                else:
+                    page.format.read(lease.view, page.pieces, verify=self._verify)
             except LayoutError as error:
                 intake.refuse(page.key, lease, error)
                 return False

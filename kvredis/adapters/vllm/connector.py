@@ -34,6 +34,7 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
 from .handshake import Handshake, agreed_groups, engine_facts
+from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .scheduler import Scheduling, SchedulingOptions, Step
@@ -54,16 +55,17 @@ class HandshakeMetadata(_HandshakeMetadata):  # type: ignore[misc]
 
 
 class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
-    """What the workers' half sends back: requests whose stores so far are over, and by rank what is to be known of the
-    weights."""
+    """What the workers' half sends back: requests whose stores so far are over, by rank what is to be known of the
+    weights, and stores that read no page any more, once for each rank."""
 
-    def __init__(self, requests: set[str], weights: dict[int, WeightsReport]) -> None:
+    def __init__(self, requests: set[str], weights: dict[int, WeightsReport], over: list[StoreOver]) -> None:
         self.requests = requests
         self.weights = weights
+        self.over = over
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
         """Those of several workers."""
-        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights)
+        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights, self.over + other.over)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
@@ -188,6 +190,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._loads: dict[str, tuple[float, int]] = {}  # when the pages of a load were given, and its tokens
         self._results = Results()
         self._stored: set[str] = set()  # to be told of to the scheduler's half
+        self._over: list[StoreOver] = []  # as well
+        self._held: HeldPages | None = None
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
         self._launched: torch.cuda.Event | None = None  # behind what was launched before a step with loads
@@ -211,6 +215,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     # -- the scheduler's half ----------------------------------------------------------------------------------------
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Here is what counts who uses a block."""
+        if any(group.is_state for group in self._groups):
+            self._held = HeldPages(gpu_block_pool, self._config.blocking_timeout_secs)
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """As set_xfer_handshake_metadata, by stage and rank: vLLM hands that over since it serves pipelines with
         connectors."""
@@ -223,6 +232,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if not self._groups:
             return
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
+        if self._held is not None:
+            self._held.ranks = len(workers)
         groups = agreed_groups(self._facts, workers, self._stages, self._ranks)
         if self._scheduling is not None and groups != self._groups:
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
@@ -234,7 +245,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
-        if least == AUTO:
+        is_auto, has_states = least == AUTO, any(group.is_state for group in self._groups)
+        if is_auto or (has_states and config.state_bytes_per_prompt is None):
             self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
@@ -248,9 +260,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             waits_for_shared=self._shares_pages,
             lookup_s_max=config.blocking_timeout_secs,
         )
-        narrow = self._worth.narrow if self._worth else None
-        compute_s = shared.break_even.prefill_s if self._worth else None  # it learns from what Worth tells it alone
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s)
+        narrow = self._worth.narrow if self._worth and is_auto else None
+        compute_s = shared.break_even.prefill_s if self._worth and is_auto else None
+        pays = shared.break_even.pays_to_store if self._worth else None  # it learns from what Worth tells it alone
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s, pays)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
             self._kinds = kinds_of(self._kv_cache_config)
@@ -315,7 +328,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._scheduling.snapshots(self._states_of(block_state.boundary_state_offloads, gone))
         if self._worth is not None:
             self._worth.step_began(scheduler_output.total_num_scheduled_tokens)
-        return StepMetadata(self._scheduling.step())
+        step = self._scheduling.step()
+        if self._held is not None:
+            self._held.hold(step.number, step.moves.stores)
+        return StepMetadata(step)
 
     def _states_of(
         self, handed_over: Mapping[str, Sequence[tuple[int, int, int]]], gone: Container[str]
@@ -336,6 +352,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, WorkerMetadata):
             self._scheduling.weights_told(told.weights)
+            if self._held is not None:
+                self._held.over(told.over)
+            if self._shared is not None:
+                for store in told.over:
+                    self._shared.break_even.store_took(store.nbytes, store.seconds)
             if self._scheduling.events is not None:
                 self._scheduling.events.over(told.requests)
         failed = getattr(connector_output, "failed_recving", None) or set()
@@ -353,6 +374,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
                 self._worth.load_over(name, failed=has_failed)
         if self._worth is not None:
             self._worth.step_over()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether there are blocks for a request that runs and gets none, in the next step: all that is held. vLLM
+        preempts none for it then."""
+        return self._held is not None and self._held.give_back()
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine is to go on with steps that compute nothing, which tell what has been read."""
+        return bool(self._held)
 
     def take_events(self) -> Iterable[Any]:
         """Blocks that were stored, and that lookups have found gone, where kv_events_config asks for events. A store
@@ -463,7 +493,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             return
         if self._by_layers:
             self._worker.mover.end_layers()
-        elif self._jobs:
+        else:
             self._worker.store(self._get_connector_metadata().step, self._jobs)
         self._jobs = []
 
@@ -473,6 +503,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._results = self._worker.results()
             if self._tells_events:
                 self._stored |= self._results.stored
+            self._over += self._results.over
         return None, self._results.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -483,14 +514,15 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         return _TransferResults(finished_recving=self._results.loaded, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, and of
-        the weights, where they were looked at."""
+        """What its scheduler's half is told behind a step: of stores that are over, where events are wanted, of the
+        weights, where they were looked at, and of stores that read no page any more."""
         if self._worker is None:
             return None
         stored, self._stored = self._stored, set()
+        over, self._over = self._over, []
         report = None if self._worker.weights is None else self._worker.weights.report()
         weights = {} if report is None else {self._rank: report}
-        return WorkerMetadata(stored, weights) if stored or weights else None
+        return WorkerMetadata(stored, weights, over) if stored or weights or over else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""

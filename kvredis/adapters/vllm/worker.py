@@ -23,13 +23,14 @@ import torch
 
 from kvredis.adapters.engine.keys import key_of_shard
 from kvredis.adapters.engine.tensors import event_on
-from kvredis.adapters.paged.jobs import ChunkMove, LoadJob, MovingOptions, PagedGroup, StoreJob
+from kvredis.adapters.paged.jobs import ChunkMove, JobState, LoadJob, MovingOptions, PagedGroup, StoreJob
 from kvredis.adapters.paged.mover import ChunkMover
 from kvredis.adapters.transfer import open_transfer
 from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
+from .held_pages import StoreOver
 from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
 from .scheduler import Step
 from .weights import Check, WeightsWatch
@@ -100,12 +101,13 @@ there."""
 class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
-    nothing."""
+    nothing. `over` are stores that read no page any more, where layers are recurrent."""
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_pages: set[int] = field(default_factory=set)
+    over: list[StoreOver] = field(default_factory=list)
 
 
 class PagedWorker:
@@ -155,6 +157,9 @@ class PagedWorker:
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
         self._storing: dict[str, set[int]] = {}
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
+        self._tells_over = any(group.is_state for group in groups)
+        self._unread: dict[str, int] = {}  # of the step's stores, until the mover has heard of them: its number
+        self._reading: dict[tuple[str, int], JobState] = {}
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
         self._results = Results()
@@ -223,6 +228,8 @@ class PagedWorker:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
+        if self._tells_over:
+            self._unread |= dict.fromkeys((job.request for job in step.moves.stores), step.number)
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
             if not ours:
@@ -243,7 +250,11 @@ class PagedWorker:
         weights are compared: before it that would be a millisecond or two of the first token."""
         after = self.launched() if jobs else None
         for job in self.compared(step, jobs):
-            self.mover.store(job, after)
+            state = self.mover.store(job, after)
+            if job.request in self._unread:
+                self._reading[job.request, self._unread.pop(job.request)] = state
+        self._results.over += [StoreOver(*each) for each in self._unread.items()]  # this rank stores nothing of them
+        self._unread.clear()
         self._to_store = set()
 
     def results(self) -> Results:
@@ -283,6 +294,10 @@ class PagedWorker:
                 self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
             if job is not None:
                 self._results.loaded.add(name)
+        for store, state in list(self._reading.items()):
+            if state.over:
+                del self._reading[store]
+                self._results.over.append(StoreOver(*store, state.nbytes, state.seconds))
         results, self._results = self._results, Results()
         self._has_told = bool(results.loaded)
         return results

@@ -3,7 +3,7 @@ no page is written that something else still writes."""
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,15 +22,6 @@ from tests.adapters.paged_engine import (
     pages_in,
 )
 from tests.backends.nodes import wait_until
-from tests.storage.small_store import small_store
-
-
-@pytest.fixture
-def local() -> Iterator[LocalBackend]:
-    """A store in this process."""
-    backend = LocalBackend(small_store())
-    yield backend
-    backend.close()
 
 
 def test_no_room_stays_held_when_the_head_cannot_be_touched_while_its_tail_is_stored(

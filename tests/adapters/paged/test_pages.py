@@ -91,6 +91,30 @@ class TestValue:
         with pytest.raises(LayoutError, match="model's name"):
             PageFormat({"model": "m" * 20_000}, 1)
 
+    @pytest.mark.parametrize("sizes", [(NBYTES,), (1, NBYTES - 1), (100_000,) * 3])
+    def test_a_page_that_is_lent_is_the_same_value(self, sizes: tuple[int, ...]) -> None:
+        value = memoryview(bytearray(FORMAT.total_bytes))
+        FORMAT.write(value, filled(7, sizes))
+        lent = FORMAT.lend(filled(7, sizes))
+        FORMAT.head(lent)
+        assert b"".join(lent.views) == value
+        FORMAT.check(lent)
+
+    @pytest.mark.parametrize(("view", "place"), [(0, 0), (0, 200), (0, 511), (1, 0), (2, 149_999)])
+    def test_any_bit_that_has_changed_on_its_way_into_a_page_is_noticed(self, view: int, place: int) -> None:
+        lent = FORMAT.lend(filled(3, (NBYTES // 2, NBYTES // 2)))
+        FORMAT.head(lent)
+        lent.views[view][place] ^= 4
+        with pytest.raises(LayoutError):
+            FORMAT.check(lent)
+        if view:
+            FORMAT.check(lent, verify=False)
+
+    def test_pieces_of_the_wrong_size_are_not_lent(self) -> None:
+        for sizes in ((NBYTES - 1,), (NBYTES, 1), ()):
+            with pytest.raises(LayoutError):
+                FORMAT.head(FORMAT.lend(filled(1, sizes)))
+
 
 def test_a_key_names_everything_that_the_bytes_depend_on() -> None:
     prefix = page_prefix("org/m y", {"dtype": "bf16", "tp": [0, 2]})

@@ -1,5 +1,6 @@
 """The client on a socketpair: whatever the peer sends, in whatever pieces, is read right or ends the connection."""
 
+import itertools
 import random
 import signal
 import socket
@@ -12,7 +13,7 @@ import pytest
 
 from kvredis.backends.config.url import Address
 from kvredis.backends.resp.connection import ARRAY_ITEMS_MAX, BULK_BYTES_MAX, Connection, Reply, ServerFull, encode
-from kvredis.backends.resp.wire import DISCARD_BYTES, SCRATCH_BYTES
+from kvredis.backends.resp.wire import DISCARD_BYTES, SCRATCH_BYTES, VIEWS_MAX, Scattered
 from kvredis.backends.shm.connection import AttachedConnection
 from kvredis.storage.errors import BackendError
 from tests.server.certificates import Papers
@@ -113,6 +114,20 @@ def test_a_body_lands_in_the_lent_memory_and_nowhere_else(pair: Pair, length: in
     assert connection.read() == 7
     sender.join()
     assert memory == b"\xaa" * 8 + body + b"\xaa" * 8
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("views", [1, 2, VIEWS_MAX, 2 * VIEWS_MAX + 1])
+def test_a_body_is_scattered_over_the_memory_that_is_lent(pair: Pair, length: int, views: int) -> None:
+    connection, peer = pair
+    body = pattern(length)
+    sender = in_background(lambda: peer.sendall(b"$%d\r\n%b\r\n:7\r\n" % (length, body)))
+    cuts = [length * place // views for place in range(views + 1)]  # of a short body some are empty
+    memory = [bytearray(stop - start) for start, stop in itertools.pairwise(cuts)]
+    assert connection.read_bulk_into(lambda n: Scattered([memoryview(each) for each in memory])) == length
+    assert connection.read() == 7
+    sender.join()
+    assert b"".join(memory) == body
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
@@ -417,14 +432,21 @@ def test_after_an_interruption_nothing_is_taken_for_an_answer_that_came_before_i
 def interrupted(connection: Connection) -> Iterator[threading.Semaphore]:
     """Let a timer strike a hundred times a second, as those of sampling profilers do; each stroke can be waited for.
     A caller that would then wait for ever is let go, with another error than that of a timeout."""
-    strokes = threading.Semaphore(0)
+    strokes, over = threading.Semaphore(0), threading.Event()
     patience = threading.Timer(10.0, connection.interrupt)
-    before = signal.signal(signal.SIGALRM, lambda number, frame: strokes.release())
+
+    def strike(*_: object) -> None:
+        strokes.release()
+        if not over.is_set():  # one after the other: a stroke within `release` would wait for its lock for ever
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    before = signal.signal(signal.SIGALRM, strike)
     patience.start()
-    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
     try:
         yield strokes
     finally:
+        over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         patience.cancel()

@@ -36,7 +36,7 @@ class ChoppedWire(Wire):
 
     __slots__ = ()
 
-    def _receive_some(self, sock: socket.socket, buffers: list[memoryview], flags: int) -> int:
+    def _receive_some(self, sock: socket.socket, buffers: Sequence[memoryview], flags: int) -> int:
         assert isinstance(sock, ChoppedSocket)
         return super()._receive_some(sock, _first(buffers, sock.piece()), flags)
 

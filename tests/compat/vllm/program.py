@@ -92,8 +92,8 @@ class Program:
         self._subscriber: Any = None
 
     def open(self, model: str, variables: dict[str, str], connector: Answer | None, engine: Answer) -> Answer:
-        """Open an engine, and say what its connector has made of the model, and vLLM: the tokens of a block, and of
-        all recurrent layers the elements and the bytes of a state."""
+        """Open an engine, and say what its connector has made of the model, and vLLM: how many groups of layers it
+        has, the tokens of a block, and of all recurrent layers the elements and the bytes of a state."""
         self.close()
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -112,7 +112,11 @@ class Program:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         with uncollected():
             folder = str(saved(model))
-            self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
+            try:
+                self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
+            except BaseException:
+                clean_up()
+                raise
         rest_in_between()
         self._llm.collective_rpc(rest_in_between)
         if options.get("pipeline_parallel_size", 1) > 1:
@@ -121,9 +125,9 @@ class Program:
         return {"folder": folder, "groups": groups} | self._made_of_the_model()
 
     def _made_of_the_model(self) -> Answer:
-        manager = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        found: Answer = {"block_tokens": 1, "state_elements": 0, "state_bytes": 0}
-        for group in manager.kv_cache_config.kv_cache_groups:
+        groups = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        found: Answer = {"kv_groups": len(groups), "block_tokens": 1, "state_elements": 0, "state_bytes": 0}
+        for group in groups:
             spec = group.kv_cache_spec
             found["block_tokens"] = math.lcm(found["block_tokens"], spec.block_size)
             for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
@@ -224,6 +228,11 @@ class Program:
             engine.step()
         return {"states": states, "seconds": seconds}
 
+    def stall(self, is_stalled: bool) -> Answer:
+        """Let no store read a page until told otherwise."""
+        self._of_ranks("stall" if is_stalled else "go on")
+        return {}
+
     def settle(self) -> Answer:
         """Wait until all stores are over, the backend's included."""
         ranks = self._of_ranks("settle")
@@ -240,6 +249,7 @@ class Program:
             "left": len(scheduler.connector._scheduling._requests),
             "steps": len(scheduler.connector._worth._steps) if scheduler.connector._worth else 0,
             "measured": list(scheduler.connector._shared.break_even._speeds),
+            "held": len(scheduler.connector._held or ()),
             "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "preemptions": sum(
                 metric.value for metric in self._llm.get_metrics() if metric.name == "vllm:num_preemptions"
@@ -319,11 +329,9 @@ class Program:
     def close(self) -> Answer:
         """Close the engine."""
         if self._llm is not None:
-            from vllm.distributed import cleanup_dist_env_and_memory
-
             with uncollected():
                 self._llm.llm_engine.engine_core.shutdown()
-                cleanup_dist_env_and_memory()
+                clean_up()
             self._llm = None
             gc.collect()
         return {}
@@ -337,6 +345,15 @@ def uncollected() -> AbstractContextManager[Any]:
     """While an engine opens or closes. vLLM looks for garbage eight times then, each time among all that it has
     imported: 2.8 s of the 4.5 in which one engine takes another's place. Who closes an engine looks once."""
     return mock.patch.object(gc, "collect")
+
+
+def clean_up() -> None:
+    """Let go of what an engine leaves in its process, so that the next one makes its own."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def rest_in_between(worker: Any = None) -> None:
@@ -368,6 +385,14 @@ def rank_answer(worker: Any, question: str) -> Any:
         return [[len(group.names), group.window, group.layout.planes] for group in half._groups]
     if question == "stats":
         return dict(half._worker.mover.stats())
+    if question == "stall":
+        import threading
+
+        half.going_on = threading.Event()
+        half._worker.mover._context.bandwidth.take = lambda *_, **__: half.going_on.wait(60)
+        return None
+    if question == "go on":
+        return half.going_on.set()
     return half._worker.mover.settle(60), half._shared.backend.flush()
 
 
