@@ -234,7 +234,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
         if self._held is not None:
             self._held.ranks = len(workers)
-        groups = agreed_groups(self._facts, workers, self._stages)
+        groups = agreed_groups(self._facts, workers, self._stages, self._ranks)
         if self._scheduling is not None and groups != self._groups:
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
         self._groups = groups
@@ -598,7 +598,6 @@ def _hands_states_over() -> bool:
 
 def _rank(parallel: Any) -> int:
     """This worker's number: those of a pipeline's first stage first."""
-    from vllm.distributed import parallel_state
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    stage = 0 if getattr(parallel, "pipeline_parallel_size", 1) == 1 else parallel_state.get_pp_group().rank_in_group
-    return int(stage * parallel.tensor_parallel_size + parallel_state.get_tensor_model_parallel_rank())
+    return int(get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tensor_model_parallel_rank())

@@ -232,7 +232,10 @@ class Scheduling:
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
         self._step.moves.loads.append(LoadJob(name, moves))
-        self._loading[name] = frozenset(name for move in moves for name in self._parts_of(move))
+        parts = self._parts_of if request.answered.ranks else None
+        self._loading[name] = frozenset(
+            [move.key for move in moves] if parts is None else [part for move in moves for part in parts(move)]
+        )
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)

@@ -432,14 +432,21 @@ def test_after_an_interruption_nothing_is_taken_for_an_answer_that_came_before_i
 def interrupted(connection: Connection) -> Iterator[threading.Semaphore]:
     """Let a timer strike a hundred times a second, as those of sampling profilers do; each stroke can be waited for.
     A caller that would then wait for ever is let go, with another error than that of a timeout."""
-    strokes = threading.Semaphore(0)
+    strokes, over = threading.Semaphore(0), threading.Event()
     patience = threading.Timer(10.0, connection.interrupt)
-    before = signal.signal(signal.SIGALRM, lambda number, frame: strokes.release())
+
+    def strike(*_: object) -> None:
+        strokes.release()
+        if not over.is_set():  # one after the other: a stroke within `release` would wait for its lock for ever
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    before = signal.signal(signal.SIGALRM, strike)
     patience.start()
-    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
     try:
         yield strokes
     finally:
+        over.set()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         patience.cancel()

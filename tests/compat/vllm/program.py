@@ -76,6 +76,8 @@ MODELS |= {  # most layers recurrent
         "block_auto_adjust_ff_dim": False,
     },
 }  # fmt: skip
+MODELS["wide"] = MODELS["llama"] | {"num_key_value_heads": 4}
+MODELS["latent"] = MODELS["deepseek"] | {"num_attention_heads": 16, "num_key_value_heads": 16}
 STRETCHED = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1 + at / 4 for at in range(32)]}
 MODELS["phi"] = MODELS["llama"] | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 MODELS["phi"] |= {"rope_scaling": STRETCHED, "original_max_position_embeddings": 1024}
