@@ -50,7 +50,7 @@ def expected(model: str, version: str) -> str:
     return LOADED if version >= since.get(model, "0") else THEIRS
 
 
-def test_of(model: str) -> str:
+def tried_by(model: str) -> str:
     """The one that tries its cells."""
     if model in HYBRIDS:
         return f"test_what_is_loaded_gives_the_tokens_of_what_is_computed_in_a_fresh_engine_too[{model}]"
@@ -79,7 +79,7 @@ def test_the_connector_does_the_same_with_this_version(requirements: Path) -> No
     if any(expected(model, version) == LOADED for model in HYBRIDS):
         core = f"({HYBRID_CORE}){left_out}"
         hybrid = passed(["-m", "", "tests/compat/test_vllm_hybrid.py"], core, variables, WITHIN_S)
-    assert {test_of(model) for model in MODELS if expected(model, version) == LOADED} <= real | hybrid
+    assert {tried_by(model) for model in MODELS if expected(model, version) == LOADED} <= real | hybrid
 
 
 def test_the_documentation_has_the_table() -> None:

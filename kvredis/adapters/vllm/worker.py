@@ -95,6 +95,8 @@ IDLE_WAIT_S = 0.006
 wait, which a load's end ends, leaves the interpreter to the moving thread. A request that comes meanwhile waits as
 well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does
 there."""
+IDLE_STORE_WAIT_S = 0.002
+"""As well while stores read pages that are held. No request waits for these: one that comes is to wait less."""
 
 
 @dataclass(slots=True)
@@ -222,6 +224,8 @@ class PagedWorker:
             self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
         if step.is_idle and self._waited_for and not self._has_told:
             self.mover.wait_loaded(IDLE_WAIT_S)
+        elif step.is_idle and self._reading:
+            self.mover.wait_over(self._reading.values(), IDLE_STORE_WAIT_S)
         self._has_told = False
 
     def stores(self, step: Step) -> list[StoreJob]:

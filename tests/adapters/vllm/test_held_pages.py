@@ -125,6 +125,7 @@ def test_a_worker_tells_of_each_store_once_it_reads_no_page_any_more(stores: boo
     jobs = worker.stores(step)
     assert worker.results().over == [], "the forward pass comes first"
     worker.store(step, jobs)
+    worker.load(Step(number=8))  # computes nothing, and waits a moment
     assert worker.mover.settle(WAIT_S)
     (over,) = worker.results().over
     assert (over.request, over.step, over.nbytes > 0, over.seconds > 0) == ("r", 7, stores, stores)
