@@ -243,7 +243,7 @@ class Checking:
     def _row(self, case: Case, scenario: str, found: Finding, seconds: float) -> None:
         row = {
             "model": case.model, "mode": case.mode, "dtype": case.dtype, "ranks": case.ranks, "stages": case.stages,
-            "readers": case.readers, "scenario": scenario,
+            "readers": case.readers, "drafts": case.drafts, "scenario": scenario,
             "verdict": found.verdict, "reason": found.reason, "tokens_equal": found.tokens_equal,
             "outcome": found.outcome, "cached_tokens": found.cached_tokens, "loaded_chunks": found.loaded_chunks,
             "failed_chunks": found.failed_chunks, "logprob_deviation": found.deviation, "seconds": round(seconds, 2),
@@ -277,7 +277,7 @@ def environment_of(plan: Plan, case: Case, device: int) -> dict[str, str]:
 
 def case_of(row: Mapping[str, Any]) -> Case:
     """The case that a row is of."""
-    return Case(*(row[name] for name in ("model", "mode", "dtype", "ranks", "stages", "readers")))
+    return Case(*(row[name] for name in ("model", "mode", "dtype", "ranks", "stages", "readers", "drafts")))
 
 
 def line_of(row: Mapping[str, Any]) -> str:

@@ -106,7 +106,7 @@ def config_of(model: str, size: Size) -> Answer:
 @dataclass(frozen=True, slots=True)
 class Case:
     """What two engines and a server are started for. The second engine has `readers` ranks, 0: as many as the first;
-    both have so many `stages`."""
+    both have so many `stages`, and guess `drafts` tokens ahead."""
 
     model: str
     mode: str
@@ -114,6 +114,7 @@ class Case:
     ranks: int = 1
     stages: int = 1
     readers: int = 0
+    drafts: int = 0
 
     @property
     def name(self) -> str:
@@ -121,7 +122,8 @@ class Case:
         ranks = f" tp{self.ranks}" if self.ranks > 1 or self.readers else ""
         readers = f" to tp{self.readers}" if self.readers else ""
         stages = f" pp{self.stages}" if self.stages > 1 else ""
-        return f"{self.model} {self.mode} {self.dtype}{ranks}{readers}{stages}"
+        drafts = f" drafts{self.drafts}" if self.drafts else ""
+        return f"{self.model} {self.mode} {self.dtype}{ranks}{readers}{stages}{drafts}"
 
     @property
     def devices(self) -> int:
@@ -141,6 +143,8 @@ CASES: Final = (
     *(Case("dense", mode, NEAR) for mode in ("layers", "whole", "tcp")),
     Case("window", "whole", NEAR),
     Case("hybrid", "whole", NEAR),
+    Case("hybrid", "whole", NEAR, drafts=2),
+    Case("hybrid", "whole", NEAR, ranks=2),
 )
 CPU_CASES: Final = (
     *(Case(model, mode, EXACT) for model in ("dense", "window", "latent") for mode in ("layers", "whole", "tcp")),
@@ -155,6 +159,9 @@ def options_of(case: Case, size: Size, *, on_cpu: bool, is_second: bool = False)
     ranks = case.readers if is_second and case.readers else case.ranks
     if ranks > 1:
         made["tensor_parallel_size"] = ranks
+    if case.drafts:
+        ahead = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        made["speculative_config"] = ahead | {"num_speculative_tokens": case.drafts}
     if case.stages > 1:
         made["pipeline_parallel_size"] = case.stages
     if case.model in ("dense", "window"):  # one with windows has three groups of layers, whose pages are its own

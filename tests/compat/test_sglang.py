@@ -1,7 +1,8 @@
 """SGLang 0.5.23's HiCache stores and loads pages of its own host pools through kvredis, from one process to another.
 
-Its storage factory, host pools, hashes and fault injection are the real ones (sglang/program.py); only the pools'
-device is the CPU, and there is no engine above them, which needs a GPU.
+Its storage factory, host pools, hashes and fault injection are the real ones (sglang/program.py), and so are its
+controller of hybrid models with its storage threads, over pools of windows, states, latents and draft models
+(sglang/controller.py). Only the pools' device is the CPU, and there is no engine above them, which needs a GPU.
 """
 
 import signal
@@ -43,7 +44,8 @@ class Worker:
 
     def __init__(self, process: EngineProcess, name: str, **arguments: Any) -> None:
         self._process, self._name = process, name
-        arguments = {"kind": "mha", "layout": "page_first", "config": {}} | arguments
+        if "model" not in arguments:  # a backend alone, without SGLang's controller
+            arguments = {"kind": "mha", "layout": "page_first", "config": {}} | arguments
         arguments["extra"] = {"interface_v1": 1, "blocking_timeout_secs": 5} | arguments.get("extra", {})
         process.ask("open", worker=name, **arguments)
 
@@ -491,3 +493,96 @@ def test_lmcaches_variables_configure_it_too(opened: Open, kvredis: RunningServe
 def test_an_argument_that_kvredis_does_not_know_is_named(opened: Open) -> None:
     with pytest.raises(BenchError, match="hicache-storage-backend-extra-config: blocking_timeout: unknown key"):
         opened(extra={"host": "127.0.0.1", "blocking_timeout": 3})
+
+
+# -- SGLang's controller of hybrid models ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "last"),
+    [
+        ("windows", "", {"swa": 2}),
+        ("states", "", {"mamba": 1}),
+        nightly("dense", "", {}),
+        nightly("latents", "", {}),
+        nightly("latents with states", "", {"mamba": 1}),
+        ("dense", "heads", {}),
+        nightly("dense", "packed", {}),
+        nightly("latents", "latents", {}),
+        nightly("latents", "packed", {}),
+    ],
+)
+def test_what_sglangs_threads_store_of_a_model_they_fetch_elsewhere_byte_for_byte(
+    model: str, draft: str, last: dict[str, int], opened: Open, kvredis: RunningServer
+) -> None:
+    """Windows and states are stored behind a prompt's end alone: a shorter prefix is found where it was one."""
+    one, another = (opened(second=bool(place), model=model, draft=draft, extra=tcp(kvredis)) for place in range(2))
+    beside = {"draft": 6} if draft in ("heads", "latents") else {}
+    assert one("backup", prompt=1, pages=6) == {"pages": 6, "hits": last | beside}
+    assert another("prefetch", prompt=1, pages=9) == {"found": 6, "come": 6, "hits": last, "equal": True}
+    run = 0 if last else 5
+    told = another("prefetch", prompt=1, pages=5)
+    assert (told["found"], told["come"], told["equal"]) == (run, run, True)
+    if last:
+        one("backup", prompt=1, pages=3)
+        assert another("prefetch", prompt=1, pages=5) == {"found": 3, "come": 3, "hits": last, "equal": True}
+    assert another("query", prompt=2, pages=4) == {"found": 0}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["windows", "states"])
+def test_a_window_or_state_that_has_left_the_store_is_not_found(
+    model: str, opened: Open, kvredis: RunningServer
+) -> None:
+    worker = opened(model=model, extra=tcp(kvredis))
+    with client(kvredis) as looking:
+        worker("backup", prompt=1, pages=3)
+        before = set(looking.keys())
+        worker("backup", prompt=1, pages=6)
+        for key in set(looking.keys()) - before:
+            value = value_of(looking, key)
+            looking.delete(key)
+            told = worker("prefetch", prompt=1, pages=6)
+            assert (told["found"], told["come"], told["equal"]) == (3, 3, True)
+            looking.set(key, value)
+        assert worker("prefetch", prompt=1, pages=6)["found"] == 6
+
+
+@pytest.mark.parametrize("draft", ["", *map(nightly, ("latents", "packed"))])
+def test_latents_that_all_ranks_have_are_stored_once_and_fetched_by_each(
+    draft: str, opened: Open, kvredis: RunningServer
+) -> None:
+    beside: dict[str, Any] = {"model": "latents", "draft": draft, "ranks": 2, "extra": lane(kvredis)}
+    ranks = [opened(second=bool(rank), rank=rank, **beside) for rank in range(2)]
+    stored = [rank("backup", prompt=1, pages=6)["pages"] for rank in ranks]
+    assert stored == [6, 0], "SGLang has the first rank store for all"
+    assert client(kvredis).dbsize() == 6 * (1 + (draft == "latents")), "a page is there once"
+    for worker in ranks:
+        told = worker("prefetch", prompt=1, pages=8)
+        assert (told["found"], told["come"], told["equal"]) == (6, 6, True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "draft"), [("dense", "heads"), ("windows", ""), ("states", ""), ("latents with states", "")]
+)
+def test_what_each_rank_has_of_its_own_is_found_when_both_have_stored_it(
+    model: str, draft: str, opened: Open, kvredis: RunningServer
+) -> None:
+    beside: dict[str, Any] = {"model": model, "draft": draft, "ranks": 2, "extra": tcp(kvredis)}
+    ranks = [opened(second=bool(rank), rank=rank, **beside) for rank in range(2)]
+    assert ranks[0]("backup", prompt=1, pages=6)["pages"] == 6
+    assert ranks[1]("query", prompt=1, pages=6) == {"found": 0}
+    assert ranks[1]("backup", prompt=1, pages=6)["pages"] == 6
+    for worker in ranks:
+        told = worker("prefetch", prompt=1, pages=6)
+        assert (told["found"], told["come"], told["equal"]) == (6, 6, True)
+
+
+def test_a_draft_models_heads_beside_latents_are_refused_where_ranks_would_lack_theirs(
+    opened: Open, kvredis: RunningServer
+) -> None:
+    beside: dict[str, Any] = {"model": "latents", "draft": "heads", "extra": tcp(kvredis)}
+    with pytest.raises(BenchError, match=r"LayoutError: no prompt would be found: .* take a draft model of latents"):
+        opened(**beside, rank=1, ranks=2)
+    opened(**beside)

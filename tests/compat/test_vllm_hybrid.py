@@ -6,7 +6,6 @@ itself, and before each load it forgets what it has.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -191,7 +190,7 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
     small: dict[str, Any] = {"max_num_batched_tokens": 256, "max_model_len": 640}
     opened(engine, "qwen3.5", {}, connector=None, **small)
     alone = engine.generate(*prompts, tokens=100)
-    made = opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=24, **small)
+    made = opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=20, **small)
     for _ in range(3):
         together = engine.generate(*prompts, tokens=100)
         for one, other in zip(alone, together, strict=True):
@@ -201,7 +200,7 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
     stats = engine.ask("stats")
     assert stats["preemptions"] > 0
     assert min(each["cached"] for each in together) >= whole_blocks(200, made), "the blocks of what they share"
-    assert (stats["worker"]["failed_chunks"], stats["left"], stats["free"]) == (0, 0, 23)
+    assert (stats["worker"]["failed_chunks"], stats["left"], stats["free"]) == (0, 0, 19)
 
 
 def test_states_take_as_much_as_is_allowed_and_the_last_ones_are_always_stored(
@@ -259,7 +258,7 @@ def test_without_prefix_caching_the_engine_runs_and_one_line_says_what_to_do(
     opened(engine, "qwen3-next", far(client), enable_prefix_caching=False)
     first, second = (engine.generate(FIRST) for _ in range(2))
     assert (said(first), second[0]["cached"]) == (said(second), 0)
-    assert len(re.findall(r"enable prefix caching \(--enable-prefix-caching\)", engine.log[began:])) == 2, "a half each"
+    assert engine.log[began:].count("enable prefix caching (--enable-prefix-caching)") == 2, "a half each"
     assert client.dbsize() == 0
 
 

@@ -109,12 +109,12 @@ def nearly(answer: Answer, cold: Answer) -> bool:
     return bool(answer["tokens"] == cold["tokens"] and answer["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-3))
 
 
-@pytest.mark.parametrize("model", ["wide", "gemma", "deepseek"])
+@pytest.mark.parametrize("model", ["wide", "gemma", "latent"])
 def test_what_two_ranks_have_stored_one_and_four_load_and_the_other_way_round(
     engine: VLLMProcess, server: RunningServer, model: str
 ) -> None:
-    exactly: dict[str, Any] = MODELS.get(model, {}) | {"dtype": "float32"}
-    sizes = {"wide": (2, 1, 4), "gemma": (2, 1), "deepseek": (2, 1)}[model]  # Gemma here has two heads
+    exactly: dict[str, Any] = MODELS["deepseek" if model == "latent" else "llama"] | {"dtype": "float32"}
+    sizes = {"wide": (2, 1, 4), "gemma": (2, 1), "latent": (2, 1)}[model]  # Gemma here has two heads
     with redis.Redis(port=server.port) as client:
         for order in (sizes, (1, 2)):
             client.flushall()
@@ -170,3 +170,26 @@ def test_stages_of_a_pipeline_load_what_they_have_stored_and_what_one_lacks_all_
         fresh = engine.generate(prompt())[0]
         assert fresh["cached"] == 960
         assert nearly(fresh, cold)
+
+
+@pytest.mark.parametrize(
+    ("model", "spread"), [("qwen3.5", {"tensor_parallel_size": 2}), ("lfm2", {"pipeline_parallel_size": 2})]
+)
+def test_ranks_and_stages_of_a_model_with_recurrent_layers_load_their_states_and_other_sizes_find_none(
+    engine: VLLMProcess, server: RunningServer, model: str, spread: dict[str, Any]
+) -> None:
+    exactly: dict[str, Any] = {"dtype": "float32" if model == "lfm2" else "bfloat16", "enable_prefix_caching": True}
+    asked, cold = prompt(500), Answer()
+    for _ in range(2):
+        engine.open(model, far(server.port, **PATIENT), **exactly, **spread)
+        if not cold:
+            cold = engine.generate(asked)[0]
+            assert cold["cached"] == 0
+            engine.stored()
+            assert engine.ask("reset")["reset"]
+        found = engine.generate(asked)[0]
+        assert found["cached"] == 480
+        assert nearly(found, cold)
+        assert all(rank["loaded_chunks"] and not rank["failed_chunks"] for rank in engine.ask("stats")["ranks"])
+    engine.open(model, far(server.port, **PATIENT), **exactly)
+    assert engine.generate(asked)[0]["cached"] == 0

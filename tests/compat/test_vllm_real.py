@@ -246,7 +246,7 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
         first.generate(prompt(200))
         first.stored()
         until(lambda: client.dbsize() == 3, "what was stored did not leave for the server")
-        first.generate(prompt(20), tokens=2)  # steps in which it can be told
+        first.generate(prompt(20), tokens=16)  # steps in which it can be told
         told = first.ask("events", medium="STORAGE", count=3)["events"]
         assert [event["kind"] for event in told] == ["BlockStored"] * 3
         assert [event["tokens"] for event in told] == [prompt()[at : at + CHUNK] for at in (0, 64, 128)]
@@ -263,10 +263,9 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
 def test_events_say_of_blocks_what_vllm_s_own_events_do(first: VLLMProcess, tmp_path: Path, model: str) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    first.open(model, LOCAL, kv_events=events, enable_prefix_caching=True)
+    groups = first.open(model, LOCAL, kv_events=events, enable_prefix_caching=True)["kv_groups"]
     assert first.ask("listen", endpoint=endpoint)["connected"]
     first.generate(prompt(200), salt="tenant")
-    groups = 1 if model == "llama" else 3
     theirs = first.ask("events", medium="GPU", count=groups)["events"]
     first.stored()
     first.generate(prompt(20), tokens=2)  # steps in which it can be told

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvredis.adapters.engine.config import config_from, of_rank
 from kvredis.adapters.paged.pages import Page, PageStore
 from kvredis.backends.factory import open_backend
+from kvredis.storage.errors import LayoutError
 
 from .pools import FlatPages, PoolPages, anchor_of, has_draft_layers, is_logical, is_opaque, pool_facts
 from .weights import EngineWeights, caller
@@ -117,11 +118,30 @@ class KVRedisHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             _call_after(self._anchor_pool, self._flushed)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take one of the pools of a hybrid model."""
+        """Take one of the pools of a hybrid model, or of a draft model beside it. Raises LayoutError for one of which
+        SGLang would store what one rank has, though each has its own."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if not is_logical(host_pool):
+            self._refuse_what_one_rank_stores(str(host_pool_name), host_pool)
             self._host_pools[str(host_pool_name)] = host_pool
             self._call_keys()
+
+    def _refuse_what_one_rank_stores(self, pool: str, host_pool: Any) -> None:
+        """Beside latents (MLA) SGLang has the first rank store for all, but for the states of Mamba. The others would
+        find nothing of their own heads, and SGLang loads what all ranks find."""
+        ranks = getattr(self._config, "tp_size", 1)
+        if not self._config.is_mla_model or ranks < 2 or self._is_replicated(pool, host_pool):
+            return
+        if pool == PoolName.MAMBA:
+            if _stores_states_of_all_ranks():
+                return
+            way_out = "take SGLang 0.5.18 or newer"
+        else:
+            way_out = "take a draft model of latents, or none"
+        raise LayoutError(
+            f"no prompt would be found: beside latents (MLA) SGLang stores {pool} pages of one rank alone, and each of "
+            f"{ranks} ranks has its own; {way_out}, or DP attention with a rank to each group"
+        )
 
     def _call_keys(self) -> None:
         """Give all pools the keys of what the engine is now. A call under way goes on with those that it began with."""
@@ -398,6 +418,13 @@ def _served(usual: Mapping[str, Any]) -> dict[str, str] | None:
     except Exception as error:  # whatever another release says, or one that serves nothing yet
         logger.debug("SGLang's arguments are not known: %s", error)
         return None
+
+
+def _stores_states_of_all_ranks() -> bool:
+    """Whether SGLang has the states of Mamba stored by each rank, though one stores the latents: since 0.5.18."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    return hasattr(HybridCacheController, "should_backup")
 
 
 def _call_after(host_pool: Any, then: Callable[[], None]) -> None:

@@ -340,6 +340,8 @@ class PagedWorker:
     def _loads(self, moves: Sequence[ChunkMove]) -> list[ChunkMove]:
         """A load's moves. What an engine of another size has stored comes from those of its ranks which have some of
         this rank's heads, one behind the other."""
+        if not any(move.ranks for move in moves):
+            return [self._move(move) for move in moves]
         found: list[ChunkMove] = []
         for (group, ranks), run in groupby(moves, lambda move: (move.group, move.ranks)):
             if not ranks:

@@ -1,7 +1,6 @@
 """SGLang's own HiCache classes and host pools on the CPU with kvredis behind; run by test_sglang.py.
 
-A line of JSON on stdin is a request, a line of JSON on the first stdout its answer. The bytes of a page are random and
-follow from its name and pool, so that any process knows what any other must have stored.
+A line of JSON on stdin is a request, a line of JSON on the first stdout its answer.
 """
 
 import importlib.abc
@@ -10,7 +9,6 @@ import json
 import os
 import sys
 import types
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,27 +47,22 @@ import transformers.utils  # noqa: E402, F401  # before the stub: it asks whethe
 sys.meta_path.append(Torchvision())
 import torch  # noqa: E402
 from sglang.srt import runtime_context  # noqa: E402
-from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
     HiCacheStorageConfig,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool  # noqa: E402
-from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory  # noqa: E402
-from sglang.srt.mem_cache.utils import get_hash_str  # noqa: E402
+
+from tests.compat.sglang.controller import Controller  # noqa: E402
+from tests.compat.sglang.pages import PAGE_TOKENS, are_equal, filled, names  # noqa: E402
+from tests.compat.sglang.pools import LAYERS, heads, host_pool, latents, states  # noqa: E402
 
 SERVED = {"kv_cache_dtype": "auto", "json_model_override_args": "{}", "revision": None, "quantization": None}
 SERVED |= {"model_path": "org/tiny"}
 """ServerArgs, as far as kvredis asks for them."""
-PAGE_TOKENS = 16
-POOL_TOKENS = 2048
-LAYERS = 4
 CONFIG = {
     "tp_rank": 0,
     "tp_size": 1,
@@ -84,26 +77,14 @@ CONFIG = {
 }
 
 
-def host_pool(kind: str, layout: str, dtype: torch.dtype) -> Any:
+def made(kind: str, layout: str, dtype: torch.dtype) -> Any:
     """A host pool of SGLang's over a device pool whose device is the CPU."""
-    common: dict[str, Any] = {"size": POOL_TOKENS // 2, "page_size": PAGE_TOKENS, "dtype": dtype, "layer_num": LAYERS}
-    common |= {"device": "cpu", "enable_memory_saver": False}
-    span = {"device_capacity_tokens": POOL_TOKENS // 2, "start_layer": 0, "end_layer": LAYERS}
-    ours: dict[str, Any] = {"pin_memory": False, "device": "cpu"}
-    if kind == "mla":
-        mla = MLATokenToKVPool(kv_lora_rank=128, qk_rope_head_dim=32, **common)
-        info = mla._mla_buffer_info()
-        return MLATokenToKVPoolHost(info, 2.0, 0, PAGE_TOKENS, layout, **ours, **span, target_layer_num=LAYERS)
-    mha = MHATokenToKVPool(head_num=2, head_dim=64, enable_alt_stream=False, **common)
-    return MHATokenToKVPoolHost(mha._mha_buffer_info(), 2.0, 0, PAGE_TOKENS, layout, **ours, **span)
+    return host_pool((latents if kind == "mla" else heads)(LAYERS, dtype), layout)
 
 
-def mamba_pool(ssm: str = "float32", conv: str = "bfloat16", layers: int = 3, width: int = 16) -> Any:
+def mamba_pool(**shape: Any) -> Any:
     """A host pool of Mamba states, a page each."""
-    temporal = torch.zeros(layers, 17, 4, width, 16, dtype=getattr(torch, ssm))
-    states = (torch.zeros(layers, 17, 96, 3, dtype=getattr(torch, conv)),)
-    info = MambaStateBufferInfo(temporal=temporal, conv=states)
-    return MambaPoolHost(info, 2.0, 0, device_capacity=16, pin_memory=False, layout="page_first")
+    return host_pool(states(**shape), "page_first")
 
 
 def paged_pool(name: str = "deepseek_v4_c4", item_bytes: int = 512, tokens: int = PAGE_TOKENS) -> Any:
@@ -159,12 +140,12 @@ class Worker:
         names = {"backend_name": "kvredis", "module_path": "kvredis.adapters.sglang", "class_name": "KVRedisHiCache"}
         whole = CONFIG | {"is_page_first_layout": layout == "page_first", "is_mla_model": kind == "mla"} | config
         storage_config = HiCacheStorageConfig(**whole, extra_config=names | extra)
-        self.pools = {str(PoolName.KV): host_pool(kind, layout, getattr(torch, dtype))}
+        self.pools = {str(PoolName.KV): made(kind, layout, getattr(torch, dtype))}
         anchor = self.pools[str(PoolName.KV)]
         self.backend = StorageBackendFactory.create_backend("dynamic", storage_config, anchor)
         self.backend.register_mem_pool_host(anchor)
         for name, pool_kind in sidecars:
-            self.pools[name] = host_pool(pool_kind, "page_first", torch.bfloat16)
+            self.pools[name] = made(pool_kind, "page_first", torch.bfloat16)
             self.backend.register_mem_host_pool_v2(self.pools[name], PoolName(name))
         self.backend.on_host_pools_registered()
 
@@ -279,41 +260,9 @@ def transfer(name: str, keys: list[str]) -> Any:
     return PoolTransfer(name=PoolName(name), keys=keys)
 
 
-def names(prompt: int, pages: int) -> list[str]:
-    """SGLang's hashes of a prompt's pages."""
-    tokens = [prompt * 100_000 + place for place in range(pages * PAGE_TOKENS)]
-    hashes: list[str] = get_hash_str(tokens, None, page_size=PAGE_TOKENS)
-    return hashes
-
-
-def content(pool: Any, key: str, pool_name: str) -> torch.Tensor:
-    """What a page of a pool must be, as the pool gives it."""
-    dummy = pool.get_dummy_flat_data_page()
-    noise = torch.Generator().manual_seed(zlib.crc32(f"{key} {pool_name}".encode()))
-    return torch.randint(0, 256, (dummy.nbytes,), dtype=torch.uint8, generator=noise).view(dummy.dtype)
-
-
-def filled(pool: Any, keys: Sequence[str], pool_name: str) -> torch.Tensor:
-    """Indices of pages that hold what they must."""
-    indices: torch.Tensor = pool.alloc(len(keys) * PAGE_TOKENS)
-    for key, start in zip(keys, indices.tolist()[::PAGE_TOKENS], strict=True):
-        pool.set_from_flat_data_page(start, content(pool, key, pool_name))
-    return indices
-
-
-def are_equal(pool: Any, keys: Sequence[str], pool_name: str, indices: torch.Tensor, come: Sequence[bool]) -> bool:
-    """Whether all pages that have come are what they must be."""
-    pages = zip(keys, indices.tolist()[::PAGE_TOKENS], come, strict=True)
-    return all(
-        torch.equal(pool.get_data_page(start).view(torch.uint8), content(pool, key, pool_name).view(torch.uint8))
-        for key, start, has in pages
-        if has
-    )
-
-
 def main() -> None:
     """Answer requests until there are none."""
-    workers: dict[str, Worker] = {}
+    workers: dict[str, Worker | Controller] = {}
     for line in sys.stdin:
         request = json.loads(line)
         do, worker = request.pop("do"), request.pop("worker")
@@ -323,7 +272,7 @@ def main() -> None:
                 around = dict(os.environ)
                 os.environ.update(request.pop("environment", {}))
                 try:
-                    workers[worker] = Worker(**request)
+                    workers[worker] = Controller(**request) if "model" in request else Worker(**request)
                 finally:
                     os.environ.clear()
                     os.environ.update(around)
