@@ -5,6 +5,7 @@ controller of hybrid models with its storage threads, over pools of windows, sta
 (sglang/controller.py). Only the pools' device is the CPU, and there is no engine above them, which needs a GPU.
 """
 
+import os
 import signal
 import sys
 import tempfile
@@ -53,15 +54,22 @@ class Worker:
         return self._process.ask(do, worker=self._name, **arguments)
 
 
+def folders() -> list[Path]:
+    """Where SGLang's packages are; those of another version (test_sglang_versions.py) come before."""
+    other = os.environ.get("SGLANG_UNDER_TEST")
+    before = [packages(HERE / "versions" / f"{other}.txt", "sglang")] if other else []
+    return [*before, packages(HERE / "requirements.txt", "sglang")]
+
+
 @pytest.fixture(scope="module", params=[1, nightly(2)], ids="processes={}".format)
 def processes(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[tuple[EngineProcess, EngineProcess]]:
     """The processes of the first and of the second engine: one and the same in the gate, since each takes longer to
     import SGLang than all that it is then asked."""
-    folder, logs = packages(HERE / "requirements.txt", "sglang"), tmp_path_factory.mktemp("sglang")
+    logs = tmp_path_factory.mktemp("sglang")
     command = [sys.executable, str(HERE / "program.py")]
-    environment = {"PYTHONPATH": f"{folder}:{ROOT}"}
+    environment = {"PYTHONPATH": ":".join(map(str, (*folders(), ROOT)))}
     first, *others = [EngineProcess(command, logs / f"{each}.log", environment) for each in range(request.param)]
     yield first, others[0] if others else first
     for process in (first, *others):

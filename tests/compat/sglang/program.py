@@ -147,7 +147,8 @@ class Worker:
         for name, pool_kind in sidecars:
             self.pools[name] = made(pool_kind, "page_first", torch.bfloat16)
             self.backend.register_mem_host_pool_v2(self.pools[name], PoolName(name))
-        self.backend.on_host_pools_registered()
+        if hasattr(self.backend, "on_host_pools_registered"):  # since 0.5.23
+            self.backend.on_host_pools_registered()
 
     def keys_of(self, pool: str, name: str, **shape: Any) -> dict[str, Any]:
         """What the keys of pages of a pool begin with that is registered under this name."""
