@@ -85,12 +85,7 @@ def arms(blocks: Blocks, t0: TorchCopy) -> dict[str, Copy]:
         some, places = torch.tensor(batch).T
         target.index_copy_(0, places, source.index_select(0, some))
 
-    return {
-        "torch fancy index": fancy_index,
-        "torch index_copy_": index_copy,
-        "memmove": memmove,
-        "kvredis copy": own,
-    }
+    return {"torch fancy index": fancy_index, "torch index_copy_": index_copy, "memmove": memmove, "kvredis copy": own}
 
 
 def moved(copy: Copy, turn: Turn, pool: ThreadPoolExecutor | None, threads: int) -> float:

@@ -159,8 +159,8 @@ class Checking:
     def _case(self, case: Case, device: int) -> None:
         scenarios = [each for each in SCENARIOS if re.search(self._plan.scenarios, each.name)]
         rows = iter(self._scenarios(case, scenarios))
-        if case.ranks > self._plan.devices:
-            self._skip(case, rows, f"needs {case.ranks} GPUs")
+        if case.devices > self._plan.devices and not self._plan.on_cpu:
+            self._skip(case, rows, f"needs {case.devices} GPUs")
             return
         if time.monotonic() > self._until_s:
             self._skip(case, rows, "there was no time")
@@ -204,7 +204,6 @@ class Checking:
         told["kv_connector_extra_config"]["min_retrieve_tokens"] = 0  # a load that does not pay is one to check, too
         opening = {
             "do": "open", "folder": str(plan.folder / f"model-{case.model}"), "config": config, "connector": told,
-            "options": options_of(case, plan.size, on_cpu=plan.on_cpu),
         }  # fmt: skip
 
         def open_engine(which: str) -> EngineProcess:
@@ -215,7 +214,8 @@ class Checking:
             )  # fmt: skip
             stack.enter_context(engine)
             self._running.append(engine)
-            engine.tell(opening)
+            options = options_of(case, plan.size, on_cpu=plan.on_cpu, is_second=which == "b")
+            engine.tell(opening | {"options": options})
             return engine
 
         run = Run(case, plan.size, open_engine, server)
@@ -242,7 +242,8 @@ class Checking:
 
     def _row(self, case: Case, scenario: str, found: Finding, seconds: float) -> None:
         row = {
-            "model": case.model, "mode": case.mode, "dtype": case.dtype, "ranks": case.ranks, "scenario": scenario,
+            "model": case.model, "mode": case.mode, "dtype": case.dtype, "ranks": case.ranks, "stages": case.stages,
+            "readers": case.readers, "drafts": case.drafts, "scenario": scenario,
             "verdict": found.verdict, "reason": found.reason, "tokens_equal": found.tokens_equal,
             "outcome": found.outcome, "cached_tokens": found.cached_tokens, "loaded_chunks": found.loaded_chunks,
             "failed_chunks": found.failed_chunks, "logprob_deviation": found.deviation, "seconds": round(seconds, 2),
@@ -266,11 +267,17 @@ def environment_of(plan: Plan, case: Case, device: int) -> dict[str, str]:
     if plan.on_cpu:
         environment |= ON_CPU
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(case.ranks))) if case.ranks > 1 else str(device)
+        devices = range(case.devices) if case.devices > 1 else [device]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     if case.mode == "layers":
         environment["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
     paths = [path for path in (plan.site, environment["PYTHONPATH"]) if path]
     return environment | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_CACHE_ROOT": str(plan.folder / "vllm")}
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """The case that a row is of."""
+    return Case(*(row[name] for name in ("model", "mode", "dtype", "ranks", "stages", "readers", "drafts")))
 
 
 def line_of(row: Mapping[str, Any]) -> str:
@@ -280,7 +287,7 @@ def line_of(row: Mapping[str, Any]) -> str:
         return "" if value is None else f"{value:{form}}"
 
     tokens = {True: "equal", False: "differ", None: ""}[row["tokens_equal"]]
-    case = f"{row['model']} {row['mode']} {row['dtype']}" + (f" tp{row['ranks']}" if row["ranks"] > 1 else "")
+    case = case_of(row).name
     reason = (row["reason"] or row["outcome"] or "").strip().splitlines()
     return (
         f"{row['verdict']:<8} {case:<26} {row['scenario']:<24} {tokens:<7} {text(row['cached_tokens']):>7}"
@@ -323,8 +330,7 @@ def checked(plan: Plan, commit: str, facts: Answer) -> Answer:
     places = {scenario.name: place for place, scenario in enumerate(SCENARIOS)}
 
     def place_of(row: Answer) -> tuple[int, int]:
-        case = Case(row["model"], row["mode"], row["dtype"], row["ranks"])
-        return order[case.name], places.get(row["scenario"], -1)
+        return order[case_of(row).name], places.get(row["scenario"], -1)
 
     rows = sorted(checking.rows, key=place_of)
     return {

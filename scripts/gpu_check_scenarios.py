@@ -105,40 +105,65 @@ def config_of(model: str, size: Size) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What two engines and a server are started for."""
+    """What two engines and a server are started for. The second engine has `readers` ranks, 0: as many as the first;
+    both have so many `stages`, and guess `drafts` tokens ahead."""
 
     model: str
     mode: str
     dtype: str
     ranks: int = 1
+    stages: int = 1
+    readers: int = 0
+    drafts: int = 0
 
     @property
     def name(self) -> str:
         """As --only and the table have it."""
-        return f"{self.model} {self.mode} {self.dtype}" + (f" tp{self.ranks}" if self.ranks > 1 else "")
+        ranks = f" tp{self.ranks}" if self.ranks > 1 or self.readers else ""
+        readers = f" to tp{self.readers}" if self.readers else ""
+        stages = f" pp{self.stages}" if self.stages > 1 else ""
+        drafts = f" drafts{self.drafts}" if self.drafts else ""
+        return f"{self.model} {self.mode} {self.dtype}{ranks}{readers}{stages}{drafts}"
+
+    @property
+    def devices(self) -> int:
+        """How many GPUs it needs."""
+        return max(self.ranks, self.readers) * self.stages
 
 
 EXACT, NEAR = "float32", "bfloat16"
 CASES: Final = (
     *(Case("dense", mode, EXACT) for mode in ("layers", "whole", "tcp")),
     *(Case("dense", mode, EXACT, ranks=2) for mode in ("layers", "whole")),
+    *(Case("dense", "whole", EXACT, ranks=ranks, readers=3 - ranks) for ranks in (2, 1)),
+    Case("window", "layers", EXACT, ranks=2, readers=1),
+    *(Case("dense", mode, EXACT, stages=2) for mode in ("layers", "whole")),
     *(Case("window", mode, EXACT) for mode in ("whole", "layers", "tcp")),
     *(Case("latent", mode, NEAR) for mode in ("whole", "layers", "tcp")),  # vLLM has no MLA in float32 on a GPU
     *(Case("dense", mode, NEAR) for mode in ("layers", "whole", "tcp")),
     Case("window", "whole", NEAR),
     Case("hybrid", "whole", NEAR),
+    Case("hybrid", "whole", NEAR, drafts=2),
+    Case("hybrid", "whole", NEAR, ranks=2),
 )
 CPU_CASES: Final = (
     *(Case(model, mode, EXACT) for model in ("dense", "window", "latent") for mode in ("layers", "whole", "tcp")),
     Case("hybrid", "whole", EXACT),
+    *(Case("dense", "whole", EXACT, ranks=ranks, readers=3 - ranks) for ranks in (2, 1)),
 )
 
 
-def options_of(case: Case, size: Size, *, on_cpu: bool) -> Answer:
-    """vLLM's options: as few as can be."""
+def options_of(case: Case, size: Size, *, on_cpu: bool, is_second: bool = False) -> Answer:
+    """vLLM's options for the first engine or the second: as few as can be."""
     made: Answer = {"dtype": case.dtype, "max_model_len": size.chunk * size.chunks + 512, "max_num_seqs": 16}
-    if case.ranks > 1:
-        made["tensor_parallel_size"] = case.ranks
+    ranks = case.readers if is_second and case.readers else case.ranks
+    if ranks > 1:
+        made["tensor_parallel_size"] = ranks
+    if case.drafts:
+        ahead = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        made["speculative_config"] = ahead | {"num_speculative_tokens": case.drafts}
+    if case.stages > 1:
+        made["pipeline_parallel_size"] = case.stages
     if case.model in ("dense", "window"):  # one with windows has three groups of layers, whose pages are its own
         blocks = size.capacity // size.block * (3 if case.model == "window" else 1)
         made |= {"block_size": size.block, "num_gpu_blocks_override": blocks}
@@ -595,7 +620,7 @@ def again(run: Run) -> None:
     run.server.kill()
     run.server.start()
     until_s, number = time.monotonic() + FOUND_AGAIN_S, 0
-    while len(run.server.keys()) < run.case.ranks * run.size.chunks:
+    while len(run.server.keys()) < run.case.ranks * run.case.stages * run.size.chunks:
         if time.monotonic() > until_s:
             raise BenchError(f"the server is not used again within {FOUND_AGAIN_S:.0f} s")
         number += 1

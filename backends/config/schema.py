@@ -113,7 +113,7 @@ class Config:
         None,
         parsers.optional(parsers.memory(1)),
         "BYTES",
-        "bound on the states of recurrent layers (Mamba) that are stored of a prompt; none = as many as its KV has",
+        "bound on the states of recurrent layers (Mamba) that are stored of a prompt; none = by measured speed",
     )
     verify_blocks: bool = _key(True, parsers.flag, "BOOL", "checksums for the blocks of engines with paged KV")
     bandwidth_gb_s: float = _key(

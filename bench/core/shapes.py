@@ -86,8 +86,9 @@ _REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("moshi", "musicgen", "musicgen_melody", "prophetnet", "trocr"), "it attends to what another model has computed"
     ),
+    "mimo_v2_flash": "V has another width than K, and layers have sizes that its file need not say",
 }
-"""Types that no adapter stores, and why."""
+"""Types that no adapter stores, or that no file tells all of, and why."""
 
 _GENERATES: Final = re.compile(r"CausalLM|LMHead|Generation|VisionText2Text|ChatModel")
 _DOES_ELSE: Final = re.compile(r"For[A-Z]\w*$|EncoderModel$")

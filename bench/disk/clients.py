@@ -369,12 +369,7 @@ def summarize_gets(transport: str, size_bytes: int, mode: Mode, samples: list[Ge
     pread, resident = by_repeat(samples, "pread_ms"), by_repeat(samples, "resident_ms")
     spilled = by_repeat(samples, "spilled_ms")
     net = {repeat: spilled[repeat] - resident[repeat] for repeat in spilled}
-    row = Row(
-        transport=transport,
-        size_bytes=size_bytes,
-        mode=mode,
-        samples=samples,
-    )
+    row = Row(transport=transport, size_bytes=size_bytes, mode=mode, samples=samples)
     row |= summed(
         samples,
         ("pread_ms", "spilled_ms", "resident_ms", "prefetched_ms", "spilled_cpu_s_per_gb", "resident_cpu_s_per_gb"),

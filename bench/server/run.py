@@ -458,7 +458,9 @@ def available(names: Sequence[str]) -> tuple[list[Recipe], dict[str, str]]:
 
 
 def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = None) -> BenchResult:
-    """Measure everything in `plan`. Raises KVRedisError, VerificationError at a wrong byte; leaves no server behind."""
+    """Measure everything in `plan`, or until an interrupt, which keeps the arms and parts that are whole. Raises
+    KVRedisError, VerificationError at a wrong byte, KeyboardInterrupt before anything is whole; leaves no server
+    behind."""
     if not plan.recipes:
         raise BenchError("no server to measure")
     start_s = time.monotonic()
@@ -475,6 +477,19 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
         verified=Verified(values=0, bytes=0, wrong=0),
         held=[],
     )
+    try:
+        _measure(plan, progress, result)
+    except KeyboardInterrupt:
+        if not any(result[part] for part in ("transfers", "small", "head_of_line", "lookup", "deferred")):
+            raise
+        result["skipped"]["the rest"] = "interrupted"
+    result["gate"] = gate(result)
+    result["held"] = [row.json() for row in held(result)]
+    result["seconds"] = time.monotonic() - start_s
+    return result
+
+
+def _measure(plan: ServerPlan, progress: Progress, result: BenchResult) -> None:
     if "transfers" in plan.parts:
         _transfers(plan, progress, result)
     resp = [recipe for recipe in plan.recipes if recipe.dialect.name == "resp"]
@@ -495,20 +510,18 @@ def run(plan: ServerPlan, progress: Progress, skipped: dict[str, str] | None = N
                 result["lookup"] += run_lookup(plan.lookup, transport, servers, progress)
     if "deferred" in plan.parts:
         _deferred(plan, progress, result)
-    result["gate"] = gate(result)
-    result["held"] = [row.json() for row in held(result)]
-    result["seconds"] = time.monotonic() - start_s
-    return result
 
 
 def _transfers(plan: ServerPlan, progress: Progress, result: BenchResult) -> None:
     transfers = Transfers(plan.transfers, progress)
-    for transport in plan.transports:
-        for arm in plan.arms(transport):  # fresh servers for each arm: none inherits another arm's heap
-            with ExitStack() as stack:
-                result["transfers"] += transfers.run(arm, _started(stack, plan.recipes, transport, result))
-    result["t0"] = transfers.t0
-    result["verified"] = Verified(values=transfers.verification.values, bytes=transfers.verification.bytes, wrong=0)
+    try:
+        for transport in plan.transports:
+            for arm in plan.arms(transport):  # fresh servers for each arm: none inherits another arm's heap
+                with ExitStack() as stack:
+                    result["transfers"] += transfers.run(arm, _started(stack, plan.recipes, transport, result))
+    finally:
+        seen = transfers.verification
+        result["t0"], result["verified"] = transfers.t0, Verified(values=seen.values, bytes=seen.bytes, wrong=0)
 
 
 def _deferred(plan: ServerPlan, progress: Progress, result: BenchResult) -> None:

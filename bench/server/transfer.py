@@ -324,10 +324,7 @@ def pinned(peers: Sequence[Peer]) -> Iterator[None]:
 
 
 def summarize(
-    arm: Arm,
-    what: tuple[int, str, int],
-    samples: dict[str, list[TransferSample]],
-    t0: Sequence[BaseSample] = (),
+    arm: Arm, what: tuple[int, str, int], samples: dict[str, list[TransferSample]], t0: Sequence[BaseSample] = ()
 ) -> list[Row]:
     """Sum up one operation, `what` = (size_bytes, op, in_flight), over the repeats; one row per server."""
     size_bytes, op, in_flight = what

@@ -142,10 +142,7 @@ def zmq_arms(transport: str, client: ZmqClient, blocks: Blocks, store: Store) ->
             values = [blocks.value(to, shift) for _, to in batch]
             client.set([to for _, to in batch], values, deferred=False)
 
-    return [
-        Arm("pyzmq stream", transport, "read", store, stream),
-        Arm("pyzmq send", transport, "write", store, put),
-    ]
+    return [Arm("pyzmq stream", transport, "read", store, stream), Arm("pyzmq send", transport, "write", store, put)]
 
 
 @dataclass(slots=True)

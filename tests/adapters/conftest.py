@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvredis.backends.local import LocalBackend
+from tests.storage.small_store import small_store
+
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
@@ -13,3 +16,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def local() -> Iterator[LocalBackend]:
+    """A store in this process."""
+    backend = LocalBackend(small_store())
+    yield backend
+    backend.close()

@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+
+import pytest
 
 from kvredis.backends.local import LocalBackend
 from kvredis.storage.disk.tier import DiskOptions, DiskTier
@@ -43,6 +45,17 @@ def save(backend: LocalBackend) -> None:
     over = threading.Event()
     tiering_of(backend).saving.save(0, lambda _: over.set())
     assert over.wait(DRAIN_S)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[LocalBackend]:
+    """The one under test; at the end nothing is held."""
+    with closing(open_local(tmp_path)) as backend:
+        yield backend
+        drain(backend)  # what is being written to disk is leased as well
+        backend.store.check_integrity()
+        assert backend.store.leases == 0
+        assert backend.store.reserved_bytes == 0
 
 
 def put_all(backend: LocalBackend, keys: list[bytes]) -> None:

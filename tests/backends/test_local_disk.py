@@ -1,6 +1,6 @@
 """A store over a disk as an engine uses it: what memory has no room for comes back, whole and in order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from .local_disk import (
     DRAIN_S,
     FIT,
     LENGTH,
+    backend,
     drain,
     open_local,
     promoted,
@@ -27,15 +28,9 @@ from .local_disk import (
 from .tiered.layered_pair import open_layered
 from .verbs import content, keys_of, loaded, put
 
+__all__ = ["backend"]
 
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[LocalBackend]:
-    with closing(open_local(tmp_path)) as backend:
-        yield backend
-        drain(backend)  # what is being written to disk is leased as well
-        backend.store.check_integrity()
-        assert backend.store.leases == 0
-        assert backend.store.reserved_bytes == 0
+__all__ = ["backend"]
 
 
 # ---- both tiers are one cache ------------------------------------------------------------------------------------

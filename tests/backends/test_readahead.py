@@ -2,7 +2,6 @@
 ever."""
 
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from .conftest import Clock
 from .local_disk import (
     FIT,
     LENGTH,
+    backend,
     drain,
     open_local,
     promoted,
@@ -27,16 +27,7 @@ from .local_disk import (
 )
 from .verbs import content, keys_of, loaded, put
 
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[LocalBackend]:
-    with closing(open_local(tmp_path)) as backend:
-        yield backend
-        drain(backend)  # what is being written to disk is leased as well
-        backend.store.check_integrity()
-        assert backend.store.leases == 0
-        assert backend.store.reserved_bytes == 0
-
+__all__ = ["backend"]
 
 # ---- loading: ahead of the reader, within bounds -----------------------------------------------------------------
 

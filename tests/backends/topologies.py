@@ -29,12 +29,7 @@ DOWN_AFTER_MS: Final = 500
 """How long Sentinels wait for a master before they call it down."""
 FAILOVER_TIMEOUT_MS: Final = 4000
 SERVICE: Final = "mymaster"
-IN_A_HURRY: Final = (
-    "info-period 200",
-    "ask-period 200",
-    "publish-period 200",
-    "election-timeout 2000",
-)
+IN_A_HURRY: Final = ("info-period 200", "ask-period 200", "publish-period 200", "election-timeout 2000")
 """Sentinel's clocks (SENTINEL DEBUG), whose ordinary ones make a discovery or a failover take ten seconds and more.
 
 Not ping-period: a replica is promoted only if it has answered INFO within five of these, and is asked once a second.

@@ -140,10 +140,7 @@ def test_the_measured_slow_remote_loses_while_throttled_and_wins_when_free() -> 
     assert shape.bytes_per_token() == options["bytes_per_token"]
     rows = {(row["link"], row["arm"]): row for row in measured["rows"]}
     nbytes = options["prompts"] * options["prompt_tokens"] * options["bytes_per_token"]
-    speeds = {
-        "throttled": options["link_bytes_per_s"] / 1e9,
-        "free": nbytes / rows["free", "plain"]["seconds"] / 1e9,
-    }
+    speeds = {"throttled": options["link_bytes_per_s"] / 1e9, "free": nbytes / rows["free", "plain"]["seconds"] / 1e9}
     for link, gb_per_s in speeds.items():
         slower = rows[link, "plain"]["ratio_to_none"]
         judged = judge(

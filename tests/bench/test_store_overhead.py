@@ -23,7 +23,6 @@ from kvredis.bench.store_overhead import (
     NONE,
     SCHEMA,
     TIERS,
-    Sample,
     StoreOverheadPlan,
     StoreOverheadResult,
     conclude,
@@ -161,19 +160,9 @@ def rows_of(qps: dict[tuple[str, int], float], kept: float = 1.0) -> list[Row]:
         row = row_of(tier, budget)
         for repeat in range(3):
             rate = base * (repeat + 1)
-            row["samples"].append(
-                Sample(
-                    repeat=repeat,
-                    seconds=4 / rate,
-                    drain_seconds=0.1,
-                    qps=rate,
-                    qps_drained=0.9 * rate,
-                    step_p50_ms=1.0,
-                    step_p99_ms=2.0,
-                    store_seconds=0.1,
-                    kept=kept,
-                )
-            )
+            sample = {"repeat": repeat, "seconds": 4 / rate, "qps": rate, "qps_drained": 0.9 * rate, "kept": kept}
+            sample |= {"drain_seconds": 0.1, "store_seconds": 0.1, "step_p50_ms": 1.0, "step_p99_ms": 2.0}
+            row["samples"].append(sample)
         rows.append(row)
     conclude(rows)
     return rows
@@ -191,13 +180,7 @@ def test_ratios_are_to_no_cache_in_the_same_repeat_and_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "ratio", "passed"),
-    [
-        (1024, 0.971, True),
-        (1024, 0.969, False),
-        (768, 0.951, True),
-        (768, 0.949, False),
-    ],
+    ("budget", "ratio", "passed"), [(1024, 0.971, True), (1024, 0.969, False), (768, 0.951, True), (768, 0.949, False)]
 )
 def test_each_line_is_held_by_what_it_asks_for(budget: int, ratio: float, passed: bool) -> None:
     rows = rows_of({(NONE, budget): 2.0, (LANE, budget): 2 * ratio})

@@ -139,8 +139,7 @@ KEY = "kvredis:model@f00d@{0@ab}cd"
 
 
 @pytest.mark.parametrize(
-    "before",
-    ["", 'shopt -u hostcomplete; COMP_WORDBREAKS="${COMP_WORDBREAKS//[:@]/}"\n', "COMP_WORDBREAKS=' \t\n:'\n"],
+    "before", ["", 'shopt -u hostcomplete; COMP_WORDBREAKS="${COMP_WORDBREAKS//[:@]/}"\n', "COMP_WORDBREAKS=' \t\n:'\n"]
 )
 @pytest.mark.parametrize("part", ["kv", "kvredis:", "kvredis:mo", "kvredis:model@", "kvredis:model@f"])
 def test_a_key_with_colons_and_at_signs_is_one_word_whatever_bashs_settings_are(

@@ -86,10 +86,7 @@ def test_a_measured_result_gives_tiers_and_says_which_row(tmp_path: Path) -> Non
     path = tmp_path / "disk.json"
     slow, fast = rate("read", device=1.0), rate("read", device=1.0)
     fast["gb_per_s"], fast["threads"] = 3.0, 8
-    others = [
-        rate("read", device=1.0, arm="loop"),
-        rate("read", device=1.0, mode="buffered"),
-    ]
+    others = [rate("read", device=1.0, arm="loop"), rate("read", device=1.0, mode="buffered")]
     for row in others:
         row["gb_per_s"] = 50.0
     got = get(1.0)

@@ -35,10 +35,7 @@ def start_kvredis(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], Run
     common = ("--port", "0", "--unixsocket", path, "--max-local-cpu-size", "64MB", "--hugepages", "off")
     flags = (*common, "--io-threads", "1", *flags)
     process = Forked(
-        [sys.executable, "-c", SERVE, "serve", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [sys.executable, "-c", SERVE, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:

@@ -10,11 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def passed(tests: Sequence[str], core: str, variables: Mapping[str, str], within_s: float) -> int:
-    """How many of the tests that `core` selects, as -k, have passed with these environment variables. Raises
+def passed(tests: Sequence[str], core: str, variables: Mapping[str, str], within_s: float) -> set[str]:
+    """The names of the tests that `core` selects, as -k, and that have passed with these environment variables. Raises
     AssertionError with what pytest said where one has not."""
     # Warnings of an old version's own are not ours to mend.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
     done = subprocess.run(
         [*command, "-k", core, *tests],
         cwd=ROOT,
@@ -24,6 +24,4 @@ def passed(tests: Sequence[str], core: str, variables: Mapping[str, str], within
         timeout=within_s,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    found = re.search(r"(\d+) passed", done.stdout)
-    assert found is not None
-    return int(found[1])
+    return set(re.findall(r"^PASSED \S+::(\S+)", done.stdout, re.MULTILINE))

@@ -1,33 +1,22 @@
 """redis-py in both protocols, with hiredis and with its own parser: the client that most people have."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 import redis.asyncio
-from redis._parsers import _HiredisParser, _RESP2Parser, _RESP3Parser
 
 from tests.compat.conftest import RunningServer
+from tests.compat.test_redis_py_work import KINDS, pool_of
 
 BLOCK = bytes(range(256)) * 4096
 
 
-@pytest.fixture(params=["hiredis-2", "hiredis-3", "python-2", "python-3"])
+@pytest.fixture(params=KINDS)
 def client(request: pytest.FixtureRequest, kvredis: RunningServer) -> Iterator[Any]:
     """A client of our server; untyped, since redis-py's own types make every reply an Awaitable or not."""
-    kind, protocol = request.param.split("-")
-    own = {"2": _RESP2Parser, "3": _RESP3Parser}[protocol]
-    parser = _HiredisParser if kind == "hiredis" else own
-    pool = redis.ConnectionPool(
-        host="127.0.0.1",
-        port=kvredis.port,
-        protocol=int(protocol),
-        parser_class=parser,
-        client_name="compat",
-        socket_timeout=10,
-    )
+    pool = pool_of(request.param, kvredis, client_name="compat")
     with redis.Redis(connection_pool=pool) as connected:
         yield connected
     pool.disconnect()
@@ -133,22 +122,3 @@ def test_a_pipeline_keeps_its_order_and_its_errors(client: Any) -> None:
     assert replies[:100] == [True] * 100
     assert isinstance(replies[100], redis.ResponseError)
     assert replies[101:] == [BLOCK[: n * 1000] for n in range(100)]
-
-
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_the_async_client_of_lmcache_stores_and_loads_many_blocks_at_once(
-    protocol: int, kvredis: RunningServer
-) -> None:
-    async def run() -> None:
-        url = f"redis://127.0.0.1:{kvredis.port}"
-        pool = redis.asyncio.ConnectionPool.from_url(url, max_connections=150, protocol=protocol)
-        client: Any = redis.asyncio.Redis(connection_pool=pool)
-        blocks = {f"block{n}": bytes([n]) * 100_000 for n in range(50)}
-        await asyncio.gather(*(client.set(key, value) for key, value in blocks.items()))
-        found = await asyncio.gather(*(client.get(key) for key in blocks))
-        assert found == list(blocks.values())
-        assert await client.exists(*blocks) == 50
-        await client.aclose()
-        await pool.disconnect()
-
-    asyncio.run(run())

@@ -133,17 +133,3 @@ def test_a_killed_connection_is_made_again(protocol: int, kvredis: RunningServer
 
     retry = Retry(NoBackoff(), 3)
     tell(kvredis, protocol, story, db=2, retry=retry, retry_on_error=[redis.ConnectionError])
-
-
-@BOTH
-def test_every_key_is_scanned_and_locks_find_no_lua(protocol: int, kvredis: RunningServer) -> None:
-    async def story(client: Any, other: Any) -> None:
-        await client.mset({f"k{n}": "x" for n in range(300)})
-        assert len({key async for key in client.scan_iter(match="k*", count=10)}) == 300
-        lock = client.lock("lock", timeout=100)
-        assert await lock.acquire(blocking=False) is True
-        with pytest.raises(redis.ResponseError, match="unknown command 'EVALSHA'"):
-            await lock.release()
-        assert await client.ping() is True
-
-    tell(kvredis, protocol, story)

@@ -3,7 +3,6 @@
 Transactions, messages, pools, retries, logins, and what a client meets that counts on Lua, Cluster or Sentinel.
 """
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +12,6 @@ import redis
 import redis.exceptions
 from redis._parsers import _HiredisParser, _RESP2Parser, _RESP3Parser
 from redis.backoff import NoBackoff
-from redis.cache import CacheConfig
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -163,31 +161,6 @@ def test_messages_reach_channels_patterns_and_shards(client: Any, other: Any) ->
         assert other.publish("news", "nobody") == 0
 
 
-def test_a_listening_thread_hears_of_keys_that_change(client: Any, other: Any) -> None:
-    heard: list[tuple[bytes, bytes]] = []
-    done = threading.Event()
-
-    def note(message: dict[str, bytes]) -> None:
-        heard.append((message["channel"], message["data"]))
-        if message["data"] == b"del":
-            done.set()
-
-    other.config_set("notify-keyspace-events", "KEA")
-    try:
-        with client.pubsub(ignore_subscribe_messages=True) as listener:
-            listener.psubscribe(**{"__keyspace@0__:*": note})
-            listener.get_message(timeout=WAIT_S)
-            thread = listener.run_in_thread(sleep_time=0.01)
-            other.set("k", "v", px=100_000)
-            other.delete("k")
-            assert done.wait(WAIT_S)
-            thread.stop()
-            thread.join()
-    finally:
-        other.config_set("notify-keyspace-events", "")
-    assert [event for _, event in heard] == [b"set", b"expire", b"del"]
-
-
 def test_a_monitor_shows_what_others_do(client: Any, other: Any) -> None:
     with client.monitor() as watched:
         other.set('a"b', b"\r\n")
@@ -249,19 +222,6 @@ def test_a_bounded_pool_serves_many_threads(kind: str, kvredis: RunningServer) -
 
         assert all(threads.map(work, range(200)))
     pool.disconnect()
-
-
-def test_a_cached_value_is_forgotten_when_it_changes(kvredis: RunningServer, other: Any) -> None:
-    with redis.Redis(port=kvredis.port, socket_timeout=WAIT_S, protocol=3, cache_config=CacheConfig()) as cached:
-        other.set("k", "old")
-        assert [cached.get("k"), cached.get("k")] == [b"old", b"old"]
-        cache = cached.get_cache()
-        assert cache is not None
-        assert cache.size == 1
-        other.set("k", "new")
-        assert cached.get("k") == b"new"
-        other.delete("k")
-        assert cached.get("k") is None
 
 
 def test_a_user_logs_in_and_is_kept_within_bounds(kind: str, kvredis: RunningServer, other: Any) -> None:

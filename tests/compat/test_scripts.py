@@ -60,20 +60,6 @@ def test_a_pipelined_script_gets_the_same_replies_in_the_same_order(
     assert replies[0] == replies[1]
 
 
-@pytest.mark.parametrize("resp", [2, 3])
-def test_quit_is_answered_and_nothing_after_it_runs(
-    resp: int, redis_server: RunningServer, kvredis: RunningServer
-) -> None:
-    for server in (redis_server, kvredis):
-        with server.connect() as wire:
-            if resp == 3:
-                wire.ask("HELLO 3")
-            assert wire.exchange(encode("QUIT") + encode("SET k v")) == [b"+OK\r\n"]
-            assert wire.at_end()
-        with server.connect() as wire:
-            assert wire.ask("EXISTS k") == b":0\r\n"
-
-
 @pytest.mark.parametrize("command", ["SELECT 1", "CLIENT SETNAME x", "HELLO 3"])
 def test_reset_takes_back_what_the_connection_has_set(
     command: str, redis_server: RunningServer, kvredis: RunningServer
@@ -84,25 +70,6 @@ def test_reset_takes_back_what_the_connection_has_set(
         for server in (redis_server, kvredis)
     )
     assert ours == theirs
-
-
-def test_scan_finds_every_key_that_was_there_all_the_while(kvredis: RunningServer) -> None:
-    stable = {b"stable:%d" % n for n in range(500)}
-    with kvredis.connect() as wire, kvredis.connect() as other:
-        for key in stable:
-            wire.ask(["SET", key, b"1"])
-        found: set[bytes] = set()
-        cursor, round_ = b"0", 0
-        while True:
-            reply = wire.ask([b"SCAN", cursor, b"COUNT", b"7"]).split(b"\r\n")
-            cursor = reply[2]
-            found.update(word for word in reply[4:] if word.startswith(b"stable"))
-            other.ask(["SET", f"passing:{round_}", "1"])
-            other.ask(["DEL", f"passing:{round_ - 3}"])
-            round_ += 1
-            if cursor == b"0":
-                break
-    assert found == stable
 
 
 def test_client_list_has_the_fields_of_redis_the_two_of_7_2_and_behind_them_our_own(

@@ -320,9 +320,7 @@ def test_a_connection_that_ends_in_the_middle_costs_the_pages_that_had_not_come(
         assert told == {"come": [True] * run + [False] * (PAGES - run), "equal": True}
 
 
-def test_a_server_that_is_gone_is_false_everywhere_and_used_when_it_is_back(
-    opened: Open,
-) -> None:
+def test_a_server_that_is_gone_is_false_everywhere_and_used_when_it_is_back(opened: Open) -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess("kvredis", Path(folder))
         server.start()

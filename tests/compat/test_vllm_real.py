@@ -5,16 +5,23 @@ Models are tiny and of random weights, and what they generate depends on every t
 """
 
 import functools
+import json
 import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+import torch
 
+from kvredis.adapters.engine.block import checksum_of, encode_header
+from kvredis.adapters.engine.keys import key_of_shard
+from kvredis.adapters.engine.layout import ChunkLayout
+from kvredis.adapters.engine.tensors import view_tensor
 from kvredis.bench.core.errors import BenchError
 from tests.compat.conftest import RunningServer, start_kvredis, stop
 from tests.compat.vllm_process import CONNECTOR, VLLMProcess, site
@@ -98,6 +105,39 @@ def test_a_prompt_that_is_found_gives_the_tokens_of_one_that_is_computed(first: 
     assert cut["tokens"] == apart["tokens"]
     assert other["cached"] == 640  # all of it: the last token is computed again for its logits alone
     assert first.ask("stats")["left"] == 0
+
+
+def as_two_ranks_store_it(client: redis.Redis, key: bytes) -> None:
+    """Put two halves of a block's heads in its place, as an engine of two ranks has them."""
+    value: Any = client.getdel(key)
+    length = 8 + int.from_bytes(value[:8], "little")
+    header = json.loads(value[8:length])
+    said, (layers, planes, tokens, heads, dim) = header["__metadata__"], header["kv"]["shape"]
+    whole = ChunkLayout(
+        layers, heads, dim, "fp32", int(said["chunk_tokens"]), said["model"], planes=planes, splits_heads=True
+    )
+    assert header["kv"]["dtype"] == "F32"
+    kv = view_tensor(memoryview(bytearray(value[length:])), whole, tokens)
+    for rank, part in enumerate(kv.chunk(2, dim=3)):
+        layout = replace(whole, kv_heads=heads // 2, rank=rank, world_size=2)
+        tensor = part.contiguous().view(-1).view(torch.uint8).numpy().data.cast("B")
+        name = key_of_shard(key, layout.shard.encode("ascii"))
+        client.set(name, encode_header(layout, tokens, checksum_of(tensor)) + bytes(tensor))
+
+
+def test_an_engine_loads_what_one_of_two_ranks_has_stored(first: VLLMProcess, server: RunningServer) -> None:
+    first.open("llama", far(server.port), dtype="float32")
+    cold = first.generate(prompt())[0]
+    first.stored()
+    with redis.Redis(port=server.port) as client:
+        keys = list(client.keys("*"))
+        for key in keys:
+            as_two_ranks_store_it(client, key)
+        found = first.generate(prompt())[0]
+        assert (found["tokens"], found["cached"]) == (cold["tokens"], 960)
+        assert found["logprobs"] == pytest.approx(cold["logprobs"], abs=1e-4), "computed in parts of other sizes"
+        first.stored()
+        assert client.dbsize() == 2 * len(keys) == 30, "it is not stored again"
 
 
 @pytest.mark.parametrize("layerwise", ["false", nightly("true")])
@@ -206,7 +246,7 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
         first.generate(prompt(200))
         first.stored()
         until(lambda: client.dbsize() == 3, "what was stored did not leave for the server")
-        first.generate(prompt(20), tokens=2)  # steps in which it can be told
+        first.generate(prompt(20), tokens=16)  # steps in which it can be told
         told = first.ask("events", medium="STORAGE", count=3)["events"]
         assert [event["kind"] for event in told] == ["BlockStored"] * 3
         assert [event["tokens"] for event in told] == [prompt()[at : at + CHUNK] for at in (0, 64, 128)]
@@ -223,10 +263,9 @@ def test_a_listener_to_kv_events_hears_what_is_stored_and_what_is_gone(
 def test_events_say_of_blocks_what_vllm_s_own_events_do(first: VLLMProcess, tmp_path: Path, model: str) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    first.open(model, LOCAL, kv_events=events, enable_prefix_caching=True)
+    groups = first.open(model, LOCAL, kv_events=events, enable_prefix_caching=True)["kv_groups"]
     assert first.ask("listen", endpoint=endpoint)["connected"]
     first.generate(prompt(200), salt="tenant")
-    groups = 1 if model == "llama" else 3
     theirs = first.ask("events", medium="GPU", count=groups)["events"]
     first.stored()
     first.generate(prompt(20), tokens=2)  # steps in which it can be told

@@ -54,12 +54,7 @@ def test_documents_compare_with_the_version_of_redis_that_hello_and_info_name() 
 
 def test_no_text_installs_from_a_package_index_that_has_no_kvredis_yet() -> None:
     by_name = re.compile(r"\b(pip3?|uv|pipx)\b[^`'\n]*\binstall\b[^`\n]*[ '\"]kvredis(\[|\b(?![-./]))")
-    places = [
-        *PAGES,
-        *TOURS,
-        *(ROOT / "deploy").rglob("*"),
-        *(ROOT / "cli").rglob("*.py"),
-    ]
+    places = [*PAGES, *TOURS, *(ROOT / "deploy").rglob("*"), *(ROOT / "cli").rglob("*.py")]
     texts = {place: place.read_text(encoding="utf-8", errors="replace") for place in places if place.is_file()}
     assert [place for place, text in texts.items() if by_name.search(text)] == []
     assert by_name.search("pip install 'kvredis[engine]'")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.backends.nodes import HOST, Node
-from tests.faults.engine_runs import Mode, Subject, assert_recovers, quick_retries, served, warnings_of
+from tests.faults.engine_runs import Kind, Mode, Subject, assert_recovers, quick_retries, served, warnings_of
 from tests.proxy import Proxy
 from tests.server.certificates import Papers
 
@@ -97,19 +97,13 @@ def test_a_name_that_cannot_be_one_is_a_lost_server(mode: Mode, host: str, caplo
         assert_goes_on_without(subject, caplog)
 
 
+@pytest.mark.parametrize("kind", ["kvredis", "redis"])
 def test_tls_to_a_port_without_is_a_lost_server(
-    server: Node, mode: Mode, papers: Papers, caplog: pytest.LogCaptureFixture
+    kind: Kind, mode: Mode, papers: Papers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = f"rediss://{server.address}?ssl_ca_certs={papers.path('ca')}"
-    with Subject(url, mode) as subject:
-        assert_goes_on_without(subject, caplog)
-
-
-def test_tls_to_a_redis_that_waits_for_the_end_of_a_line_is_a_lost_server(
-    mode: Mode, papers: Papers, caplog: pytest.LogCaptureFixture
-) -> None:
-    with served("redis") as redis:
-        url = f"rediss://{redis.address}?ssl_ca_certs={papers.path('ca')}"
+    """A Redis waits for the end of a line."""
+    with served(kind) as server:
+        url = f"rediss://{server.address}?ssl_ca_certs={papers.path('ca')}"
         with Subject(url, mode) as subject:
             assert_goes_on_without(subject, caplog)
 

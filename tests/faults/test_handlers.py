@@ -44,11 +44,7 @@ async def exceptions_told(client: Client) -> int:
     return int(next(line.split(":")[1] for line in text.splitlines() if line.startswith("handler_exceptions:")))
 
 
-BEFORE = {
-    "plain": b"",
-    "careful": request("CLIENT", "REPLY", "ON"),
-    "RESP3": request("HELLO", "3"),
-}
+BEFORE = {"plain": b"", "careful": request("CLIENT", "REPLY", "ON"), "RESP3": request("HELLO", "3")}
 
 
 @pytest.mark.parametrize("payload", [b"small", LARGE], ids=["small", "large"])

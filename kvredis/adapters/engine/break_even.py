@@ -217,6 +217,7 @@ class BreakEven:
         self._speeds: dict[Tier, _Speed] = {}
         self._passes = Passes(layout.chunk_tokens)
         self._questions: deque[float] = deque(maxlen=QUESTIONS_KEPT)
+        self._stores: deque[float] = deque(maxlen=KEPT)  # seconds per byte
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
@@ -246,6 +247,12 @@ class BreakEven:
         with self._lock:
             self._speeds.setdefault(tier, _Speed()).loads.append(seconds_per_byte)
             self._judge(tier)
+
+    def store_took(self, nbytes: int, seconds: float) -> None:
+        """Note a store; one of less than a chunk says little."""
+        if nbytes >= self.layout.chunk_bytes():
+            with self._lock:
+                self._stores.append(seconds / nbytes)
 
     def load_stopped(self, tier: Tier, nbytes: int, seconds: float) -> None:
         """Note a load that was stopped, because `tier` had brought no more than `nbytes` by then: it is given up."""
@@ -301,6 +308,15 @@ class BreakEven:
         with self._lock:
             seconds_per_token *= 1 - self._passes.unknown_share
         return self._best(pieces, seconds_per_token, self._costs(seconds_per_token))
+
+    def pays_to_store(self, nbytes: int, tokens: int) -> bool | None:
+        """Whether storing so many bytes, of one rank, takes less than computing the tokens that they save; None while
+        one of the two is unknown."""
+        with self._lock:
+            each_s = self._passes.seconds_per_token(tokens)
+            if each_s is None or len(self._stores) < NEEDED:
+                return None
+            return nbytes * median_low(self._stores) < tokens * each_s
 
     def first_part(self, pieces: Sequence[Piece]) -> int:
         """How many of `pieces` to load at first: up to the first of a tier that was never measured, which is a trial,

@@ -170,8 +170,8 @@ class JobState:
     lock, `moved` and what follows it belong to the thread that does the work, and the rest to the mover."""
 
     __slots__ = (
-        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "started", "tokens"),
-        "total",
+        *("cancelled", "is_load", "is_sound", "moved", "moves", "nbytes", "over", "request", "seconds", "started"),
+        *("tokens", "total"),
     )
 
     def __init__(
@@ -191,6 +191,8 @@ class JobState:
         """Of a load, how many of its first moves have come; of a store, how many moves were stored."""
         self.tokens = self.nbytes = 0
         """Of these."""
+        self.seconds = 0.0
+        """How long it took, once it is over; 0 where it was not begun."""
         self.cancelled = self.started = self.over = False
 
     def count(self, chunks: int, tokens: int, nbytes: int) -> None:

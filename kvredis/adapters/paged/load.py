@@ -39,7 +39,8 @@ class LeasedChunk:
             raise LayoutError(f"block covers {whole.tokens} tokens, its pages {tokens}")
         self.move = move
         self.lease = lease
-        self.block = excerpt(whole, group.layout, tokens, group.heads)
+        is_locked = group.paged.device.type == "cuda"
+        self.block = excerpt(whole, group.layout, tokens, heads=group.heads, is_locked=is_locked)
         self.checksum = context.checksums.of(whole.tensor, is_wanted=bool(whole.checksum))
 
     @property
@@ -59,14 +60,18 @@ class LeasedChunk:
         self.lease.release()
 
 
-def excerpt(block: Block, layout: ChunkLayout, tokens: int, heads: range | None = None) -> Block:
-    """The block itself, or a copy of its last tokens or of some heads: a layer's bytes must lie together. Of a load one
-    block is so that is partly there already, or that a window begins in; all are of an engine of fewer ranks."""
+def excerpt(
+    block: Block, layout: ChunkLayout, tokens: int, *, heads: range | None = None, is_locked: bool = False
+) -> Block:
+    """The block itself, or a copy of its last tokens or of some heads, for a GPU in page-locked memory: a layer's bytes
+    must lie together. Of a load one block is so that is partly there already, or that a window begins in; all are of
+    an engine of fewer ranks."""
     if tokens == block.tokens and heads is None:
         return block
     chosen = range(layout.kv_heads) if heads is None else heads
     whole = view_tensor(block.tensor, layout, block.tokens)
-    tail = whole[:, :, block.tokens - tokens :, chosen.start : chosen.stop].contiguous()
+    chosen_part = whole[:, :, block.tokens - tokens :, chosen.start : chosen.stop]
+    tail = torch.empty(chosen_part.shape, dtype=chosen_part.dtype, pin_memory=is_locked).copy_(chosen_part)
     return Block(tail.view(-1).view(torch.uint8).numpy().data, tokens, block.checksum)
 
 

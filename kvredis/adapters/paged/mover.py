@@ -11,7 +11,7 @@ Until a job is over its pages are its own: a load writes them, a store reads the
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -92,6 +92,11 @@ class ChunkMover:
         """Wait until `finished` has a load to tell of or none is under way, at most so long; say whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._finished.loaded) or not self._chunks[True], timeout_s)
+
+    def wait_over(self, jobs: Iterable[JobState], timeout_s: float) -> bool:
+        """Wait until one of these is over, at most so long; say whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: any(job.over for job in jobs), timeout_s)
 
     def is_storing(self, request: str) -> bool:
         """Whether a store of the request is not over."""
@@ -216,6 +221,7 @@ class ChunkMover:
         self.counters.add(**{"load_seconds" if is_load else "store_seconds": seconds, "errors": error is not None})
         with self._changed:
             for job in jobs:
+                job.seconds = seconds if job.started else 0.0
                 self._end(job)
         if is_load and has_begun:
             self._loader.stand_back(STAND_BACK_S)

@@ -34,7 +34,7 @@ from kvredis.storage.errors import ConfigError, LayoutError
 
 from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
 from .handshake import Handshake, agreed_groups, engine_facts
-from .held_pages import HeldPages, WatchedStore
+from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
 from .metrics import HIT_RATES, LOAD_SECONDS, LOAD_SPEEDS, KVRedisMetrics, KVRedisStats
 from .scheduler import Scheduling, SchedulingOptions, Step
@@ -58,14 +58,14 @@ class WorkerMetadata(_WorkerMetadata):  # type: ignore[misc]
     """What the workers' half sends back: requests whose stores so far are over, by rank what is to be known of the
     weights, and stores that read no page any more, once for each rank."""
 
-    def __init__(self, requests: set[str], weights: dict[int, WeightsReport], read: list[WatchedStore]) -> None:
+    def __init__(self, requests: set[str], weights: dict[int, WeightsReport], over: list[StoreOver]) -> None:
         self.requests = requests
         self.weights = weights
-        self.read = read
+        self.over = over
 
     def aggregate(self, other: Any) -> "WorkerMetadata":
         """Those of several workers."""
-        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights, self.read + other.read)
+        return WorkerMetadata(self.requests | other.requests, self.weights | other.weights, self.over + other.over)
 
 
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
@@ -190,7 +190,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         self._loads: dict[str, tuple[float, int]] = {}  # when the pages of a load were given, and its tokens
         self._results = Results()
         self._stored: set[str] = set()  # to be told of to the scheduler's half
-        self._read: list[WatchedStore] = []  # as well
+        self._over: list[StoreOver] = []  # as well
         self._held: HeldPages | None = None
         self._worker: PagedWorker | None = None
         self._jobs: list[Any] = []
@@ -234,7 +234,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         workers = {rank: told.handshake for rank, told in metadata.items() if isinstance(told, HandshakeMetadata)}
         if self._held is not None:
             self._held.ranks = len(workers)
-        groups = agreed_groups(self._facts, workers, self._stages)
+        groups = agreed_groups(self._facts, workers, self._stages, self._ranks)
         if self._scheduling is not None and groups != self._groups:
             raise LayoutError("the engine's layers have changed while it was running; nothing can be stored")
         self._groups = groups
@@ -245,7 +245,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
-        if least == AUTO:
+        is_auto, has_states = least == AUTO, any(group.is_state for group in self._groups)
+        if is_auto or (has_states and config.state_bytes_per_prompt is None):
             self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
@@ -259,9 +260,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             waits_for_shared=self._shares_pages,
             lookup_s_max=config.blocking_timeout_secs,
         )
-        narrow = self._worth.narrow if self._worth else None
-        compute_s = shared.break_even.prefill_s if self._worth else None  # it learns from what Worth tells it alone
-        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s)
+        narrow = self._worth.narrow if self._worth and is_auto else None
+        compute_s = shared.break_even.prefill_s if self._worth and is_auto else None
+        pays = shared.break_even.pays_to_store if self._worth else None  # it learns from what Worth tells it alone
+        self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s, pays)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
         if self._tells_events:
             self._kinds = kinds_of(self._kv_cache_config)
@@ -351,7 +353,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if isinstance(told, WorkerMetadata):
             self._scheduling.weights_told(told.weights)
             if self._held is not None:
-                self._held.read(told.read)
+                self._held.over(told.over)
+            if self._shared is not None:
+                for store in told.over:
+                    self._shared.break_even.store_took(store.nbytes, store.seconds)
             if self._scheduling.events is not None:
                 self._scheduling.events.over(told.requests)
         failed = getattr(connector_output, "failed_recving", None) or set()
@@ -372,7 +377,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def has_pending_block_frees(self) -> bool:
         """Whether there are blocks for a request that runs and gets none, in the next step: all that is held. vLLM
-        preempts none for it then, as it asks since 0.32."""
+        preempts none for it then."""
         return self._held is not None and self._held.give_back()
 
     def has_pending_push_work(self) -> bool:
@@ -498,7 +503,7 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             self._results = self._worker.results()
             if self._tells_events:
                 self._stored |= self._results.stored
-            self._read += self._results.read
+            self._over += self._results.over
         return None, self._results.loaded or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -514,10 +519,10 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
         if self._worker is None:
             return None
         stored, self._stored = self._stored, set()
-        read, self._read = self._read, []
+        over, self._over = self._over, []
         report = None if self._worker.weights is None else self._worker.weights.report()
         weights = {} if report is None else {self._rank: report}
-        return WorkerMetadata(stored, weights, read) if stored or weights or read else None
+        return WorkerMetadata(stored, weights, over) if stored or weights or over else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages of the loads that get_finished has just told of which hold nothing."""
@@ -593,7 +598,6 @@ def _hands_states_over() -> bool:
 
 def _rank(parallel: Any) -> int:
     """This worker's number: those of a pipeline's first stage first."""
-    from vllm.distributed import parallel_state
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    stage = 0 if getattr(parallel, "pipeline_parallel_size", 1) == 1 else parallel_state.get_pp_group().rank_in_group
-    return int(stage * parallel.tensor_parallel_size + parallel_state.get_tensor_model_parallel_rank())
+    return int(get_pp_group().rank_in_group * parallel.tensor_parallel_size + get_tensor_model_parallel_rank())

@@ -49,27 +49,24 @@ def engine_facts(kv_cache_config: Any, groups: Sequence[LayerGroup]) -> dict[str
     return facts
 
 
-def agreed_groups(facts: Mapping[str, Any], workers: Mapping[int, Handshake], stages: int = 1) -> list[LayerGroup]:
+def agreed_groups(
+    facts: Mapping[str, Any], workers: Mapping[int, Handshake], stages: int = 1, ranks: int = 1
+) -> list[LayerGroup]:
     """The groups of all workers (by rank, one stage of a pipeline behind the other), as each stage's first rank has
-    them. `facts` are the scheduler's.
+    them. `facts` are the scheduler's; of several stages each has so many `ranks`.
 
     Raises LayoutError that names the first difference between the scheduler and a worker, or between two workers.
     """
     if 0 not in workers:
         raise LayoutError(f"the workers of ranks {sorted(workers)} have told of their layers, and rank 0 has not")
-    if stages > 1 and (len(workers) % stages or sorted(workers) != list(range(len(workers)))):
+    if stages > 1 and workers.keys() != set(range(stages * ranks)):
         raise LayoutError(
-            f"{len(workers)} workers have told of their layers, not those of all {stages} stages: this vLLM hands over"
-            " one stage's alone, and 0.32 those of all"
+            f"{len(workers)} workers have told of their layers, and a pipeline of {stages} stages has"
+            f" {stages * ranks}: this vLLM hands over one stage's alone, and 0.32 those of all"
         )
-    ranks = -(-(max(workers) + 1) // stages)
     for rank, worker in sorted(workers.items()):
-        first = rank // ranks * ranks
-        known = (
-            facts
-            if not first
-            else {name: workers[first].facts.get(name) if _is_stages(name) else fact for name, fact in facts.items()}
-        )
+        first = rank // ranks * ranks if stages > 1 else 0
+        known = {name: workers[first].facts.get(name) if first and _is_stages(name) else facts[name] for name in facts}
         _compare("the scheduler", known, f"the worker of rank {rank}", worker.facts)
         ours, theirs = _by_number(workers[first].groups), _by_number(worker.groups)
         _compare(f"the worker of rank {first}", ours, f"the worker of rank {rank}", theirs)

@@ -9,15 +9,22 @@ runs short: a store may then be given up, and the engine never waits.
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvredis.adapters.paged.jobs import StoreJob
 
 HELD_PART = 8
 """At most this part of the engine's blocks is held."""
 
-WatchedStore = tuple[str, int]
-"""A request, and the number of the step whose store of it is meant."""
+
+class StoreOver(NamedTuple):
+    """A worker's store that reads no page any more, whatever became of it: of which request and step, and what it has
+    stored in which time."""
+
+    request: str
+    step: int
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -37,7 +44,7 @@ class HeldPages:
         """How many workers read each page."""
         self._pool, self._wait_s, self._clock = pool, wait_s, clock
         self._pages_max = int(pool.num_gpu_blocks) // HELD_PART
-        self._holds: dict[WatchedStore, _Hold] = {}
+        self._holds: dict[tuple[str, int], _Hold] = {}
         self._call_before_reset()
 
     def __len__(self) -> int:
@@ -55,13 +62,14 @@ class HeldPages:
                 self._pool.touch([self._pool.blocks[page] for page in pages])
                 self._holds[job.request, step] = _Hold(pages, self.ranks, now_s)
 
-    def read(self, told: Iterable[WatchedStore]) -> None:
-        """Give back what stores have read that are over, whatever became of them; each rank tells once."""
-        for store in told:
-            if (hold := self._holds.get(store)) is not None:
+    def over(self, stores: Iterable[StoreOver]) -> None:
+        """Give back what these have read; each rank tells of each store once."""
+        for store in stores:
+            name = store.request, store.step
+            if (hold := self._holds.get(name)) is not None:
                 hold.ranks -= 1
                 if hold.ranks <= 0:
-                    self._free([store])
+                    self._free([name])
 
     def give_back(self) -> bool:
         """Give all of it back, and say whether that was anything."""
@@ -69,7 +77,7 @@ class HeldPages:
         self._free(list(self._holds))
         return has_any
 
-    def _free(self, these: Iterable[WatchedStore]) -> None:
+    def _free(self, these: Iterable[tuple[str, int]]) -> None:
         for store in these:
             # The last one first, as vLLM frees: of what is cached the head is then found for the longest time.
             self._pool.free_blocks([self._pool.blocks[page] for page in reversed(self._holds.pop(store).pages)])

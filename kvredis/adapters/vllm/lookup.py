@@ -157,6 +157,9 @@ class Lookups:
                 break
         there |= self._there(keys, range(whole), self._partial, sorted(sizes)) if self._partial else {}
         found = self._ends(keys, whole, there, self._partial)
+        if not self._whole and found.up_to(count) < count and (others := self._stored_by_others(keys, 0)):
+            there = self._there(keys, range(count), self._partial, (OWN, *others))
+            found = self._ends(keys, count, there, self._partial)
         ranks = {where: ranks for where, ranks in there.items() if ranks != OWN and where[1] < whole}
         return Found(found.ends, whole if whole < count else None, ranks)
 
@@ -167,7 +170,7 @@ class Lookups:
 
     def _stored_by_others(self, keys: GroupKeys, at: int) -> list[int]:
         """Which other sizes the engines have that have stored chunk `at`, in one question: of each the first rank's."""
-        split = [place for place in self._whole if self._groups[place].layout.splits_heads]
+        split = [place for place in (*self._whole, *self._partial) if self._groups[place].layout.splits_heads]
         names = [self.of_ranks(keys, split[0], at, ranks)[0] for ranks in self._sizes] if split else []
         present = self._backend.present(names) if names else []
         return [ranks for ranks, is_there in zip(self._sizes, present, strict=True) if is_there] if split else []

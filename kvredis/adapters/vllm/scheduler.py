@@ -54,8 +54,9 @@ class SchedulingOptions:
     """Bounds and habits. Fewer than `min_load_tokens` are never loaded; behind a prefix of the engine's own neither are
     fewer than `min_rest_tokens`, or than REST_TOKENS and a chunk where that is None. With `waits_for_shared` a request
     waits for another's load of the same chunks: for an engine that finds what was loaded in its own pages. The states
-    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks; None stands for as much
-    as the prompt's KV takes. The last one is always stored. A server's answer is waited for as long as computing the
+    of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks. Where that is None a state
+    is stored if that takes less than computing from the one before, and while that is unknown they take as much as the
+    prompt's KV. The last one is always stored. A server's answer is waited for as long as computing the
     prompt takes, and never longer than `lookup_s_max`."""
 
     loads: bool = True
@@ -142,6 +143,8 @@ Tables = Sequence[Sequence[int]]
 Narrow = Callable[[Sequence[bytes], int, int], int]
 """Of the chunks found behind what is computed (their keys, tokens each, and all tokens that would be computed without
 them), how many are worth loading."""
+PaysToStore = Callable[[int, int], bool | None]
+"""Whether storing so many bytes of each rank takes less than computing so many tokens, None while that is unknown."""
 ComputeSeconds = Callable[[int], float | None]
 """How long computing so many tokens takes, None while that is unknown."""
 
@@ -157,6 +160,7 @@ class Scheduling:
         narrow: Narrow | None = None,
         weights: KeyWeights | None = None,
         compute_s: ComputeSeconds | None = None,
+        pays_to_store: PaysToStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = list(groups)
@@ -172,6 +176,7 @@ class Scheduling:
         self._backend = backend
         self._narrow = narrow
         self._compute_s = compute_s
+        self._pays_to_store = pays_to_store
         self._clock = clock
         self._lookups = Lookups(self.groups, backend)
         self._is_late = False
@@ -227,7 +232,10 @@ class Scheduling:
         moves = [move for place in range(len(self.groups)) for move in self._loads(request, place, stop)]
         self.counters["load_tokens"] += external
         self._step.moves.loads.append(LoadJob(name, moves))
-        self._loading[name] = frozenset(name for move in moves for name in self._parts_of(move))
+        parts = self._parts_of if request.answered.ranks else None
+        self._loading[name] = frozenset(
+            [move.key for move in moves] if parts is None else [part for move in moves for part in parts(move)]
+        )
         pages = {(self.groups[move.group].group, page) for move in moves for page in move.pages}
         self._step.taken |= {page for _, page in pages}
         self._fresh.loaded(pages)
@@ -311,9 +319,13 @@ class Scheduling:
             return False
         if count >= len(keys) - 1:
             return True  # the last one; vLLM has none behind the last chunk where a model drafts
+        chunk, bound = self.groups[0].layout.chunk_tokens, self.options.state_bytes
+        if bound is None and self._pays_to_store is not None:
+            nbytes = sum(self.groups[place].layout.chunk_bytes(1) for place in self._states)
+            if (pays := self._pays_to_store(nbytes, (count - stored) * chunk)) is not None:
+                return pays
         state_bytes = sum(self._bytes_of(place, 1) for place in self._states)
-        kv_bytes = sum(self._bytes_of(place, self.groups[0].layout.chunk_tokens) for place in self._by_token)
-        bound = self.options.state_bytes
+        kv_bytes = sum(self._bytes_of(place, chunk) for place in self._by_token)
         gap = -(-state_bytes // (kv_bytes or state_bytes)) if bound is None else len(keys) * state_bytes / (bound or 1)
         return count - stored >= gap
 

@@ -30,7 +30,7 @@ from kvredis.adapters.transfer.base import Transfer
 from kvredis.adapters.transfer.kv_cache import PagedKV
 from kvredis.backends.base import Backend
 
-from .held_pages import WatchedStore
+from .held_pages import StoreOver
 from .kv_layout import LayerGroup, in_order, paged_view, split_anew, state_view
 from .scheduler import Step
 from .weights import Check, WeightsWatch
@@ -95,19 +95,21 @@ IDLE_WAIT_S = 0.006
 wait, which a load's end ends, leaves the interpreter to the moving thread. A request that comes meanwhile waits as
 well. On an H200 134 MB take 4 ms; a load that ends between two waits is heard of behind all that the engine does
 there."""
+IDLE_STORE_WAIT_S = 0.002
+"""As well while stores read pages that are held. No request waits for these: one that comes is to wait less."""
 
 
 @dataclass(slots=True)
 class Results:
     """What is over since the last question: requests whose stores so far are over, those whose load's pages are the
     engine's again, those of these that have failed, and the pages (of the only group, where there is one) that hold
-    nothing. `read` are stores that read no page any more, where layers are recurrent."""
+    nothing. `over` are stores that read no page any more, where layers are recurrent."""
 
     stored: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_pages: set[int] = field(default_factory=set)
-    read: list[WatchedStore] = field(default_factory=list)
+    over: list[StoreOver] = field(default_factory=list)
 
 
 class PagedWorker:
@@ -157,9 +159,9 @@ class PagedWorker:
         self._waited_for: dict[str, LoadJob] = {}  # loads that requests wait for outside of the batch
         self._storing: dict[str, set[int]] = {}
         self._to_store: set[str] = set()  # requests of whose step's stores the mover has not heard yet
-        self._tells_read = any(group.is_state for group in groups)
+        self._tells_over = any(group.is_state for group in groups)
         self._unread: dict[str, int] = {}  # of the step's stores, until the mover has heard of them: its number
-        self._reading: dict[WatchedStore, JobState] = {}
+        self._reading: dict[tuple[str, int], JobState] = {}
         self._spoilt: set[str] = set()
         self._cancelled: set[str] = set()
         self._results = Results()
@@ -222,13 +224,15 @@ class PagedWorker:
             self._checks |= dict.fromkeys((job.request for job in step.moves.loads), check)
         if step.is_idle and self._waited_for and not self._has_told:
             self.mover.wait_loaded(IDLE_WAIT_S)
+        elif step.is_idle and self._reading:
+            self.mover.wait_over(self._reading.values(), IDLE_STORE_WAIT_S)
         self._has_told = False
 
     def stores(self, step: Step) -> list[StoreJob]:
         """The step's stores as this rank has them. Their pages are watched from here on."""
         jobs: list[StoreJob] = []
         self._to_store = set()
-        if self._tells_read:
+        if self._tells_over:
             self._unread |= dict.fromkeys((job.request for job in step.moves.stores), step.number)
         for job in step.moves.stores:
             ours = [move for move in job.moves if not self.groups[move.group].stored_by_another]
@@ -253,7 +257,7 @@ class PagedWorker:
             state = self.mover.store(job, after)
             if job.request in self._unread:
                 self._reading[job.request, self._unread.pop(job.request)] = state
-        self._results.read += self._unread.items()  # this rank stores nothing of them
+        self._results.over += [StoreOver(*each) for each in self._unread.items()]  # this rank stores nothing of them
         self._unread.clear()
         self._to_store = set()
 
@@ -294,10 +298,10 @@ class PagedWorker:
                 self._results.failed_pages |= {page // self._ratios[group] for group, page in bad}
             if job is not None:
                 self._results.loaded.add(name)
-        read = [store for store, job in self._reading.items() if job.over]
-        for store in read:
-            del self._reading[store]
-        self._results.read += read
+        for store, state in list(self._reading.items()):
+            if state.over:
+                del self._reading[store]
+                self._results.over.append(StoreOver(*store, state.nbytes, state.seconds))
         results, self._results = self._results, Results()
         self._has_told = bool(results.loaded)
         return results
@@ -340,6 +344,8 @@ class PagedWorker:
     def _loads(self, moves: Sequence[ChunkMove]) -> list[ChunkMove]:
         """A load's moves. What an engine of another size has stored comes from those of its ranks which have some of
         this rank's heads, one behind the other."""
+        if not any(move.ranks for move in moves):
+            return [self._move(move) for move in moves]
         found: list[ChunkMove] = []
         for (group, ranks), run in groupby(moves, lambda move: (move.group, move.ranks)):
             if not ranks:

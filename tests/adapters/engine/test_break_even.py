@@ -203,6 +203,23 @@ def test_a_chunk_of_which_the_engine_has_most_is_not_worth_its_bytes(even: Break
     assert even.worth([*pieces("remote", tokens=40), *pieces("remote")]) == 2
 
 
+def test_what_saves_computing_pays_to_be_stored_where_that_takes_less(even: BreakEven) -> None:
+    assert even.pays_to_store(CHUNK_BYTES, 100) is None, "no store is known"
+    even.store_took(CHUNK_BYTES - 1, 0.0)
+    for share in (0.5, 0.5, 100):  # one is held up
+        even.store_took(10 * CHUNK_BYTES, 10 * CHUNK_S * share)
+    assert even.pays_to_store(CHUNK_BYTES, 100)
+    assert not even.pays_to_store(3 * CHUNK_BYTES, 100)
+    assert even.pays_to_store(3 * CHUNK_BYTES, 200)
+
+
+def test_before_a_prefill_is_known_it_is_unknown_what_pays_to_be_stored() -> None:
+    even = BreakEven(LAYOUT)
+    for _ in range(3):
+        even.store_took(CHUNK_BYTES, 1.0)
+    assert even.pays_to_store(1, 10_000) is None
+
+
 def test_nothing_found_is_nothing_to_load(even: BreakEven) -> None:
     assert even.worth([]) == 0
     assert even.watch([]).within_s == 0

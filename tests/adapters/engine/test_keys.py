@@ -12,7 +12,7 @@ import pytest
 import torch
 from xxhash import xxh3_128_digest
 
-from kvredis.adapters.engine.keys import ALGORITHMS, chunk_keys, fingerprint
+from kvredis.adapters.engine.keys import ALGORITHMS, chunk_keys, fingerprint, key_of_shard
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.backends.config.schema import HASH_ALGORITHMS
 
@@ -90,6 +90,24 @@ def test_ranks_share_one_chain_and_differ_in_the_readable_part() -> None:
     assert a != b
     assert fingerprint(one) == fingerprint(two)
     assert a.rpartition(b"}")[2] == b.rpartition(b"}")[2]
+
+
+def test_ranks_that_split_the_heads_have_the_chain_of_the_one_rank_that_would_have_them_all() -> None:
+    layouts = [
+        replace(LAYOUT, kv_heads=8 // ranks, world_size=ranks, rank=rank, splits_heads=True, span=span)
+        for ranks in (1, 2, 4)
+        for rank in range(ranks)
+        for span in ("", "8-15")
+    ]
+    keys = [chunk_keys(range(256), layout)[0].key for layout in layouts]
+    assert len(set(keys)) == len(keys)
+    whole = chunk_keys(range(256), replace(LAYOUT, kv_heads=8))[0].key
+    assert keys[0] == whole, "one rank's keys do not tell that others may split its heads"
+    for layout, key in zip(layouts, keys, strict=True):
+        assert tag_of(key).startswith(layout.shard.encode() + b"@")
+        assert key_of_shard(whole, layout.shard.encode()) == key
+        assert key_of_shard(key, b"0") == whole
+    assert [layout.shard for layout in layouts[4:8]] == ["1/2", "1/2:8-15", "0/4", "0/4:8-15"]
 
 
 def tag_of(key: bytes) -> bytes:

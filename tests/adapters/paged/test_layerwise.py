@@ -10,15 +10,7 @@ from kvredis.adapters.paged.jobs import LoadJob, StoreJob
 from kvredis.adapters.paged.layerwise_store import LayerStores
 from kvredis.backends.local import LocalBackend
 from tests.adapters.fake_backend import FakeBackend
-from tests.adapters.paged_engine import (
-    CHUNK,
-    WAIT_S,
-    PagedEngine,
-    block_for,
-    load_now,
-    mover_on,
-    moves_of,
-)
+from tests.adapters.paged_engine import CHUNK, WAIT_S, PagedEngine, block_for, load_now, mover_on, moves_of
 from tests.backends.nodes import wait_until
 from tests.storage.small_store import small_store
 

@@ -2,7 +2,6 @@
 
 import logging
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,15 +23,6 @@ from tests.adapters.paged_engine import (
     moves_of,
     pages_in,
 )
-from tests.storage.small_store import small_store
-
-
-@pytest.fixture
-def local() -> Iterator[LocalBackend]:
-    """A store in this process."""
-    backend = LocalBackend(small_store())
-    yield backend
-    backend.close()
 
 
 def stored(backend: FakeBackend, engine: PagedEngine, moves: list[ChunkMove]) -> FakeBackend:

@@ -3,7 +3,7 @@ no page is written that something else still writes."""
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,15 +22,6 @@ from tests.adapters.paged_engine import (
     pages_in,
 )
 from tests.backends.nodes import wait_until
-from tests.storage.small_store import small_store
-
-
-@pytest.fixture
-def local() -> Iterator[LocalBackend]:
-    """A store in this process."""
-    backend = LocalBackend(small_store())
-    yield backend
-    backend.close()
 
 
 def test_no_room_stays_held_when_the_head_cannot_be_touched_while_its_tail_is_stored(
@@ -59,7 +50,7 @@ def test_a_block_that_cannot_be_opened_for_want_of_memory_is_not_leased_any_more
     for move in moves:
         backend.put(move.key, block_for(engine, move))
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise MemoryError("no room for a part of a block")
 
     monkeypatch.setattr("kvredis.adapters.paged.load.excerpt", starved)
@@ -77,7 +68,7 @@ def test_no_lease_stays_held_when_there_is_no_thread_left_to_hash_what_is_loaded
     for move in moves:
         backend.put(move.key, block_for(engine, move))
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)
@@ -95,7 +86,7 @@ def test_no_room_stays_held_when_there_is_no_thread_left_to_hash_what_was_stored
 ) -> None:
     engine, job = PagedEngine(1, groups=1), StoreJob("r", moves_of("a", 4), 4 * CHUNK)
 
-    def starved(*_: object) -> None:
+    def starved(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("kvredis.adapters.transfer.checksum.Checksum.begin", starved)

@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    StaticCache,
-)
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from kvredis.adapters.engine.config import Role
@@ -135,9 +130,7 @@ def test_a_chunk_lost_between_lookup_and_load_is_recomputed(llama: PreTrainedMod
     assert warm.last_loaded == 0
 
 
-def test_memory_of_caches_that_are_gone_serves_the_next_and_no_cache_that_is_kept(
-    llama: PreTrainedModel,
-) -> None:
+def test_memory_of_caches_that_are_gone_serves_the_next_and_no_cache_that_is_kept(llama: PreTrainedModel) -> None:
     cached = cached_over(llama, FakeBackend())
     prompts = [prompt(400, seed) for seed in range(3)]
     right = [greedy(llama, ids) for ids in prompts]

@@ -69,7 +69,8 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     put(above, base=base)
     put(f"{above}.metrics", KVConnectorPromMetrics=Named, KVConnectorStats=Named)
     put("vllm.distributed.kv_events", BlockStored=SimpleNamespace, BlockRemoved=SimpleNamespace)
-    put("vllm.distributed.parallel_state", get_tensor_model_parallel_rank=lambda: 0)
+    ranks = {"get_tensor_model_parallel_rank": lambda: 0, "get_pp_group": lambda: SimpleNamespace(rank_in_group=0)}
+    put("vllm.distributed.parallel_state", **ranks)
     for name in MODULES:
         monkeypatch.delitem(sys.modules, f"kvredis.adapters.vllm.{name}", raising=False)
     import kvredis.adapters.vllm.connector as found
@@ -80,16 +81,26 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def opened(
-    door: Any, role: str, spec: object, ranks: int = 2, *, name: str = "", shake: bool = True, **extra: object
+    door: Any,
+    role: str,
+    spec: object,
+    ranks: int = 2,
+    *,
+    name: str = "",
+    shake: bool = True,
+    stages: int = 1,
+    layers: tuple[str, ...] = tuple(names(2)),
+    **extra: object,
 ) -> Any:
-    """One half of an engine of so many ranks, before a server that is not there."""
-    told = engine(parallel={"tensor_parallel_size": ranks, "world_size": ranks, "distributed_executor_backend": None})
+    """One half of an engine of so many ranks in each stage, before a server that is not there."""
+    parallel = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "world_size": ranks * stages}
+    told = engine(parallel=parallel | {"distributed_executor_backend": None})
     told.device_config = SimpleNamespace(device_type="cpu")
     extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
     told.kv_transfer_config = SimpleNamespace(
         kv_role="kv_both", engine_id=name or role, kv_connector_extra_config=extra
     )
-    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(names(2), spec)], num_blocks=40)
+    caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(list(layers), spec)], num_blocks=40)
     half = door.KVRedisConnector(told, Role[role], caches)
     if role == "SCHEDULER" and shake:  # as vLLM does with what it has asked its workers for
         half.set_xfer_handshake_metadata(dict.fromkeys(range(ranks), half.get_handshake_metadata()))
@@ -316,6 +327,29 @@ def test_the_scheduler_looks_for_the_chunks_of_the_layers_that_its_worker_has(do
     with pytest.raises(LayoutError, match="layers have changed"):
         scheduler.set_xfer_handshake_metadata({0: other.get_handshake_metadata()})
     for half in (worker, other, scheduler):
+        half.shutdown()
+
+
+def test_the_scheduler_looks_for_what_all_ranks_of_all_stages_have(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [tuple(names(2)), tuple(names(3, start=2))]
+    of_stages: dict[str, Any] = {"stages": 2, "ranks": 2}
+    workers = []
+    for stage in range(2):
+        for rank in range(2):
+            place = sys.modules["vllm.distributed.parallel_state"]
+            monkeypatch.setattr(place, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(place, "get_pp_group", lambda stage=stage: SimpleNamespace(rank_in_group=stage))
+            name = f"process {stage} {rank}"
+            workers.append(opened(door, "WORKER", FullAttentionSpec(), name=name, layers=layers[stage], **of_stages))
+    assert [worker._rank for worker in workers] == [0, 1, 2, 3]
+    scheduler = opened(door, "SCHEDULER", FullAttentionSpec(), shake=False, layers=layers[0], **of_stages)
+    told = {(at // 2, at % 2): worker.get_handshake_metadata() for at, worker in enumerate(workers)}
+    scheduler.set_xfer_handshake_metadata_pp_aware(told)
+    (group,) = scheduler._groups
+    assert (group.layout.layers, group.names) == (5, tuple(names(5)))
+    assert group.shards() == [b"0/2:0-1", b"1/2:0-1", b"0/2:2-4", b"1/2:2-4"]
+    scheduler.set_xfer_handshake_metadata_pp_aware(told)  # 0.33 does so after each wake-up
+    for half in (*workers, scheduler):
         half.shutdown()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, Moves, MovingOptions, StoreJob
-from kvredis.adapters.vllm.held_pages import HELD_PART, HeldPages
+from kvredis.adapters.vllm.held_pages import HELD_PART, HeldPages, StoreOver
 from kvredis.adapters.vllm.kv_layout import layer_groups
 from kvredis.adapters.vllm.scheduler import Step
 from kvredis.adapters.vllm.worker import PagedWorker
@@ -66,20 +66,20 @@ def test_pages_are_held_until_each_rank_has_read_them(pool: Pool, held: HeldPage
     held.hold(5, [store("a", 3, 4, 3), store("b", 9)])
     held.hold(6, [store("a", 7)])
     assert pool.used == [3, 4, 7, 9]
-    held.read([("a", 5), ("b", 5), ("c", 5)])
+    held.over([StoreOver("a", 5), StoreOver("b", 5), StoreOver("c", 5)])
     assert pool.used == [3, 4, 7, 9]
-    held.read([("a", 5)])
+    held.over([StoreOver("a", 5)])
     assert pool.used == [7, 9]
-    held.read([("b", 5), ("a", 6), ("a", 6)])
+    held.over([StoreOver("b", 5), StoreOver("a", 6), StoreOver("a", 6)])
     assert (pool.used, len(held)) == ([], 0)
-    held.read([("b", 5)])
+    held.over([StoreOver("b", 5)])
 
 
 def test_of_a_store_that_would_hold_too_much_nothing_is_held(pool: Pool, held: HeldPages) -> None:
     most = PAGES // HELD_PART
     held.hold(1, [store("a", *range(1, most)), store("b", 50, 51), store("c", 60)])
     assert pool.used == [*range(1, most), 60]
-    held.read([("b", 1), ("a", 1)])
+    held.over([StoreOver("b", 1), StoreOver("a", 1)])
     held.hold(2, [store("b", 50, 51)])
     assert pool.used == [50, 51, 60]
 
@@ -94,7 +94,7 @@ def test_what_is_held_for_too_long_goes_back(pool: Pool) -> None:
     now[0] += 1
     held.hold(3, [])
     assert pool.used == [4]
-    held.read([("a", 1)])
+    held.over([StoreOver("a", 1)])
     assert pool.used == [4]
 
 
@@ -123,9 +123,11 @@ def test_a_worker_tells_of_each_store_once_it_reads_no_page_any_more(stores: boo
     step = Step(Moves(stores=[StoreJob("r", moves, PAGE)]), number=7)
     worker.before(step)
     jobs = worker.stores(step)
-    assert worker.results().read == [], "the forward pass comes first"
+    assert worker.results().over == [], "the forward pass comes first"
     worker.store(step, jobs)
+    worker.load(Step(number=8))  # computes nothing, and waits a moment
     assert worker.mover.settle(WAIT_S)
-    assert worker.results().read == [("r", 7)]
-    assert worker.results().read == []
+    (over,) = worker.results().over
+    assert (over.request, over.step, over.nbytes > 0, over.seconds > 0) == ("r", 7, stores, stores)
+    assert worker.results().over == []
     worker.close()

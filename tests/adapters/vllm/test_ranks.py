@@ -63,7 +63,7 @@ class Engine:
             }
             self.caches.append(tensors)
             self.workers.append(PagedWorker(backend, groups, tensors, PAGES, MovingOptions(), rank=number))
-        self.groups = agreed_groups(told[0].facts, told, len(self.stages))
+        self.groups = agreed_groups(told[0].facts, told, len(self.stages), ranks)
         self.scheduling = Scheduling(self.groups, backend, SchedulingOptions(**options))
 
     def described(self, stage: range) -> list[KVCacheGroup]:
@@ -342,5 +342,19 @@ def test_a_vllm_that_hands_over_one_stage_alone_is_told_by_how_many_workers_ther
     described = engine(parallel={"pipeline_parallel_size": 2})
     groups = groups_of(described, caches, Config(chunk_size=CHUNK), 0)
     told = Handshake(tuple(groups), engine_facts(caches, groups))
-    with pytest.raises(LayoutError, match="1 workers have told of their layers, not those of all 2 stages"):
-        agreed_groups(told.facts, {0: told}, 2)
+    for count, ranks in ((1, 1), (2, 2)):
+        with pytest.raises(
+            LayoutError, match=f"{count} workers have told .* has {2 * ranks}: this vLLM hands over one"
+        ):
+            agreed_groups(told.facts, dict.fromkeys(range(count), told), 2, ranks)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(2, 1), (1, 4)])
+def test_layers_that_all_have_windows_are_shared_too(before: int, behind: int) -> None:
+    backend = FakeBackend(100_000)
+    first = Engine(backend, before, specs=("window",))
+    first.prompt()
+    first.close()
+    second = Engine(backend, behind, specs=("window",))
+    assert second.holds(second.prompt(FOUND), FOUND)
+    second.close()

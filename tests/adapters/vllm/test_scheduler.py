@@ -10,7 +10,7 @@ from kvredis.adapters.engine.keys import chunk_keys, key_of_shard
 from kvredis.adapters.engine.layout import ChunkLayout
 from kvredis.adapters.paged.jobs import ChunkMove, StoreJob
 from kvredis.adapters.vllm.kv_layout import LayerGroup, layer_groups
-from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, Prompt, Scheduling, SchedulingOptions, Step
+from kvredis.adapters.vllm.scheduler import NO_PAGE, PLACES, PaysToStore, Prompt, Scheduling, SchedulingOptions, Step
 from kvredis.backends.base import Tier
 from tests.adapters.fake_backend import FakeBackend
 from tests.adapters.vllm.paged_specs import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec, names
@@ -41,10 +41,17 @@ def groups_of(windows: tuple[int | None, ...] = (None,), world_size: int = 1) ->
 class Engine:
     """A scheduler, what it stores into, and the least of an engine: every group's pages are numbered from 1 on."""
 
-    def __init__(self, windows: tuple[int | None, ...] = (None,), world_size: int = 1, **options: object) -> None:
+    def __init__(
+        self,
+        windows: tuple[int | None, ...] = (None,),
+        world_size: int = 1,
+        pays_to_store: PaysToStore | None = None,
+        **options: object,
+    ) -> None:
         self.groups = groups_of(windows, world_size)
         self.backend = FakeBackend(100_000)
-        self.scheduling = Scheduling(self.groups, self.backend, SchedulingOptions(**options))  # type: ignore[arg-type]
+        chosen = SchedulingOptions(**options)  # type: ignore[arg-type]
+        self.scheduling = Scheduling(self.groups, self.backend, chosen, pays_to_store=pays_to_store)
 
     def match(self, tokens: list[int], computed: int = 0, name: str = "r", attempt: int = 0) -> int | None:
         return self.scheduling.match(Prompt(name, tokens, attempt=attempt), computed)
@@ -458,10 +465,10 @@ def test_whatever_an_engine_does_no_page_is_stored_that_another_request_writes(s
         reading = {page: left - 1 for page, left in reading.items() if left > 1}
 
 
-def hybrid(state_bytes: int | None = None) -> tuple[Engine, list[StoreJob]]:
+def hybrid(state_bytes: int | None = None, pays_to_store: PaysToStore | None = None) -> tuple[Engine, list[StoreJob]]:
     """An engine of one group with KV and two recurrent ones, and what it stores of TOKENS, whose states are handed over
     in pages 500 and up behind every second chunk."""
-    engine, jobs = Engine((STATE, None, STATE), state_bytes=state_bytes), list[StoreJob]()
+    engine, jobs = Engine((STATE, None, STATE), 1, pays_to_store, state_bytes=state_bytes), list[StoreJob]()
     assert engine.match(TOKENS) == 0
     for done in range(0, len(TOKENS), 2 * CHUNK):
         count = min(2 * CHUNK, len(TOKENS) - done)
@@ -526,6 +533,23 @@ def test_states_of_a_prompt_are_bounded_and_the_last_ones_always_stored() -> Non
     for bound, ends in ((1, [14]), (3 * each, [6, 12, 14]), (10**9, [2, 4, 6, 8, 10, 12, 14])):
         _, jobs = hybrid(state_bytes=bound)
         assert [job.moves[-1].pages[0] - 500 for job in jobs if job.moves[-1].group] == ends
+
+
+def test_a_state_is_stored_where_that_takes_less_than_computing_from_the_one_before_it() -> None:
+    each = Engine((STATE, None, STATE)).groups[1].layout.chunk_bytes(1) * 2
+
+    def pays(nbytes: int, tokens: int) -> bool:
+        assert nbytes == each
+        return tokens >= 4 * CHUNK
+
+    _, jobs = hybrid(pays_to_store=pays)
+    assert [job.moves[-1].pages[0] - 500 for job in jobs if job.moves[-1].group] == [4, 8, 12, 14]
+    _, bounded = hybrid(pays_to_store=pays, state_bytes=1)
+    assert [job.moves[-1].pages[0] - 500 for job in bounded if job.moves[-1].group] == [14], (
+        "a bound is the user's word"
+    )
+    unknown, counted = hybrid(pays_to_store=lambda nbytes, tokens: None), hybrid()
+    assert unknown[1] == counted[1], "while it is unknown they take as much as the KV does"
 
 
 def test_a_page_that_another_group_of_layers_takes_is_told_of() -> None:

@@ -139,11 +139,7 @@ def given(config: Config) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("cpu_ram.yaml", "cpu_ram"),
-        ("cpu_ram.env", "cpu_ram"),
-        *((name, name) for name in OUTCOMES if "." in name),
-    ],
+    [("cpu_ram.yaml", "cpu_ram"), ("cpu_ram.env", "cpu_ram"), *((name, name) for name in OUTCOMES if "." in name)],
 )
 def test_what_lmcaches_pages_show_loads_to_exactly_these_values(name: str, expected: str) -> None:
     assert given(load(name)) == OUTCOMES[expected]

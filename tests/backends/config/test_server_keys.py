@@ -67,11 +67,7 @@ def test_a_full_file_is_read(written: Path) -> None:
     assert config.client_output_buffer_limit == f"slave {1024 * MIB} 0 0 pubsub {64 * MIB} {16 * MIB} 90"
     assert (config.enable_debug_command, config.notify_keyspace_events) == ("yes", "Ex")
     assert config.maxmemory_policy == "noeviction"
-    assert config.settings == {
-        "slowlog-max-len": "1000",
-        "latency-tracking": "no",
-        "slowlog-log-slower-than": "-1",
-    }
+    assert config.settings == {"slowlog-max-len": "1000", "latency-tracking": "no", "slowlog-log-slower-than": "-1"}
     assert (config.cluster_topology, config.cluster_node) == ("/etc/kvredis/nodes.yaml", "127.0.0.1:7000")
     assert config.origin["settings"] == f"{written}:26"
     assert config.entry_origin["settings.latency-tracking"] == f"{written}:28"

@@ -154,11 +154,7 @@ def test_none_is_no_server_and_no_directory(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "first", "others"),
-    [
-        ("file:///a/,file:///b/", "/a/", "/b/"),
-        ("/a, /b,/c", "/a", "/b, /c"),
-        ("~/kv,/b", f"{Path.home()}/kv", "/b"),
-    ],
+    [("file:///a/,file:///b/", "/a/", "/b/"), ("/a, /b,/c", "/a", "/b, /c"), ("~/kv,/b", f"{Path.home()}/kv", "/b")],
 )
 def test_of_several_directories_the_first_is_used_and_one_line_names_the_others(
     text: str, first: str, others: str

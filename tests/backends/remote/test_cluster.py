@@ -222,7 +222,9 @@ def test_a_slot_moves_to_and_fro_under_load_without_a_miss_or_a_wrong_byte(
         for thread in threads:
             thread.join()
     assert wrong == []
-    assert loaded(backend, stored) == contents(stored)
+    for first in range(0, len(stored), 500):  # a load has so long for all of its blocks, and they are as many as came
+        part = stored[first : first + 500]
+        assert loaded(backend, part) == contents(part)
     assert int(backend.stats()["redirects"]) > 0
     assert figures(backend, "refused", "dropped", "losses", "misses") == (0, 0, 0, 0)
     assert store.used_bytes == 0

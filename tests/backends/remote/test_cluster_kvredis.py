@@ -41,12 +41,14 @@ def backend_of(cluster: KvredisCluster) -> ClusterBackend:
 
 
 def calls(cluster: KvredisCluster) -> dict[str, int]:
-    """How often the nodes have run each command since CONFIG RESETSTAT, without what this asks itself."""
+    """How often the nodes have run each command since CONFIG RESETSTAT, without what this asks itself and without what
+    is learnt of the cluster, at times of its own."""
     total: dict[str, int] = {}
     for node in cluster.nodes:
         for name, row in node.ask("INFO", "commandstats").items():
             total[name.removeprefix("cmdstat_")] = total.get(name.removeprefix("cmdstat_"), 0) + row["calls"]
-    return {name: count for name, count in total.items() if not name.startswith(("info", "config", "client", "hello"))}
+    beside = ("info", "config", "client", "hello", "cluster|slots")
+    return {name: count for name, count in total.items() if not name.startswith(beside)}
 
 
 def forget_calls(cluster: KvredisCluster) -> None:

@@ -85,9 +85,7 @@ def test_a_load_that_is_interrupted_while_it_ends_gives_back_what_it_has_of_othe
     staging.close()
 
 
-def test_all_connections_together_keep_a_load_that_ends_no_longer_than_one_may(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_connections_together_keep_a_load_that_ends_no_longer_than_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     given: list[float] = []
     monkeypatch.setattr(remote_load, "time", SimpleNamespace(monotonic=lambda: now_s[0]))

@@ -97,7 +97,7 @@ class Relay:
         if self.lengths.get(number) == 0:
             client.sendall(b"$%d\r\n%b" % (MIB, bytes(MIB // 2)))
             self.halfway.set()
-            self._end.wait(WAIT_S)
+            self._end.wait()
         client.sendall(b"$%d\r\n%b\r\n" % (len(self.body(number)), self.body(number)))
         self.taken[number].set()
 
@@ -107,7 +107,7 @@ def connected(path: Path, arena_bytes: int) -> Iterator[tuple[Relay, RemoteBacke
     """A backend with two connections to a Relay; at the end nothing is held, and no thread is left."""
     relay = Relay(path / "relay.sock")
     store = Store(Arena.create(arena_bytes, HugepageMode.OFF))
-    backend = RemoteBackend(Address(path=str(path / "relay.sock")), store, connections=2, timeout_s=WAIT_S / 2)
+    backend = RemoteBackend(Address(path=str(path / "relay.sock")), store, connections=2, timeout_s=2 * WAIT_S)
     try:
         yield relay, backend, store
         assert store.reserved_bytes == store.used_bytes == 0
@@ -263,15 +263,15 @@ def test_an_interrupt_while_bodies_come_stops_all_of_them_before_their_memory_is
             signal.pthread_kill(main, signal.SIGINT)
 
         main = threading.get_ident()
-        load = backend.load(KEYS)
-        first = next(load)
-        assert first is not None
-        first.release()
-        breaker = threading.Thread(target=interrupt)
-        breaker.start()
-        with pytest.raises(KeyboardInterrupt):
-            next(load)
-        breaker.join(WAIT_S)
+        with closing(backend.load(KEYS)) as load:
+            first = next(load)
+            assert first is not None
+            first.release()
+            breaker = threading.Thread(target=interrupt)
+            breaker.start()
+            with pytest.raises(KeyboardInterrupt):
+                next(load)
+            breaker.join(WAIT_S)
         assert store.used_bytes == 0
         relay.lengths = {}
         relay.close()

@@ -256,12 +256,7 @@ def lost_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 # ---- losing the server -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("lie", [Leave(), Leave(b"+O"), b"\x00" * 20_000, b"$2\r\nhello\r\n", b"what\r\n"])
 def test_when_the_server_is_lost_all_that_waits_is_dropped_and_later_stores_arrive(
-    fake: FakeServer,
-    connect: Connect,
-    clock: Clock,
-    store: Store,
-    caplog: pytest.LogCaptureFixture,
-    lie: bytes | Leave,
+    fake: FakeServer, connect: Connect, clock: Clock, store: Store, caplog: pytest.LogCaptureFixture, lie: bytes | Leave
 ) -> None:
     spoken = threading.Event()
 

@@ -21,15 +21,6 @@ QUEUE = 8
 
 
 @pytest.fixture
-def shelf(fake: FakeServer) -> Iterator[Shelf]:
-    """What the server behind holds; it takes no SET until the test says so."""
-    fake.answer = shelf = Shelf()
-    shelf.open.clear()
-    yield shelf
-    shelf.open.set()
-
-
-@pytest.fixture
 def backend(fake: FakeServer, shelf: Shelf, clock: Clock) -> Iterator[LayeredBackend]:
     """32 blocks of near memory, of which 16 may be on their way, before the fake server."""
     with closing(open_layered(fake.url, blocks=4 * QUEUE, clock=clock)) as backend:

@@ -21,7 +21,7 @@ from kvredis.adapters.transformers.model import layout_of
 from kvredis.bench.core.errors import BenchError
 from kvredis.bench.core.shapes import shape_from_config
 from kvredis.storage.errors import LayoutError
-from tests.adapters.model_types import ALL_TYPES, tiny_of
+from tests.adapters.model_types import TINY_TYPES, tiny_of
 
 RECORDED: Final = """
 afmoe=131072 apertus=262144 arcee=163840 aria_text=262144 axk1=35136 axk2=7680 bailing_hybrid=4032 bart=24576
@@ -56,7 +56,7 @@ NOT_COUNTED: Final = {
     "a state of all tokens": "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm",
     "no K and V by token": "openai-gpt",
     "an index": "axk2 deepseek_v32 deepseek_v4 dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
-    "of another size|of several sizes": "gemma4_text gemma4_unified_text inkling_text",
+    "of another size|of several sizes": "gemma4 gemma4_text gemma4_unified gemma4_unified_text inkling_text",
     "another width": "mimo_v2_flash",
     "attend to a picture": "mllama",
 }
@@ -116,12 +116,10 @@ def test_a_size_that_the_file_leaves_out_is_what_transformers_takes_or_refused(
         found = bytes_of(tmp_path, told)
     except BenchError:
         return
-    try:
-        read = CONFIG_MAPPING[kind].from_dict(told)
-        whole = json.loads(read.to_json_string(use_diff=True))
-    except Exception as error:
-        pytest.skip(f"transformers does not read it: {error}")
-    assert found == bytes_of(tmp_path, whole)
+    whole = None
+    with contextlib.suppress(Exception):  # a class of transformers checks its keys, each in its own way
+        whole = json.loads(CONFIG_MAPPING[kind].from_dict(told).to_json_string(use_diff=True))
+    assert whole is None or found == bytes_of(tmp_path, whole)
 
 
 @pytest.mark.nightly
@@ -173,20 +171,19 @@ def test_a_tiny_model_keeps_what_its_configuration_is_read_to_say(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [kind for kind in ALL_TYPES if kind != "blt"])  # which takes 23 GB, however small
-def test_any_tiny_model_that_the_adapter_serves_keeps_what_is_read(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in TINY_TYPES if kind != "blt"])  # which takes 23 GB, however small
+def test_any_tiny_model_is_refused_by_the_adapter_or_keeps_what_is_read(tmp_path: Path, kind: str) -> None:
+    model = tiny_of(kind)
     try:
-        model = tiny_of(kind)
         layout = layout_of(model, "tiny")
     except LayoutError:
-        pytest.skip("the adapter refuses it")
-    except Exception as error:
-        pytest.skip(f"{kind} cannot be made as small as this: {error}")
-    if kind in " ".join(NOT_COUNTED.values()).split():
-        with pytest.raises(BenchError):
-            bytes_of(tmp_path, tell(model))
         return
-    assert bytes_of(tmp_path, tell(model)) == layout.bytes_per_token
+    try:
+        read = bytes_of(tmp_path, tell(model))
+    except BenchError:
+        assert kind in " ".join(NOT_COUNTED.values()).split()
+    else:
+        assert read == layout.bytes_per_token
 
 
 FALCON: Final = {

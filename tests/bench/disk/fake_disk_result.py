@@ -8,57 +8,28 @@ from kvredis.bench.disk.run import SCHEMA, DiskResult
 
 
 def rate(op: Op, *, device: float | None, loop: float | None = 1.0, mode: Mode = "direct", arm: str = "tier") -> Row:
-    return Row(
-        arm=arm,
-        mode=mode,
-        op=op,
-        threads=4,
-        block_bytes=2 * 1024**2,
-        samples=[],
-        gb_per_s=1.0,
-        cpu_s_per_gb=0.25,
-        ratio_to_device=device,
-        ratio_to_loop=loop,
-    )
+    about = {"arm": arm, "mode": mode, "op": op, "threads": 4, "block_bytes": 2 * 1024**2}
+    return Row(**about, gb_per_s=1.0, cpu_s_per_gb=0.25, ratio_to_device=device, ratio_to_loop=loop)
 
 
 def get(spilled: float | None, net: float | None = 1.0, prefetched: float | None = 1.0) -> Row:
-    return Row(
-        transport="unix",
-        size_bytes=2 * 1024**2,
-        mode="direct",
-        samples=[],
-        pread_ms=1.0,
-        spilled_ms=1.0,
-        resident_ms=1.0,
-        prefetched_ms=1.0,
-        spilled_cpu_s_per_gb=1.0,
-        resident_cpu_s_per_gb=1.0,
-        ratio_spilled=spilled,
-        ratio_spilled_net=net,
-        ratio_prefetched=prefetched,
-    )
+    ratios = {"ratio_spilled": spilled, "ratio_spilled_net": net, "ratio_prefetched": prefetched}
+    figures = [
+        "pread_ms",
+        "spilled_ms",
+        "resident_ms",
+        "prefetched_ms",
+        "spilled_cpu_s_per_gb",
+        "resident_cpu_s_per_gb",
+    ]
+    return Row(transport="unix", size_bytes=2 * 1024**2, samples=[]) | dict.fromkeys(figures, 1.0) | ratios
 
 
 def ping(server: str, ratio_p99: float | None) -> Row:
-    return Row(
-        server=server,
-        transport="tcp",
-        samples=[],
-        quiet_p50_ms=1.0,
-        quiet_p99_ms=1.0,
-        quiet_max_ms=1.0,
-        busy_p50_ms=1.0,
-        busy_p99_ms=1.0,
-        busy_max_ms=1.0,
-        set_gb_per_s=1.0,
-        server_cpu_s_per_gb=1.0,
-        counters={"spilled": 3, "spill_dropped": 2},
-        missing=2,
-        ratio_p99=ratio_p99,
-        ratio_busy_p99=1.0,
-        ratio_set=0.5,
-    )
+    figures = [f"{when}_{what}_ms" for when in ("quiet", "busy") for what in ("p50", "p99", "max")]
+    ratios = {"ratio_p99": ratio_p99, "ratio_busy_p99": 1.0, "ratio_set": 0.5, "set_gb_per_s": 1.0}
+    kept = {"counters": {"spilled": 3, "spill_dropped": 2}, "missing": 2, "server_cpu_s_per_gb": 1.0}
+    return Row(server=server, transport="tcp", samples=[]) | dict.fromkeys(figures, 1.0) | ratios | kept
 
 
 def result(

@@ -17,14 +17,13 @@ from kvredis.adapters.engine.background import Executor
 from kvredis.bench.core.compute import TINY
 from kvredis.bench.core.errors import BenchError, MissingHits, VerificationError
 from kvredis.bench.core.prompts import PromptPlan, prompts
-from kvredis.bench.core.result import Row
+from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.engine_tables.run import (
     ARMS,
     PLANS,
     SCHEMA,
     EngineTablesResult,
     Point,
-    Sample,
     TablesPlan,
     WorkerProcess,
     conclude,
@@ -282,23 +281,11 @@ def rows_of(qps: dict[tuple[str, int, float], float]) -> list[Row]:
         for repeat in range(2):
             rate = base * (repeat + 1)
             hit = 0 if arm == RECOMPUTE else 900
-            row["samples"].append(
-                Sample(
-                    repeat=repeat,
-                    qps=rate,
-                    first_ms=1e3 / rate,
-                    seconds=10 / rate,
-                    load_seconds=2 / rate if hit else 0.0,
-                    alone_load_seconds=2 / rate if hit else 0.0,
-                    alone_hit_tokens=hit,
-                    prefill_seconds=5 / rate,
-                    decode_seconds=3 / rate,
-                    drain_seconds=0.0,
-                    hit_tokens=hit,
-                    computed_tokens=1000 - hit,
-                    dropped_chunks=0,
-                )
-            )
+            seconds = {"seconds": 10, "prefill_seconds": 5, "decode_seconds": 3}
+            seconds |= dict.fromkeys(("load_seconds", "alone_load_seconds"), 2 if hit else 0)
+            sample = {"repeat": repeat, "qps": rate, "first_ms": 1e3 / rate, "drain_seconds": 0.0, "dropped_chunks": 0}
+            sample |= {name: each / rate for name, each in seconds.items()}
+            row["samples"].append(sample | {"hit_tokens": hit, "alone_hit_tokens": hit, "computed_tokens": 1000 - hit})
         rows.append(row)
     conclude(rows, bytes_per_token=1000)
     return rows
@@ -306,19 +293,7 @@ def rows_of(qps: dict[tuple[str, int, float], float]) -> list[Row]:
 
 def result_of(rows: list[Row], name: str = "hit-sweep", auto: bool = False) -> EngineTablesResult:
     plan = replace(PLANS[name](), auto=auto)
-    machine: dict[str, str | int] = {"cpu": "any", "cores": 2, "kernel": "6", "load_1min": "0.1"}
-    result = EngineTablesResult(
-        schema=SCHEMA,
-        bench=name,
-        machine=machine,
-        options=plan.options(),
-        notes=["a note"],
-        rows=rows,
-        left_out=[],
-        verified_bytes=1,
-        gate=[],
-        seconds=1.0,
-    )
+    result = EngineTablesResult(**new_result(SCHEMA, plan.options(), ["a note"]), bench=name, rows=rows, left_out=[])
     result["gate"] = gate_of(result)
     return result
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvredis.bench.core.wire import WireError
@@ -12,14 +10,6 @@ from kvredis.bench.server.latency import summarize_lookups as summarize
 from tests.bench.fake_server import FakePeer
 
 PLAN = LookupPlan(repeats=2, keys=10, run_s=0.001)
-
-
-@pytest.fixture
-def peers() -> Iterator[list[FakePeer]]:
-    peers: list[FakePeer] = []
-    yield peers
-    for peer in peers:
-        peer.join()
 
 
 def samples(*p50_us: float, cpu_us: float = 1.0) -> list[LookupSample]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,14 +14,6 @@ from tests.bench.fake_server import FakePeer
 
 SIZE = 4096
 PLAN = TransferPlan(sizes=(SIZE,), repeats=2, working_set_bytes=6 * SIZE, cell_bytes=18 * SIZE, warm_up_bytes=SIZE)
-
-
-@pytest.fixture
-def peers() -> Iterator[list[FakePeer]]:
-    peers: list[FakePeer] = []
-    yield peers
-    for peer in peers:
-        peer.join()
 
 
 @pytest.mark.parametrize("connections", [1, 4])

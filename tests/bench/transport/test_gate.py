@@ -6,7 +6,7 @@ import pytest
 
 from kvredis.bench.core.result import Row, new_result
 from kvredis.bench.core.servers import ServerFacts
-from kvredis.bench.transport.arms import STRIPED, ArmSample, OneSample
+from kvredis.bench.transport.arms import STRIPED, OneSample
 from kvredis.bench.transport.run import (
     SCHEMA,
     T0_MOST,
@@ -18,37 +18,12 @@ from kvredis.bench.transport.run import (
 )
 
 
-def sample(repeat: int, seconds: float) -> ArmSample:
-    return ArmSample(
-        repeat=repeat,
-        seconds=seconds,
-        gb_per_s=1 / seconds,
-        peer_cpu_ms_per_gb=1.0,
-        client_cpu_ms_per_gb=1.0,
-        verified_bytes=1,
-    )
-
-
 def arm(transport: str, name: str, ratio: float | None, seconds: tuple[float, ...] = (1.0, 1.0, 1.0)) -> Row:
-    return Row(
-        shape="7b",
-        block_bytes=917504,
-        blocks=512,
-        transport=transport,
-        arm=name,
-        op="read",
-        samples=[sample(repeat, each) for repeat, each in enumerate(seconds)],
-        seconds=1.0,
-        gb_per_s=1.0,
-        gb_per_s_min=1.0,
-        gb_per_s_max=1.0,
-        ratio_t0=ratio,
-        ratio_t0_min=ratio,
-        ratio_t0_max=ratio,
-        peer_cpu_ms_per_gb=1.0,
-        client_cpu_ms_per_gb=1.0,
-        ahead=None,
-    )
+    samples = [{"repeat": repeat, "seconds": each} for repeat, each in enumerate(seconds)]
+    figures = ("seconds", "gb_per_s", "gb_per_s_min", "gb_per_s_max", "peer_cpu_ms_per_gb", "client_cpu_ms_per_gb")
+    ratios = dict.fromkeys(("ratio_t0", "ratio_t0_min", "ratio_t0_max"), ratio)
+    about = {"shape": "7b", "block_bytes": 917504, "blocks": 512, "transport": transport, "arm": name, "ahead": None}
+    return Row(**about, samples=samples, **dict.fromkeys(figures, 1.0), **ratios)
 
 
 def one(what: str, *p50_us: float) -> Row:
@@ -106,7 +81,7 @@ def test_four_connections_are_judged_by_pyzmqs_stream_alone(empty: TransportResu
         1.5,
         True,
     )
-    empty["arms"][0]["samples"] = [sample(repeat, 1.01) for repeat in range(3)]
+    empty["arms"][0]["samples"] = [{"repeat": repeat, "seconds": 1.01} for repeat in range(3)]
     set_ahead(empty["arms"])
     (row,) = transport_gate(empty)
     assert not row["passed"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -36,20 +35,7 @@ from tests.bench.fake_server import FakePeer
 
 SIZE, COUNT = 64 * 1024, 16
 TINY = ModelShape("tiny", layers=8, kv_heads=2, head_dim=64)
-SHORT = TransportPlan(
-    shapes=[TINY],
-    blocks=COUNT,
-    repeats=1,
-    one=OnePlan(calls=5),
-)
-
-
-@pytest.fixture
-def peers() -> Iterator[list[FakePeer]]:
-    peers: list[FakePeer] = []
-    yield peers
-    for peer in peers:
-        peer.join()
+SHORT = TransportPlan(shapes=[TINY], blocks=COUNT, repeats=1, one=OnePlan(calls=5))
 
 
 def test_a_turn_writes_every_place_once_and_is_drawn_alike_every_time() -> None:

@@ -104,8 +104,7 @@ def test_a_line_of_the_gate_that_is_missed_is_an_error_only_when_asked(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("--parts", "rates,lies"), ("--threads", "0"), ("--transport", "pigeon"), ("--repeats", "0")],
+    "arguments", [("--parts", "rates,lies"), ("--threads", "0"), ("--transport", "pigeon"), ("--repeats", "0")]
 )
 def test_a_word_that_means_nothing_is_a_usage_error(arguments: tuple[str, ...]) -> None:
     assert call("disk", *arguments).exit_code == 2

@@ -314,6 +314,9 @@ def test_a_reader_that_has_enough_ends_it_quietly(address: str) -> None:
     ("key", "kind", "model", "rank", "root"),
     [
         ("kvredis:org/m@0123456789abcdef@{3@aabbccddeeff0011}aabbccdd", CHUNKS, "org/m", "rank 3", "aabbccddeeff0011"),
+        ("kvredis:m@0123456789abcdef@{1/4@aabbccdd}aa", CHUNKS, "m", "rank 1 of 4", "aabbccdd"),
+        ("kvredis:m@0123456789abcdef@{0:8-15@aabbccdd}aa", CHUNKS, "m", "rank 0, layers 8-15", "aabbccdd"),
+        ("kvredis:m@0123456789abcdef@{1/2:8-15@aa}aa", CHUNKS, "m", "rank 1 of 2, layers 8-15", "aa"),
         ("kvredis:m@0123456789abcdef:page-7", PAGES, "m", "", ""),
         (LMCACHE_KEYS[1], LMCACHE, "Mistral-7B", "worker 1 of 2", ""),
         (f"{LMCACHE_KEYS[0]}metadata", LMCACHE, "Mistral-7B", "worker 0 of 2", ""),

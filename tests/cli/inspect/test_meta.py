@@ -113,11 +113,7 @@ def test_every_dtype_is_read_as_torch_reads_it(dtype: str) -> None:
     values = torch.frombuffer(bytearray(raw), dtype=TORCH[dtype]).to(torch.float64)
     finite = values[values.isfinite()]
     found = stats_of(memoryview(raw), Tensor("t", dtype, (len(values),), 0, len(raw)))
-    assert (found.count, found.nan, found.inf) == (
-        len(values),
-        int(values.isnan().sum()),
-        int(values.isinf().sum()),
-    )
+    assert (found.count, found.nan, found.inf) == (len(values), int(values.isnan().sum()), int(values.isinf().sum()))
     assert (found.minimum, found.maximum) == (float(finite.min()), float(finite.max()))
     assert found.zeros == int((finite == 0).sum())
     assert sum(found.bins) == len(finite)

@@ -76,6 +76,8 @@ MODELS |= {  # most layers recurrent
         "block_auto_adjust_ff_dim": False,
     },
 }  # fmt: skip
+MODELS["wide"] = MODELS["llama"] | {"num_key_value_heads": 4}
+MODELS["latent"] = MODELS["deepseek"] | {"num_attention_heads": 16, "num_key_value_heads": 16}
 STRETCHED = {"type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1 + at / 4 for at in range(32)]}
 MODELS["phi"] = MODELS["llama"] | {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 MODELS["phi"] |= {"rope_scaling": STRETCHED, "original_max_position_embeddings": 1024}
@@ -90,8 +92,8 @@ class Program:
         self._subscriber: Any = None
 
     def open(self, model: str, variables: dict[str, str], connector: Answer | None, engine: Answer) -> Answer:
-        """Open an engine, and say what its connector has made of the model, and vLLM: the tokens of a block, and of
-        all recurrent layers the elements and the bytes of a state."""
+        """Open an engine, and say what its connector has made of the model, and vLLM: how many groups of layers it
+        has, the tokens of a block, and of all recurrent layers the elements and the bytes of a state."""
         self.close()
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -110,7 +112,11 @@ class Program:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         with uncollected():
             folder = str(saved(model))
-            self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
+            try:
+                self._llm = LLM(model=folder, enforce_eager=True, seed=7, disable_log_stats=False, **options)
+            except BaseException:
+                clean_up()
+                raise
         rest_in_between()
         self._llm.collective_rpc(rest_in_between)
         if options.get("pipeline_parallel_size", 1) > 1:
@@ -119,9 +125,9 @@ class Program:
         return {"folder": folder, "groups": groups} | self._made_of_the_model()
 
     def _made_of_the_model(self) -> Answer:
-        manager = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        found: Answer = {"block_tokens": 1, "state_elements": 0, "state_bytes": 0}
-        for group in manager.kv_cache_config.kv_cache_groups:
+        groups = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        found: Answer = {"kv_groups": len(groups), "block_tokens": 1, "state_elements": 0, "state_bytes": 0}
+        for group in groups:
             spec = group.kv_cache_spec
             found["block_tokens"] = math.lcm(found["block_tokens"], spec.block_size)
             for shape, dtype in zip(getattr(spec, "shapes", ()), getattr(spec, "dtypes", ()), strict=True):
@@ -323,11 +329,9 @@ class Program:
     def close(self) -> Answer:
         """Close the engine."""
         if self._llm is not None:
-            from vllm.distributed import cleanup_dist_env_and_memory
-
             with uncollected():
                 self._llm.llm_engine.engine_core.shutdown()
-                cleanup_dist_env_and_memory()
+                clean_up()
             self._llm = None
             gc.collect()
         return {}
@@ -341,6 +345,15 @@ def uncollected() -> AbstractContextManager[Any]:
     """While an engine opens or closes. vLLM looks for garbage eight times then, each time among all that it has
     imported: 2.8 s of the 4.5 in which one engine takes another's place. Who closes an engine looks once."""
     return mock.patch.object(gc, "collect")
+
+
+def clean_up() -> None:
+    """Let go of what an engine leaves in its process, so that the next one makes its own."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
 
 
 def rest_in_between(worker: Any = None) -> None:

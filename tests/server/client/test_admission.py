@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvredis.server.client.admission import (
-    UNREAD_BYTES_FULL,
-    UNREAD_BYTES_MIN,
-    segments_received,
-    unread_bytes,
-)
+from kvredis.server.client.admission import UNREAD_BYTES_FULL, UNREAD_BYTES_MIN, segments_received, unread_bytes
 from tests.server.feed import request
 from tests.server.live import MIB, OOM, Client, LiveServer, pattern, until
 

@@ -11,15 +11,6 @@ def other(server: Server) -> FakeSession:
     return FakeSession(server, 2)
 
 
-def test_a_name_is_one_plain_word(session: FakeSession) -> None:
-    assert session.ask("CLIENT GETNAME") == b"$-1\r\n"
-    assert session.ask([b"CLIENT", b"SETNAME", b"a b"]).startswith(b"-ERR Client names cannot contain spaces")
-    assert session.ask("CLIENT SETNAME me") == b"+OK\r\n"
-    assert session.ask("CLIENT GETNAME") == b"$2\r\nme\r\n"
-    assert session.ask([b"CLIENT", b"SETNAME", b""]) == b"+OK\r\n"
-    assert session.ask("CLIENT GETNAME") == b"$-1\r\n"
-
-
 def test_a_library_introduces_itself_in_plain_words(session: FakeSession) -> None:
     assert session.ask("CLIENT SETINFO lib-NAME redis-py(x)") == b"+OK\r\n"
     assert session.ask("CLIENT SETINFO LIB-VER 8.1.0") == b"+OK\r\n"

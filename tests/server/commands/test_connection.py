@@ -15,40 +15,9 @@ def guarded() -> Iterator[FakeSession]:
     server.store.close()
 
 
-def test_ping_and_echo_give_the_words_back(session: FakeSession) -> None:
-    assert session.ask("PING") == b"+PONG\r\n"
-    assert session.ask([b"PING", b"\0\r\n"]) == b"$3\r\n\0\r\n\r\n"
-    assert session.ask("ECHO hello") == b"$5\r\nhello\r\n"
-
-
 def test_quit_asks_the_session_to_hang_up_after_the_reply(session: FakeSession) -> None:
     assert session.ask("QUIT") == b"+OK\r\n"
     assert session.close_after_reply
-
-
-def test_select_moves_only_to_a_database_that_exists(session: FakeSession) -> None:
-    assert session.ask("SELECT 15") == b"+OK\r\n"
-    assert session.ask("SELECT 16") == b"-ERR DB index is out of range\r\n"
-    assert session.space == 15
-
-
-def test_hello_changes_the_protocol_of_its_own_reply(session: FakeSession) -> None:
-    assert session.ask("HELLO 3").startswith(b"%7\r\n")
-    assert session.nil == b"_\r\n"
-    assert session.ask("HELLO").startswith(b"%7\r\n")
-    assert session.ask("HELLO 2").startswith(b"*14\r\n")
-    assert session.nil == b"$-1\r\n"
-
-
-def test_a_hello_that_fails_changes_nothing(session: FakeSession) -> None:
-    assert session.ask("HELLO 3 SETNAME me BOO") == b"-ERR Syntax error in HELLO option 'BOO'\r\n"
-    assert session.ask("HELLO 3 SETNAME me AUTH nobody x").startswith(b"-WRONGPASS")
-    assert (session.resp, session.name) == (2, b"")
-
-
-def test_without_a_password_auth_with_one_argument_is_a_mistake(session: FakeSession) -> None:
-    assert session.ask("AUTH x").startswith(b"-ERR AUTH <password> called without any password configured")
-    assert session.ask("AUTH default anything") == b"+OK\r\n"
 
 
 def test_a_login_needs_the_password_and_the_default_user(guarded: FakeSession) -> None:

@@ -111,15 +111,3 @@ def test_a_time_that_cannot_be_gives_the_payload_back(session: FakeSession, name
     assert session.store.live_bytes == session.store.reserved_bytes == 0
     assert run(session, name, b"k", b"100", received(session, b"k", b"x" * LARGE)) == b"+OK\r\n"
     assert session.ask("STRLEN k") == b":%d\r\n" % LARGE
-
-
-def test_lt_and_gt_count_a_key_without_an_end_as_endless(session: FakeSession) -> None:
-    session.ask("SET k v")
-    assert session.ask("PEXPIREAT k 1700000050000 GT") == b":0\r\n"
-    assert session.ask("PEXPIREAT k 1700000050000 XX") == b":0\r\n"
-    assert session.ask("PEXPIREAT k 1700000050000 LT") == b":1\r\n"
-    assert session.ask("PEXPIREAT k 1700000050000 GT") == b":0\r\n"
-    assert session.ask("EXPIREAT k 1700000060 XX GT") == b":1\r\n"
-    assert session.ask("EXPIREAT k 1 NX") == b":0\r\n"
-    assert session.ask("EXPIREAT k 1 LT") == b":1\r\n"
-    assert session.ask("EXISTS k") == b":0\r\n"

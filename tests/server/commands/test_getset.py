@@ -3,7 +3,7 @@
 import pytest
 
 from tests.server.fake_session import ARENA_BYTES, FakeSession
-from tests.server.handlers import LARGE, OOM, bulk, received, run
+from tests.server.handlers import LARGE, OOM, received, run
 from tests.server.live import LiveServer, pattern
 
 VALUE = b"v" * LARGE
@@ -32,27 +32,6 @@ def test_several_values_find_room_or_none_of_them_is_set(session: FakeSession) -
     half = b"x" * (ARENA_BYTES // 2)
     assert session.ask([b"MSETNX", b"a", half, b"b", half]) == OOM
     assert session.ask("DBSIZE") == b":0\r\n"
-
-
-def test_the_old_value_is_answered_and_the_new_one_is_there(session: FakeSession) -> None:
-    session.ask([b"SET", b"k", VALUE, b"EX", b"100"])
-    assert session.ask("GETSET k new") == bulk(VALUE)
-    assert session.ask("TTL k") == b":-1\r\n"
-    assert session.ask("GETDEL k") == bulk(b"new")
-    assert session.ask("GETDEL k") == b"$-1\r\n"
-
-
-def test_getex_changes_the_end_only_of_a_value_that_it_returns(session: FakeSession) -> None:
-    assert session.ask("GETEX k EX x") == b"$-1\r\n"
-    session.ask([b"SET", b"k", VALUE])
-    assert session.ask("GETEX k EX x") == b"-ERR value is not an integer or out of range\r\n"
-    assert session.ask("GETEX k EX 0") == b"-ERR invalid expire time in 'getex' command\r\n"
-    assert session.ask("GETEX k PERSIST EX 5") == b"-ERR syntax error\r\n"
-    assert session.ask("TTL k") == b":-1\r\n"
-    assert session.ask("GETEX k EX 100") == bulk(VALUE)
-    assert session.ask("TTL k") == b":100\r\n"
-    assert session.ask("GETEX k PXAT 1") == bulk(VALUE)
-    assert session.ask("EXISTS k") == b":0\r\n"
 
 
 @pytest.mark.parametrize("line", [("GETDEL", "k"), ("GETSET", "k", "new"), ("GETEX", "k", "PXAT", "1")])

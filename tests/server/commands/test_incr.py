@@ -5,61 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from kvredis.server.commands.compat.long_double import TEXT_BYTES_MAX, add, parse, printed, rounded
+from kvredis.server.commands.compat.long_double import TEXT_BYTES_MAX, parse, rounded
 from tests.server.fake_session import FakeSession
-
-NOT_AN_INTEGER = b"-ERR value is not an integer or out of range\r\n"
-OVERFLOW = b"-ERR increment or decrement would overflow\r\n"
-
-
-def test_a_counter_begins_at_nothing_and_keeps_its_end(session: FakeSession) -> None:
-    assert session.ask("INCR k") == b":1\r\n"
-    session.ask("EXPIRE k 1000")
-    assert session.ask("INCRBY k 41") == b":42\r\n"
-    assert session.ask("DECRBY k 50") == b":-8\r\n"
-    assert session.ask("INCRBYFLOAT k 0.5") == b"$4\r\n-7.5\r\n"
-    assert session.ask("TTL k") == b":1000\r\n"
-
-
-def test_a_sum_beyond_64_bits_is_refused_and_changes_nothing(session: FakeSession) -> None:
-    session.ask("SET high 9223372036854775807")
-    session.ask("SET low -9223372036854775808")
-    assert session.ask("INCR high") == session.ask("DECR low") == OVERFLOW
-    assert session.ask("DECRBY low 1") == session.ask("INCRBY high 9223372036854775807") == OVERFLOW
-    assert session.ask("DECRBY high -9223372036854775808") == b"-ERR decrement would overflow\r\n"
-    assert session.ask("MGET high low") == b"*2\r\n$19\r\n9223372036854775807\r\n$20\r\n-9223372036854775808\r\n"
-
-
-@pytest.mark.parametrize("value", [b"", b"x", b" 1", b"1 ", b"01", b"+1", b"-0", b"1.0", b"9" * 20, b"1" * 100_000])
-def test_what_is_no_integer_is_left_alone(session: FakeSession, value: bytes) -> None:
-    session.ask([b"SET", b"k", value])
-    assert session.ask("INCR k") == NOT_AN_INTEGER
-    assert session.ask("STRLEN k") == b":%d\r\n" % len(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "amount", "total"),
-    [
-        (b"10.5", b"0.1", b"10.6"),
-        (b"3.0e3", b"0", b"3000"),
-        (b"5.0e3", b"2.0e2", b"5200"),
-        (b"0.1", b"0.2", b"0.3"),
-        (b"1", b"-1", b"0"),
-        (b"-0", b"-0", b"0"),
-        (b"-1e-30", b"0", b"0"),
-        (b"1e-17", b"0", b"0.00000000000000001"),
-        (b"9223372036854775807", b"1", b"9223372036854775808"),
-        (b"18446744073709551616", b"1", b"18446744073709551616"),
-        (b"0x10", b"0x.8", b"16.5"),
-    ],
-)
-def test_decimal_sums_are_printed_as_people_write_them(value: bytes, amount: bytes, total: bytes) -> None:
-    first, second = parse(value), parse(amount)
-    assert first is not None
-    assert second is not None
-    result = add(first, second)
-    assert result is not None
-    assert printed(result) == total
 
 
 @pytest.mark.parametrize(
@@ -70,15 +17,6 @@ def test_decimal_sums_are_printed_as_people_write_them(value: bytes, amount: byt
 )  # fmt: skip
 def test_what_is_no_number_to_redis_is_none_here(text: bytes) -> None:
     assert parse(text) is None
-
-
-def test_infinity_is_a_number_that_no_sum_may_become(session: FakeSession) -> None:
-    infinite = b"-ERR increment would produce NaN or Infinity\r\n"
-    assert session.ask("INCRBYFLOAT k inf") == infinite
-    session.ask("SET k 1e4932")
-    assert session.ask("INCRBYFLOAT k 1e4932") == infinite
-    assert session.ask("INCRBYFLOAT k x") == b"-ERR value is not a valid float\r\n"
-    assert session.ask("GET k") == b"$6\r\n1e4932\r\n"
 
 
 def test_rounding_keeps_64_bits_and_takes_ties_to_even() -> None:

@@ -35,26 +35,6 @@ def test_touch_counts_as_use_and_its_first_key_is_kept_longest(session: FakeSess
     assert left == [["a", "b", "d"], ["a", "b"], ["a"]]
 
 
-def test_an_end_is_set_only_under_its_condition(session: FakeSession) -> None:
-    session.ask("SET k v")
-    assert session.ask("EXPIRE k 100 XX") == b":0\r\n"
-    assert session.ask("EXPIRE k 100 GT") == b":0\r\n"
-    assert session.ask("EXPIRE k 100 LT") == b":1\r\n"
-    assert session.ask("EXPIRE k 200 NX") == b":0\r\n"
-    assert session.ask("EXPIRE k 50 GT") == b":0\r\n"
-    assert session.ask("EXPIRE k 200 XX GT") == b":1\r\n"
-    assert session.ask("TTL k") == b":200\r\n"
-    assert session.ask("EXPIRE k 300 lt") == b":0\r\n"
-
-
-def test_an_end_in_the_past_deletes(session: FakeSession) -> None:
-    for amount in ("0", "-1", "-9223372036854775"):
-        session.ask("SET k v")
-        assert session.ask(f"EXPIRE k {amount}") == b":1\r\n"
-        assert session.ask("EXISTS k") == b":0\r\n"
-    assert session.ask("EXPIRE k -1") == b":0\r\n"
-
-
 def test_an_expired_block_is_gone_for_every_command(session: FakeSession) -> None:
     session.ask("SET k v PX 1")
     end = time.monotonic() + 5
@@ -65,17 +45,6 @@ def test_an_expired_block_is_gone_for_every_command(session: FakeSession) -> Non
         "RANDOMKEY": b"$-1\r\n",
     }.items():  # fmt: skip
         assert session.ask(line) == reply
-
-
-def test_flushing_one_database_leaves_the_others(session: FakeSession) -> None:
-    session.ask("SET a 1")
-    session.ask("SELECT 1")
-    session.ask("SET b 1")
-    assert session.ask("FLUSHDB") == b"+OK\r\n"
-    session.ask("SELECT 0")
-    assert session.ask("DBSIZE") == b":1\r\n"
-    assert session.ask("FLUSHALL async") == b"+OK\r\n"
-    assert session.ask("DBSIZE") == b":0\r\n"
 
 
 def test_memory_usage_is_at_least_what_the_value_takes(session: FakeSession) -> None:
@@ -114,16 +83,6 @@ def test_a_copy_has_bytes_of_its_own(session: FakeSession) -> None:
     assert session.ask("COPY k m") == OOM
     assert session.ask("GETRANGE k 0 2") == b"$3\r\nxxx\r\n"
     assert session.ask("EXISTS m") == b":0\r\n"
-
-
-def test_clients_of_an_exchanged_database_see_the_other_one(session: FakeSession) -> None:
-    session.ask("SET k zero")
-    session.ask("SELECT 1")
-    session.ask("SET k one")
-    session.ask("SWAPDB 1 0")
-    assert session.ask("GET k") == b"$4\r\nzero\r\n"
-    session.ask("SELECT 0")
-    assert session.ask("GET k") == b"$3\r\none\r\n"
 
 
 def test_a_scan_finds_every_key_of_a_database_that_is_renamed_into(session: FakeSession) -> None:

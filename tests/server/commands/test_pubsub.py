@@ -18,56 +18,10 @@ def other(server: Server) -> FakeSession:
     return FakeSession(server, 2)
 
 
-def test_subscribing_is_confirmed_for_each_name_with_the_count_so_far(session: FakeSession) -> None:
-    assert session.ask("SUBSCRIBE a b a") == (
-        b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"
-        b"*3\r\n$9\r\nsubscribe\r\n$1\r\nb\r\n:2\r\n"
-        b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:2\r\n"
-    )
-    assert session.ask("psubscribe x*") == b"*3\r\n$10\r\npsubscribe\r\n$2\r\nx*\r\n:3\r\n"
-    assert session.ask("SSUBSCRIBE s") == b"*3\r\n$10\r\nssubscribe\r\n$1\r\ns\r\n:1\r\n"
-    assert session.subscriptions == 4
-
-
-def test_confirmations_are_pushes_in_resp3(session: FakeSession) -> None:
-    session.speak(3)
-    assert session.ask("SUBSCRIBE a") == b">3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"
-    assert session.ask("UNSUBSCRIBE") == b">3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:0\r\n"
-    assert session.ask("UNSUBSCRIBE") == b">3\r\n$11\r\nunsubscribe\r\n_\r\n:0\r\n"
-
-
-@pytest.mark.parametrize("name", ["UNSUBSCRIBE", "PUNSUBSCRIBE", "SUNSUBSCRIBE"])
-def test_unsubscribing_from_nothing_is_answered_all_the_same(session: FakeSession, name: str) -> None:
-    word = name.lower().encode()
-    assert session.ask(name) == b"*3\r\n$%d\r\n%b\r\n$-1\r\n:0\r\n" % (len(word), word)
-    assert session.ask(f"{name} x") == b"*3\r\n$%d\r\n%b\r\n$1\r\nx\r\n:0\r\n" % (len(word), word)
-
-
-def test_unsubscribing_without_names_takes_all_of_its_kind_and_no_other(session: FakeSession) -> None:
-    session.ask("SUBSCRIBE a b")
-    session.ask("PSUBSCRIBE p")
-    session.ask("SSUBSCRIBE s")
-    assert session.ask("UNSUBSCRIBE") == (
-        b"*3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:2\r\n*3\r\n$11\r\nunsubscribe\r\n$1\r\nb\r\n:1\r\n"
-    )
-    assert session.ask("PUNSUBSCRIBE").endswith(b"$1\r\np\r\n:0\r\n")
-    assert session.subscriptions == 1
-    assert session.ask("SUNSUBSCRIBE").endswith(b"$1\r\ns\r\n:0\r\n")
-    assert session.subscriptions == 0
-
-
 def test_confirmations_are_messages_that_client_reply_off_does_not_silence(session: FakeSession) -> None:
     session.reply_mode = "off"
     assert session.ask("SUBSCRIBE a") == b""
     assert session.pushed == [b"*3\r\n$9\r\nsubscribe\r\n$1\r\na\r\n:1\r\n"]
-
-
-def test_a_client_that_listens_twice_gets_both(session: FakeSession, other: FakeSession) -> None:
-    session.ask("SUBSCRIBE news")
-    session.ask("PSUBSCRIBE n?ws")
-    assert other.ask("PUBLISH news hi") == b":2\r\n"
-    assert session.pushed == [message("message", "news", "hi"), message("pmessage", "n?ws", "news", "hi")]
-    assert other.pushed == []
 
 
 def test_each_subscriber_gets_a_message_in_its_own_protocol(session: FakeSession, other: FakeSession) -> None:
@@ -77,31 +31,6 @@ def test_each_subscriber_gets_a_message_in_its_own_protocol(session: FakeSession
     assert other.ask("PUBLISH c m") == b":2\r\n"
     assert session.pushed == [message("message", "c", "m")]
     assert other.pushed == [message("message", "c", "m", resp=3)]
-
-
-def test_shard_channels_are_a_world_of_their_own(session: FakeSession, other: FakeSession) -> None:
-    session.ask("SSUBSCRIBE c")
-    session.ask("PSUBSCRIBE *")
-    assert other.ask("SPUBLISH c m") == b":1\r\n"
-    assert session.pushed == [message("smessage", "c", "m")]
-    assert other.ask("PUBLISH c m") == b":1\r\n"
-    assert session.pushed[1:] == [message("pmessage", "*", "c", "m")]
-
-
-def test_a_message_is_any_bytes(session: FakeSession) -> None:
-    session.ask([b"SUBSCRIBE", b"\0\r\n"])
-    assert session.ask([b"PUBLISH", b"\0\r\n", b"\xff\r\n"]) == b":1\r\n"
-    assert session.pushed == [b"*3\r\n$7\r\nmessage\r\n$3\r\n\0\r\n\r\n$3\r\n\xff\r\n\r\n"]
-
-
-def test_no_client_is_sent_what_it_does_not_listen_to(session: FakeSession, other: FakeSession) -> None:
-    session.ask("SUBSCRIBE a")
-    session.ask("PSUBSCRIBE b*")
-    session.ask("UNSUBSCRIBE a")
-    session.ask("PUNSUBSCRIBE b*")
-    assert other.ask("PUBLISH a m") == b":0\r\n"
-    assert other.ask("PUBLISH bb m") == b":0\r\n"
-    assert session.pushed == []
 
 
 def test_a_client_that_has_gone_leaves_no_trace(server: Server, session: FakeSession, other: FakeSession) -> None:

@@ -128,16 +128,7 @@ load_families()
 OURS = (
     {"kv.attach", "kv.fill", "kv.lane", "kv.lease", "kv.lend", "kv.put", "kv.release", "kv.revoke"}
     | {"kv.abort", "kv.commit", "kv.reserve", "kv.splice", "kv.write"}
-    | {
-        "kv.expect",
-        "kv.job",
-        "kv.match",
-        "kv.meta",
-        "kv.prefetch",
-        "kv.scan",
-        "kv.tiers",
-        "prefetch",
-    }
+    | {"kv.expect", "kv.job", "kv.match", "kv.meta", "kv.prefetch", "kv.scan", "kv.tiers", "prefetch"}
 )
 
 
@@ -317,8 +308,7 @@ def test_getkeys_finds_the_keys_where_redis_does(found: Command, session: FakeSe
 
 
 @pytest.mark.parametrize(
-    "name",
-    sorted(name for name, found in IMPLEMENTED.items() if not (has_keys(found) or found.subcommands)),
+    "name", sorted(name for name, found in IMPLEMENTED.items() if not (has_keys(found) or found.subcommands))
 )
 def test_getkeys_refuses_a_command_without_keys(name: str, session: FakeSession) -> None:
     line = " ".join(line_of(IMPLEMENTED[name]))

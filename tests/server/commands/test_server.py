@@ -20,33 +20,17 @@ def test_time_is_unix_time_in_seconds_and_microseconds(session: FakeSession) -> 
 @pytest.mark.parametrize(
     ("line", "reply"),
     [
-        ("ROLE", b"*3\r\n$6\r\nmaster\r\n:0\r\n*0\r\n"),
-        ("SAVE", b"+OK\r\n"),
         ("BGSAVE", b"+Background saving started\r\n"),
         ("BGSAVE schedule", b"+Background saving started\r\n"),
-        ("BGSAVE now", b"-ERR syntax error\r\n"),
         ("BGREWRITEAOF", b"+Background append only file rewriting started\r\n"),
-        ("REPLICAOF NO ONE", b"+OK\r\n"),
-        ("slaveof no one", b"+OK\r\n"),
-        ("REPLICAOF host 70000", b"-ERR Invalid master port\r\n"),
         ("REPLICAOF host 6379", b"-ERR kvredis does not replicate: REPLICAOF takes NO ONE only\r\n"),
-        ("MODULE LIST", b"*0\r\n"),
-        ("WAIT 0 0", b":0\r\n"),
-        ("WAIT -1 0", b":0\r\n"),
-        ("WAIT x 0", b"-ERR value is not an integer or out of range\r\n"),
         ("WAIT 1 x", b"-ERR timeout is not an integer or out of range\r\n"),
-        ("WAIT 1 -1", b"-ERR timeout is negative\r\n"),
         ("WAIT 1 9223372036854775807", b"-ERR timeout is out of range\r\n"),
         ("WAITAOF 0 0 0", b"*2\r\n:0\r\n:0\r\n"),
         ("WAITAOF 1 0 0", b"-ERR WAITAOF cannot be used when numlocal is set but appendonly is disabled.\r\n"),
         ("WAITAOF 2 0 0", b"-ERR value is out of range, must be between 0 and 1\r\n"),
         ("WAITAOF 0 -1 0", b"-ERR value is out of range, must be positive\r\n"),
         ("WAITAOF 0 1 -1", b"-ERR timeout is negative\r\n"),
-        ("SHUTDOWN ABORT", b"-ERR No shutdown in progress.\r\n"),
-        ("SHUTDOWN SAVE NOSAVE", b"-ERR syntax error\r\n"),
-        ("SHUTDOWN NOW ABORT", b"-ERR syntax error\r\n"),
-        ("SHUTDOWN later", b"-ERR syntax error\r\n"),
-        ("LOLWUT VERSION x", b"-ERR value is not an integer or out of range\r\n"),
         ("LOLWUT", b"$17\r\nRedis ver. 7.4.0\n\r\n"),
     ],
 )
@@ -72,11 +56,6 @@ def test_every_cluster_command_is_refused_and_an_unknown_one_is_unknown(session:
         assert session.ask(name) == DISABLED
     assert session.ask("CLUSTER FOO") == b"-ERR unknown subcommand 'FOO'. Try CLUSTER HELP.\r\n"
     assert session.ask("SENTINEL MASTERS").startswith(b"-ERR unknown command 'SENTINEL'")
-
-
-def test_modules_cannot_be_loaded(session: FakeSession) -> None:
-    for line in ("MODULE LOAD x", "MODULE UNLOAD x", "MODULE LOADEX x y"):
-        assert session.ask(line).startswith(b"-ERR MODULE command not allowed.")
 
 
 async def test_wait_answers_when_its_time_is_up_and_nothing_overtakes_it(loop: str, live: LiveServer) -> None:

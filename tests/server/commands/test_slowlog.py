@@ -49,8 +49,7 @@ def test_ten_are_shown_unless_more_are_asked_for(session: FakeSession) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold_us", "took_ns", "kept"),
-    [(10, 9_999, 0), (10, 10_000, 1), (0, 0, 1), (-1, 10**15, 0)],
+    ("threshold_us", "took_ns", "kept"), [(10, 9_999, 0), (10, 10_000, 1), (0, 0, 1), (-1, 10**15, 0)]
 )
 def test_only_what_reaches_the_threshold_is_kept(
     threshold_us: int, took_ns: int, kept: int, session: FakeSession
@@ -89,20 +88,6 @@ def test_long_arguments_and_long_commands_are_cut_as_redis_cuts_them() -> None:
 def test_secrets_are_never_kept(line: str, kept: str) -> None:
     shown = kept_args(line.encode().split())
     assert b" ".join(shown).decode() == kept.replace("*", "(redacted)")
-
-
-@pytest.mark.parametrize(
-    ("line", "reply"),
-    [
-        ("SLOWLOG GET x", b"-ERR count should be greater than or equal to -1\r\n"),
-        ("SLOWLOG GET -2", b"-ERR count should be greater than or equal to -1\r\n"),
-        ("SLOWLOG GET 1 2", b"-ERR unknown subcommand or wrong number of arguments for 'GET'. Try SLOWLOG HELP.\r\n"),
-        ("SLOWLOG LEN x", b"-ERR wrong number of arguments for 'slowlog|len' command\r\n"),
-        ("SLOWLOG FOO", b"-ERR unknown subcommand 'FOO'. Try SLOWLOG HELP.\r\n"),
-    ],
-)
-def test_what_is_asked_wrongly_is_answered_as_redis_does(line: str, reply: bytes, session: FakeSession) -> None:
-    assert session.ask(line) == reply
 
 
 async def test_with_a_threshold_of_zero_every_command_of_a_client_is_kept(loop: str, live: LiveServer) -> None:

@@ -32,14 +32,6 @@ def test_a_value_is_read_as_it_was_written(session: FakeSession, length: int) ->
     assert session.ask("MGET k none k") == b"*3\r\n%b$-1\r\n%b" % ((b"$%d\r\n%b\r\n" % (length, value),) * 2)
 
 
-def test_nil_is_spoken_in_the_clients_protocol(session: FakeSession) -> None:
-    assert session.ask("GET none") == b"$-1\r\n"
-    session.speak(3)
-    assert session.ask("GET none") == b"_\r\n"
-    assert session.ask("MGET none") == b"*1\r\n_\r\n"
-    assert session.ask("SET none x XX") == b"_\r\n"
-
-
 def test_large_values_are_lent_not_copied(session: FakeSession) -> None:
     session.ask([b"SET", b"k", b"x" * LARGE])
     reply = get(cast(Session, session), [b"GET", b"k"])
@@ -103,16 +95,6 @@ def test_set_get_answers_the_old_value_and_holds_it_until_sent(session: FakeSess
     assert session.ask("SET other v XX GET") == b"$-1\r\n"
     assert session.ask("SET other v NX GET") == b"$-1\r\n"
     assert session.ask("MGET k other") == b"*2\r\n$5\r\nnewer\r\n$1\r\nv\r\n"
-
-
-def test_options_come_in_any_case_and_order(session: FakeSession) -> None:
-    assert session.ask("SET k v px 100000 nx NX") == b"+OK\r\n"
-    assert session.ask("SET k v keepttl XX get") == b"$1\r\nv\r\n"
-    assert 0 < int(session.ask("PTTL k")[1:]) <= 100_000
-    assert session.ask("SET k v") == b"+OK\r\n"
-    assert session.ask("TTL k") == b":-1\r\n"
-    assert session.ask("SET k v EXAT 1") == b"+OK\r\n", "a time in the past is taken"
-    assert session.ask("EXISTS k") == b":0\r\n"
 
 
 def test_mset_sets_all_or_nothing(session: FakeSession) -> None:
@@ -187,11 +169,6 @@ def test_a_range_is_cut_as_redis_cuts_it(
     session.ask([b"SET", b"k", value])
     cut = value[wanted]
     assert session.ask(f"GETRANGE k {start} {end}") == b"$%d\r\n%b\r\n" % (len(cut), cut)
-
-
-def test_a_range_needs_integers_and_of_nothing_is_empty(session: FakeSession) -> None:
-    assert session.ask("GETRANGE k 0 x") == b"-ERR value is not an integer or out of range\r\n"
-    assert session.ask("GETRANGE none 0 -1") == b"$0\r\n\r\n"
 
 
 def test_mget_keeps_the_head_of_a_prefix_longest(session: FakeSession) -> None:

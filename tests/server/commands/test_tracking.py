@@ -1,4 +1,7 @@
-"""Client-side caching on sessions without connections: who is told that which copy is out of date."""
+"""Client-side caching on sessions without connections: what is remembered, its bounds, and clients that go.
+
+tests/compat holds who is told of which key next to a real redis-server.
+"""
 
 from collections.abc import Callable
 from typing import cast
@@ -12,9 +15,7 @@ from kvredis.server.commands.client import letters_of, redirection_of
 from kvredis.server.commands.registry import Command, lookup
 from kvredis.server.server import Server
 from tests.server.fake_session import FakeSession
-from tests.server.pushes import invalidation, message
-
-FLUSHED = b">2\r\n$10\r\ninvalidate\r\n_\r\n"
+from tests.server.pushes import invalidation
 
 
 @pytest.fixture
@@ -59,18 +60,6 @@ def told(session: FakeSession) -> list[bytes]:
     return pushed
 
 
-def test_a_key_that_was_read_is_invalidated_once(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON")
-    run(reader, "MGET a b a")
-    touch(writer, b"a")
-    assert told(reader) == [invalidation(b"a")]
-    touch(writer, b"a")
-    touch(writer, b"c")
-    assert told(reader) == []
-    touch(writer, b"b")
-    assert told(reader) == [invalidation(b"b")]
-
-
 def test_what_only_writes_or_has_no_keys_is_not_remembered(reader: FakeSession, server: Server) -> None:
     run(reader, "CLIENT TRACKING ON")
     run(reader, "SET k v")
@@ -83,76 +72,6 @@ def test_what_only_writes_or_has_no_keys_is_not_remembered(reader: FakeSession, 
     assert server.tracking.total_items == 2
 
 
-def test_every_reader_of_a_key_is_told_and_no_other_client(reader: FakeSession, writer: FakeSession) -> None:
-    writer.speak(3)
-    for session in (reader, writer):
-        run(session, "CLIENT TRACKING ON")
-        run(session, "GET k")
-    run(writer, "GET other")
-    touch(writer, b"k")
-    assert told(reader) == told(writer) == [invalidation(b"k")]
-
-
-def test_a_client_hears_of_its_own_changes_unless_it_asked_not_to(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON")
-    run(reader, "GET k")
-    touch(reader, b"k")
-    assert told(reader) == [invalidation(b"k")]
-    run(reader, "CLIENT TRACKING ON NOLOOP")
-    run(reader, "GET k")
-    touch(reader, b"k")
-    touch(writer, b"k")  # the pair was forgotten with the first change
-    assert told(reader) == []
-    run(reader, "GET k")
-    reader.server.tracking.touched(b"k")  # expired or evicted: by no client
-    assert told(reader) == [invalidation(b"k")]
-
-
-def test_optin_tracks_only_the_command_after_caching_yes(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON OPTIN")
-    run(reader, "GET a")
-    run(reader, "CLIENT CACHING YES")
-    run(reader, "CLIENT ID")  # commands of CLIENT do not count
-    run(reader, "GET b")
-    run(reader, "GET c")
-    for key in (b"a", b"b", b"c"):
-        touch(writer, key)
-    assert told(reader) == [invalidation(b"b")]
-
-
-def test_optout_spares_only_the_command_after_caching_no(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON OPTOUT")
-    run(reader, "CLIENT CACHING NO")
-    run(reader, "GET a")
-    run(reader, "GET b")
-    touch(writer, b"a")
-    touch(writer, b"b")
-    assert told(reader) == [invalidation(b"b")]
-
-
-def test_caching_yes_speaks_of_a_whole_transaction(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON OPTIN")
-    run(reader, "CLIENT CACHING YES")
-    run(reader, "MULTI")
-    run(reader, "GET a")
-    run(reader, "GET b")
-    run(reader, "DISCARD")
-    run(reader, "GET c")
-    for key in (b"a", b"b", b"c"):
-        touch(writer, key)
-    assert told(reader) == [invalidation(b"a"), invalidation(b"b")]
-
-
-def test_a_flush_tells_all_clients_that_everything_is_gone(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON")
-    run(reader, "GET k")
-    reader.server.tracking.flushed()
-    assert told(reader) == [FLUSHED]
-    assert told(writer) == []
-    touch(writer, b"k")
-    assert told(reader) == []
-
-
 def test_a_resp2_client_is_told_nothing_on_its_own_connection(writer: FakeSession) -> None:
     run(writer, "CLIENT TRACKING ON")
     run(writer, "SUBSCRIBE __redis__:invalidate")
@@ -160,50 +79,6 @@ def test_a_resp2_client_is_told_nothing_on_its_own_connection(writer: FakeSessio
     touch(writer, b"k")
     writer.server.tracking.flushed()
     assert told(writer) == []
-
-
-# ---- broadcast ---------------------------------------------------------------------------------------------------
-
-
-def test_broadcast_gathers_the_changes_of_a_turn_by_prefix(
-    reader: FakeSession, writer: FakeSession, turns: list[Callable[[], None]]
-) -> None:
-    run(reader, "CLIENT TRACKING ON BCAST PREFIX y PREFIX x")
-    for key in (b"x2", b"y1", b"x1", b"z", b"x2", b"x", b""):
-        touch(writer, key)
-    assert told(reader) == []
-    assert len(turns) == 1
-    turns.pop()()
-    assert told(reader) == [invalidation(b"x", b"x1", b"x2"), invalidation(b"y1")]
-    touch(writer, b"z")
-    assert turns == []
-
-
-def test_broadcast_without_a_prefix_tells_of_every_key(
-    reader: FakeSession, writer: FakeSession, turns: list[Callable[[], None]]
-) -> None:
-    run(reader, "CLIENT TRACKING ON BCAST")
-    run(reader, "GET a")
-    assert reader.server.tracking.total_keys == 0
-    touch(writer, b"a")
-    touch(writer, b"")
-    turns.pop()()
-    assert told(reader) == [invalidation(b"", b"a")]
-
-
-def test_broadcast_spares_a_client_the_keys_that_it_changed_last(
-    reader: FakeSession, writer: FakeSession, turns: list[Callable[[], None]]
-) -> None:
-    run(reader, "CLIENT TRACKING ON BCAST NOLOOP")
-    touch(reader, b"own")
-    turns.pop()()
-    assert told(reader) == []
-    touch(writer, b"own")
-    touch(reader, b"own")
-    touch(reader, b"others")
-    touch(writer, b"others")
-    turns.pop()()
-    assert told(reader) == [invalidation(b"others")]
 
 
 def test_a_client_that_goes_before_the_turn_ends_is_sent_nothing(
@@ -219,51 +94,6 @@ def test_a_client_that_goes_before_the_turn_ends_is_sent_nothing(
     assert not turns
 
 
-def test_what_was_read_before_the_client_changed_to_broadcast_is_not_told(
-    reader: FakeSession, writer: FakeSession
-) -> None:
-    run(reader, "CLIENT TRACKING ON")
-    run(reader, "GET k")
-    run(reader, "CLIENT TRACKING OFF")
-    run(reader, "CLIENT TRACKING ON BCAST PREFIX x")
-    touch(writer, b"k")
-    assert told(reader) == []
-
-
-# ---- redirection -------------------------------------------------------------------------------------------------
-
-
-def test_invalidations_go_to_the_client_they_are_redirected_to(reader: FakeSession, writer: FakeSession) -> None:
-    run(writer, "CLIENT TRACKING ON REDIRECT 1")
-    assert writer.ask("CLIENT GETREDIR") == b":1\r\n"
-    run(writer, "GET k")
-    touch(writer, b"k")
-    assert told(reader) == [invalidation(b"k")]
-    assert told(writer) == []
-
-
-def test_a_resp2_client_gets_redirected_invalidations_as_messages(reader: FakeSession, writer: FakeSession) -> None:
-    run(reader, "CLIENT TRACKING ON REDIRECT 2")
-    run(reader, "GET k")
-    touch(reader, b"k")
-    assert told(writer) == [], "it has not subscribed"
-    run(writer, "SUBSCRIBE __redis__:invalidate")
-    run(reader, "GET k")
-    touch(reader, b"k")
-    assert told(writer) == [b"*3\r\n$7\r\nmessage\r\n$20\r\n__redis__:invalidate\r\n*1\r\n$1\r\nk\r\n"]
-    reader.server.tracking.flushed()
-    assert told(writer) == [b"*3\r\n$7\r\nmessage\r\n$20\r\n__redis__:invalidate\r\n$-1\r\n"]
-    assert told(reader) == []
-
-
-def test_a_resp2_client_may_redirect_to_itself(server: Server, writer: FakeSession) -> None:
-    run(writer, "CLIENT TRACKING ON REDIRECT 2")
-    run(writer, "GET k")
-    run(writer, "SUBSCRIBE __redis__:invalidate")
-    touch(writer, b"k")
-    assert told(writer) == [message("message", "__redis__:invalidate", "k").replace(b"$1\r\nk", b"*1\r\n$1\r\nk")]
-
-
 def test_a_client_is_told_that_its_redirection_is_broken(
     server: Server, reader: FakeSession, writer: FakeSession
 ) -> None:
@@ -277,9 +107,6 @@ def test_a_client_is_told_that_its_redirection_is_broken(
     run(reader, "CLIENT TRACKING ON")
     assert letters_of(cast(Session, reader)) == "t"
     assert redirection_of(cast(Session, reader)) == 0
-
-
-# ---- bounds ------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_table_lets_the_oldest_keys_go_and_says_so(reader: FakeSession, writer: FakeSession) -> None:

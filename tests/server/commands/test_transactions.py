@@ -10,18 +10,6 @@ from tests.server.live import MIB, LiveServer, pattern, until
 ABORTED = b"-EXECABORT Transaction discarded because of previous errors.\r\n"
 
 
-async def test_what_is_queued_runs_at_exec_and_not_before(loop: str, live: LiveServer) -> None:
-    client, other = await live.connect(), await live.connect()
-    assert await client.ask("MULTI") == b"+OK\r\n"
-    assert await client.ask("SET", "k", "v") == b"+QUEUED\r\n"
-    assert await client.ask("GET", "k") == b"+QUEUED\r\n"
-    assert await client.ask("STRLEN", "k") == b"+QUEUED\r\n"
-    assert await other.get("k") is None
-    await client.send("EXEC")
-    assert await client.read(20) == b"*3\r\n+OK\r\n$1\r\nv\r\n:1\r\n"
-    assert await other.get("k") == b"v"
-
-
 async def test_a_large_value_is_queued_in_the_arena_and_stored_by_exec(loop: str, live: LiveServer) -> None:
     client = await live.connect()
     value = pattern(2 * MIB)
@@ -70,37 +58,6 @@ async def test_a_queue_that_is_not_run_gives_its_room_back(loop: str, end: str, 
     await until(lambda: not live.store.reserved_bytes)
     witness = await live.connect()
     assert await witness.get("k") is None
-
-
-@pytest.mark.parametrize(
-    "change", ["SET k 2", "DEL k", "EXPIRE k 100", "APPEND k x", "FLUSHALL", "FLUSHDB", "RENAME k l"]
-)
-async def test_exec_does_nothing_when_a_watched_key_has_changed(change: str, live: LiveServer) -> None:
-    client, other = await live.connect(), await live.connect()
-    await client.ask("SET", "k", "1")
-    assert await client.ask("WATCH", "k") == b"+OK\r\n"
-    await other.ask(*change.split())
-    await client.ask("MULTI")
-    await client.ask("SET", "k", "mine")
-    assert await client.ask("EXEC") == b"*-1\r\n"
-    assert await client.get("k") != b"mine"
-    await client.ask("MULTI")
-    await client.ask("SET", "k", "mine")
-    await client.send("EXEC")
-    assert await client.read(9) == b"*1\r\n+OK\r\n", "the watch has ended with the first EXEC"
-
-
-@pytest.mark.parametrize("change", ["GET k", "SET other 2", "EXISTS k", "DEL nothing", "SELECT 3"])
-async def test_exec_runs_when_only_other_things_have_happened(change: str, live: LiveServer) -> None:
-    client, other = await live.connect(), await live.connect()
-    await client.ask("SET", "k", "1")
-    await other.ask("SET", "k", "2")  # before the watch
-    await client.ask("WATCH", "k")
-    await other.send(*change.split())
-    await client.ask("MULTI")
-    await client.ask("STRLEN", "k")
-    await client.send("EXEC")
-    assert await client.read(8) == b"*1\r\n:1\r\n"
 
 
 async def test_a_watched_key_that_expires_unseen_has_changed(live: LiveServer) -> None:
@@ -152,18 +109,6 @@ async def test_nothing_is_listed_once_no_client_watches(live: LiveServer) -> Non
     await until(lambda: live.store.journal is None)
     await other.ask("SET", "a", "1")
     assert live.store.journal is None
-
-
-async def test_only_one_round_of_a_contended_counter_is_lost(live: LiveServer) -> None:
-    one, two = await live.connect(), await live.connect()
-    for client in (one, two):
-        await client.ask("WATCH", "n")
-        await client.ask("MULTI")
-        await client.ask("INCR", "n")
-    await one.send("EXEC")
-    assert await one.read(8) == b"*1\r\n:1\r\n"
-    assert await two.ask("EXEC") == b"*-1\r\n"
-    assert await one.get("n") == b"1"
 
 
 async def test_a_payload_of_a_command_that_fails_within_exec_is_given_back(live: LiveServer) -> None:

@@ -296,11 +296,7 @@ def test_a_broken_stream_is_refused_in_redis_words(stream: bytes, text: str) -> 
 
 @pytest.mark.parametrize(
     ("start", "text"),
-    [
-        (b"*", "too big mbulk count string"),
-        (b"*1\r\n$", "too big bulk count string"),
-        (b"x", "too big inline request"),
-    ],
+    [(b"*", "too big mbulk count string"), (b"*1\r\n$", "too big bulk count string"), (b"x", "too big inline request")],
 )
 def test_a_line_without_an_end_is_refused_at_64_kib(start: bytes, text: str) -> None:
     line = start[start.rfind(b"\n") + 1 :]

@@ -21,9 +21,7 @@ TWO_GRAINS = 2 * GRAIN_BYTES - HEADER_BYTES
 """A block that lies in as much room as two of the shortest."""
 
 
-def test_threads_that_find_no_room_at_the_same_moment_share_the_segment_that_one_of_them_begins(
-    tmp_path: Path,
-) -> None:
+def test_threads_that_find_no_room_at_the_same_moment_share_the_segment_that_one_of_them_begins(tmp_path: Path) -> None:
     threads = 4
     disk = small_disk(tmp_path, segments=1)
     at_once = threading.Barrier(threads)

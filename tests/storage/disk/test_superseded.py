@@ -334,9 +334,7 @@ def test_a_value_that_was_written_over_before_its_turn_in_a_save_is_confirmed_by
     end(case)
 
 
-def test_a_save_during_which_databases_are_exchanged_has_what_came_in_the_place_of_what_it_confirms(
-    case: Case,
-) -> None:
+def test_a_save_during_which_databases_are_exchanged_has_what_came_in_the_place_of_what_it_confirms(case: Case) -> None:
     def exchange() -> None:
         case.store.put(X, NEW, 2)
         case.store.swap(1, 2)  # of which the disk has nothing yet

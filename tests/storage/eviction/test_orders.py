@@ -342,9 +342,7 @@ def test_a_key_that_comes_back_soon_is_no_one_hit_wonder() -> None:
     assert not policy.spills(other)
 
 
-def test_where_all_were_used_a_victim_is_found_in_a_bounded_number_of_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_all_were_used_a_victim_is_found_in_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3fifo, "TURN_STEPS_MAX", 10)
     policy, members = admitted(map(str, range(100)), "S3FIFO")
     for entry in members:

@@ -57,9 +57,7 @@ def test_of_several_views_each_tells_in_order(way: Callable[[Sequence[View]], li
     assert way([]) == []
 
 
-def test_several_views_are_free_again_also_when_one_has_no_address(
-    way: Callable[[Sequence[View]], list[int]],
-) -> None:
+def test_several_views_are_free_again_also_when_one_has_no_address(way: Callable[[Sequence[View]], list[int]]) -> None:
     with mmap.mmap(-1, 4096) as memory:
         views = [memoryview(memory)[:100], memoryview(memory)[100:]]
         way(views)

@@ -475,28 +475,6 @@ def test_what_is_here_already_is_touched_at_once_head_hottest(tiers: TieredStore
     assert [entry.key for entry in tiers.store.policy.victims()] == [b"d", b"c", b"b", b"a"]
 
 
-def test_a_cancelled_prefetch_reads_no_further(tiers: TieredStore) -> None:
-    keys = away(tiers, 6)
-    job = prefetch(tiers, *keys)
-    tiers.io.run(2)
-    assert job.cancel() == 4
-    assert job.is_finished
-    assert tiers.io.run() == 0
-    assert (job.counts.done, job.counts.dropped) == (2, 4)
-    assert [tiers.tier(key) for key in keys] == ["memory"] * 2 + ["disk"] * 4
-
-
-def test_a_block_that_a_client_waits_for_comes_though_its_prefetch_is_cancelled(tiers: TieredStore) -> None:
-    keys = away(tiers, 2)
-    job = prefetch(tiers, *keys)
-    bringing = tiers.bring((keys[1], 0))
-    job.cancel()
-    assert tiers.io.run() == 1
-    assert tiers.tier(keys[1]) == "memory"
-    assert bringing is not None
-    bringing.release()
-
-
 def test_the_tick_ends_a_prefetch_whose_deadline_has_passed(tiers: TieredStore) -> None:
     keys = away(tiers, 3)
     job = prefetch(tiers, *keys, deadline_s=tiers.clock.now_s + 1)

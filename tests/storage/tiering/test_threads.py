@@ -46,14 +46,7 @@ class Terrain:
 def open_store(directory: Path, terrain: Terrain) -> Store:
     disk = DiskOptions(directory, terrain.disk_bytes, False, 2 * MIB)
     return Store.open(
-        StoreOptions(
-            MIB,
-            HugepageMode.OFF,
-            terrain.policy,
-            disk=disk,
-            keep=terrain.keep,
-            io_threads=terrain.io_threads,
-        )
+        StoreOptions(MIB, HugepageMode.OFF, terrain.policy, disk=disk, keep=terrain.keep, io_threads=terrain.io_threads)
     )
 
 
