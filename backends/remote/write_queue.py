@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 Item = RemoteReservation | Touch
 Outcome = Literal["stored", "refused", "dropped"]
 
+LEAVING_S: Final = 1.0
+"""How long a sender waits at a time for one that ends; whatever that one does wakes it sooner."""
 LINGER_S: Final = 1.0
 """How long the thread waits for more before it ends; chunks of one prompt come milliseconds apart."""
 
@@ -71,6 +73,15 @@ class Sender:
         self._flying: set[bytes] = set()  # keys whose SET may be unanswered
 
     # ---- called by the write queue, under its lock -------------------------------------------------------------------
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it ends when what it has is sent."""
+        return self._leaving
+
+    def has(self, keys: set[bytes]) -> bool:
+        """Say whether something of these keys is queued or unanswered here."""
+        return any(not keys.isdisjoint(item.keys) for item in self._held)
 
     def take(self, item: Item) -> None:
         """Queue it, and see to it that the thread sends it."""
@@ -141,7 +152,13 @@ class Sender:
     def _work(self) -> None:
         """Send what is next, or read the answers when there is nothing to send."""
         with self._changed:
-            item = self._queue.popleft() if self._queue else None
+            item = self._queue[0] if self._queue else None
+            if item is not None and not self._leaving and self._write_queue.is_leaving(item):
+                # Its server was let go and named anew: what an earlier sender of it has would overtake this.
+                self._changed.wait(LEAVING_S)
+                return
+            if item is not None:
+                self._queue.popleft()
             if item is not None and self._write_queue.is_superseded(item):
                 self._settle(item)
                 return
@@ -369,6 +386,11 @@ class WriteQueue:
     def is_superseded(self, item: Item) -> bool:
         """Say whether a newer value of the same key follows."""
         return isinstance(item, RemoteReservation) and self._newest.get(item.key, item) is not item
+
+    def is_leaving(self, item: Item) -> bool:
+        """Say whether a sender that ends has something older of the same keys."""
+        leaving = [sender for sender in self._senders.values() if sender.is_leaving]
+        return any(sender.has(set(item.keys)) for sender in leaving)
 
     def pass_on(self, item: Item, node: Node) -> None:
         """Let the sender of `node` have it; it is outstanding already, and keeps its room."""

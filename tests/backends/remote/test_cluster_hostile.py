@@ -246,6 +246,29 @@ def test_a_newer_value_is_not_overtaken_by_the_older_one_that_was_sent_on(pair: 
     assert loaded(backend, KEYS[:1]) == [b"new" * 10_000]
 
 
+def test_a_newer_value_is_not_overtaken_where_a_node_was_let_go_and_named_anew(pair: Pair, connect: Connect) -> None:
+    backend = connect()
+    old_is_there, newer = threading.Event(), threading.Event()
+    shelf = pair.shelves[1]
+
+    def slow(args: list[bytes]) -> Said:
+        if args[0] == b"SET" and args[2].startswith(b"old"):
+            old_is_there.set()
+            newer.wait(0.5)  # the newer one would come meanwhile
+        elif args[0] == b"SET":
+            newer.set()
+        return shelf(args)
+
+    pair.answers(pair.nodes[0], lambda args: polite(args) if args[0] == b"PING" else moved(pair.ports[1]))
+    pair.answers(pair.nodes[1], slow)
+    assert put(backend, KEYS[0], b"old" * 10_000)
+    assert old_is_there.wait(PATIENT_S)
+    wait_until(lambda: len(backend._routes.nodes()) == 1, "the table says that the other node has no slots")
+    assert put(backend, KEYS[0], b"new" * 10_000)
+    assert backend.flush() == 0
+    assert shelf.values[KEYS[0]] == b"new" * 10_000
+
+
 # ---- prefetches --------------------------------------------------------------------------------------------------
 
 
