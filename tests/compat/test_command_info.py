@@ -29,8 +29,8 @@ ALLOWED = {
 
 NOT_IN_7_0 = {
     "client|no-touch", "client|setinfo", "cluster|myshardid", "waitaof", "kv.abort", "kv.attach", "kv.commit",
-    "kv.fill", "kv.job", "kv.lane", "kv.lease", "kv.lend", "kv.match", "kv.meta", "kv.prefetch", "kv.put", "kv.release",
-    "kv.reserve", "kv.revoke", "kv.scan", "kv.splice", "kv.tiers", "kv.write", "prefetch",
+    "kv.expect", "kv.fill", "kv.job", "kv.lane", "kv.lease", "kv.lend", "kv.match", "kv.meta", "kv.prefetch",
+    "kv.put", "kv.release", "kv.reserve", "kv.revoke", "kv.scan", "kv.splice", "kv.tiers", "kv.write", "prefetch",
 }  # fmt: skip
 """Commands of Redis 7.2, and our own."""
 

@@ -191,12 +191,14 @@ def test_prompts_computed_in_parts_side_by_side_and_preempted_find_what_they_sha
     opened(engine, "qwen3.5", {}, connector=None, **small)
     alone = engine.generate(*prompts, tokens=100)
     made = opened(engine, "qwen3.5", far(client), num_gpu_blocks_override=20, **small)
-    for _ in range(3):
+    for number in range(10):  # so small an engine may take the pages of a store that is slow, which then ends
         together = engine.generate(*prompts, tokens=100)
         for one, other in zip(alone, together, strict=True):
             assert deviation(one, other) < 0.1, "vLLM alone, preempted, deviates by 0.06"
         engine.stored()
         engine.ask("reset")
+        if number > 1 and min(each["cached"] for each in together) >= whole_blocks(200, made):
+            break
     stats = engine.ask("stats")
     assert stats["preemptions"] > 0
     assert min(each["cached"] for each in together) >= whole_blocks(200, made), "the blocks of what they share"

@@ -1,6 +1,7 @@
 """A live server over a disk that does what a test wants: fails, fills up, or stops answering."""
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -84,13 +85,13 @@ def body(number: int) -> bytes:
     return pattern(LENGTH + number % 5, number)
 
 
-async def store_blocks(client: Client, numbers: range) -> None:
+async def store_blocks(client: Client, numbers: Iterable[int]) -> None:
     """SET a block of some 100 KiB under each "block:number": each is answered with OK."""
     for number in numbers:
         assert await client.ask("SET", f"block:{number}", body(number)) == b"+OK\r\n"
 
 
-async def found(client: Client, numbers: range) -> list[int]:
+async def found(client: Client, numbers: Iterable[int]) -> list[int]:
     """Which of those a GET finds; AssertionError for wrong bytes."""
     there = []
     for number in numbers:

@@ -247,6 +247,8 @@ class PagedWorker:
     def compared(self, step: Step, jobs: Sequence[StoreJob]) -> list[StoreJob]:
         """The jobs of a step, which are stored only where it computes with the weights that its keys are of."""
         check = self._compare(step) if jobs else None
+        if check is not None and check.done():
+            check.holds()  # so that the next step knows where it does not
         return [job if check is None else replace(job, is_sound=check.holds) for job in jobs]
 
     def store(self, step: Step, jobs: Sequence[StoreJob]) -> None:

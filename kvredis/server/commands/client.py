@@ -273,9 +273,9 @@ def describe(session: Caller) -> bytes:
         ("lib-ver", session.lib_ver.decode("latin-1")),
         ("lane", "none" if attached is None else "attached"),
         ("leases", 0 if attached is None else attached.leases),
-        ("expects", session.server.expected.of(session)),
         ("lent", 0 if attached is None else attached.lent_bytes),
         ("resv", len(session.server.parts.of(session))),
+        ("expects", session.server.expected.of(session)),
     ]
     return " ".join(f"{name}={value}" for name, value in fields).encode("latin-1", "replace") + b"\n"
 

@@ -81,7 +81,7 @@ async def test_a_client_that_attaches_sees_the_arena_and_is_told_what_it_is(loop
         assert os.get_inheritable(client.arena_fd) is False
         found = os.fstat(client.arena_fd)
         assert (found.st_ino, found.st_mode & 0o777) == (os.fstat(live.store.arena.fd).st_ino, 0o600)
-        assert b" lane=attached leases=0 lent=0 resv=0\n" in await client.ask("CLIENT", "INFO")
+        assert b" lane=attached leases=0 lent=0 resv=0 expects=0\n" in await client.ask("CLIENT", "INFO")
         assert await client.ask("PING") == b"PONG"
 
 
@@ -179,8 +179,8 @@ async def test_tiers_info_and_client_list_count_attached_clients(loop: str, live
         assert b"memory_lane_leases:2" in info
         lines = (await client.ask("CLIENT", "LIST")).splitlines()
         assert [line.split(b" lib-ver=")[1] for line in lines] == [
-            b" lane=attached leases=2 lent=0 resv=0",
-            b" lane=attached leases=0 lent=0 resv=0",
+            b" lane=attached leases=2 lent=0 resv=0 expects=0",
+            b" lane=attached leases=0 lent=0 resv=0 expects=0",
         ]
 
 
