@@ -81,7 +81,7 @@ def test_client_list_has_the_fields_of_redis_the_two_of_7_2_and_behind_them_our_
             line = wire.ask("CLIENT LIST").split(b"\r\n")[1].split(b"\n")[0]
             names.append([field.partition(b"=")[0] for field in line.split(b" ")])
     assert names[1][:30] == [*names[0], b"lib-name", b"lib-ver"]
-    assert names[1][-1] == b"resv"
+    assert names[1][-1] == b"expects"
 
 
 def test_info_has_the_sections_of_redis_in_its_order_and_one_more(
