@@ -384,8 +384,10 @@ class WriteQueue:
         return self._staging.arena
 
     def is_superseded(self, item: Item) -> bool:
-        """Say whether a newer value of the same key follows."""
-        return isinstance(item, RemoteReservation) and self._newest.get(item.key, item) is not item
+        """Say whether a newer value of the same key follows, or has been answered already."""
+        if not isinstance(item, RemoteReservation):
+            return False
+        return self._newest.get(item.key, item if item.is_lent else None) is not item
 
     def is_leaving(self, item: Item) -> bool:
         """Say whether a sender that ends has something older of the same keys."""

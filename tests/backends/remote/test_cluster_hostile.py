@@ -21,7 +21,7 @@ from tests.backends.fake_server import Answer, Leave, Said, polite
 from tests.backends.nodes import free_ports, wait_until
 from tests.backends.verbs import BLOCK, content, loaded, put, put_through
 
-from .fake_cluster import HOST, KEYS, Pair, member, moved, slots
+from .fake_cluster import HOST, KEYS, SLOT, Pair, member, moved, slots
 
 LENGTH = 20_000
 PATIENT_S = 20.0
@@ -267,6 +267,35 @@ def test_a_newer_value_is_not_overtaken_where_a_node_was_let_go_and_named_anew(p
     assert put(backend, KEYS[0], b"new" * 10_000)
     assert backend.flush() == 0
     assert shelf.values[KEYS[0]] == b"new" * 10_000
+
+
+def test_an_older_value_that_is_sent_on_behind_a_newer_ones_answer_is_dropped(pair: Pair, connect: Connect) -> None:
+    pair.table = slots(*pair.ports)
+    backend = connect()
+    was = SLOT * 2 // SLOTS
+    seen, answered = threading.Event(), threading.Event()
+
+    def moving(args: list[bytes]) -> Said:
+        if args[0] == b"SET":
+            seen.set()
+            answered.wait(PATIENT_S)
+        return polite(args) if args[0] == b"PING" else moved(pair.ports[1 - was])
+
+    assert backend.match(KEYS[:1]) == 0
+    refreshes = int(backend.stats()["refreshes"])
+    pair.answers(pair.nodes[was], moving)
+    assert put(backend, KEYS[0], b"old" * 10_000)
+    assert seen.wait(PATIENT_S)
+    pair.table = slots(*pair.ports[::-1])
+    wait_until(
+        lambda: backend.match(KEYS[1:2]) == 0 and int(backend.stats()["refreshes"]) > refreshes,
+        "the slot is the other's",
+    )
+    assert put(backend, KEYS[0], b"new" * 10_000)
+    wait_until(lambda: backend.stats()["queued"] == 1, "the newer one is answered")
+    answered.set()
+    assert backend.flush() == 0
+    assert pair.shelves[1 - was].values[KEYS[0]] == b"new" * 10_000
 
 
 # ---- prefetches --------------------------------------------------------------------------------------------------
