@@ -156,6 +156,16 @@ class Backend(Protocol):
         """Say for each key whether there is a block under it, whatever the others are; touches nothing."""
         ...
 
+    def expect(self, keys: Sequence[bytes], within_s: float) -> int:
+        """Announce that the caller computes what is missing of `keys`, and stores it within so long; count those that
+        it has announced now, not those that others have. Where no other could hear of it, those are all."""
+        ...
+
+    def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
+        """Wait, so long at most, while others have announced the first of `keys` that is missing, and they are not all
+        there. Then answer as `match`, but touch nothing."""
+        ...
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[Tier]:
         """Say for each key where its block would come from if it is anywhere; asks no server and touches nothing."""
         ...

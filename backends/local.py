@@ -52,6 +52,14 @@ class LocalBackend:
         here = self.home.is_here()
         return [here and self.store.find(key) is not None for key in keys]
 
+    def expect(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.expect: no other process sees this memory."""
+        return self.present(keys).count(False)
+
+    def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.wait_for: there is nothing to wait for."""
+        return [*self.present(keys), False].index(False)
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         if self.store.tiering is None:
             return ["memory"] * len(keys)

@@ -109,6 +109,12 @@ class Config:
     max_load_chunks: int = _key(
         1024, parsers.whole(1), "N", "chunks that engines with paged KV may be loading at a time; more are computed"
     )
+    wait_for_kv: bool = _key(
+        False,
+        parsers.flag,
+        "BOOL",
+        "wait for KV that another engine is computing, as long as computing it takes (vLLM)",
+    )
     state_bytes_per_prompt: int | None = _key(
         None,
         parsers.optional(parsers.memory(1)),

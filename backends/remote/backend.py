@@ -97,6 +97,35 @@ class RemoteBlocks:
         found = dict(zip(asked, self._exist(asked), strict=True))
         return [found.get(key, True) for key in keys]
 
+    def expect(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.expect. A server that does not know KV.EXPECT, or does not answer, leaves all to the caller."""
+        if not self._home.is_here():
+            return len(keys)
+        self._routes.await_first()
+        parts = self._routes.parts(self._write_queue.without(keys), QUESTION_KEYS)
+        answers = self._ask(b"KV.EXPECT", parts, b"PX", b"%d" % max(within_s * 1000, 1))
+        return sum(
+            reply if isinstance(reply, int) else len(part.keys) for part, (_, reply) in zip(parts, answers, strict=True)
+        )
+
+    def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.wait_for, but not longer than half the timeout. Of a cluster the node of the first key that is
+        missing is asked, of the keys that it has. Each wait has a connection of its own."""
+        missing = self._write_queue.without(keys) if self._home.is_here() else list(keys)
+        there = 0
+        if missing and self._home.is_here():
+            self._routes.await_first()
+            node, asked = self._routes.parts(missing, QUESTION_KEYS)[0]
+            wait_s = min(within_s, self._timeout_s / 2)
+            with suppress(TimeoutError):
+                reply = node.ask_aside(
+                    b"KV.MATCH", *asked, b"WAIT", b"%d" % max(wait_s * 1000, 1), within_s=wait_s + ANSWER_S
+                )
+                there = reply if isinstance(reply, int) else 0
+            found = set(asked[:there])
+            missing = [key for key in missing if key not in found]
+        return keys.index(missing[0]) if missing else len(keys)
+
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
         """As Far.absent: where no server answers, none counts as absent."""
         asked = self._write_queue.without(keys)

@@ -124,6 +124,20 @@ class LayeredBackend:
         far = iter(self.far.present(away) if away else ())
         return [found or next(far) for found in near]
 
+    def expect(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.expect, of what is not near."""
+        away = self._away(keys)
+        return self.far.expect(away, within_s) if away else 0
+
+    def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
+        """As Backend.wait_for, of what is not near."""
+        away = self._away(keys)
+        run = self.far.wait_for(away, within_s) if away else 0
+        return keys.index(away[run]) if run < len(away) else len(keys)
+
+    def _away(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key, is_near in zip(keys, self.near.present(keys), strict=True) if not is_near]
+
     def tiers_of(self, keys: Sequence[bytes]) -> list[base.Tier]:
         near = self.near.tiers_of(keys)
         find = self.near.store.find

@@ -79,6 +79,13 @@ class FakeBackend:
         self._try()
         return [key in self.values for key in keys]
 
+    def expect(self, keys: Sequence[bytes], within_s: float) -> int:
+        self._try()
+        return self.present(keys).count(False)
+
+    def wait_for(self, keys: Sequence[bytes], within_s: float) -> int:
+        return [*self.present(keys), False].index(False)
+
     def reserve(self, key: bytes, length: int) -> FakeReservation | None:
         self._try()
         return None if self.full else FakeReservation(self, key, length)

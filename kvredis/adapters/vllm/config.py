@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ENTRY_NAMES = {"kvredis_bandwidth_gb_s": "bandwidth_gb_s"}
 """Entries of kv_connector_extra_config that stand for keys, as in LMCache's extra_config."""
+HANDED_OVER = "kvredis_chunk"
+"""The entry of kv_transfer_params that names what a prefill engine has stored."""
 SCHEDULER_MEMORY_GIB = 0.0625
 """A scheduler apart from its workers asks questions only."""
 
@@ -133,7 +135,19 @@ def prompt_of(request: Any, *, generated: bool) -> Prompt | None:
     spelled = tuple((position, json.dumps(extra).encode()) for position, extra in extras)
     # The list of all tokens grows beneath its holder: a copy says what there was.
     tokens = list(request.all_token_ids) if generated else request.prompt_token_ids
-    return Prompt(request.request_id, tokens, spelled, request.num_preemptions, origin)
+    transfer = getattr(request, "kv_transfer_params", None) or {}
+    from_other = bool(transfer.get("do_remote_prefill"))
+    handed_over = str(transfer.get(HANDED_OVER) or "") if from_other else ""
+    return Prompt(
+        request.request_id,
+        tokens,
+        spelled,
+        request.num_preemptions,
+        origin,
+        for_others=bool(transfer.get("do_remote_decode")),
+        handed_over=handed_over,
+        is_promised=from_other and not handed_over,
+    )
 
 
 def _origin_of(request: Any) -> Origin:

@@ -32,7 +32,7 @@ from kvredis.backends.config.schema import Config
 from kvredis.backends.tiered.backend import LayeredBackend
 from kvredis.storage.errors import ConfigError, LayoutError
 
-from .config import configured, groups_of, is_pause, log_as_vllm_does, prompt_of
+from .config import HANDED_OVER, configured, groups_of, is_pause, log_as_vllm_does, prompt_of
 from .handshake import Handshake, agreed_groups, engine_facts
 from .held_pages import HeldPages, StoreOver
 from .kv_layout import LayerGroup, NoStates
@@ -246,7 +246,8 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
     def _schedule(self, shared: Shared, config: Config, weights: KeyWeights) -> None:
         least = config.min_retrieve_tokens
         is_auto, has_states = least == AUTO, any(group.is_state for group in self._groups)
-        if is_auto or (has_states and config.state_bytes_per_prompt is None):
+        knows_states = has_states and config.state_bytes_per_prompt is None
+        if is_auto or knows_states or config.wait_for_kv:
             self._worth = Worth(shared.backend, shared.break_even, shared.probes)
         options = SchedulingOptions(
             loads=self._role_name != "kv_producer",
@@ -259,9 +260,11 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
             max_load_chunks=config.max_load_chunks,
             waits_for_shared=self._shares_pages,
             lookup_s_max=config.blocking_timeout_secs,
+            announces=self._role_name == "kv_producer" or (self._role_name == "kv_both" and config.wait_for_kv),
+            waits=self._role_name == "kv_consumer" or (self._role_name == "kv_both" and config.wait_for_kv),
         )
         narrow = self._worth.narrow if self._worth and is_auto else None
-        compute_s = shared.break_even.prefill_s if self._worth and is_auto else None
+        compute_s = shared.break_even.prefill_s if self._worth and (is_auto or config.wait_for_kv) else None
         pays = shared.break_even.pays_to_store if self._worth else None  # it learns from what Worth tells it alone
         self._scheduling = Scheduling(self._groups, shared.backend, options, narrow, weights, compute_s, pays)
         self._seen[HIT_RATES] = self._scheduling.hit_rates
@@ -393,14 +396,22 @@ class KVRedisConnector(base.KVConnectorBase_V1, _Hybrid):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Free a request's pages at once: a request that gets one that is still being stored has that store ended
-        first."""
+        first. To a router, which has asked for KV for another engine, say how that finds it, in the words of vLLM's own
+        connectors."""
+        handed_over = ""
         if self._scheduling is not None:
+            if (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_decode"):
+                handed_over = self._scheduling.handed_over(request.request_id)
             self._scheduling.finished(request.request_id)
         self._requests.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
         if self._worth is not None:
             self._worth.forget(request.request_id)
-        return False, None
+        if not handed_over:
+            return False, None
+        engine = self._vllm_config.kv_transfer_config.engine_id
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": engine}
+        return False, params | {HANDED_OVER: handed_over}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

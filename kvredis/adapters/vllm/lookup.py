@@ -11,12 +11,16 @@ later, when it knows how much is worth a load, takes no further question.
 
 A chunk is there when all ranks of all stages have their part of it. Engines of more or fewer ranks may have stored it,
 too. They are asked for behind the first chunk that is missing, of which one small question tells whether there are any.
+
+What is missing may be computed by another engine just now. An engine that `announces` tells the server which chunks it
+computes; one that `waits` has a second question, for a thread of its own, that ends when they are there. Of engines
+that do both the first one computes and the others wait; where it dies the next one computes.
 """
 
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -35,6 +39,14 @@ SLOW_S = 0.02
 """Unless the last question took so long: each would cost other requests that moment."""
 LOOKUPS_MAX = 4096
 """Questions that wait; one more is answered as a miss."""
+WAITS_MAX = 16
+"""Requests that wait for KV side by side, each with a thread and a connection; more wait for one of these to end."""
+WAIT_SLICE_S = 0.5
+"""How long a server is asked to wait at a time: so long closing an engine may take."""
+LOOK_AGAIN_S = 0.01
+"""When to ask again for KV that has been promised, and that no engine has announced yet."""
+EXPECTED_S = 60.0
+"""An announcement ends by itself after so long, if nothing else has ended it."""
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -55,11 +67,28 @@ class Found:
     missed: int | None = None
     ranks: "Mapping[Place, int]" = field(default_factory=dict)
     """Of chunks (by group and number) that engines of other sizes have stored, how many ranks those have."""
+    announced: Sequence[Place] = ()
+    """What is missing, and this engine has said that it computes, as far as no other had."""
+    is_coming: bool = False
+    """Whether another engine may be computing the first chunk that is missing."""
 
     def up_to(self, count: int) -> int:
         """The greatest end that is not above `count`, or 0."""
         at = bisect_right(self.ends, count)
         return self.ends[at - 1] if at else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How an engine shares the computing of a prompt with others: whether it `announces` what it computes, and `waits`
+    for what others have announced. Where the KV `is_promised` another engine will begin to compute it."""
+
+    announces: bool = False
+    waits: bool = False
+    is_promised: bool = False
+
+
+ALONE = Sharing()
 
 
 class Question(Task, Generic[Answer]):
@@ -92,16 +121,35 @@ class Lookups:
         self._executor: Executor[Question[object]] = Executor(
             self._run, "kvredis lookup", LOOKUPS_MAX, threads=LOOKUP_THREADS
         )
+        self._waiting: Executor[Question[object]] = Executor(self._run, "kvredis wait", LOOKUPS_MAX, threads=WAITS_MAX)
 
-    def find(self, keys: GroupKeys, count: int) -> Question[Found]:
+    def find(self, keys: GroupKeys, count: int, sharing: Sharing = ALONE) -> Question[Found]:
         """Ask up to which of its first `count` chunks a prompt can be loaded."""
         names = [name for place in range(len(keys)) for at in range(count) for name in self.of_ranks(keys, place, at)]
-        question = self._put(Question(lambda: self._find(keys, count), Found()), names)
+        question = self._put(Question(lambda: self._look(keys, count, sharing), Found()), names)
         if not question.done:
             last, self._last = self._last, question
             if last is None or (last.done and last.took_s < SLOW_S):
                 question.wait(GRACE_S)
         return question
+
+    def wait(self, keys: GroupKeys, count: int, found: Found, sharing: Sharing) -> Question[Found]:
+        """Ask the same as `find` did, which `found` that something is coming, once more whenever some of it has come:
+        until all is there, or no engine computes the rest. The answer until then is what is there. It ends when it is
+        cancelled, not before."""
+        question: Question[Found] = Question(lambda: self._wait(question, keys, count, sharing), found)
+        self._waiting.submit(question)  # type: ignore[arg-type]
+        return question
+
+    def announce(self, keys: GroupKeys, count: int) -> Question[Found]:
+        """Tell that this engine computes what is missing of a prompt, without asking what that is."""
+        question = Question(lambda: self._told(keys, count, Found(missed=0), Sharing(announces=True)), Found())
+        self._executor.submit(question)  # type: ignore[arg-type]
+        return question
+
+    def withdraw(self, names: list[bytes]) -> None:
+        """Tell that this engine does not compute these after all."""
+        self._executor.submit(Question(lambda: self._backend.expect(names, 0), 0))
 
     def present(self, names: list[bytes]) -> Question[list[bool]]:
         """Ask which of these are stored."""
@@ -116,6 +164,7 @@ class Lookups:
 
     def close(self) -> None:
         """Give up what waits, and wait for what is under way, as long as the backend's own bounds let it."""
+        self._waiting.close()
         self._executor.close()
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -141,6 +190,46 @@ class Lookups:
         return 0
 
     # -- answers: in whichever thread runs the question ----------------------------------------------------------------
+
+    def _look(self, keys: GroupKeys, count: int, sharing: Sharing) -> Found:
+        return self._told(keys, count, self._find(keys, count), sharing)
+
+    def _told(self, keys: GroupKeys, count: int, found: Found, sharing: Sharing) -> Found:
+        """What was found, behind the announcement of what was not."""
+        missing = self._missing(found, count) if sharing != ALONE else []
+        if not missing:
+            return found
+        if sharing.is_promised or not sharing.announces:
+            return replace(found, is_coming=True)
+        (_, at), names = missing[0], [(place[1], self.of_ranks(keys, *place)) for place in missing]
+        first = [name for each, parts in names for name in parts if each == at]
+        rest = [name for each, parts in names for name in parts if each != at]
+        mine = self._backend.expect(first, EXPECTED_S)
+        if rest:
+            self._backend.expect(rest, EXPECTED_S)
+        return replace(found, announced=missing, is_coming=sharing.waits and mine < len(first))
+
+    def _missing(self, found: Found, count: int) -> list[Place]:
+        """What a prompt lacks, in the order in which it is stored: of the layers that see the whole prefix, and the
+        last chunk or state of the others, as these are stored together."""
+        if found.up_to(count) == count:
+            return []
+        run = range(count if found.missed is None else found.missed, count)
+        return [(place, at) for at in run for place in self._whole] + [(place, count - 1) for place in self._partial]
+
+    def _wait(self, question: Question[Found], keys: GroupKeys, count: int, sharing: Sharing) -> Found:
+        found, was_idle = question.answer, False
+        while found.is_coming and not question.cancelled:
+            names = [name for place in self._missing(found, count) for name in self.of_ranks(keys, *place)]
+            began_s = monotonic()
+            is_idle = not self._backend.wait_for(names, WAIT_SLICE_S) and monotonic() - began_s < WAIT_SLICE_S
+            if sharing.is_promised and is_idle:
+                question.wait(LOOK_AGAIN_S)
+            elif is_idle and (was_idle or not sharing.announces):
+                break
+            was_idle = is_idle
+            question.answer = found = self._look(keys, count, sharing)
+        return found
 
     def _find(self, keys: GroupKeys, count: int) -> Found:
         if self._has_states:  # one question for all: where a state is missing its chunks are of no use

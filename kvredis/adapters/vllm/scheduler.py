@@ -14,6 +14,7 @@ number of tokens before it (`snapshots`), and what is loaded of them is the one 
 
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from kvredis.backends.base import Backend, Tier
 from kvredis.backends.remote.backend import RemoteBlocks
 
 from .kv_layout import LayerGroup
-from .lookup import OWN, Found, Lookups, Question
+from .lookup import OWN, Found, Lookups, Question, Sharing
 from .stored_events import PLAIN, Offered, Origin, StoredEvents, digest_of
 from .weights import FreshPages, KeyWeights, WeightsReport
 
@@ -40,13 +41,17 @@ load would keep the request out of that step. Without such a prefix all that is 
 class Prompt:
     """A request as its engine describes it. `extras` are what its KV depends on beside tokens, by token position: the
     images, and at 0 the adapter and the tenant's salt. `attempt` counts how often it was preempted. `origin` is what
-    events say of it."""
+    events say of it. Where prefill and decode are apart its KV is computed `for_others`; or another engine computes it,
+    which has `handed_over` the name of its first chunk, or `is_promised` to begin with it."""
 
     request: str
     tokens: Sequence[int]
     extras: tuple[tuple[int, bytes], ...] = ()
     attempt: int = 0
     origin: Origin = PLAIN
+    for_others: bool = False
+    handed_over: str = ""
+    is_promised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class SchedulingOptions:
     of recurrent layers that are stored of a prompt take `state_bytes` at most, of all ranks. Where that is None a state
     is stored if that takes less than computing from the one before, and while that is unknown they take as much as the
     prompt's KV. The last one is always stored. A server's answer is waited for as long as computing the
-    prompt takes, and never longer than `lookup_s_max`."""
+    prompt takes, and never longer than `lookup_s_max`; and as long for KV that another engine computes, if it `waits`
+    for that. With `announces` others hear what this engine computes."""
 
     loads: bool = True
     stores: bool = True
@@ -69,6 +75,8 @@ class SchedulingOptions:
     waits_for_shared: bool = False
     state_bytes: int | None = None
     lookup_s_max: float = 10.0
+    announces: bool = False
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -84,6 +92,10 @@ class Request:
     lookup: Question[Found] | None = None
     """The question for it, until the answer has been taken over or given up."""
     asked_s: float = 0
+    is_waiting: bool = False
+    """Whether that question is the second one, for KV that another engine computes."""
+    announced: Question[Found] | None = None
+    """The last question that may have announced what this engine computes of it."""
     snapshot: int = 0
     """Chunks before the last state that was found, or handed over for storing."""
     computed: int = 0
@@ -124,6 +136,8 @@ logger = logging.getLogger(__name__)
 
 NO_PAGE = 0
 """vLLM's null block: where a sliding window has let go of a page, or never had one."""
+SHARD = re.compile(rb"\{[^}]*\}")
+"""Of a key, which part of its chunk it is (engine/keys.py)."""
 NO_KEY = b"-{0@-}"
 """No chunk has it."""
 LOOKUP_S_LEAST = 0.05
@@ -131,6 +145,7 @@ LOOKUP_S_LEAST = 0.05
 
 COUNTERS = (
     *("lookups", "lookups_without_hit", "lookups_given_up", "lookup_tokens", "hit_tokens", "skipped_tokens"),
+    *("waits", "waits_given_up"),
     *("load_tokens", "loaded_tokens", "store_tokens"),
 )
 """Tokens to be loaded, those of loads that came whole, and those that were offered for storing."""
@@ -179,6 +194,8 @@ class Scheduling:
         self._pays_to_store = pays_to_store
         self._clock = clock
         self._lookups = Lookups(self.groups, backend)
+        self._has_other_names = False
+        """Whether the log has been told that what an engine hands over is not found here."""
         self._is_late = False
         """Whether the last answer was given up, as the log has been told."""
         self._page_tokens = max(group.page_tokens for group in groups)
@@ -204,6 +221,7 @@ class Scheduling:
         for no server, and changes nothing."""
         request = self.follow(prompt)
         if not self.options.loads or self.weights.is_unknown:
+            self._announce(request)
             return 0
         if self.weights.is_waiting:
             return None  # a step is on its way that tells
@@ -373,6 +391,8 @@ class Scheduling:
         request = self._requests.pop(name, None)
         if request is not None and request.lookup is not None:
             request.lookup.cancel()
+        if request is not None:
+            self._withdraw(request)
         if name in self._loading:
             self._step.moves.cancelled.append(name)
         elif request is not None:
@@ -449,6 +469,12 @@ class Scheduling:
             )
         return request.is_stale
 
+    def handed_over(self, name: str) -> str:
+        """The name under which another engine finds what is stored of a request's first chunk, "" where that is
+        nothing."""
+        request = self._requests.get(name)
+        return self._name_of(request) if request is not None and self.options.stores else ""
+
     def has_grown(self, name: str, tokens: int) -> bool:
         """Whether a request that has so many tokens now has whole chunks that `follow` does not know of yet."""
         request, chunk = self._requests.get(name), self.groups[0].layout.chunk_tokens
@@ -473,12 +499,16 @@ class Scheduling:
         return keys
 
     def _answer(self, request: Request) -> Found | None:
-        """What of a request is stored; None while the answer is waited for. It is asked for here, and given up when
-        waiting takes as long as computing would."""
-        lookup = request.lookup
+        """What of a request is stored; None while the answer, or KV that another engine computes, is waited for. It is
+        asked for here, and given up when waiting takes as long as computing would."""
+        lookup, count, sharing = request.lookup, self._loadable(request), self._sharing(request)
         if lookup is None:
-            lookup = request.lookup = self._lookups.find(request.keys, self._loadable(request))
-            request.asked_s = self._clock()
+            lookup = request.lookup = self._lookups.find(request.keys, count, sharing)
+            request.announced, request.is_waiting, request.asked_s = lookup, False, self._clock()
+        if lookup.done and lookup.answer.is_coming and not request.is_waiting:
+            lookup = request.lookup = self._lookups.wait(request.keys, count, lookup.answer, sharing)
+            request.announced, request.is_waiting, request.asked_s = lookup, True, self._clock()
+            self.counters["waits"] += 1
         if lookup.done:
             request.lookup = None
             self._is_late = False
@@ -489,12 +519,50 @@ class Scheduling:
             return None
         lookup.cancel()
         request.lookup = None
-        self.counters["lookups_given_up"] += 1
+        self.counters["waits_given_up" if request.is_waiting else "lookups_given_up"] += 1
         if not self._is_late:
             text = "KV cache lookup of %s was given up after %.3f s, %d tokens are computed: the server is slow or hung"
+            if request.is_waiting:
+                text = "KV of %s that another engine computes has not come in %.3f s: of %d tokens the rest is computed"
             logger.warning(text, request.prompt.request, waited_s, total - request.computed)
         self._is_late = True
-        return Found()
+        return lookup.answer
+
+    def _sharing(self, request: Request) -> Sharing:
+        prompt, options = request.prompt, self.options
+        announces = options.stores and (options.announces or prompt.for_others)
+        is_ours = bool(prompt.handed_over) and prompt.handed_over == self._name_of(request)
+        if prompt.handed_over and not is_ours and not self._has_other_names:
+            self._has_other_names = True
+            text = (
+                "the engine that has computed %s stores KV under other names: its model, weights or chunks are others"
+            )
+            logger.warning(text, prompt.request)
+        return Sharing(announces, options.waits or is_ours or prompt.is_promised, prompt.is_promised)
+
+    def _name_of(self, request: Request) -> str:
+        """What all ranks' keys of a prompt's first chunk have in common, "" where it has none."""
+        keys = request.keys[0]
+        return SHARD.sub(b"", keys[0].key).decode() if keys else ""
+
+    def _announce(self, request: Request) -> None:
+        """Tell others what is computed of a request that nothing is loaded for, once."""
+        if request.announced is None and self._sharing(request).announces and not self.weights.is_unknown:
+            request.announced = self._lookups.announce(request.keys, len(request.keys[0]))
+
+    def _withdraw(self, request: Request) -> None:
+        """Tell others that what has been announced of a request and not been offered for storing does not come."""
+        if request.announced is None:
+            return
+        request.announced.cancel()
+        left = [
+            name
+            for place, at in request.announced.answer.announced
+            if at >= (request.snapshot if self.groups[place].is_state else request.next[place])
+            for name in self._lookups.of_ranks(request.keys, place, at)
+        ]
+        if left:
+            self._lookups.withdraw(left)
 
     def _patience_s(self, tokens: int) -> float:
         """How long an answer is worth waiting for that may save so many tokens' computing."""

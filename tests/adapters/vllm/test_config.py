@@ -175,3 +175,16 @@ def test_events_say_of_a_request_what_vllm_does() -> None:
     plain = prompt_of(request(), generated=False)
     assert plain is not None
     assert plain.origin == Origin()
+
+
+def test_a_router_s_words_say_whose_kv_a_prompt_is_of() -> None:
+    def told(**words: object) -> tuple[bool, str, bool]:
+        prompt = prompt_of(request(kv_transfer_params=words), generated=False)
+        assert prompt is not None
+        return prompt.for_others, prompt.handed_over, prompt.is_promised
+
+    assert told() == (False, "", False)
+    assert told(do_remote_decode=True, do_remote_prefill=False, remote_engine_id=None) == (True, "", False)
+    assert told(do_remote_prefill=True, remote_engine_id="p", kvredis_chunk="m@1") == (False, "m@1", False)
+    assert told(do_remote_prefill=True, remote_engine_id="p") == (False, "", True)
+    assert told(do_remote_prefill=False, kvredis_chunk="m@1") == (False, "", False)

@@ -90,6 +90,7 @@ def opened(
     shake: bool = True,
     stages: int = 1,
     layers: tuple[str, ...] = tuple(names(2)),
+    kv_role: str = "kv_both",
     **extra: object,
 ) -> Any:
     """One half of an engine of so many ranks in each stage, before a server that is not there."""
@@ -97,9 +98,7 @@ def opened(
     told = engine(parallel=parallel | {"distributed_executor_backend": None})
     told.device_config = SimpleNamespace(device_type="cpu")
     extra = {"remote_url": f"redis://127.0.0.1:{free_ports(1)[0]}", "max_local_cpu_size": 0.0625} | extra
-    told.kv_transfer_config = SimpleNamespace(
-        kv_role="kv_both", engine_id=name or role, kv_connector_extra_config=extra
-    )
+    told.kv_transfer_config = SimpleNamespace(kv_role=kv_role, engine_id=name or role, kv_connector_extra_config=extra)
     caches = SimpleNamespace(kv_cache_groups=[KVCacheGroup(list(layers), spec)], num_blocks=40)
     half = door.KVRedisConnector(told, Role[role], caches)
     if role == "SCHEDULER" and shake:  # as vLLM does with what it has asked its workers for
@@ -351,6 +350,44 @@ def test_the_scheduler_looks_for_what_all_ranks_of_all_stages_have(door: Any, mo
     scheduler.set_xfer_handshake_metadata_pp_aware(told)  # 0.33 does so after each wake-up
     for half in (*workers, scheduler):
         half.shutdown()
+
+
+def test_a_router_is_told_how_another_engine_finds_what_it_has_asked_for(door: Any) -> None:
+    half, prompts = opened(door, "SCHEDULER", FullAttentionSpec(), name="prefill"), list(range(300))
+    shared = {"prompt_token_ids": prompts, "all_token_ids": prompts}
+    asked = request(**shared, kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False})
+    half.get_num_new_matched_tokens(asked, 0)
+    keeps, told = half.request_finished(asked, [])
+    assert not keeps
+    assert told == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill",
+        "kvredis_chunk": told["kvredis_chunk"],
+    }
+    assert told["kvredis_chunk"].startswith("kvredis:org/model")
+    for other in (request(**shared), request(kv_transfer_params={"do_remote_decode": True})):  # of the last no chunk
+        half.get_num_new_matched_tokens(other, 0)
+        assert half.request_finished(other, []) == (False, None)
+    half.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("role", "wait_for_kv", "announces", "waits"),
+    [
+        ("kv_both", False, False, False),
+        ("kv_both", True, True, True),
+        ("kv_producer", False, True, False),
+        ("kv_consumer", True, False, True),
+    ],
+)
+def test_engines_share_what_they_compute_by_their_role_and_where_they_are_told_to(
+    role: str, wait_for_kv: bool, announces: bool, waits: bool, door: Any
+) -> None:
+    half = opened(door, "SCHEDULER", FullAttentionSpec(), kv_role=role, wait_for_kv=wait_for_kv)
+    options = half._scheduling.options
+    assert (options.announces, options.waits) == (announces, waits)
+    half.shutdown()
 
 
 def test_a_scheduler_that_has_not_heard_of_its_workers_asks_for_nothing_and_says_so_once(
